@@ -1,0 +1,1 @@
+"""Cache layouts, one module per attention family."""

@@ -1,0 +1,81 @@
+"""What the cache of one attention family looks like: the contract every layout keeps. No paddle needed here."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+
+ROLE_TENSOR_NAMES = {
+    "key": "key_caches",
+    "value": "value_caches",
+    "key_scale": "key_cache_scales",
+    "value_scale": "value_cache_scales",
+    "indexer": "indexer_caches",
+}
+"""Roles in their fixed order, with the prefix of their tensor names."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One tensor of a layer: `[num_blocks, *block_shape]` of `dtype`."""
+
+    role: str
+    block_shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLE_TENSOR_NAMES:
+            raise ConfigError(f"unknown cache role {self.role!r}: choose one of {', '.join(ROLE_TENSOR_NAMES)}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"unsupported cache dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}")
+        if not self.block_shape or min(self.block_shape) < 1:
+            raise ConfigError(f"cache role {self.role} has an empty block shape {self.block_shape}")
+
+    @property
+    def block_bytes(self) -> int:
+        return math.prod(self.block_shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """All cache tensors of one rank: `num_layers` times the same roles, in role order."""
+
+    num_layers: int
+    roles: tuple[RoleSpec, ...]
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Bytes of one block in one layer, all roles."""
+        return sum(role.block_bytes for role in self.roles)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers and roles: what one host slot occupies."""
+        return self.num_layers * self.layer_block_bytes
+
+
+def tensor_name(role: str, layer: int, rank: int, device: int) -> str:
+    return f"{ROLE_TENSOR_NAMES[role]}_{layer}_rank{rank}.device{device}"
+
+
+class AttentionCacheBackend(ABC):
+    """Owner of a cache layout. One subclass per attention family (GQA/MHA here; MLA, DSA and fp8 scales to come)."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> CacheLayout:
+        """Shapes, dtypes and order of everything `create_kv_cache` makes."""
+
+    @abstractmethod
+    def create_kv_cache(self, num_blocks: int, *, rank: int = 0, device: int = 0) -> dict[str, Any]:
+        """Zero-filled tensors by `tensor_name`, in flat order: layer-major, roles in role order.
+
+        Each tensor is `[num_blocks, *role.block_shape]` of the role's dtype, contiguous, and keeps its address until
+        it is dropped. Raises `ConfigError` for `num_blocks < 1`.
+        """

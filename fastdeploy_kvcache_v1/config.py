@@ -1,0 +1,60 @@
+"""One frozen, validated settings object for the scheduler half. Host adapters build it from their own configuration."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+
+class WritePolicy(str, enum.Enum):
+    """When a block gets its host copy."""
+
+    WRITE_THROUGH = "write_through"
+    """As soon as it is complete."""
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """Once it has been hit `write_through_threshold` times."""
+    WRITE_BACK = "write_back"
+    """When the device tier evicts it."""
+
+    @classmethod
+    def parse(cls, text: str) -> WritePolicy:
+        """Raises `ConfigError` naming the choices."""
+        try:
+            return cls(text)
+        except ValueError:
+            choices = ", ".join(policy.value for policy in cls)
+            raise ConfigError(f"unknown write policy {text!r}: choose one of {choices}") from None
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """Settings of a `CacheManager`. Sizes are in blocks of `block_size` tokens.
+
+    Raises `ConfigError` when constructed with a value that cannot work.
+    """
+
+    num_device_blocks: int
+    num_host_blocks: int = 0
+    block_size: int = 64
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    write_through_threshold: int = 2
+    enable_prefix_caching: bool = True
+    max_queued_events: int = 65_536
+    """`take_events()` queue bound; past it the queue collapses into one `cleared` event. 0 switches events off."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "write_policy", WritePolicy.parse(self.write_policy))
+        for name, least in (
+            ("num_device_blocks", 1),
+            ("num_host_blocks", 0),
+            ("block_size", 1),
+            ("write_through_threshold", 1),
+            ("max_queued_events", 0),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} must be an integer, got {value!r}")
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")

@@ -1,0 +1,65 @@
+"""The exception tree of the package.
+
+KVCacheError
+├── ConfigError                a setting is wrong; the message says which and what to do
+├── CacheStateError            the caller broke a contract (a bug, never a load condition)
+│   ├── UnknownRequestError    the request is not (or no longer) known to the manager
+│   └── BlockPoolError         a slot was freed twice, or by somebody who does not own it
+├── InvariantError             `check()` found damaged state
+├── PoolInUseError             a resize would take slots from running requests; nothing changed
+├── TransferError              a copy between tiers failed; its target must not be read
+│   └── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
+├── ModelError                 a model directory is incomplete or does not fit its configuration
+├── TraceError                 a request trace has a broken line (named by its number)
+└── WorkerDiedError            the worker process ended while requests needed it
+"""
+
+from __future__ import annotations
+
+
+class KVCacheError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class ConfigError(KVCacheError, ValueError):
+    """A setting is wrong. One line: what is wrong and what to do."""
+
+
+class CacheStateError(KVCacheError):
+    """A caller broke a contract of the cache manager; no state was changed."""
+
+
+class UnknownRequestError(CacheStateError):
+    """The request is unknown to the manager, or has been finished already."""
+
+
+class BlockPoolError(CacheStateError):
+    """A slot was released that is not allocated (double free or foreign id); nothing was freed."""
+
+
+class InvariantError(KVCacheError):
+    """A `check()` found a broken invariant; the message names it."""
+
+
+class PoolInUseError(KVCacheError):
+    """A pool cannot shrink because running requests hold slots above its new end; nothing changed."""
+
+
+class TransferError(KVCacheError):
+    """A copy between tiers failed. Its target holds no valid data."""
+
+
+class LayerSwapTimeoutError(TransferError, TimeoutError):
+    """A layer's swap-in did not complete within the configured time."""
+
+
+class ModelError(KVCacheError):
+    """A model directory has missing, unreadable or mismatched files."""
+
+
+class TraceError(KVCacheError, ValueError):
+    """A request trace cannot be read; the message names file and line number."""
+
+
+class WorkerDiedError(KVCacheError):
+    """The worker process ended while requests depended on it."""

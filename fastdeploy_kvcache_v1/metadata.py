@@ -1,0 +1,204 @@
+"""Types and messages shared by the scheduler half and the worker half.
+
+Everything here is immutable, picklable and free of paddle, cupy and fastdeploy. The worker never sees the prefix
+tree: it receives `SwapStep`s and answers with `TransferResult`s.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, NewType, Protocol
+
+BlockHash = NewType("BlockHash", bytes)
+"""Chained 32-byte SHA-256 digest that names a block together with its whole prefix."""
+
+DeviceSlot = NewType("DeviceSlot", int)
+"""Index of a block in the device caches (what block tables hold)."""
+
+HostSlot = NewType("HostSlot", int)
+"""Index of a block in the page-locked host pool."""
+
+
+class CacheLevel(enum.Enum):
+    """A tier that can hold a block's KV."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+class CacheStatus(enum.Enum):
+    """Where a block is. Always derived from its slots and its open transfer, never stored."""
+
+    DEVICE = "device"
+    HOST = "host"
+    SWAP_TO_HOST = "swap_to_host"
+    SWAP_TO_DEVICE = "swap_to_device"
+    LOADING_FROM_STORAGE = "loading_from_storage"
+    DELETING = "deleting"
+
+
+class BlockNode(NamedTuple):
+    """Read-only view of one cached block, valid for the moment it was taken."""
+
+    hash: BlockHash
+    device_slot: DeviceSlot | None
+    host_slot: HostSlot | None
+    open_transfer: CacheLevel | None = None
+    """Tier that an un-drained or in-flight copy is filling, if any."""
+    detached: bool = False
+    """True when the block can no longer be found and only waits for its last user."""
+    hits: int = 0
+    pins: int = 0
+
+    @property
+    def status(self) -> CacheStatus:
+        if self.detached:
+            return CacheStatus.DELETING
+        if self.open_transfer is CacheLevel.HOST:
+            return CacheStatus.SWAP_TO_HOST
+        if self.open_transfer is CacheLevel.DEVICE:
+            if self.host_slot is None:
+                return CacheStatus.LOADING_FROM_STORAGE
+            return CacheStatus.SWAP_TO_DEVICE
+        return CacheStatus.HOST if self.device_slot is None else CacheStatus.DEVICE
+
+
+class BlockHashes(Protocol):
+    """The hashed token sequence of a request; grows while the request generates.
+
+    `cache_utils.BlockHasher` computes it from token ids; `cache_utils.GivenHashes` wraps known hashes.
+    """
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        """One chained hash per *full* block, in prompt order."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens so far, prompt and output, those of the last partial block included."""
+
+
+@dataclass(frozen=True)
+class MatchResult:
+    """What `CacheManager.match_prefix` found, in prompt order. The blocks stay pinned until the request ends."""
+
+    request_id: str
+    nodes: tuple[BlockNode, ...]
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.nodes)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.nodes) * self.block_size
+
+    @property
+    def num_device_blocks(self) -> int:
+        return sum(node.device_slot is not None for node in self.nodes)
+
+    @property
+    def num_host_blocks(self) -> int:
+        return self.num_blocks - self.num_device_blocks
+
+
+class Allocation(NamedTuple):
+    """Effects of one successful `CacheManager.allocate`."""
+
+    block_table: list[DeviceSlot]
+    """A fresh copy of the request's whole block table, in prompt order."""
+    new_blocks: list[DeviceSlot]
+    """Its tail that this call added (cached prefix blocks are not in it)."""
+    num_device_tokens: int
+    """Tokens served from the device tier; 0 after the request's first allocation."""
+    num_host_tokens: int
+    """Tokens whose swap-in from the host tier this allocation planned; 0 after the first allocation."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.num_device_tokens + self.num_host_tokens
+
+
+class NoSpace(NamedTuple):
+    """`CacheManager.allocate` could not find enough device slots. No state was changed."""
+
+    needed: int
+    available: int
+
+
+@dataclass(frozen=True)
+class CacheSwapMetadata:
+    """One direction of block copies: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
+
+    Target slots are unique within one object, so its copies may run in any order.
+    """
+
+    source: CacheLevel
+    target: CacheLevel
+    source_slots: tuple[int, ...] = ()
+    target_slots: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.source_slots) != len(self.target_slots):
+            raise ValueError(
+                f"swap metadata needs one target per source, got {len(self.source_slots)} and {len(self.target_slots)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.source_slots)
+
+    def __bool__(self) -> bool:
+        return bool(self.source_slots)
+
+
+NO_EVICT = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST)
+NO_SWAP_IN = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE)
+
+
+@dataclass(frozen=True)
+class SwapStep:
+    """All copies decided for one scheduling step. The worker runs `evict` (D2H), then `swap_in` (H2D), then compute.
+
+    Steps must reach the worker in `step` order, none twice: a later step's copies rely on an earlier step's.
+    """
+
+    step: int
+    evict: CacheSwapMetadata = NO_EVICT
+    swap_in: CacheSwapMetadata = NO_SWAP_IN
+
+    def __bool__(self) -> bool:
+        return bool(self.evict) or bool(self.swap_in)
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """What became of one direction of one `SwapStep`; failed ones invalidate their target slots."""
+
+    step: int
+    source: CacheLevel
+    target: CacheLevel
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    target_slots: tuple[int, ...] = field(default=())
+    """Filled for failed transfers only: the slots that hold no valid data."""
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None
+
+
+class CacheEvent(NamedTuple):
+    """A change that an outside index of this cache must learn, in order."""
+
+    kind: str
+    """`stored`, `removed`, or `cleared` (forget everything: the cache was reset or events were lost)."""
+    level: CacheLevel | None
+    hashes: tuple[BlockHash, ...] = ()
+    parent: BlockHash | None = None
+    """Hash of the block before the first stored one; None at the root and for other kinds."""
