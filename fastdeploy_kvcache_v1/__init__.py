@@ -1,0 +1,6 @@
+"""The v1 KV-cache manager for FastDeploy.
+
+Importing the package loads nothing else: import the module that has what you need (`cache_manager`, `metadata`, ...).
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,58 @@
+# Sourced by every script: finds a Python, creates the environment, installs the package into it when needed.
+#   FASTDEPLOY_KVCACHE_VENV   where the environment lives (default: .venv in the checkout)
+#   PYTHON                    the interpreter to create it with (default: python3, else python3.12 ... python3.10)
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$(realpath -m "${FASTDEPLOY_KVCACHE_VENV:-$ROOT/.venv}")"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+
+die() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "Python 3.10, 3.11 or 3.12 is needed, ${PYTHON:-python3} is $("${PYTHON:-python3}" -V 2>&1 || true):" \
+        "install one, or set PYTHON=/path/to/python3"
+}
+
+# What the installed environment was made from: when this is unchanged, there is nothing to do.
+fingerprint() {
+    { echo "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/setup.py"; } | cksum
+}
+
+install_env() {
+    local python stamp="$VENV/.fastdeploy-kvcache-stamp"
+    [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ] && "$VENV/bin/python" -c '' 2>/dev/null && return
+    if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        python="$(find_python)"
+        echo "Creating $VENV with $("$python" -V)" >&2
+        "$python" -m venv --clear "$VENV" >/dev/null 2>&1 ||
+            die "$python cannot create a virtual environment in $VENV: install its venv module (Debian, Ubuntu: apt install python3-venv)"
+    fi
+    echo "Installing the package and its dependencies (the first time takes a few minutes)" >&2
+    "$VENV/bin/python" -m pip install --quiet --upgrade -e "$ROOT[dev]" >&2 </dev/null ||
+        die "the installation failed; pip's message is above"
+    fingerprint >"$stamp"
+}
+
+# Two scripts started at the same time must not install into one environment at the same time.
+setup_env() {
+    mkdir -p "$(dirname "$VENV")"
+    if command -v flock >/dev/null; then
+        (flock 9 && install_env) 9>"$VENV.lock"
+    else
+        install_env
+    fi
+    export PATH="$VENV/bin:$PATH"
+    unset PYTHONHOME
+    cd "$ROOT"
+}
