@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from .metadata import SwapStep
@@ -57,7 +58,7 @@ class BatchRequest:
     def add_swap_steps(self, steps: Iterable[SwapStep]) -> None:
         """Merge non-empty steps in step order; raises `ValueError`, changing nothing, for a step already present."""
         merged = sorted([*self.swap_steps, *(step for step in steps if step)], key=lambda step: step.step)
-        for earlier, later in zip(merged, merged[1:], strict=False):
+        for earlier, later in pairwise(merged):
             if earlier.step == later.step:
                 raise ValueError(f"swap step {later.step} was handed over twice")
         self.swap_steps = merged

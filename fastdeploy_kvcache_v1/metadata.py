@@ -7,7 +7,7 @@ tree: it receives `SwapStep`s and answers with `TransferResult`s.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
@@ -47,7 +47,7 @@ class BlockNode(NamedTuple):
     device_slot: DeviceSlot | None
     host_slot: HostSlot | None
     open_transfer: CacheLevel | None = None
-    """Tier that an un-drained or in-flight copy is filling, if any."""
+    """Tier that a copy is filling of which the worker has not been told yet (once told, order is guaranteed)."""
     detached: bool = False
     """True when the block can no longer be found and only waits for its last user."""
     hits: int = 0
@@ -81,25 +81,60 @@ class BlockHashes(Protocol):
         """All tokens so far, prompt and output, those of the last partial block included."""
 
 
+class NodeSpan(NamedTuple):
+    """Consecutive blocks of equal state: the first `length` entries of each list. Read-only."""
+
+    hashes: Sequence[BlockHash]
+    device_slots: Sequence[DeviceSlot] | None
+    host_slots: Sequence[HostSlot] | None
+    length: int
+    open_transfer: CacheLevel | None
+    detached: bool
+    hits: int
+    pins: int
+
+    @property
+    def level(self) -> CacheLevel:
+        """Where the blocks' bytes can be read from: not a tier that an open transfer has yet to fill."""
+        on_device = self.device_slots is not None and self.open_transfer is not CacheLevel.DEVICE
+        return CacheLevel.DEVICE if on_device else CacheLevel.HOST
+
+    def nodes(self) -> Iterator[BlockNode]:
+        for index in range(self.length):
+            yield BlockNode(
+                self.hashes[index],
+                None if self.device_slots is None else self.device_slots[index],
+                None if self.host_slots is None else self.host_slots[index],
+                self.open_transfer,
+                self.detached,
+                self.hits,
+                self.pins,
+            )
+
+
 @dataclass(frozen=True)
 class MatchResult:
     """What `CacheManager.match_prefix` found, in prompt order. The blocks stay pinned until the request ends."""
 
     request_id: str
-    nodes: tuple[BlockNode, ...]
+    spans: tuple[NodeSpan, ...]
     block_size: int
 
     @property
+    def nodes(self) -> tuple[BlockNode, ...]:
+        return tuple(node for span in self.spans for node in span.nodes())
+
+    @property
     def num_blocks(self) -> int:
-        return len(self.nodes)
+        return sum(span.length for span in self.spans)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.nodes) * self.block_size
+        return self.num_blocks * self.block_size
 
     @property
     def num_device_blocks(self) -> int:
-        return sum(node.device_slot is not None for node in self.nodes)
+        return sum(span.length for span in self.spans if span.level is CacheLevel.DEVICE)
 
     @property
     def num_host_blocks(self) -> int:

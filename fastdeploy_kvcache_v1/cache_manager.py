@@ -1,0 +1,429 @@
+"""CacheManager: the scheduler half. It decides which block is where; the worker half moves the bytes.
+
+A request's life: `match_prefix` -> `allocate` (again and again while it grows) -> `commit` (what has been computed is
+now matchable) -> `finish`, or `preempt`, or `release` when it was not scheduled after all. Once per scheduling step
+`take_swap_step` hands over every copy decided since the last one; the worker runs its evictions, then its swap-ins,
+then the forward pass. That order is why an evicted device slot may be used again at once, and why a host slot that an
+open copy reads or fills may not: its run stays pinned, or open, until the step is taken.
+
+Every public method takes one lock, is atomic, and costs O(the request's own blocks), independent of the cache's size,
+unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from .block_pool import DeviceBlockPool, HostBlockPool
+from .cache_stats import CacheStats, Counters
+from .config import KVCacheConfig
+from .errors import CacheStateError, ConfigError, InvariantError, PoolInUseError, UnknownRequestError
+from .event_log import EventLog
+from .metadata import (
+    Allocation,
+    BlockHashes,
+    BlockNode,
+    CacheEvent,
+    CacheLevel,
+    DeviceSlot,
+    MatchResult,
+    NoSpace,
+    SwapStep,
+    TransferResult,
+)
+from .radix_tree import RadixTree
+from .run import Run
+from .tiering import Tiering
+
+
+@dataclass
+class _Request:
+    """What the manager knows of one request."""
+
+    sequence: BlockHashes
+    leaf: Run
+    """Last cached run of its prefix; the path to it is pinned by this request."""
+    num_cached: int
+    """Leading blocks of its table that the tree knows."""
+    epoch: int
+    step: int = -1
+    """The scheduling step of its last allocation."""
+    table: list[DeviceSlot] = field(default_factory=list)
+    admitted: bool = False
+    has_committed: bool = False
+    duplicates: list[DeviceSlot] = field(default_factory=list)
+    """Own slots among the first `num_cached`: the tree holds another copy of those blocks."""
+    num_device_tokens: int = 0
+    num_host_tokens: int = 0
+    num_query_tokens: int = 0
+
+    def own_slots(self) -> list[DeviceSlot]:
+        return self.table[self.num_cached :] + self.duplicates
+
+
+class CacheManager:
+    """See the module's text. Thread-safe."""
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self.config = config
+        self._lock = threading.RLock()
+        self._counters = Counters()
+        self._events = EventLog(config.max_queued_events)
+        self._device_pool = DeviceBlockPool(config.num_device_blocks)
+        self._host_pool = HostBlockPool(config.num_host_blocks)
+        self._tree = RadixTree(self._device_pool, self._host_pool, self._events)
+        self._tiering = Tiering(config, self._tree, self._device_pool, self._host_pool, self._counters)
+        self._requests: dict[str, _Request] = {}
+        self._in_flight: dict[str, int] = {}
+        self._step = 0
+        self._epoch = 0
+
+    # ---- the life of a request
+
+    def match_prefix(self, request_id: str, sequence: BlockHashes) -> MatchResult:
+        """Find and pin the longest cached prefix of `sequence`, at most all blocks before its last token.
+
+        The manager keeps `sequence` and reads its growing hashes in `commit`. Raises `CacheStateError` if the request
+        is already known: release, preempt or finish it first.
+        """
+        block_size = self.config.block_size
+        with self._lock:
+            if request_id in self._requests:
+                raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
+            limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // block_size)
+            leaf = self._tree.match(sequence.hashes, limit if self.config.enable_prefix_caching else 0)
+            spans = tuple(run.span() for run in self._tree.path(leaf))
+            request = _Request(sequence, leaf, sum(span.length for span in spans), self._epoch)
+            self._requests[request_id] = request
+            return MatchResult(request_id, spans, block_size)
+
+    def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
+        """Grow the request's block table to hold `num_tokens` tokens. Atomic: `NoSpace` changes nothing.
+
+        The first call admits the request: matched blocks on the host get device slots, and their swap-in is planned.
+        Raises `UnknownRequestError`, or `CacheStateError` if `num_tokens` does not cover the matched prefix.
+        """
+        with self._lock:
+            request = self._request(request_id)
+            wanted = -(-num_tokens // self.config.block_size)
+            have = len(request.table) if request.admitted else request.num_cached
+            if not request.admitted and wanted < have:
+                raise CacheStateError(f"request {request_id}: {num_tokens} tokens are fewer than its cached prefix")
+            path = [] if request.admitted else self._tree.path(request.leaf)
+            swap_ins = [run for run in path if run.device is None]
+            num_swap_in = sum(map(len, swap_ins))
+            needed = num_swap_in + max(0, wanted - have)
+            if needed > (available := self._tiering.num_available_device):
+                self._counters.allocations_refused += 1
+                return NoSpace(needed, available)
+            slots = self._tiering.allocate_device(needed)
+            request.step = self._step
+            if request.admitted:
+                request.table += slots
+                return Allocation(list(request.table), slots, 0, 0)
+            return self._admit(request, path, swap_ins, slots)
+
+    def _admit(self, request: _Request, path: list[Run], swap_ins: list[Run], slots: list[DeviceSlot]) -> Allocation:
+        used = 0
+        for run in swap_ins:
+            self._tree.start_swap_in(run, slots[used : used + len(run)])
+            used += len(run)
+        for run in path:
+            assert run.device is not None
+            request.table += run.device
+        new_blocks = slots[used:]
+        request.table += new_blocks
+        request.admitted = True
+        self._tree.hit(request.leaf)
+        self._tiering.back_up_hit(path)
+        size = self.config.block_size
+        request.num_host_tokens = used * size
+        request.num_device_tokens = request.num_cached * size - request.num_host_tokens
+        request.num_query_tokens = request.sequence.num_tokens
+        self._count_admission(request, 1)
+        return Allocation(list(request.table), new_blocks, request.num_device_tokens, request.num_host_tokens)
+
+    def commit(self, request_id: str, num_computed_tokens: int, *, in_flight: bool = False) -> None:
+        """Make the full blocks among the first `num_computed_tokens` tokens matchable.
+
+        Their KV must have been written. With `in_flight` it is written by the step being scheduled now: the blocks
+        become matchable, and are backed up, only after `take_swap_step` has closed that step. The newest token of the
+        sequence is never counted: a sampled token has no KV yet. Idempotent; fewer tokens than before are ignored.
+        Raises `UnknownRequestError`, or `CacheStateError` for tokens without a block, blocks without a hash, or blocks
+        that cannot have been computed because the step that allocated them has not been taken.
+        """
+        with self._lock:
+            request = self._request(request_id)
+            num_blocks = min(num_computed_tokens, request.sequence.num_tokens - 1) // self.config.block_size
+            if request.step == self._step and not in_flight:
+                raise CacheStateError(f"request {request_id}: committed before take_swap_step closed its step")
+            if num_computed_tokens > len(request.table) * self.config.block_size:
+                raise CacheStateError(f"request {request_id}: {num_computed_tokens} tokens committed, fewer allocated")
+            if num_blocks > len(request.sequence.hashes):
+                raise CacheStateError(f"request {request_id}: {num_blocks} blocks committed, fewer hashed")
+            if in_flight:
+                self._in_flight[request_id] = num_blocks
+            else:
+                self._commit(request, num_blocks)
+
+    def _commit(self, request: _Request, num_blocks: int) -> None:
+        first = request.num_cached
+        if num_blocks <= first or not self.config.enable_prefix_caching:
+            return
+        if request.epoch != self._epoch or request.leaf.detached:
+            return  # computed on top of blocks that were reset or lost: never to be found
+        hashes = request.sequence.hashes[first:num_blocks]
+        leaf, duplicates = self._tree.insert(request.leaf, hashes, request.table[first:num_blocks])
+        request.leaf, request.num_cached, request.has_committed = leaf, num_blocks, True
+        request.duplicates += duplicates
+        self._counters.duplicate_blocks += len(duplicates)
+        self._tiering.back_up_completed(self._tree.path(leaf))
+
+    def finish(self, request_id: str) -> None:
+        """The request is done (or aborted): its committed blocks stay cached, everything else is free again.
+
+        Raises `UnknownRequestError`, freeing nothing, when it was finished before.
+        """
+        with self._lock:
+            self._give_back(request_id, touch=True)
+            self._counters.requests_finished += 1
+
+    def preempt(self, request_id: str) -> None:
+        """Take everything from a running request; it resumes by a new match. Raises `UnknownRequestError`."""
+        with self._lock:
+            self._give_back(request_id, touch=True)
+            self._counters.requests_preempted += 1
+
+    def release(self, request_id: str) -> None:
+        """Undo the match (and allocation) of a request that was not scheduled: pins, hits and LRU order as before.
+
+        Swap-ins planned for it alone are cancelled. Raises `UnknownRequestError`, or `CacheStateError` if it has
+        committed blocks: finish or preempt it then.
+        """
+        with self._lock:
+            request = self._request(request_id)
+            if request.has_committed:
+                raise CacheStateError(f"request {request_id} has computed blocks: finish or preempt it instead")
+            if request.admitted:
+                self._tree.hit(request.leaf, -1)
+                self._count_admission(request, -1)
+                self._counters.requests_rolled_back += 1
+            self._give_back(request_id, touch=False)
+
+    def _give_back(self, request_id: str, *, touch: bool) -> None:
+        request = self._request(request_id)
+        del self._requests[request_id]
+        self._in_flight.pop(request_id, None)
+        self._device_pool.free(request.own_slots() if request.admitted else [])
+        self._tree.release(request.leaf, touch=touch)
+
+    # ---- the worker
+
+    def take_swap_step(self) -> SwapStep:
+        """Every copy decided since the last call. Steps are numbered without gaps and reach the worker in order."""
+        with self._lock:
+            step = self._tiering.take_step(self._step)
+            self._step += 1
+            in_flight, self._in_flight = self._in_flight, {}
+            for request_id, num_blocks in in_flight.items():
+                self._commit(self._requests[request_id], num_blocks)
+            return step
+
+    def transfer_failed(self, result: TransferResult) -> list[str]:
+        """A copy failed in the worker: its targets hold garbage and are forgotten, with every block below them.
+
+        Returns the running requests that use such a block: preempt and recompute them. O(cache).
+        """
+        failed = frozenset(result.target_slots)
+        with self._lock:
+            self._counters.failed_transfer_blocks += len(failed)
+            lost: set[Run] = set()
+            for run in list(self._tree.runs()):
+                if run.detached:
+                    continue
+                if result.target is CacheLevel.HOST and run.device is not None and run.open is not CacheLevel.DEVICE:
+                    if run.open is None and run.host is not None and not failed.isdisjoint(run.host):
+                        self._tree.drop_host(run)
+                    continue
+                slots = run.device if result.target is CacheLevel.DEVICE else run.host
+                if slots is not None and not failed.isdisjoint(slots):
+                    lost.update(self._tree.detach(run))
+            return self._requests_on(lost)
+
+    def _requests_on(self, lost: set[Run]) -> list[str]:
+        """Admitted requests that use a run of `lost`; matches that were not admitted yet simply become empty."""
+        affected = []
+        for request_id, request in self._requests.items():
+            if request.leaf not in lost:
+                continue
+            if request.admitted:
+                affected.append(request_id)
+            else:
+                self._forget_match(request)
+        return affected
+
+    def _forget_match(self, request: _Request) -> None:
+        self._tree.release(request.leaf, touch=False)
+        request.leaf, request.num_cached = self._tree.root, 0
+
+    # ---- administration
+
+    def reset_cache(self, *, force: bool = False) -> None:
+        """Forget every cached block of both tiers.
+
+        Running requests keep their blocks until they end and cache nothing more. With `force` they are forgotten too,
+        all slots are free, and copies not yet taken are dropped: the caller has stopped the worker's use of them.
+        O(cache).
+        """
+        with self._lock:
+            self._epoch += 1
+            self._tree.detach_all()
+            for request_id, request in list(self._requests.items()):
+                if force:
+                    self._give_back(request_id, touch=False)
+                elif not request.admitted:
+                    self._forget_match(request)
+                    request.epoch = self._epoch
+            if force:
+                self._tiering.abandon()
+
+    def resize_device_pool(self, num_device_blocks: int) -> None:
+        """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
+
+        Raises `ConfigError` for a size below 1, and `PoolInUseError`, with no change, when a request uses a slot above
+        the new end or such a slot still waits to be copied out. O(cache) when shrinking.
+        """
+        size = operator.index(num_device_blocks)
+        if size < 1:
+            raise ConfigError(f"the device pool needs at least 1 block, got {size}")
+        with self._lock:
+            if size < self._device_pool.size:
+                self._evict_above(size)
+            self._device_pool.resize(size)
+
+    def _evict_above(self, size: int) -> None:
+        above = self._device_pool.slots_above(size)
+        if not above:
+            return
+        hit = [run for run in self._tree.runs() if run.device is not None and not above.isdisjoint(run.device)]
+        evictable = {slot for run in hit if not run.pins for slot in run.device or ()}
+        in_use = (above - evictable) | {slot for slot in self._tiering.pending_evict_sources() if slot >= size}
+        if in_use:
+            raise PoolInUseError(
+                f"cannot shrink the device pool to {size} blocks: {len(in_use)} blocks above are in use; "
+                "finish or preempt their requests first"
+            )
+        for run in hit:
+            self._tiering.evict_device_subtree(run, above)
+
+    def take_events(self) -> list[CacheEvent]:
+        """What was stored in and removed from each tier since the last call, in order.
+
+        If more than `max_queued_events` piled up, the list starts with `cleared` and describes the whole cache anew.
+        """
+        with self._lock:
+            events = self._events.take()
+            if events is None:
+                events = self._tree.snapshot_events()
+            return events
+
+    # ---- looking
+
+    def nodes(self, request_id: str) -> tuple[BlockNode, ...]:
+        """The cached blocks the request uses, in prompt order. Raises `UnknownRequestError`."""
+        with self._lock:
+            path = self._tree.path(self._request(request_id).leaf)
+            return tuple(node for run in path for node in run.nodes())
+
+    def block_table(self, request_id: str) -> list[DeviceSlot]:
+        """A copy of the request's block table. Raises `UnknownRequestError`."""
+        with self._lock:
+            return list(self._request(request_id).table)
+
+    @property
+    def num_device_blocks(self) -> int:
+        with self._lock:
+            return self._device_pool.size
+
+    @property
+    def num_free_device_blocks(self) -> int:
+        """Device slots nobody owns, cached blocks excluded."""
+        with self._lock:
+            return self._device_pool.num_free
+
+    @property
+    def num_available_device_blocks(self) -> int:
+        """Device slots an `allocate` could get now: free ones and evictable ones."""
+        with self._lock:
+            return self._tiering.num_available_device
+
+    def stats(self) -> CacheStats:
+        with self._lock:
+            owned = sum(len(request.own_slots()) for request in self._requests.values() if request.admitted)
+            return CacheStats(
+                counters=replace(self._counters),
+                num_requests=len(self._requests),
+                device_blocks=self._device_pool.size,
+                device_free_blocks=self._device_pool.num_free,
+                device_cached_blocks=self._device_pool.num_allocated - owned,
+                device_evictable_blocks=self._tree.num_device_evictable,
+                host_blocks=self._host_pool.size,
+                host_free_blocks=self._host_pool.num_free,
+                host_cached_blocks=self._host_pool.num_allocated,
+                events_overflowed=self._events.overflows,
+            )
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless every slot has exactly one owner and every pin a request; O(cache)."""
+        with self._lock:
+            self._device_pool.check()
+            self._host_pool.check()
+            self._tree.check()
+            runs = [*self._tree.runs(), *self._tree.detached_runs()]
+            cached = [slot for run in runs for slot in run.device or ()]
+            owned = [slot for request in self._requests.values() if request.admitted for slot in request.own_slots()]
+            _expect_partition("device", cached + owned, self._device_pool.allocated_slots())
+            _expect_partition(
+                "host", [slot for run in runs for slot in run.host or ()], self._host_pool.allocated_slots()
+            )
+            pins = Counter(run for request in self._requests.values() for run in self._tree.path(request.leaf))
+            for run in runs:
+                if run.pins != pins[run]:
+                    raise InvariantError(f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
+
+    def check_idle(self) -> None:
+        """`check`, and nobody holds anything: every allocated slot is cached and evictable."""
+        with self._lock:
+            self.check()
+            if self._requests:
+                raise InvariantError(f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")
+            if any(True for _ in self._tree.detached_runs()):
+                raise InvariantError("manager: forgotten blocks still hold slots; take the swap step first")
+            if self._tiering.num_available_device != self._device_pool.size:
+                raise InvariantError("manager: device slots leaked")
+
+    # ---- inside
+
+    def _request(self, request_id: str) -> _Request:
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            raise UnknownRequestError(f"request {request_id} is unknown, or has been finished already") from None
+
+    def _count_admission(self, request: _Request, sign: int) -> None:
+        counters = self._counters
+        counters.requests_admitted += sign
+        counters.query_tokens += sign * request.num_query_tokens
+        counters.device_hit_tokens += sign * request.num_device_tokens
+        counters.host_hit_tokens += sign * request.num_host_tokens
+
+
+def _expect_partition(tier: str, owners: Sequence[int], allocated: frozenset[int]) -> None:
+    if len(owners) != len(set(owners)):
+        raise InvariantError(f"manager: a {tier} slot has two owners")
+    if set(owners) != allocated:
+        raise InvariantError(f"manager: {len(allocated - set(owners))} {tier} slots leaked")

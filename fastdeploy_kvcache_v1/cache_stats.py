@@ -1,0 +1,56 @@
+"""Counters and gauges of the scheduler half."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counters:
+    """Monotone counts since start. Units are in the names: tokens, blocks, or events."""
+
+    requests_admitted: int = 0
+    requests_finished: int = 0
+    requests_preempted: int = 0
+    requests_rolled_back: int = 0
+    allocations_refused: int = 0
+    """`NoSpace` answers."""
+    query_tokens: int = 0
+    """Tokens of admitted requests at admission."""
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    device_evicted_blocks: int = 0
+    """Blocks whose device copy was given up to make room (with or without a host copy)."""
+    device_lost_blocks: int = 0
+    """Those of them that had no host copy: their KV is gone."""
+    host_evicted_blocks: int = 0
+    swap_out_blocks: int = 0
+    swap_in_blocks: int = 0
+    backup_skipped_blocks: int = 0
+    """Blocks that the write policy wanted on the host while nothing there could be evicted."""
+    duplicate_blocks: int = 0
+    """Blocks computed by a request although another one had cached them meanwhile."""
+    failed_transfer_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """One consistent snapshot: the counters, and how many blocks are where."""
+
+    counters: Counters
+    num_requests: int
+    device_blocks: int
+    device_free_blocks: int
+    device_cached_blocks: int
+    """Blocks owned by the prefix tree, used by requests or not."""
+    device_evictable_blocks: int
+    host_blocks: int
+    host_free_blocks: int
+    host_cached_blocks: int
+    events_overflowed: int
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens of admitted requests that no tier served."""
+        counters = self.counters
+        return counters.query_tokens - counters.device_hit_tokens - counters.host_hit_tokens

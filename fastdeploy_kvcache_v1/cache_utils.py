@@ -1,0 +1,151 @@
+"""Block hashes: the names under which computed KV is found again.
+
+A block's hash is SHA-256 over its parent's digest, its token ids as 4-byte little-endian integers, and its extra keys.
+Equal hashes therefore mean an equal whole prefix, which is what lets the tree compare a run of blocks by its last hash.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import sha256
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from .errors import CacheStateError, ConfigError
+from .metadata import BlockHash
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+HASH_VERSION = b"fastdeploy-kvcache-v1/1"
+TOKEN_BYTES = 4
+MAX_TOKEN_ID = 2**32 - 1
+
+
+class MultimodalItem(NamedTuple):
+    """An image, video or audio whose embeddings replace the tokens `[offset, offset + length)`."""
+
+    offset: int
+    length: int
+    hash: str
+    """Content hash; equal hashes mean equal embeddings."""
+
+
+def root_hash(*, salt: bytes = b"", lora: str = "") -> BlockHash:
+    """Parent of every first block. Tenants (`salt`) and adapters (`lora`) never share blocks."""
+    name = lora.encode()
+    fields = (HASH_VERSION, salt, name)
+    return BlockHash(sha256(b"".join(struct.pack("<Q", len(part)) + part for part in fields)).digest())
+
+
+def get_block_hash_extra_keys(
+    start: int, end: int, items: Sequence[MultimodalItem], first: int = 0
+) -> tuple[bytes, int]:
+    """Extra hash keys of the block of tokens `[start, end)`, and the first item the next block has to look at.
+
+    `items` are sorted by offset and do not overlap; those before `first` end before this block. An item belongs to the
+    block if at least one of its tokens does. Its offset relative to the block is part of the key: the same placeholder
+    tokens with the same image one position later have other embeddings. O(items overlapping the block).
+    """
+    while first < len(items) and items[first].offset + items[first].length <= start:
+        first += 1
+    keys = []
+    for item in items[first:]:
+        if item.offset >= end:
+            break
+        content = item.hash.encode()
+        keys.append(struct.pack("<qQQ", item.offset - start, item.length, len(content)) + content)
+    return b"".join(keys), first
+
+
+class BlockHasher:
+    """Hashes a request's tokens block by block as they arrive: O(new tokens) per call. Not thread-safe.
+
+    Satisfies `metadata.BlockHashes`. Raises `ConfigError` for overlapping items and for token ids outside 0..2**32-1.
+    """
+
+    def __init__(
+        self, block_size: int, *, items: Sequence[MultimodalItem] = (), salt: bytes = b"", lora: str = ""
+    ) -> None:
+        self.hashes: list[BlockHash] = []
+        self._block_size = block_size
+        self._items = tuple(sorted(items))
+        self._next_item = 0
+        self._parent = root_hash(salt=salt, lora=lora)
+        self._partial = b""
+        """Bytes of the last, not yet full block."""
+        _check_items(self._items)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.hashes) * self._block_size + len(self._partial) // TOKEN_BYTES
+
+    def extend(self, token_ids: npt.NDArray[np.integer] | Sequence[int]) -> None:
+        """Append tokens (1-D, any integer dtype)."""
+        data = self._partial + token_bytes(token_ids)
+        step = self._block_size * TOKEN_BYTES
+        full = len(data) - len(data) % step
+        if full and self._next_item < len(self._items):
+            self._hash_with_items(data, full, step)
+        elif full:
+            self._hash_text(data, full, step)
+        self._partial = data[full:]
+
+    def _hash_text(self, data: bytes, full: int, step: int) -> None:
+        parent: bytes = self._parent
+        append = self.hashes.append
+        for begin in range(0, full, step):
+            parent = sha256(parent + data[begin : begin + step]).digest()
+            append(parent)  # type: ignore[arg-type]
+        self._parent = BlockHash(parent)
+
+    def _hash_with_items(self, data: bytes, full: int, step: int) -> None:
+        for begin in range(0, full, step):
+            start = len(self.hashes) * self._block_size
+            extra, self._next_item = get_block_hash_extra_keys(
+                start, start + self._block_size, self._items, self._next_item
+            )
+            self._parent = BlockHash(sha256(self._parent + data[begin : begin + step] + extra).digest())
+            self.hashes.append(self._parent)
+
+
+class GivenHashes:
+    """A token sequence whose block hashes are already known, for example from a trace."""
+
+    def __init__(self, hashes: Sequence[BlockHash], num_tokens: int) -> None:
+        self.hashes = hashes
+        self.num_tokens = num_tokens
+
+
+def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
+    """Token ids as 4-byte little-endian unsigned integers. Raises `ConfigError` for ids that do not fit."""
+    if len(token_ids) == 1:  # one generated token: skip the array machinery
+        token = int(token_ids[0])
+        if 0 <= token <= MAX_TOKEN_ID:
+            return token.to_bytes(TOKEN_BYTES, "little")
+    # Imported here: the scheduler half must load fast, and whoever passes an array has numpy loaded already.
+    import numpy as np
+
+    ids = np.asarray(token_ids)
+    if ids.size == 0:
+        return b""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids.min()) < 0 or int(ids.max()) > MAX_TOKEN_ID:
+        raise ConfigError(f"token ids must be a 1-D sequence of integers in 0..{MAX_TOKEN_ID}")
+    return ids.astype("<u4", copy=False).tobytes()
+
+
+def _check_items(items: Sequence[MultimodalItem]) -> None:
+    for item in items:
+        if item.offset < 0 or item.length < 1:
+            raise ConfigError(f"multimodal item at offset {item.offset} with length {item.length}: must cover a token")
+    for before, after in pairwise(items):
+        if before.offset + before.length > after.offset:
+            raise ConfigError(f"multimodal items at offsets {before.offset} and {after.offset} overlap")
+
+
+def check_block_hashes(hashes: Sequence[BlockHash], num_blocks: int) -> None:
+    """Raises `CacheStateError` unless at least `num_blocks` full blocks have been hashed."""
+    if len(hashes) < num_blocks:
+        raise CacheStateError(f"{num_blocks} blocks named but only {len(hashes)} hashed: extend the hasher first")

@@ -1,0 +1,465 @@
+"""RadixTree: every cached block of every tier, found by prefix.
+
+Structure: runs of blocks (see `run.py`) below an empty root. A block is reachable only through all its ancestors, so
+prefix closure (DESIGN 4.2) holds by construction; on the device tier it holds because eviction takes leaves first and
+because requests pin whole paths. Cost of every operation: O(runs touched + blocks copied), independent of cache size.
+
+The tree owns the slots of cached blocks and gives them back to their pools. It decides nothing: which block to evict
+when, and what to copy, is the manager's business. Not thread-safe: the manager's lock covers it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+from .block_pool import DeviceBlockPool, HostBlockPool
+from .errors import InvariantError
+from .event_log import EventLog
+from .metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot, HostSlot
+from .run import Run, RunQueue
+
+
+class RadixTree:
+    """The prefix tree over the device and the host tier."""
+
+    def __init__(self, device_pool: DeviceBlockPool, host_pool: HostBlockPool, events: EventLog) -> None:
+        self.root = Run([])
+        self._device_pool = device_pool
+        self._host_pool = host_pool
+        self._events = events
+        self._device_queue = RunQueue(CacheLevel.DEVICE)
+        self._host_queue = RunQueue(CacheLevel.HOST)
+        self._open: dict[Run, None] = {}
+        self._detached: dict[Run, None] = {}
+        self.num_device_evictable = 0
+        """Blocks that device eviction can free at once; exact."""
+        self.num_host_evictable = 0
+
+    # ---- finding and pinning
+
+    def match(self, hashes: Sequence[BlockHash], limit: int) -> Run:
+        """Pin the longest cached prefix of `hashes[:limit]`; returns its last run (the root when nothing matched)."""
+        run, taken = self._find(hashes, limit)
+        leaf = run if taken == len(run) else self.split(run, taken)
+        self._pin(leaf)
+        return leaf
+
+    def path(self, leaf: Run) -> list[Run]:
+        """Runs from the root's child down to `leaf`, in prompt order."""
+        runs = []
+        run = leaf
+        while run.parent is not None:
+            runs.append(run)
+            run = run.parent
+        runs.reverse()
+        return runs
+
+    def release(self, leaf: Run, *, touch: bool) -> None:
+        """Drop one pin of the path to `leaf`. `touch` makes it the most recently used, leaf first and root last."""
+        run = leaf
+        while run.parent is not None:
+            parent = run.parent
+            if touch and not run.detached:
+                self._touch(run)
+            run.pins -= 1
+            if not run.pins:
+                self._unpinned(run)
+            run = parent
+        self._merge_path(leaf)
+
+    def hit(self, leaf: Run, count: int = 1) -> None:
+        """Add `count` hits to the path of `leaf` (negative to take them back)."""
+        run = leaf
+        while run.parent is not None:
+            run.hits += count
+            run = run.parent
+
+    # ---- adding blocks
+
+    def insert(
+        self, leaf: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]
+    ) -> tuple[Run, list[DeviceSlot]]:
+        """Cache computed blocks below the pinned `leaf` for the request that pins it.
+
+        Returns the request's new leaf, pinned, and those of `slots` that were not taken because the block is on the
+        device already: they stay the caller's.
+        """
+        self._merge_with_parent(leaf)
+        duplicates: list[DeviceSlot] = []
+        done = 0
+        while done < len(hashes):
+            child = leaf.children.get(hashes[done])
+            if child is None:
+                return self._append(leaf, list(hashes[done:]), list(slots[done:])), duplicates
+            taken = child.common_blocks(hashes, done, min(len(child), len(hashes) - done))
+            leaf = child if taken == len(child) else self.split(child, taken)
+            if leaf.device is None:
+                self._give_device(leaf, list(slots[done : done + taken]))
+                self._events.stored(CacheLevel.DEVICE, leaf.hashes, self._parent_hash(leaf))
+            else:
+                duplicates.extend(slots[done : done + taken])
+            self._pin_one(leaf)
+            done += taken
+        return leaf, duplicates
+
+    def start_swap_in(self, run: Run, slots: list[DeviceSlot]) -> None:
+        """Open the copy of a pinned host run into device `slots`."""
+        run.open = CacheLevel.DEVICE
+        self._open[run] = None
+        self._give_device(run, slots)
+
+    def start_swap_out(self, run: Run, slots: list[HostSlot]) -> None:
+        """Open the copy of a device run into host `slots`. The device side may go at once: evictions run first."""
+        run.open = CacheLevel.HOST
+        self._open[run] = None
+        run.host = slots
+        self._host_queue.append(run)
+
+    def open_swap_ins(self) -> list[Run]:
+        return [run for run in self._open if run.open is CacheLevel.DEVICE]
+
+    def close_transfers(self) -> None:
+        """The worker is being told of every open copy: from here on, order guarantees what the tree says."""
+        for run in self._open:
+            level, run.open = run.open, None
+            if run.detached:
+                self._free_if_unused(run)
+            elif level is CacheLevel.DEVICE:
+                self._events.stored(CacheLevel.DEVICE, run.hashes, self._parent_hash(run))
+            else:
+                self._events.stored(CacheLevel.HOST, run.hashes, self._parent_hash(run))
+                if run.is_host_evictable:
+                    self.num_host_evictable += len(run)
+        self._open.clear()
+
+    # ---- taking blocks away
+
+    def device_victim(self, most: int) -> Run | None:
+        """The least recently used evictable device run without device children, split to at most `most` blocks."""
+        for run in self._device_queue:
+            if run.pins:
+                self._device_queue.touch(run)  # in use, hence recent; keeps the front of the queue short
+                continue
+            while (child := _device_child(run)) is not None:
+                run = child
+            return self._tail(run, most)
+        return None
+
+    def host_victim(self, most: int) -> Run | None:
+        """The least recently used run whose host copy can go, split to at most `most` blocks."""
+        if not self.num_host_evictable:
+            return None
+        for run in islice(self._host_queue, len(self._host_queue)):
+            if not run.is_host_evictable:
+                self._host_queue.touch(run)
+                continue
+            while run.device is None and run.children:
+                run = next(iter(run.children.values()))
+            if run.is_host_evictable:
+                return self._tail(run, most)
+        return None
+
+    def drop_device(self, run: Run) -> None:
+        """Give up the device copy of an unpinned run that keeps its host copy."""
+        assert run.host is not None and not run.pins, "only unpinned runs with a host copy may leave the device"
+        self.num_device_evictable -= len(run)
+        self._take_device(run)
+
+    def drop_host(self, run: Run) -> None:
+        """Give up the host copy of a run that stays on the device."""
+        assert run.device is not None and run.open is None, "only runs that stay on the device may lose their host copy"
+        if run.is_host_evictable:
+            self.num_host_evictable -= len(run)
+        self._host_queue.remove(run)
+        slots, run.host = run.host, None
+        assert slots is not None
+        self._host_pool.free(slots)
+        self._events.removed(CacheLevel.HOST, run.hashes)
+
+    def detach(self, top: Run) -> list[Run]:
+        """Make `top` and everything below it unfindable; slots come back as soon as nobody uses them."""
+        assert top.parent is not None and not top.detached, "only attached runs can be detached"
+        del top.parent.children[top.hashes[0]]
+        detached = list(_subtree(top))
+        for run in detached:
+            self._forget(run)
+        return detached
+
+    def detach_all(self) -> None:
+        for child in list(self.root.children.values()):
+            self.detach(child)
+        self._events.cleared()
+
+    def abandon_transfers(self) -> None:
+        """Forget open copies that will never be handed to a worker (everything has been detached and released)."""
+        for run in self._open:
+            run.open = None
+            self._free_if_unused(run)
+        self._open.clear()
+
+    def split(self, run: Run, count: int) -> Run:
+        """Cut after `count` blocks. `run` keeps its identity as the lower part; returns the new upper part."""
+        assert 0 < count < len(run), "a split leaves blocks on both sides"
+        head = Run(run.hashes[:count], run.device and run.device[:count], run.host and run.host[:count], run.parent)
+        run.hashes = run.hashes[count:]
+        run.device = run.device and run.device[count:]
+        run.host = run.host and run.host[count:]
+        head.pins, head.hits, head.open, head.detached = run.pins, run.hits, run.open, run.detached
+        head.children[run.hashes[0]] = run
+        assert run.parent is not None
+        if run.detached:
+            self._detached[head] = None
+        else:
+            run.parent.children[head.hashes[0]] = head
+            if run.device is not None:
+                self._device_queue.insert_after(head, run)
+            if run.host is not None:
+                self._host_queue.insert_after(head, run)
+        if run.open is not None:
+            self._open[head] = None
+        run.parent = head
+        return head
+
+    # ---- looking
+
+    def runs(self) -> Iterator[Run]:
+        """Every findable run, parents before children; O(cache)."""
+        subtree = _subtree(self.root)
+        next(subtree)
+        return subtree
+
+    def detached_runs(self) -> Iterator[Run]:
+        return iter(self._detached)
+
+    def subtree(self, run: Run) -> Iterator[Run]:
+        """`run` and everything below it, parents before children."""
+        return _subtree(run)
+
+    def snapshot_events(self) -> list[CacheEvent]:
+        """`cleared`, then one `stored` event for every run of every tier; O(cache)."""
+        events = [CacheEvent("cleared", None)]
+        for run in self.runs():
+            for level, slots in ((CacheLevel.DEVICE, run.device), (CacheLevel.HOST, run.host)):
+                if slots is not None and run.open is not level:
+                    events.append(CacheEvent("stored", level, tuple(run.hashes), self._parent_hash(run)))
+        return events
+
+    def check(self) -> None:
+        """Raises `InvariantError` naming the first broken invariant; O(cache)."""
+        runs = list(self.runs())
+        # Every run has blocks, is in a tier, and its lists agree in length.
+        for run in [*runs, *self._detached]:
+            _check_lists(run)
+        for run in runs:
+            assert run.parent is not None
+            _expect(not run.detached, "a detached run is findable")
+            _expect(run.parent.children.get(run.hashes[0]) is run, "a run is not its parent's child by its first hash")
+            # A pinned run has pinned ancestors; a device run has device ancestors.
+            children_pins = sum(child.pins for child in run.children.values())
+            _expect(run.pins >= children_pins, "a run is pinned less often than its children")
+            _expect(
+                run.device is None or run.parent.is_root or run.parent.device is not None,
+                "a device block hangs below a block that is not on the device",
+            )
+            _expect(run.open is not CacheLevel.DEVICE or run.pins > 0, "a swap-in is open that nobody waits for")
+            _expect((run.open is not None) == (run in self._open), "open transfers and runs disagree")
+        # A block has one node.
+        hashes = [block for run in runs for block in run.hashes]
+        _expect(len(hashes) == len(set(hashes)), "one block is in the tree twice")
+        # The queues hold exactly the findable runs of their tier.
+        for tier, queue, in_tier in (
+            ("device", self._device_queue, {run for run in runs if run.device is not None}),
+            ("host", self._host_queue, {run for run in runs if run.host is not None}),
+        ):
+            queued = list(queue)
+            _expect(len(queued) == len(queue) == len(set(queued)), f"the {tier} queue lost count")
+            _expect(set(queued) == in_tier, f"the {tier} queue does not hold the {tier} runs")
+        # The counts of evictable blocks are exact.
+        device = sum(len(run) for run in runs if run.is_device_evictable)
+        host = sum(len(run) for run in runs if run.is_host_evictable)
+        _expect(
+            device == self.num_device_evictable, f"{device} device blocks evictable, not {self.num_device_evictable}"
+        )
+        _expect(host == self.num_host_evictable, f"{host} host blocks evictable, not {self.num_host_evictable}")
+        # Detached runs exist only for their last users.
+        for run in self._detached:
+            _expect(run.detached and (run.pins > 0 or run.open is not None), "a detached run has no user left")
+
+    # ---- inside
+
+    def _find(self, hashes: Sequence[BlockHash], limit: int) -> tuple[Run, int]:
+        run, position = self.root, 0
+        while position < limit:
+            child = run.children.get(hashes[position])
+            if child is None or (child.device is None and child.open is not None):
+                break  # not cached, or on its way to the host since this very step
+            taken = child.common_blocks(hashes, position, min(len(child), limit - position))
+            if taken < len(child):
+                return child, taken
+            run, position = child, position + taken
+        return run, len(run)
+
+    def _pin(self, leaf: Run) -> None:
+        run = leaf
+        while run.parent is not None:
+            self._pin_one(run)
+            run = run.parent
+
+    def _pin_one(self, run: Run) -> None:
+        if not run.pins:
+            if run.is_device_evictable:
+                self.num_device_evictable -= len(run)
+            if run.is_host_evictable:
+                self.num_host_evictable -= len(run)
+        run.pins += 1
+
+    def _unpinned(self, run: Run) -> None:
+        if run.open is CacheLevel.DEVICE:  # nobody waits for it any more, and the worker does not know of it yet
+            self._take_device(run)
+            run.open = None
+            del self._open[run]
+        if run.detached:
+            self._free_if_unused(run)
+            return
+        if run.is_device_evictable:
+            self.num_device_evictable += len(run)
+        if run.is_host_evictable:
+            self.num_host_evictable += len(run)
+
+    def _touch(self, run: Run) -> None:
+        if run.device is not None:
+            self._device_queue.touch(run)
+        if run.host is not None:
+            self._host_queue.touch(run)
+
+    def _append(self, leaf: Run, hashes: list[BlockHash], slots: list[DeviceSlot]) -> Run:
+        """New blocks below `leaf`: in place if they share its fate, else as a child."""
+        self._events.stored(CacheLevel.DEVICE, hashes, leaf.hashes[-1] if leaf.hashes else None)
+        fresh = leaf.pins == 1 and not leaf.hits and leaf.host is None and leaf.open is None
+        if fresh and not leaf.children and leaf.device is not None:
+            leaf.hashes.extend(hashes)
+            leaf.device.extend(slots)
+            return leaf
+        run = Run(hashes, slots, None, leaf)
+        run.pins = 1
+        leaf.children[hashes[0]] = run
+        self._device_queue.append(run)
+        return run
+
+    def _give_device(self, run: Run, slots: list[DeviceSlot]) -> None:
+        assert len(slots) == len(run), "one slot per block"
+        run.device = slots
+        self._device_queue.append(run)
+        if run.is_device_evictable:
+            self.num_device_evictable += len(run)
+
+    def _take_device(self, run: Run) -> None:
+        slots, run.device = run.device, None
+        assert slots is not None
+        if run.device_link is not None:
+            self._device_queue.remove(run)
+            if run.open is not CacheLevel.DEVICE:
+                self._events.removed(CacheLevel.DEVICE, run.hashes)
+        self._device_pool.free(slots)
+
+    def _forget(self, run: Run) -> None:
+        if run.is_device_evictable:
+            self.num_device_evictable -= len(run)
+        if run.is_host_evictable:
+            self.num_host_evictable -= len(run)
+        if run.device is not None:
+            self._device_queue.remove(run)
+            if run.open is not CacheLevel.DEVICE:
+                self._events.removed(CacheLevel.DEVICE, run.hashes)
+        if run.host is not None:
+            self._host_queue.remove(run)
+            if run.open is not CacheLevel.HOST:
+                self._events.removed(CacheLevel.HOST, run.hashes)
+        run.detached = True
+        self._detached[run] = None
+        self._free_if_unused(run)
+
+    def _free_if_unused(self, run: Run) -> None:
+        """Slots of a detached run go back once no request uses them; host slots also wait for an open copy."""
+        if run.pins:
+            return
+        if run.device is not None:
+            slots, run.device = run.device, None
+            self._device_pool.free(slots)
+        if run.open is None:
+            if run.host is not None:
+                host, run.host = run.host, None
+                self._host_pool.free(host)
+            self._detached.pop(run, None)
+
+    def _tail(self, run: Run, most: int) -> Run:
+        if len(run) > most:
+            self.split(run, len(run) - most)
+        return run
+
+    def _merge_path(self, leaf: Run) -> None:
+        """Undo splits on a released path whose two sides share one fate again."""
+        run = leaf
+        while run.parent is not None and run.parent.parent is not None:
+            if not self._merge_with_parent(run):
+                run = run.parent
+
+    def _merge_with_parent(self, run: Run) -> bool:
+        """`run` takes over its parent's blocks if nothing tells them apart. Nobody can hold the parent as leaf then."""
+        parent = run.parent
+        if parent is None or parent.parent is None or not _same_fate(parent, run):
+            return False
+        run.hashes = parent.hashes + run.hashes
+        if parent.device is not None and run.device is not None:
+            run.device = parent.device + run.device
+            self._device_queue.remove(parent)
+        if parent.host is not None and run.host is not None:
+            run.host = parent.host + run.host
+            self._host_queue.remove(parent)
+        run.parent = parent.parent
+        run.parent.children[run.hashes[0]] = run
+        return True
+
+    @staticmethod
+    def _parent_hash(run: Run) -> BlockHash | None:
+        assert run.parent is not None
+        return run.parent.hashes[-1] if run.parent.hashes else None
+
+
+def _subtree(top: Run) -> Iterator[Run]:
+    """`top` and everything below it, parents before children."""
+    stack = [top]
+    while stack:
+        run = stack.pop()
+        yield run
+        stack.extend(run.children.values())
+
+
+def _device_child(run: Run) -> Run | None:
+    return next((child for child in run.children.values() if child.device is not None), None)
+
+
+def _same_fate(parent: Run, run: Run) -> bool:
+    return (
+        len(parent.children) == 1
+        and parent.pins == run.pins
+        and parent.hits == run.hits
+        and parent.open is None
+        and run.open is None
+        and (parent.device is None) == (run.device is None)
+        and (parent.host is None) == (run.host is None)
+        and not run.detached
+    )
+
+
+def _check_lists(run: Run) -> None:
+    _expect(bool(run.hashes), "a run has no blocks")
+    _expect(run.device is not None or run.host is not None, "a run is in no tier")
+    _expect(run.device is None or len(run.device) == len(run.hashes), "device slots and hashes differ in number")
+    _expect(run.host is None or len(run.host) == len(run.hashes), "host slots and hashes differ in number")
+
+
+def _expect(condition: bool, broken: str) -> None:
+    if not condition:
+        raise InvariantError(f"prefix tree: {broken}")
