@@ -39,7 +39,7 @@ install_env() {
             die "$python cannot create a virtual environment in $VENV: install its venv module (Debian, Ubuntu: apt install python3-venv)"
     fi
     echo "Installing the package and its dependencies (the first time takes a few minutes)" >&2
-    "$VENV/bin/python" -m pip install --quiet --upgrade -e "$ROOT[dev]" >&2 </dev/null ||
+    "$VENV/bin/python" -m pip install -qq --upgrade -e "$ROOT[dev]" >&2 </dev/null ||
         die "the installation failed; pip's message is above"
     fingerprint >"$stamp"
 }

@@ -1,0 +1,215 @@
+"""Plays a trace against a CacheManager as an engine would: several admissions per step, a window of open requests."""
+
+from __future__ import annotations
+
+import resource
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from ..cache_manager import CacheManager
+from ..cache_utils import GivenHashes
+from ..config import KVCacheConfig
+from ..errors import ConfigError, InvariantError
+from ..metadata import NoSpace
+from .trace import TraceHasher, TraceRequest
+
+if TYPE_CHECKING:
+    from .shadow import ShadowDataPlane, ShadowRequest
+
+STEPS_BETWEEN_CHECKS = 1000
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How to play a trace. Raises `ConfigError` for a value that cannot work."""
+
+    config: KVCacheConfig
+    window: int = 32
+    """Requests open at once; the oldest finishes when the next one needs its place."""
+    admissions_per_step: int = 8
+    """Requests matched and allocated between two `take_swap_step` calls."""
+    outputs: bool = False
+    """Also generate and cache the output tokens."""
+    verify: bool = False
+    """Check the content of every block against a shadow data plane, and `check()` every 1,000 steps."""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "admissions_per_step"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass
+class _Request:
+    """A request of the trace on its way through the manager."""
+
+    request_id: str
+    request: TraceRequest
+    sequence: GivenHashes
+    seconds: float = 0.0
+    """Time spent in the manager for it so far, attempts that found no space included."""
+    step: int = -1
+    """Step whose forward pass it was last part of."""
+    shadow: ShadowRequest | None = None
+
+
+class Replay:
+    """One run over one trace; counters are valid at any time. Not thread-safe."""
+
+    def __init__(self, options: ReplayOptions) -> None:
+        self.options = options
+        self.manager = CacheManager(options.config)
+        self.hasher = TraceHasher(options.config.block_size)
+        self.request_seconds = array("d")
+        """match + allocate + commit + finish of each finished request."""
+        self.num_input_tokens = 0
+        self.num_device_hit_tokens = 0
+        self.num_host_hit_tokens = 0
+        self.num_evict_copies = 0
+        self.num_swap_in_copies = 0
+        self.num_steps = 0
+        self.num_no_space = 0
+        self.num_too_long = 0
+        """Requests that no empty device tier could hold; a server refuses them."""
+        self.num_outputs_cut = 0
+        """Requests that finished without output blocks because nobody else could make room for them."""
+        self.shadow: ShadowDataPlane | None = None
+        if options.verify:
+            from .shadow import ShadowDataPlane
+
+            self.shadow = ShadowDataPlane(options.config.num_device_blocks, options.config.num_host_blocks)
+        self._pending: _Request | None = None
+        self._open: OrderedDict[str, _Request] = OrderedDict()
+        self._generating: list[_Request] = []
+
+    def run(self, requests: Iterator[TraceRequest]) -> None:
+        """Play all `requests`, finish them, and check the manager: `InvariantError` if anything is wrong or leaked."""
+        self._take_next(requests)
+        while self._pending is not None or self._generating:
+            num_finished = len(self.request_seconds)
+            members = self._grow_outputs()
+            self._admit(requests, members)
+            self._run_step(members)
+            if self._pending is not None and not members and len(self.request_seconds) == num_finished:
+                raise InvariantError(f"no room for {self._pending.request_id} although nothing runs: blocks leaked")
+        while self._finish_oldest():
+            pass
+        self._run_step([])
+        self.manager.check_idle()
+
+    def _take_next(self, requests: Iterator[TraceRequest]) -> None:
+        """Make the next request that an empty device tier could hold the pending one."""
+        config = self.options.config
+        for request in requests:
+            if request.input_length <= config.num_device_blocks * config.block_size:
+                sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length)
+                self._pending = _Request(f"line-{request.line}", request, sequence)
+                return
+            self.num_too_long += 1
+        self._pending = None
+
+    def _admit(self, requests: Iterator[TraceRequest], members: list[_Request]) -> None:
+        """Admit pending requests to this step, finishing the oldest ones for the room they need."""
+        for _ in range(self.options.admissions_per_step):
+            while self._pending is not None and not self._try_admit(self._pending):
+                if not self._finish_oldest():
+                    return
+            if self._pending is None:
+                return
+            members.append(self._pending)
+            self._take_next(requests)
+
+    def _try_admit(self, opened: _Request) -> bool:
+        """Match and allocate; False, leaving no trace, while the window is full or the blocks do not suffice."""
+        if len(self._open) >= self.options.window:
+            return False
+        begin = perf_counter()
+        match = self.manager.match_prefix(opened.request_id, opened.sequence)
+        allocation = self.manager.allocate(opened.request_id, opened.request.input_length)
+        if isinstance(allocation, NoSpace):
+            self.manager.release(opened.request_id)
+        opened.seconds += perf_counter() - begin
+        if isinstance(allocation, NoSpace):
+            self.num_no_space += 1
+            return False
+        opened.step = self.num_steps
+        self._open[opened.request_id] = opened
+        self.num_input_tokens += opened.request.input_length
+        self.num_device_hit_tokens += allocation.num_device_tokens
+        self.num_host_hit_tokens += allocation.num_host_tokens
+        if self.shadow is not None:
+            opened.shadow = self.shadow.new_request(opened.request_id)
+            opened.shadow.plan(allocation.block_table, opened.sequence.hashes, match.num_blocks)
+        return True
+
+    def _grow_outputs(self) -> list[_Request]:
+        """Give the requests prefilled in the last step room for all their output tokens, computed in one step."""
+        members: list[_Request] = []
+        for opened in self._generating:
+            if opened.request_id not in self._open:  # finished early, to make room for somebody else
+                continue
+            request, sequence = opened.request, opened.sequence
+            first_written = request.input_length // self.options.config.block_size
+            sequence.hashes = [*sequence.hashes, *self.hasher.output_hashes(request)]
+            sequence.num_tokens = request.input_length + request.output_length
+            opened.step = self.num_steps  # takes part in this step: not to be finished for others
+            begin = perf_counter()
+            allocation = self.manager.allocate(opened.request_id, sequence.num_tokens - 1)
+            while isinstance(allocation, NoSpace):
+                self.num_no_space += 1
+                if not self._finish_oldest():
+                    break
+                allocation = self.manager.allocate(opened.request_id, sequence.num_tokens - 1)
+            opened.seconds += perf_counter() - begin
+            if isinstance(allocation, NoSpace):
+                self.num_outputs_cut += 1
+                opened.step = self.num_steps - 1
+                continue
+            if opened.shadow is not None:
+                opened.shadow.plan(allocation.block_table, sequence.hashes, first_written)
+            members.append(opened)
+        self._generating = []
+        return members
+
+    def _run_step(self, members: list[_Request]) -> None:
+        """What the worker and then the scheduler do for one step: copies, forward, commit."""
+        step = self.manager.take_swap_step()
+        self.num_evict_copies += len(step.evict)
+        self.num_swap_in_copies += len(step.swap_in)
+        if self.shadow is not None:
+            self.shadow.run_step(step, [opened.shadow for opened in members if opened.shadow is not None])
+            if self.num_steps % STEPS_BETWEEN_CHECKS == 0:
+                self.manager.check()
+        self.num_steps += 1
+        for opened in members:
+            grown = opened.sequence.num_tokens > opened.request.input_length
+            # The newest token is sampled but not computed: it has no KV yet, and the prompt's last token has.
+            if not grown:
+                opened.sequence.num_tokens += 1
+            begin = perf_counter()
+            self.manager.commit(opened.request_id, opened.sequence.num_tokens - 1)
+            opened.seconds += perf_counter() - begin
+            if not grown and self.options.outputs and opened.request.output_length > 1:
+                self._generating.append(opened)
+
+    def _finish_oldest(self) -> bool:
+        """Finish the oldest request whose forward pass is done; False if there is no such request."""
+        for opened in self._open.values():
+            if opened.step < self.num_steps:
+                del self._open[opened.request_id]
+                begin = perf_counter()
+                self.manager.finish(opened.request_id)
+                self.request_seconds.append(opened.seconds + perf_counter() - begin)
+                if self.shadow is not None:
+                    self.shadow.finish(opened.request_id)
+                return True
+        return False
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident set of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,165 @@
+"""Whole replays: every policy, several admissions per step, too few blocks, with the shadow data plane watching."""
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+
+from fastdeploy_kvcache_v1 import replay as command
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.errors import ConfigError, InvariantError, TraceError
+from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN
+from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
+from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
+
+
+def play(trace, *, limit=None, window=128, admissions=8, outputs=True, **config) -> Replay:
+    settings = {"num_device_blocks": 150, "num_host_blocks": 400, "max_queued_events": 0} | config
+    replay = Replay(ReplayOptions(KVCacheConfig(**settings), window, admissions, outputs, verify=True))
+    replay.run(read_trace(trace, limit))
+    return replay
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize(("window", "admissions"), [(1, 1), (128, 1), (128, 16)])
+@pytest.mark.parametrize("num_host_blocks", [0, 5, 400])
+def test_every_block_holds_what_it_should(synthetic_trace, policy, window, admissions, num_host_blocks):
+    done = play(
+        synthetic_trace,
+        window=window,
+        admissions=admissions,
+        write_policy=policy,
+        num_host_blocks=num_host_blocks,
+    )
+    counters = done.manager.stats().counters
+    assert len(done.request_seconds) + done.num_too_long == 400
+    assert done.num_too_long < 10
+    assert counters.device_evicted_blocks > 1_000
+    assert counters.requests_finished == len(done.request_seconds)
+    assert (done.num_evict_copies, done.num_swap_in_copies) == (counters.swap_out_blocks, counters.swap_in_blocks)
+    if num_host_blocks == 400:
+        assert done.num_swap_in_copies > 100
+    if window == 128:
+        assert done.num_no_space > 100
+
+
+@pytest.mark.parametrize("block_size", [32, 128, 512])
+def test_other_block_sizes(synthetic_trace, block_size):
+    done = play(synthetic_trace, block_size=block_size, num_device_blocks=9_600 // block_size)
+    assert done.num_device_hit_tokens > 0
+    assert done.num_device_hit_tokens % block_size == 0
+
+
+def test_a_cache_that_forgets_nothing_hits_every_repeated_block(synthetic_trace):
+    done = play(synthetic_trace, window=1, num_device_blocks=10_000, num_host_blocks=0, outputs=False)
+    hasher, seen, repeated = TraceHasher(64), set(), 0
+    for request in read_trace(synthetic_trace):
+        hashes = hasher.prompt_hashes(request)
+        repeated += sum(block in seen for block in hashes[: (request.input_length - 1) // 64])
+        seen.update(hashes)
+    assert repeated > 1_000
+    assert done.num_device_hit_tokens == repeated * 64
+    assert done.manager.stats().counters.device_evicted_blocks == 0
+
+
+def test_outputs_fill_the_cache_too(synthetic_trace):
+    without = play(synthetic_trace, window=1, num_device_blocks=10_000, outputs=False)
+    with_outputs = play(synthetic_trace, window=1, num_device_blocks=10_000, outputs=True)
+    assert with_outputs.num_outputs_cut == 0
+    more = with_outputs.manager.stats().device_cached_blocks - without.manager.stats().device_cached_blocks
+    expected = sum(
+        (request.input_length + max(request.output_length, 1) - 1) // 64 - request.input_length // 64
+        for request in read_trace(synthetic_trace)
+    )
+    assert more == expected
+
+
+def test_requests_longer_than_the_device_tier_are_counted_and_left_out(synthetic_trace):
+    done = play(synthetic_trace, num_device_blocks=20)
+    longer = sum(request.input_length > 20 * 64 for request in read_trace(synthetic_trace))
+    assert done.num_too_long == longer > 0
+
+
+@pytest.mark.parametrize("lost", [{"swap_in": NO_SWAP_IN}, {"evict": NO_EVICT}], ids=["swap_in", "evict"])
+def test_a_lost_copy_is_noticed(synthetic_trace, monkeypatch, lost):
+    replay = Replay(
+        ReplayOptions(KVCacheConfig(150, 400, write_policy=WritePolicy.WRITE_BACK), outputs=True, verify=True)
+    )
+    take = replay.manager.take_swap_step
+    monkeypatch.setattr(replay.manager, "take_swap_step", lambda: replace(take(), **lost))
+    with pytest.raises(InvariantError):
+        replay.run(read_trace(synthetic_trace))
+
+
+def run_command(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(arguments))
+
+
+SMALL = ("--device-blocks", "150", "--host-blocks", "400", "--limit", "100")
+
+
+def test_table_names_the_facts(synthetic_trace, capsys):
+    assert run_command(str(synthetic_trace), *SMALL, "--verify", "--outputs") == 0
+    out, err = capsys.readouterr()
+    for name in ("requests", "hit rate", "evictions", "swaps", "time per request", "peak memory", "verified", "check"):
+        assert any(line.startswith(name) for line in out.splitlines()), name
+    assert out.splitlines()[-1].split() == ["check", "clean"]
+    assert err == ""
+
+
+def test_json_is_one_object(synthetic_trace, capsys):
+    assert run_command(str(synthetic_trace), *SMALL, "--json", "--write-policy", "write_back") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["requests"] + result["requests_too_long"] == 100
+    assert result["options"]["write_policy"] == "write_back"
+    assert result["verified_blocks"] is None
+    assert result["manager"]["counters"]["requests_finished"] == result["requests"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--write-policy", "sometimes"), "write_through, write_through_selective, write_back"),
+        (("--write-through-threshold", "0"), "write_through_threshold must be at least 1"),
+        (("--device-blocks", "0"), "num_device_blocks must be at least 1"),
+        (("--host-blocks", "-1"), "num_host_blocks must be at least 0"),
+        (("--block-size", "100"), "must divide"),
+        (("--window", "0"), "window must be at least 1"),
+        (("--admissions-per-step", "0"), "admissions_per_step must be at least 1"),
+        (("--limit", "0"), "--limit must be at least 1"),
+    ],
+)
+def test_bad_options_are_one_clear_line(synthetic_trace, arguments, words):
+    with pytest.raises(ConfigError) as raised:
+        run_command(str(synthetic_trace), *arguments)
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_broken_trace_names_its_line(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [0]}\noops\n')
+    with pytest.raises(TraceError, match=rf"{path}:2: "):
+        run_command(str(path))
+
+
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_the_whole_real_trace(real_trace, policy):
+    done = play(real_trace, num_device_blocks=20_000, num_host_blocks=80_000, write_policy=policy)
+    assert len(done.request_seconds) == 12_031
+    assert done.num_no_space > 1_000
+    assert done.num_device_hit_tokens > 0.05 * done.num_input_tokens
+    assert done.num_swap_in_copies > 1_000
+
+
+def test_the_real_trace_with_far_too_few_blocks(real_trace):
+    done = play(
+        real_trace, num_device_blocks=2_000, num_host_blocks=3_000, write_policy=WritePolicy.WRITE_THROUGH, limit=3_000
+    )
+    assert len(done.request_seconds) == 3_000
+    assert done.num_no_space > 1_000
+    assert done.manager.stats().counters.host_evicted_blocks > 100_000
+    assert done.num_swap_in_copies > 0
