@@ -1,0 +1,113 @@
+"""One face per native op. Which implementation runs is data: a small table, one entry per op and platform.
+
+The NumPy twin works everywhere; on GPU memory CuPy issues the copies. A compiled op takes its place with `install`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import CacheStateError
+from . import cupy_copies, host_memory, numpy_twin
+from .host_memory import HostBuffer
+from .rows import BlockRows, LayerRows, Run, plan_runs, tensor_rows
+
+__all__ = [
+    "BlockRows",
+    "HostBuffer",
+    "Implementation",
+    "LayerRows",
+    "Run",
+    "host_alloc",
+    "host_free",
+    "install",
+    "live",
+    "plan_runs",
+    "swap_cache_all_layers",
+    "swap_cache_per_layer",
+    "tensor_rows",
+]
+
+
+class Implementation(NamedTuple):
+    """What answers one op on one platform."""
+
+    name: str
+    run: Callable[..., Any]
+
+
+_LIVE: dict[tuple[str, str], Implementation] = {
+    ("swap_cache_per_layer", "cpu"): Implementation("numpy", numpy_twin.swap_cache_per_layer),
+    ("swap_cache_per_layer", "cuda"): Implementation("cupy", cupy_copies.swap_cache_per_layer),
+    ("swap_cache_all_layers", "cpu"): Implementation("numpy", numpy_twin.swap_cache_all_layers),
+    ("swap_cache_all_layers", "cuda"): Implementation("cupy", cupy_copies.swap_cache_all_layers),
+    ("host_alloc", "cpu"): Implementation("mmap", host_memory.host_alloc),
+    ("host_free", "cpu"): Implementation("mmap", host_memory.host_free),
+}
+
+
+def live() -> dict[str, str]:
+    """Name of the implementation behind every `op.platform`."""
+    return {f"{op}.{platform}": implementation.name for (op, platform), implementation in _LIVE.items()}
+
+
+def install(op: str, platform: str, implementation: Implementation) -> Implementation:
+    """Let `implementation` answer `op` on `platform` from now on; returns the one it replaces."""
+    if (op, platform) not in _LIVE:
+        raise CacheStateError(f"unknown op {op!r} on {platform!r}: choose one of {', '.join(live())}")
+    previous = _LIVE[op, platform]
+    _LIVE[op, platform] = implementation
+    return previous
+
+
+def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[Run], *, stream: int = 0) -> None:
+    """Copy `runs` (from `plan_runs`) of one layer, all roles.
+
+    On CPU memory the copy has happened on return; on GPU memory it is enqueued on the raw CUDA `stream`, which must
+    not be the legacy NULL stream. Raises `CacheStateError`, nothing copied, when the two sides do not fit each other
+    or the runs. Runs must not overlap a copy that another thread makes.
+    """
+    _check_fit(targets, sources, runs)
+    _LIVE["swap_cache_per_layer", _platform(targets, sources)].run(targets, sources, runs, stream)
+
+
+def swap_cache_all_layers(
+    targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[Run], *, stream: int = 0
+) -> None:
+    """As `swap_cache_per_layer`, for every layer."""
+    if len(targets) != len(sources) or not targets:
+        raise CacheStateError(f"a swap needs the same layers on both sides, got {len(sources)} and {len(targets)}")
+    for layer_targets, layer_sources in zip(targets, sources, strict=True):
+        _check_fit(layer_targets, layer_sources, runs)
+    platform = _platform(targets[0], sources[0])
+    _LIVE["swap_cache_all_layers", platform].run(targets, sources, runs, stream)
+
+
+def host_alloc(nbytes: int) -> HostBuffer:
+    """Zeroed, page-aligned host memory. Raises `MemoryError` where the system refuses."""
+    buffer: HostBuffer = _LIVE["host_alloc", "cpu"].run(nbytes)
+    return buffer
+
+
+def host_free(buffer: HostBuffer) -> None:
+    """Give `buffer` back; raises `CacheStateError` the second time."""
+    _LIVE["host_free", "cpu"].run(buffer)
+
+
+def _platform(targets: LayerRows, sources: LayerRows) -> str:
+    return "cuda" if targets[0].on_gpu or sources[0].on_gpu else "cpu"
+
+
+def _check_fit(targets: LayerRows, sources: LayerRows, runs: Sequence[Run]) -> None:
+    if [rows.row_bytes for rows in targets] != [rows.row_bytes for rows in sources] or not targets:
+        raise CacheStateError("a swap needs the same roles of the same size on both sides")
+    if not runs:
+        return
+    last_source = max(run.source + run.blocks for run in runs)
+    last_target = max(run.target + run.blocks for run in runs)
+    first = min(min(run.source, run.target) for run in runs)
+    if first < 0 or any(last_source > rows.num_rows for rows in sources):
+        raise CacheStateError(f"a swap reads row {last_source - 1} of {sources[0].num_rows}")
+    if any(last_target > rows.num_rows for rows in targets):
+        raise CacheStateError(f"a swap writes row {last_target - 1} of {targets[0].num_rows}")

@@ -1,0 +1,194 @@
+"""CacheController: the worker half's front door. Owns cache tensors and host pool; moves bytes, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from . import ops
+from .attention.base import AttentionCacheBackend
+from .errors import CacheStateError, ConfigError, InvariantError
+from .host_pool import HostPool
+from .layer_done_counter import LayerDoneCounter
+from .metadata import CacheLevel, CacheSwapMetadata, TransferResult
+from .ops import LayerRows
+from .runtime import Runtime
+from .transfer_manager import CacheTransferManager, TransferStats
+
+
+class CacheController:
+    """Caches and copies of one rank. Not thread-safe: one worker thread uses it.
+
+    Per step: `submit_swap_tasks`, `before_compute`, the forward pass (which waits for each layer with the counter),
+    `after_compute`, `take_results`. Nothing here blocks but the waits a CPU forward pass really needs.
+    `layer_timeout_s` bounds each of those waits.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionCacheBackend,
+        *,
+        runtime: Runtime,
+        layer_timeout_s: float = 30.0,
+        rank: int = 0,
+        device: int = 0,
+    ) -> None:
+        if layer_timeout_s <= 0:
+            raise ConfigError(f"layer_timeout_s must be positive, got {layer_timeout_s}")
+        self._backend = backend
+        self._runtime = runtime
+        self._layer_timeout_s = layer_timeout_s
+        self._rank, self._device = rank, device
+        self._caches: dict[str, Any] = {}
+        self._host: HostPool | None = None
+        self._transfers: CacheTransferManager | None = None
+        self._last_step = -1
+
+    def initialize_kv_cache(self, num_device_blocks: int, num_host_blocks: int) -> list[Any]:
+        """Allocate both tiers. Returns the tensors as a flat list, layer-major, roles in role order.
+
+        Raises `ConfigError`, with nothing allocated, when a size cannot work or does not fit the free memory, and
+        `CacheStateError` when called twice without `free`.
+        """
+        if self._transfers is not None:
+            raise CacheStateError("the caches exist already: call free() first")
+        if num_device_blocks < 1 or num_host_blocks < 0:
+            raise ConfigError(f"cannot cache {num_device_blocks} device and {num_host_blocks} host blocks")
+        layout = self._backend.layout
+        self._runtime.require_memory(
+            device_bytes=num_device_blocks * layout.block_bytes, host_bytes=num_host_blocks * layout.block_bytes
+        )
+        caches = self._backend.create_kv_cache(num_device_blocks, rank=self._rank, device=self._device)
+        layers = self._device_rows(list(caches.values()), num_device_blocks)
+        host = HostPool(layout, num_host_blocks, self._runtime)
+        self._transfers = CacheTransferManager(layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s)
+        self._caches, self._host, self._last_step = caches, host, -1
+        return list(caches.values())
+
+    def _device_rows(self, tensors: list[Any], num_blocks: int) -> list[LayerRows]:
+        layout = self._backend.layout
+        if len(tensors) != layout.num_layers * len(layout.roles):
+            raise ConfigError(f"the backend made {len(tensors)} tensors for {layout}")
+        remaining, layers = iter(tensors), []
+        for _layer in range(layout.num_layers):
+            rows = tuple(
+                ops.tensor_rows(next(remaining), num_rows=num_blocks, row_bytes=role.block_bytes)
+                for role in layout.roles
+            )
+            if any(row.on_gpu != self._runtime.on_gpu for row in rows):
+                raise ConfigError("the cache tensors are not on the device of the runtime")
+            layers.append(rows)
+        return layers
+
+    @property
+    def caches(self) -> dict[str, Any]:
+        """The cache tensors by name, in flat order. Empty before `initialize_kv_cache` and after `free`."""
+        return dict(self._caches)
+
+    @property
+    def host_pool(self) -> HostPool:
+        """Where a host slot's bytes are."""
+        if self._host is None:
+            raise CacheStateError("there are no caches: call initialize_kv_cache() first")
+        return self._host
+
+    @property
+    def _manager(self) -> CacheTransferManager:
+        if self._transfers is None:
+            raise CacheStateError("there are no caches: call initialize_kv_cache() first")
+        return self._transfers
+
+    def submit_swap_tasks(
+        self, step: int, evict: CacheSwapMetadata, swap_in: CacheSwapMetadata
+    ) -> LayerDoneCounter | None:
+        """Start the copies of one `SwapStep`: `evict` (D2H), then `swap_in` (H2D) where their slots meet.
+
+        Never blocks. Returns None when there is nothing to swap in. Raises `CacheStateError`, nothing started, for
+        foreign slots, a target written twice, or a step that is not later than the last one.
+        """
+        manager = self._manager
+        if step <= self._last_step:
+            raise CacheStateError(f"swap step {step} came after step {self._last_step}")
+        if evict.source is not CacheLevel.DEVICE or swap_in.source is not CacheLevel.HOST:
+            raise CacheStateError("evict copies device to host, swap_in copies host to device")
+        evict_runs, swap_in_runs = manager.plan(evict), manager.plan(swap_in)
+        self._last_step = step
+        if evict_runs:
+            manager.submit_evict(step, evict, evict_runs)
+        return manager.submit_swap_in(step, swap_in, swap_in_runs) if swap_in_runs else None
+
+    def before_compute(
+        self,
+        read_slots: Iterable[int] | None,
+        written_slots: Collection[int] | None,
+        *,
+        counter: LayerDoneCounter | None = None,
+    ) -> None:
+        """Compute will read and write these device slots: it waits for copies that read what it writes, and for
+        copies that write what it touches. None stands for "any slot".
+
+        The swap-in behind `counter` is left out: the forward pass waits for it layer by layer. Every other unfinished
+        swap-in is waited for here, so one whose counter was dropped is safe. A slot that is read and written counts as
+        written: its old content is not required to be valid.
+
+        Raises `TransferError` when the copy that should have filled a read slot failed, `LayerSwapTimeoutError` when a
+        copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then tells whom it concerns, and compute
+        must not run with those slots. `CacheStateError` if the swap-in of `counter` fills a written slot.
+        """
+        self._manager.before_compute(read_slots, written_slots, counter)
+
+    def after_compute(self, read_slots: Iterable[int] | None, written_slots: Collection[int] | None) -> None:
+        """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it.
+
+        Call it with what `before_compute` was told, also when the forward pass failed halfway.
+        """
+        self._manager.after_compute(read_slots, written_slots)
+
+    def failed_slots(self, slots: Iterable[int]) -> list[int]:
+        """Those of the device `slots` that hold no valid data because the copy that filled them failed."""
+        return self._manager.failed_slots(slots)
+
+    def take_results(self) -> list[TransferResult]:
+        """Copies that finished or failed since the last call, each exactly once. Never blocks."""
+        return self._manager.take_results()
+
+    def stats(self) -> TransferStats:
+        return self._manager.stats()
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Block until no copy is running. Raises `LayerSwapTimeoutError`. Results stay for `take_results`."""
+        self._manager.drain(timeout)
+
+    def reset(self) -> None:
+        """The scheduler forgot all blocks: wait for running copies, then drop hazards and unreported results.
+
+        Raises `LayerSwapTimeoutError`, nothing dropped, when copies do not end within `layer_timeout_s`.
+        """
+        self._finish_copies()
+        self._manager.forget()
+
+    def free(self) -> None:
+        """Give both tiers back once running copies ended; `initialize_kv_cache` may follow. Idempotent.
+
+        Raises `LayerSwapTimeoutError`, nothing freed, when copies do not end within `layer_timeout_s`: the memory is
+        still being written.
+        """
+        if self._transfers is None:
+            return
+        self._finish_copies()
+        self._transfers.close()
+        self.host_pool.free()
+        self._transfers, self._host = None, None
+        self._caches = {}
+
+    def _finish_copies(self) -> None:
+        self._manager.drain(self._layer_timeout_s)
+        self._runtime.compute_stream.synchronize()
+
+    def check(self) -> None:
+        """Raises `InvariantError`."""
+        if (self._transfers is None) != (self._host is None) or bool(self._caches) != (self._host is not None):
+            raise InvariantError("the caches are half initialized")
+        if self._transfers is not None and self._host is not None:
+            self._transfers.check()
+            self._host.check()

@@ -1,0 +1,80 @@
+"""The bytes of the host tier: one allocation, block-major, so that a block is one contiguous range."""
+
+from __future__ import annotations
+
+from .attention.base import CacheLayout
+from .errors import CacheStateError, InvariantError
+from .ops import BlockRows, HostBuffer, LayerRows
+from .ops.rows import ByteRows
+from .runtime import Runtime
+
+
+class HostPool:
+    """`num_blocks` host slots of `layout.block_bytes` bytes each, laid out `[host_block][layer][role][bytes]`.
+
+    Raises `ConfigError` when the memory is not there. Holds bytes only; which slot holds what is the scheduler's
+    business, and who may touch one when is the hazard table's. `num_blocks=0` allocates nothing.
+    """
+
+    def __init__(self, layout: CacheLayout, num_blocks: int, runtime: Runtime) -> None:
+        if num_blocks < 0:
+            raise CacheStateError(f"a host pool cannot have {num_blocks} blocks")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._runtime = runtime
+        self._buffer: HostBuffer | None = None
+        self._layers: tuple[LayerRows, ...] = ()
+        if num_blocks:
+            runtime.require_memory(device_bytes=0, host_bytes=num_blocks * layout.block_bytes)
+            self._buffer = runtime.allocate_host(num_blocks * layout.block_bytes)
+            self._layers = self._rows(self._buffer)
+
+    def _rows(self, buffer: HostBuffer) -> tuple[LayerRows, ...]:
+        layers, offset, pitch = [], 0, self.layout.block_bytes
+        for _layer in range(self.layout.num_layers):
+            roles = []
+            for role in self.layout.roles:
+                address = buffer.address + offset
+                roles.append(BlockRows(address, self.num_blocks, role.block_bytes, pitch, owner=buffer.array))
+                offset += role.block_bytes
+            layers.append(tuple(roles))
+        return tuple(layers)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
+    def layers(self) -> tuple[LayerRows, ...]:
+        """Per layer, per role: where each host block keeps its row. Empty for an empty or freed pool."""
+        return self._layers
+
+    def block(self, slot: int) -> ByteRows:
+        """Writable uint8 view `[block_bytes]` of one host block; raises `CacheStateError` for a foreign slot."""
+        if self._buffer is None or not 0 <= slot < self.num_blocks:
+            raise CacheStateError(f"host slot {slot} is not in [0, {self.num_blocks})")
+        size = self.layout.block_bytes
+        return self._buffer.array[slot * size : (slot + 1) * size]
+
+    def free(self) -> None:
+        """Give the memory back. No copy may be in flight. Idempotent."""
+        self._layers = ()
+        if self._buffer is not None:
+            buffer, self._buffer = self._buffer, None
+            self._runtime.free_host(buffer)
+
+    def check(self) -> None:
+        """Raises `InvariantError`. Every byte of every block belongs to exactly one (layer, role)."""
+        if self._buffer is None:
+            if self._layers:
+                raise InvariantError("a host pool without memory has rows")
+            return
+        if self._buffer.nbytes != self.nbytes:
+            raise InvariantError(f"the host pool holds {self._buffer.nbytes} bytes, its layout says {self.nbytes}")
+        end = self._buffer.address
+        for rows in (role for layer in self._layers for role in layer):
+            if rows.address != end or rows.pitch != self.layout.block_bytes:
+                raise InvariantError(f"host rows start at {rows.address}, the role before them ends at {end}")
+            end += rows.row_bytes
+        if end != self._buffer.address + self.layout.block_bytes:
+            raise InvariantError("the rows of a host block do not fill it")

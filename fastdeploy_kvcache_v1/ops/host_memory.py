@@ -1,0 +1,59 @@
+"""Host memory for the host tier: one anonymous private mapping, on huge pages where the system gives them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+
+from ..errors import CacheStateError
+from .rows import ByteRows
+
+
+class HostBuffer:
+    """`nbytes` of zeroed, page-aligned host memory. Not thread-safe.
+
+    `free()` gives up this object's hold; the memory itself goes when the last view of it has gone too, so a view can
+    never dangle. Freeing twice raises `CacheStateError`.
+    """
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._array: ByteRows | None = np.frombuffer(mapping, dtype=np.uint8)
+
+    @property
+    def array(self) -> ByteRows:
+        """uint8 view `[nbytes]`."""
+        if self._array is None:
+            raise CacheStateError("this host buffer has been freed")
+        return self._array
+
+    @property
+    def address(self) -> int:
+        return self.array.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        return self.array.size
+
+    def free(self) -> None:
+        self.array  # noqa: B018  raises on a double free
+        self._array = None
+
+
+def host_alloc(nbytes: int) -> HostBuffer:
+    """Raises `MemoryError` where the system refuses, `CacheStateError` for `nbytes < 1`. Pages come at first touch."""
+    if nbytes < 1:
+        raise CacheStateError(f"a host buffer needs at least one byte, got {nbytes}")
+    try:
+        # Private, because a shared anonymous mapping is a shmem file, which transparent huge pages usually skip.
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the system refused {nbytes} bytes of host memory: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages answers EINVAL; small pages work as well
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return HostBuffer(mapping)
+
+
+def host_free(buffer: HostBuffer) -> None:
+    buffer.free()

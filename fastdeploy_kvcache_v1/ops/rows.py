@@ -1,0 +1,118 @@
+"""Strided rows of raw bytes, and how slot lists become few large copies. Bytes only: no dtype, no paddle import."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CacheStateError, ConfigError
+
+ByteRows = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """`num_rows` rows of `row_bytes` bytes each, `pitch` bytes apart, starting at `address`.
+
+    One row is what one layer's tensor of one role keeps of one block. `on_gpu` says which memory `address` means;
+    page-locked host memory is not `on_gpu`. Holds `owner`, whose memory this is, alive.
+    """
+
+    address: int
+    num_rows: int
+    row_bytes: int
+    pitch: int
+    on_gpu: bool = False
+    owner: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.row_bytes < 1 or self.pitch < self.row_bytes or self.address == 0:
+            raise CacheStateError(f"block rows need memory and a pitch of at least one row, got {self}")
+
+    @property
+    def is_dense(self) -> bool:
+        """True when neighbouring rows are one contiguous range."""
+        return self.pitch == self.row_bytes
+
+    def row_address(self, row: int) -> int:
+        return self.address + row * self.pitch
+
+    @cached_property
+    def array(self) -> ByteRows:
+        """Zero-copy uint8 view `[num_rows, row_bytes]`; CPU memory only."""
+        assert not self.on_gpu, "GPU memory has no NumPy view"
+        span = (self.num_rows - 1) * self.pitch + self.row_bytes
+        flat = np.frombuffer(memoryview((ctypes.c_uint8 * span).from_address(self.address)), dtype=np.uint8)
+        return np.lib.stride_tricks.as_strided(flat, (self.num_rows, self.row_bytes), (self.pitch, 1))
+
+
+LayerRows = tuple[BlockRows, ...]
+"""The rows of one layer, one entry per role, in role order."""
+
+
+def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
+    """Rows of a paddle tensor (or NumPy array) `[num_rows, ...]` whose first axis is the block.
+
+    Works for every dtype, bfloat16 included, because only the address is used. Raises `ConfigError` for a tensor that
+    is not contiguous, has another size, or lives neither in CPU nor in GPU memory.
+    """
+    if isinstance(tensor, np.ndarray):
+        address, contiguous, on_gpu, itemsize = tensor.ctypes.data, tensor.flags.c_contiguous, False, tensor.itemsize
+        size = tensor.size
+    else:
+        address, contiguous, itemsize = tensor.data_ptr(), tensor.is_contiguous(), tensor.element_size()
+        size = int(np.prod(tensor.shape))
+        on_gpu = bool(tensor.place.is_gpu_place())
+        if not on_gpu and not tensor.place.is_cpu_place():
+            raise ConfigError(f"a cache tensor must be in CPU or GPU memory, not {tensor.place}")
+    if not contiguous:
+        raise ConfigError(f"a cache tensor must be contiguous, got shape {list(tensor.shape)}")
+    if size * itemsize != num_rows * row_bytes:
+        raise ConfigError(
+            f"a cache tensor has {size * itemsize} bytes, its layout needs {num_rows} blocks of {row_bytes}"
+        )
+    return BlockRows(address, num_rows, row_bytes, row_bytes, on_gpu=on_gpu, owner=tensor)
+
+
+class Run(NamedTuple):
+    """`blocks` neighbouring source rows that go to as many neighbouring target rows."""
+
+    source: int
+    target: int
+    blocks: int
+
+
+def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> list[Run]:
+    """Validate a slot list and coalesce it: the fewest runs that copy `sources[i]` to `targets[i]`.
+
+    Raises `CacheStateError`, before anything was touched, for unequal lengths, ids out of range, or a target that
+    is written twice. O(n log n); the runs come in the order of their sources.
+    """
+    if len(sources) != len(targets):
+        raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
+    if not sources:
+        return []
+    source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
+    if np.unique(target).size != target.size:
+        raise CacheStateError(f"a copy writes a target slot twice: {sorted(targets)}")
+    order = np.lexsort((target, source))
+    source, target = source[order], target[order]
+    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    counts = np.diff(np.concatenate((starts, [source.size])))
+    return [Run(*run) for run in zip(source[starts].tolist(), target[starts].tolist(), counts.tolist(), strict=True)]
+
+
+def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[np.int64]:
+    array = np.asarray(slots)
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise CacheStateError(f"{what} slots must be integers, got {slots!r}")
+    if array.min() < 0 or array.max() >= num_slots:
+        raise CacheStateError(f"{what} slots must be in [0, {num_slots}), got {min(slots)}..{max(slots)}")
+    return array.astype(np.int64)

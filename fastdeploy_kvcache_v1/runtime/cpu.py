@@ -1,0 +1,204 @@
+"""Streams and events on a CPU. A copy stream is a thread with a FIFO; compute is the calling thread itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+
+from .. import ops
+from ..errors import CacheStateError, LayerSwapTimeoutError, TransferError
+from .base import Event, Runtime, Stream, describe, free_host_memory, require
+
+logger = logging.getLogger(__name__)
+
+
+class CpuEvent(Event):
+    """Finished exactly once, by the thread that is the stream."""
+
+    def __init__(self) -> None:
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._time = 0.0
+
+    def finish(self, error: BaseException | None = None) -> None:
+        assert not self._finished.is_set(), "an event finishes once"
+        self._error = error
+        self._time = time.perf_counter()
+        self._finished.set()
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error if self._finished.is_set() else None
+
+    def wait_done(self, timeout: float | None = None) -> bool:
+        return self._finished.wait(timeout)
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CpuEvent)
+        assert earlier.done()
+        assert self.done()
+        return max(0.0, self._time - earlier._time)
+
+
+class InlineStream(Stream):
+    """The calling thread as a stream: work happens in the call, failures raise."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def begin(self) -> None:
+        """Nothing outlives a call here."""
+
+    def submit(self, fn: Callable[..., object], *args: object) -> None:
+        fn(*args)
+
+    def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
+        if not event.wait_done(timeout):
+            raise LayerSwapTimeoutError(f"stream {self.name} waited more than {timeout} s for a copy")
+        if needs_data:
+            event.raise_if_failed()
+
+    def record_event(self, *, timed: bool = False) -> Event:
+        event = CpuEvent()
+        event.finish()
+        return event
+
+    def synchronize(self) -> None:
+        """Always up to date."""
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class CpuStream(Stream):
+    """A daemon thread working off a FIFO. It starts with the first work, in the process that submits it.
+
+    After a fork the child starts an empty stream of its own; work queued before stays with the parent.
+    """
+
+    def __init__(self, name: str, delay: Callable[[str], None] | None = None) -> None:
+        self.name = name
+        self._delay = delay
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._closed = False
+        self._failure: BaseException | None = None  # of the current unit; only the stream's thread touches it
+
+    def begin(self) -> None:
+        self._post(self._on_begin)
+
+    def submit(self, fn: Callable[..., object], *args: object) -> None:
+        self._post(partial(self._on_call, fn, args))
+
+    def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
+        self._post(partial(self._on_wait, event, needs_data))
+
+    def record_event(self, *, timed: bool = False) -> Event:
+        event = CpuEvent()
+        self._post(partial(self._on_record, event))
+        return event
+
+    def synchronize(self) -> None:
+        if not self._closed:
+            self.record_event().wait_done()
+
+    def close(self) -> None:
+        self.request_close()
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join()
+
+    def request_close(self) -> None:
+        """The first half of `close`: lets several streams wind down together, whoever waits for whom."""
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+
+    def _post(self, op: Callable[[], None]) -> None:
+        if self._closed:
+            raise CacheStateError(f"stream {self.name} is closed")
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._queue = SimpleQueue()
+            self._failure = None
+            self._thread = threading.Thread(target=self._run, args=(self._queue,), name=self.name, daemon=True)
+            self._thread.start()
+        self._queue.put(op)
+
+    def _run(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        while (op := queue.get()) is not None:
+            op()
+
+    def _on_begin(self) -> None:
+        self._failure = None
+
+    def _on_call(self, fn: Callable[..., object], args: tuple[object, ...]) -> None:
+        if self._failure is not None:
+            return
+        try:
+            if self._delay is not None:
+                self._delay(self.name)
+            fn(*args)
+        except BaseException as error:  # thread edge: the unit fails, the stream goes on
+            logger.exception("work on stream %s failed", self.name)
+            self._failure = error
+
+    def _on_wait(self, event: Event, needs_data: bool) -> None:
+        event.wait_done()
+        if needs_data and self._failure is None and event.error is not None:
+            self._failure = TransferError(f"the copy it depends on failed: {describe(event.error)}")
+
+    def _on_record(self, event: CpuEvent) -> None:
+        event.finish(self._failure)
+
+
+class CpuRuntime(Runtime):
+    """Threads as copy streams.
+
+    `delay(stream_name)` runs on the stream's thread before each submitted function: tests make copies slow, gated or
+    failing with it. `threaded_compute` makes the compute stream asynchronous as well, as it is on a GPU.
+    """
+
+    def __init__(self, *, delay: Callable[[str], None] | None = None, threaded_compute: bool = False) -> None:
+        self._delay = delay
+        self._streams: list[CpuStream] = []
+        self._compute: Stream = self.new_stream("compute") if threaded_compute else InlineStream("compute")
+
+    @property
+    def on_gpu(self) -> bool:
+        return False
+
+    @property
+    def compute_stream(self) -> Stream:
+        return self._compute
+
+    def new_stream(self, name: str) -> CpuStream:
+        stream = CpuStream(name, self._delay)
+        self._streams.append(stream)
+        return stream
+
+    def allocate_host(self, nbytes: int) -> ops.HostBuffer:
+        return ops.host_alloc(nbytes)
+
+    def free_host(self, buffer: ops.HostBuffer) -> None:
+        ops.host_free(buffer)
+
+    def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
+        free = free_host_memory()
+        require("the device cache", device_bytes, free)
+        require("the host cache (swap space)", host_bytes, free - device_bytes)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.request_close()
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()

@@ -1,0 +1,181 @@
+"""Streams and events on an NVIDIA GPU through CuPy, which is imported only when a `CudaRuntime` is made."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .. import ops
+from ..errors import CacheStateError, ConfigError, TransferError
+from .base import Event, Runtime, Stream, describe, free_host_memory, require
+
+logger = logging.getLogger(__name__)
+
+_SUCCESS, _NOT_READY = 0, 600
+"""cudaSuccess and cudaErrorNotReady, the two healthy answers of cudaEventQuery."""
+
+_POLL_S = 0.0002
+"""Sleep between two looks at an event; CUDA has no timed wait."""
+
+
+class CudaEvent(Event):
+    """Wraps a `cupy.cuda.Event`; also carries a failure known at submission, which the GPU never sees."""
+
+    def __init__(self, cupy: Any, event: Any, failure: BaseException | None) -> None:
+        self._cupy = cupy
+        self.raw = event
+        self._failure = failure
+        self._done = False
+
+    def done(self) -> bool:
+        if not self._done:
+            status = self._cupy.cuda.runtime.eventQuery(self.raw.ptr)
+            if status not in (_SUCCESS, _NOT_READY) and self._failure is None:
+                self._failure = TransferError(f"the GPU reported CUDA error {status}")
+            self._done = status != _NOT_READY
+        return self._done
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._failure if self.done() else None
+
+    @property
+    def early_error(self) -> BaseException | None:
+        """What is known to have failed without asking the GPU."""
+        return self._failure
+
+    def wait_done(self, timeout: float | None = None) -> bool:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, CudaEvent)
+        assert earlier.done()
+        assert self.done()
+        if self._failure is not None:
+            return 0.0
+        milliseconds: float = self._cupy.cuda.get_elapsed_time(earlier.raw, self.raw)
+        return milliseconds / 1000
+
+
+class CudaStream(Stream):
+    """A non-blocking CUDA stream. `submit` calls its function now, which enqueues on `handle` and returns."""
+
+    def __init__(self, cupy: Any, name: str, stream: Any) -> None:
+        self.name = name
+        self.handle = int(stream.ptr)
+        self._cupy = cupy
+        self._stream = stream
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def begin(self) -> None:
+        self._failure = None
+
+    def submit(self, fn: Callable[..., object], *args: object) -> None:
+        if self._closed:
+            raise CacheStateError(f"stream {self.name} is closed")
+        if self._failure is not None:
+            return
+        try:
+            fn(*args)
+        except Exception as error:  # as on a stream thread: the unit fails, the stream goes on
+            logger.exception("work on stream %s failed", self.name)
+            self._failure = error
+
+    def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
+        assert isinstance(event, CudaEvent)
+        self._stream.wait_event(event.raw)
+        if needs_data and self._failure is None and event.early_error is not None:
+            self._failure = TransferError(f"the copy it depends on failed: {describe(event.early_error)}")
+
+    def record_event(self, *, timed: bool = False) -> CudaEvent:
+        event = self._cupy.cuda.Event(disable_timing=not timed)
+        event.record(self._stream)
+        return CudaEvent(self._cupy, event, self._failure)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._stream.synchronize()
+
+
+class CudaComputeStream(CudaStream):
+    """Paddle's own stream. The host submits kernels to it itself, so a known failure raises instead of skipping."""
+
+    def submit(self, fn: Callable[..., object], *args: object) -> None:
+        fn(*args)
+
+    def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
+        assert isinstance(event, CudaEvent)
+        if needs_data and event.early_error is not None:
+            raise TransferError(f"a copy failed: {describe(event.early_error)}") from event.early_error
+        self._stream.wait_event(event.raw)
+
+    def close(self) -> None:
+        """Belongs to Paddle."""
+
+
+class CudaRuntime(Runtime):
+    """CuPy streams on GPU `device`. `compute_handle` is the raw stream of the forward pass; None asks Paddle for it.
+
+    Raises `ImportError` where CuPy is missing.
+    """
+
+    def __init__(self, device: int = 0, *, compute_handle: int | None = None) -> None:
+        import cupy
+
+        self._cupy: Any = cupy
+        cupy.cuda.Device(device).use()
+        if compute_handle is None:
+            import paddle
+
+            compute_handle = int(paddle.device.cuda.current_stream().cuda_stream)
+        external = cupy.cuda.ExternalStream(compute_handle)
+        self._compute = CudaComputeStream(cupy, "compute", external)
+        self._streams: list[CudaStream] = []
+
+    @property
+    def on_gpu(self) -> bool:
+        return True
+
+    @property
+    def compute_stream(self) -> Stream:
+        return self._compute
+
+    def new_stream(self, name: str) -> CudaStream:
+        stream = CudaStream(self._cupy, name, self._cupy.cuda.Stream(non_blocking=True))
+        self._streams.append(stream)
+        return stream
+
+    def allocate_host(self, nbytes: int) -> ops.HostBuffer:
+        buffer = ops.host_alloc(nbytes)
+        # Registering keeps the huge pages of the mapping, which cudaHostAlloc would not give.
+        try:
+            self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, 0)
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            raise ConfigError(f"{nbytes} bytes of host cache cannot be page-locked: {describe(error)}") from error
+        return buffer
+
+    def free_host(self, buffer: ops.HostBuffer) -> None:
+        self._cupy.cuda.runtime.hostUnregister(buffer.address)
+        ops.host_free(buffer)
+
+    def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
+        free, _total = self._cupy.cuda.runtime.memGetInfo()
+        require("the device cache", device_bytes, free)
+        require("the host cache (swap space)", host_bytes, free_host_memory())
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()

@@ -1,0 +1,288 @@
+"""CacheTransferManager: runs the copies of each step on two streams, in an order the hazard tables dictate."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from . import ops
+from .errors import CacheStateError, InvariantError, LayerSwapTimeoutError
+from .hazards import Actor, Dependency, SlotTable
+from .host_pool import HostPool
+from .layer_done_counter import LayerDoneCounter, WaitMeter
+from .metadata import CacheLevel, CacheSwapMetadata, TransferResult
+from .ops import LayerRows, Run
+from .runtime import Event, Runtime, Stream
+from .runtime.base import describe
+
+logger = logging.getLogger(__name__)
+
+
+class Transfer:
+    """One direction of one step: what was asked, the events that tell how it goes, and the one result it gets."""
+
+    def __init__(self, step: int, metadata: CacheSwapMetadata, num_bytes: int, started: Event, finished: Event) -> None:
+        self.step = step
+        self.metadata = metadata
+        self.num_bytes = num_bytes
+        self.started = started
+        self.finished = finished
+        self.given_up: str | None = None
+        """Why it was declared failed while still running."""
+
+    def result(self) -> TransferResult | None:
+        """None while it is running and nobody has given it up."""
+        if self.given_up is None and not self.finished.done():
+            return None
+        error = self.given_up
+        if error is None and self.finished.error is not None:
+            error = describe(self.finished.error)
+        return TransferResult(
+            step=self.step,
+            source=self.metadata.source,
+            target=self.metadata.target,
+            num_blocks=len(self.metadata),
+            num_bytes=self.num_bytes,
+            seconds=self.finished.seconds_since(self.started) if self.finished.done() else 0.0,
+            target_slots=() if error is None else self.metadata.target_slots,
+            error=error,
+        )
+
+
+@dataclass(frozen=True)
+class TransferStats:
+    """Counters since the start. Bytes and seconds count copies that succeeded and were reported."""
+
+    bytes_to_device: int = 0
+    bytes_to_host: int = 0
+    seconds_to_device: float = 0.0
+    seconds_to_host: float = 0.0
+    blocks_to_device: int = 0
+    blocks_to_host: int = 0
+    failed_transfers: int = 0
+    exposed_wait_seconds: float = 0.0
+    """Time compute stood still for copies (CPU; on a GPU compute waits on the device, unseen by the host)."""
+    in_flight: int = 0
+    """Transfers not reported yet."""
+
+
+class CacheTransferManager:
+    """H2D layer by layer on the input stream, D2H of all layers on the output stream, each independent of the other
+    and of compute but for the waits that the hazard tables ask for.
+
+    Never blocks the submitting thread. Not thread-safe: one thread submits, computes and takes results. Streams are
+    made at the first copy, so a process may fork before.
+    """
+
+    def __init__(
+        self, device_layers: Sequence[LayerRows], host: HostPool, runtime: Runtime, *, layer_timeout_s: float
+    ) -> None:
+        self._device_layers = tuple(device_layers)
+        self._host = host
+        self._runtime = runtime
+        self._layer_timeout_s = layer_timeout_s
+        self._device_slots = SlotTable("device", device_layers[0][0].num_rows)
+        self._host_slots = SlotTable("host", host.num_blocks)
+        self._streams: dict[Actor, Stream] = {}
+        self._unreported: list[Transfer] = []
+        self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
+        self._meter = WaitMeter()
+        self._totals = {level: [0, 0.0, 0] for level in (CacheLevel.DEVICE, CacheLevel.HOST)}
+        self._failed_transfers = 0
+
+    # ---- copies
+
+    def plan(self, metadata: CacheSwapMetadata) -> list[Run]:
+        """Validate one direction without doing anything. Raises `CacheStateError`."""
+        directions = {(CacheLevel.DEVICE, CacheLevel.HOST), (CacheLevel.HOST, CacheLevel.DEVICE)}
+        if (metadata.source, metadata.target) not in directions:
+            raise CacheStateError(f"cannot copy from {metadata.source.value} to {metadata.target.value}")
+        return ops.plan_runs(
+            metadata.source_slots,
+            metadata.target_slots,
+            num_sources=self._table(metadata.source).num_slots,
+            num_targets=self._table(metadata.target).num_slots,
+        )
+
+    def submit_evict(self, step: int, metadata: CacheSwapMetadata, runs: Sequence[Run]) -> None:
+        """D2H of all layers, one event."""
+        stream = self._begin(Actor.OUTPUT, metadata)
+        started = stream.record_event(timed=True)
+        layers = (self._host.layers, self._device_layers)
+        stream.submit(_swap_all_layers, *layers, tuple(runs), stream.handle)
+        self._track(Actor.OUTPUT, step, metadata, started, stream.record_event(timed=True))
+
+    def submit_swap_in(self, step: int, metadata: CacheSwapMetadata, runs: Sequence[Run]) -> LayerDoneCounter:
+        """H2D layer by layer, one event per layer."""
+        stream = self._begin(Actor.INPUT, metadata)
+        started = stream.record_event(timed=True)
+        layer_events = []
+        for targets, sources in zip(self._device_layers, self._host.layers, strict=True):
+            stream.submit(_swap_layer, targets, sources, tuple(runs), stream.handle)
+            layer_events.append(stream.record_event())
+        transfer = self._track(Actor.INPUT, step, metadata, started, stream.record_event(timed=True))
+        return LayerDoneCounter(
+            layer_events,
+            self._runtime.compute_stream,
+            metadata.target_slots,
+            timeout_s=self._layer_timeout_s,
+            meter=self._meter,
+            on_timeout=lambda reason: self._give_up(transfer, reason),
+        )
+
+    def _begin(self, actor: Actor, metadata: CacheSwapMetadata) -> Stream:
+        stream = self._streams.get(actor)
+        if stream is None:
+            stream = self._streams[actor] = self._runtime.new_stream(f"kv-{actor.value}")
+        stream.begin()
+        waits = self._table(metadata.source).before(actor, reads=metadata.source_slots)
+        waits += self._table(metadata.target).before(actor, writes=metadata.target_slots)
+        for wait in waits:
+            stream.wait_event(wait.event, needs_data=wait.needs_data)
+        return stream
+
+    def _track(self, actor: Actor, step: int, metadata: CacheSwapMetadata, started: Event, finished: Event) -> Transfer:
+        self._table(metadata.source).after(actor, finished, reads=metadata.source_slots)
+        self._table(metadata.target).after(actor, finished, writes=metadata.target_slots)
+        transfer = Transfer(step, metadata, len(metadata) * self._host.layout.block_bytes, started, finished)
+        self._unreported.append(transfer)
+        return transfer
+
+    def _table(self, level: CacheLevel) -> SlotTable:
+        return self._device_slots if level is CacheLevel.DEVICE else self._host_slots
+
+    # ---- compute
+
+    def before_compute(
+        self, reads: Iterable[int] | None, writes: Collection[int] | None, counter: LayerDoneCounter | None
+    ) -> None:
+        """See `CacheController.before_compute`."""
+        skipped: frozenset[int] = frozenset()
+        if counter is not None:
+            skipped = frozenset(counter.target_slots)
+            overlap = skipped.intersection(writes or ())
+            if overlap:
+                raise CacheStateError(f"slots {sorted(overlap)} are written while they are being swapped in")
+            if reads is not None:
+                reads = [slot for slot in reads if slot not in skipped]
+        start = time.perf_counter()
+        compute = self._runtime.compute_stream
+        compute.begin()
+        try:
+            for wait in self._device_slots.before(Actor.COMPUTE, reads=reads, writes=writes):
+                self._compute_waits(compute, wait)
+        finally:
+            self._meter.seconds += time.perf_counter() - start
+
+    def _compute_waits(self, compute: Stream, wait: Dependency) -> None:
+        try:
+            compute.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
+        except LayerSwapTimeoutError as error:
+            for transfer in self._unreported:
+                if transfer.finished is wait.event and transfer.metadata.target is CacheLevel.DEVICE:
+                    self._give_up(transfer, str(error))
+            raise
+
+    def after_compute(self, reads: Iterable[int] | None, writes: Collection[int] | None) -> None:
+        """See `CacheController.after_compute`."""
+        event = self._runtime.compute_stream.record_event()
+        self._device_slots.after(Actor.COMPUTE, event, reads=reads, writes=writes)
+
+    def failed_slots(self, slots: Iterable[int]) -> list[int]:
+        """Those of the device `slots` whose last copy failed or was given up."""
+        return self._device_slots.failed(slots)
+
+    # ---- results
+
+    def take_results(self) -> list[TransferResult]:
+        """Each transfer once, when it finished, failed or was given up; in submission order. Never blocks."""
+        results, running = [], []
+        for transfer in self._unreported:
+            result = transfer.result()
+            if result is None:
+                running.append(transfer)
+                continue
+            results.append(result)
+            self._count(result)
+            if not transfer.finished.done():
+                self._stale.append(transfer)
+        self._unreported = running
+        self._stale = [transfer for transfer in self._stale if not transfer.finished.done()]
+        return results
+
+    def _give_up(self, transfer: Transfer, reason: str) -> None:
+        if transfer.given_up is None and transfer in self._unreported:
+            logger.warning("swap-in of step %d given up: %s", transfer.step, reason)
+            transfer.given_up = reason
+            self._device_slots.fail(transfer.metadata.target_slots, transfer.finished)
+
+    def _count(self, result: TransferResult) -> None:
+        if not result.ok:
+            self._failed_transfers += 1
+            return
+        totals = self._totals[result.target]
+        totals[0] += result.num_bytes
+        totals[1] += result.seconds
+        totals[2] += result.num_blocks
+
+    def stats(self) -> TransferStats:
+        to_device, to_host = self._totals[CacheLevel.DEVICE], self._totals[CacheLevel.HOST]
+        return TransferStats(
+            bytes_to_device=int(to_device[0]),
+            bytes_to_host=int(to_host[0]),
+            seconds_to_device=to_device[1],
+            seconds_to_host=to_host[1],
+            blocks_to_device=int(to_device[2]),
+            blocks_to_host=int(to_host[2]),
+            failed_transfers=self._failed_transfers,
+            exposed_wait_seconds=self._meter.seconds,
+            in_flight=len(self._unreported),
+        )
+
+    # ---- end
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Block until no copy is running, given-up ones included. Raises `LayerSwapTimeoutError`; results stay."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for transfer in [*self._unreported, *self._stale]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not transfer.finished.wait_done(left):
+                raise LayerSwapTimeoutError(f"the copies of step {transfer.step} were not done within {timeout} s")
+
+    def forget(self) -> None:
+        """Drop all hazards and unreported results. Only after `drain` and with compute idle."""
+        self._device_slots.clear()
+        self._host_slots.clear()
+        self._unreported.clear()
+        self._stale.clear()
+
+    def close(self) -> None:
+        """End the streams. Idempotent."""
+        for stream in self._streams.values():
+            stream.close()
+
+    def check(self) -> None:
+        """Raises `InvariantError`."""
+        self._device_slots.check()
+        self._host_slots.check()
+        # Whoever is stale was given up, and nobody is both stale and waiting to be reported.
+        if any(transfer.given_up is None for transfer in self._stale):
+            raise InvariantError("a transfer was dropped without being reported")
+        if {id(transfer) for transfer in self._stale} & {id(transfer) for transfer in self._unreported}:
+            raise InvariantError("a transfer would be reported twice")
+        # Steps are reported in order of submission.
+        steps = [transfer.step for transfer in self._unreported]
+        if steps != sorted(steps):
+            raise InvariantError(f"transfers are out of step order: {steps}")
+
+
+def _swap_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[Run], stream: int) -> None:
+    ops.swap_cache_per_layer(targets, sources, runs, stream=stream)
+
+
+def _swap_all_layers(
+    targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[Run], stream: int
+) -> None:
+    ops.swap_cache_all_layers(targets, sources, runs, stream=stream)
