@@ -1,0 +1,87 @@
+"""The Jinja chat template of a model, rendered in a sandbox: a template is data from somebody else."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..errors import ConfigError, ModelError
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ChatTemplate:
+    """A compiled template, or none: then `render` says so. Immutable, thread-safe."""
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        """Raises `ModelError` when `source` is not a Jinja template."""
+        self._special_tokens = dict(special_tokens)
+        self._template: jinja2.Template | None = None
+        if source is not None:
+            try:
+                self._template = _environment().from_string(source)
+            except jinja2.TemplateSyntaxError as error:
+                raise ModelError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
+
+    @classmethod
+    def load(cls, path: Path, settings: Mapping[str, Any]) -> ChatTemplate:
+        """From `chat_template.jinja` in `path`, else from `settings` (tokenizer_config.json)."""
+        file = path / "chat_template.jinja"
+        source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            named = {entry["name"]: entry["template"] for entry in source if isinstance(entry, dict)}
+            source = named.get("default")
+        if source is not None and not isinstance(source, str):
+            raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template must be text")
+        return cls(source, _special_tokens(settings))
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Text of the conversation with the start of the assistant's turn. Raises `ConfigError`, one line."""
+        if self._template is None:
+            raise ConfigError("this model has no chat template: use /v1/completions")
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"the model's chat template rejects these messages: {reason}") from error
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Plain strings, or the `content` of serialized added tokens."""
+    tokens = {name: settings.get(name) for name in _SPECIAL_TOKENS}
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: content for name, content in contents.items() if isinstance(content, str)}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """With the names that templates on the hub rely on."""
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,129 @@
+"""The tokenizer of a Hugging Face model directory: `tokenizer.json` and what its neighbours say about it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from ..errors import ModelError
+from .chat_template import ChatTemplate
+from .model.hf_json import read_optional_json
+from .tokenizer import Detokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "\ufffd"
+
+
+class HFTokenizer:
+    """Wraps a `tokenizers.Tokenizer`. The contract is that of `tokenizer.Tokenizer`."""
+
+    def __init__(self, rust: RustTokenizer, eos_token_ids: frozenset[int], template: ChatTemplate) -> None:
+        self._rust = rust
+        self._template = template
+        self.eos_token_ids = eos_token_ids
+        vocabulary = rust.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        byte_tokens = {index for token, index in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)}
+        special_tokens = {index for index, token in rust.get_added_tokens_decoder().items() if token.special}
+        self._held_back = frozenset(byte_tokens | special_tokens)
+
+    @classmethod
+    def load(cls, path: Path) -> HFTokenizer:
+        """Raises `ModelError`, one line, for a missing or broken file or one that does not fit the model."""
+        rust = _read_rust_tokenizer(path)
+        settings = read_optional_json(path / "tokenizer_config.json")
+        config = read_optional_json(path / "config.json")
+        template = ChatTemplate.load(path, settings)
+        tokenizer = cls(rust, _eos_token_ids(rust, path, settings, config), template)
+        model_vocab = config.get("vocab_size")
+        if isinstance(model_vocab, int) and tokenizer.vocab_size > model_vocab:
+            raise ModelError(
+                f"{path / 'tokenizer.json'} has token ids up to {tokenizer.vocab_size - 1},"
+                f" but the model has only {model_vocab} tokens"
+            )
+        return tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._rust.encode(_encodable(text), add_special_tokens=True).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._rust.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        # The template writes the special tokens itself.
+        text = self._template.render(messages)
+        ids: list[int] = self._rust.encode(_encodable(text), add_special_tokens=False).ids
+        return ids
+
+    def detokenizer(self) -> Detokenizer:
+        return HFDetokenizer(self, self._held_back)
+
+
+class HFDetokenizer:
+    """Decodes a short window twice per token: the text already emitted, and the same with the new tokens.
+
+    The window's older part starts at a token that produced text, so what a decoder does to the first token of a
+    text (it strips a space) happens to both and cancels out. Two kinds of ends are held back: U+FFFD, which may be a
+    character whose bytes are still to come, and byte-fallback tokens, whose run is judged valid UTF-8 only as a whole
+    (special tokens have no text and do not end such a run).
+    """
+
+    def __init__(self, tokenizer: HFTokenizer, held_back: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._held_back = held_back
+        self._window: list[int] = []
+        self._emitted = 0
+        """Tokens at the window's start whose text is out."""
+
+    def push(self, token_id: int) -> str:
+        self._window.append(token_id)
+        return "" if token_id in self._held_back else self._advance(final=False)
+
+    def flush(self) -> str:
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        old = self._tokenizer.decode(self._window[: self._emitted])
+        new = self._tokenizer.decode(self._window)
+        text = new[len(old) :]
+        if not text or (text.endswith(_REPLACEMENT) and not final):
+            return ""
+        self._window = self._window[self._emitted :]
+        self._emitted = len(self._window)
+        return text
+
+
+def _read_rust_tokenizer(path: Path) -> RustTokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{path} is not a usable model directory: tokenizer.json is missing")
+    try:
+        return RustTokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"cannot read {file}: {' '.join(str(error).split())}") from error
+
+
+def _eos_token_ids(
+    rust: RustTokenizer, path: Path, settings: Mapping[str, Any], config: Mapping[str, Any]
+) -> frozenset[int]:
+    """What generation_config.json says, else config.json; and the tokenizer's own eos token in any case."""
+    generation = read_optional_json(path / "generation_config.json")
+    listed = generation.get("eos_token_id", config.get("eos_token_id"))
+    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    if not all(isinstance(index, int) for index in ids):
+        raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, got {listed!r}")
+    own = settings.get("eos_token")
+    own = own.get("content") if isinstance(own, dict) else own
+    own_id = rust.token_to_id(own) if isinstance(own, str) else None
+    return frozenset(ids if own_id is None else [*ids, own_id])
+
+
+def _encodable(text: str) -> str:
+    # JSON can carry half of a surrogate pair, which Rust strings cannot.
+    return text.encode("utf-8", errors="replace").decode("utf-8")

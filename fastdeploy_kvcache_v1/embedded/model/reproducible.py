@@ -1,0 +1,53 @@
+"""Settings that make the math library repeat itself, bit for bit. They work only before paddle is first imported."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def configure_reproducible_math(num_threads: int = 1) -> bool:
+    """Fix the instruction set, rounding mode and thread count of the math library through environment variables.
+
+    `MKL_CBWR` gets its strict mode: the same instructions for a GEMM whatever the alignment of its operands. On AMD
+    processors, MKL otherwise picks its slowest kernels, so it is told that AVX2 is there. Variables that are set
+    already are left alone. Returns False, changing nothing, when paddle is loaded already: then the fixed tile shapes
+    of `layers` still repeat within the process, only without the library's own promise.
+    """
+    if "paddle" in sys.modules:
+        logger.warning("paddle is loaded already: the math library keeps its default mode")
+        return False
+    threads = str(num_threads)
+    settings = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "OMP_DYNAMIC": "FALSE",
+        "MKL_DYNAMIC": "FALSE",
+        **_mkl_settings(_cpu_description(Path("/proc/cpuinfo"))),
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+    return True
+
+
+def _cpu_description(cpuinfo: Path) -> str:
+    """The first processor's section, "" where the system does not tell."""
+    try:
+        return cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
+    except OSError:
+        return ""
+
+
+def _mkl_settings(cpu: str) -> dict[str, str]:
+    words = cpu.split()
+    if "avx2" not in words:
+        return {"MKL_CBWR": "COMPATIBLE"}
+    settings = {"MKL_CBWR": "AVX2,STRICT"}
+    if "AuthenticAMD" in words:
+        settings["MKL_DEBUG_CPU_TYPE"] = "5"
+    return settings

@@ -1,0 +1,75 @@
+"""Choose the next token. A pure function: the same logits, parameters and position give the same token anywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, ModelError
+
+_UINT64_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a request's tokens are chosen. Raises `ConfigError` when constructed with a value that cannot work."""
+
+    temperature: float = 1.0
+    """0 is greedy; otherwise the logits are divided by it."""
+    top_p: float = 1.0
+    """Sample from the smallest set of most likely tokens that holds at least this probability."""
+    seed: int = 0
+    """Any 64-bit integer, signed or unsigned."""
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"{name} must be a finite number, got {value!r}")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+        if not -(2**63) <= self.seed <= _UINT64_MASK:
+            raise ConfigError(f"seed must fit in 64 bits, got {self.seed}")
+
+
+def sample(logits: NDArray[np.float32], params: SamplingParams, position: int) -> int:
+    """Token id drawn from `logits` `[vocab]` for the token at `position` of the sequence.
+
+    Ties go to the lower token id. Raises `ModelError` when the largest logit is not finite.
+    """
+    largest = float(logits.max())
+    if not math.isfinite(largest):
+        raise ModelError(f"the model's logits are not finite at position {position}")
+    if params.temperature == 0:
+        return int(logits.argmax())
+    # The largest exponent is 0, so a tiny temperature gives exact zeros elsewhere instead of an overflow.
+    with np.errstate(over="ignore"):
+        weights = np.exp((logits.astype(np.float64) - largest) / params.temperature)
+    tokens = _nucleus(weights, params.top_p)
+    cumulative = weights[tokens].cumsum()
+    threshold = _uniform(params.seed, position) * cumulative[-1]
+    # "right": a token of zero weight is never chosen, not even at threshold 0.
+    return int(tokens[min(int(cumulative.searchsorted(threshold, side="right")), len(tokens) - 1)])
+
+
+def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
+    """Ids of the most likely tokens that together hold `top_p` of the weight, most likely first."""
+    if top_p == 1:
+        return np.arange(len(weights), dtype=np.int64)
+    order = np.argsort(-weights, kind="stable")
+    cumulative = weights[order].cumsum()
+    size = int(cumulative.searchsorted(top_p * cumulative[-1], side="left")) + 1
+    return order[:size].astype(np.int64)
+
+
+def _uniform(seed: int, position: int) -> float:
+    """In [0, 1), from a counter-based generator keyed by both arguments: no state between calls."""
+    key = np.array([seed & _UINT64_MASK, position], dtype=np.uint64)
+    return int(np.random.Philox(key=key).random_raw() >> 11) * 2.0**-53
