@@ -1,0 +1,78 @@
+"""`fastdeploy-kvcache serve | replay | bench`. Only the module of the chosen command is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from . import __version__
+from .errors import KVCacheError
+
+PROGRAM = "fastdeploy-kvcache"
+EXIT_ERROR = 2
+
+
+class Command(NamedTuple):
+    """`module` has `add_arguments(parser)` and `run(args)`, or `run(args, extra)` if it passes flags on."""
+
+    words: tuple[str, ...]
+    module: str
+    help: str
+    takes_extra: bool = False
+
+
+COMMANDS = (
+    Command(("serve",), ".embedded.command", "start the OpenAI-compatible server", takes_extra=True),
+    Command(("replay",), ".replay", "drive the cache manager alone with a request trace"),
+    Command(("bench", "serve"), ".bench_serve", "send a trace to a running server and report its speed"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 for a wrong setting, in one line; a bug shows its traceback."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = next((each for each in COMMANDS if tuple(words[: len(each.words)]) == each.words), None)
+    if command is None:
+        _overview().parse_args(words)
+        return EXIT_ERROR  # not reached: one of the words is missing or wrong
+    try:
+        module = importlib.import_module(command.module, __package__)
+        parser = argparse.ArgumentParser(prog=" ".join((PROGRAM, *command.words)), description=command.help)
+        module.add_arguments(parser)
+        rest = words[len(command.words) :]
+        if command.takes_extra:
+            status: int = module.run(*parser.parse_known_args(rest))
+        else:
+            status = module.run(parser.parse_args(rest))
+    except KVCacheError as error:
+        print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _overview() -> argparse.ArgumentParser:
+    """Knows the commands' names only: enough for --help and for mistakes."""
+    parser = argparse.ArgumentParser(prog=PROGRAM, description="The v1 KV-cache manager for FastDeploy.")
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    choices = parser.add_subparsers(metavar="COMMAND", required=True)
+    groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {}
+    for command in COMMANDS:
+        target = choices
+        if len(command.words) > 1:
+            group = command.words[0]
+            if group not in groups:
+                groups[group] = choices.add_parser(group, help=command.help).add_subparsers(
+                    metavar="COMMAND", required=True
+                )
+            target = groups[group]
+        target.add_parser(command.words[-1], help=command.help)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

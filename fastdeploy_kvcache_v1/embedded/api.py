@@ -1,0 +1,143 @@
+"""The HTTP face: OpenAI-compatible endpoints, health, metrics, and two administrative ones of our own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from ..errors import InvariantError, KVCacheError
+from .engine_core import EngineCore
+from .errors_http import ApiError, error_body, install_error_handlers
+from .generation import Delta
+from .metrics import Metrics
+from .protocol import ChatBody, CompletionBody, GenerationBody
+from .responses import DONE, ChatDialect, CompletionDialect, Dialect, event
+from .service import RequestStream, Service
+
+
+def create_app(service: Service, metrics: Metrics) -> FastAPI:
+    app = FastAPI(title="fastdeploy-kvcache embedded server", docs_url=None, redoc_url=None)
+    install_error_handlers(app)
+    _add_openai_routes(app, service)
+    _add_operator_routes(app, service, metrics)
+    return app
+
+
+def _add_openai_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        stream = service.start_completion(body)
+        return await _answer(body, request, stream, CompletionDialect(**_dialect_options(service, body, stream)))
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        stream = service.start_chat(body)
+        return await _answer(body, request, stream, ChatDialect(**_dialect_options(service, body, stream)))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model_body(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model_body(service)
+
+
+def _add_operator_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
+    engine = service.engine
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while requests are served, 503 with the reason once they are refused."""
+        if engine.fatal_reason is not None:
+            return JSONResponse(error_body(503, engine.fatal_reason), 503)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        """Embedded server only: forget every cached block. Running requests go on and cache nothing more."""
+        await asyncio.wrap_future(engine.call(EngineCore.reset_cache))
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/debug/check")
+    async def debug_check() -> Response:
+        """Embedded server only: prove the cache manager's invariants, and without requests that nothing leaked."""
+        try:
+            report = await asyncio.wrap_future(engine.call(EngineCore.check))
+        except InvariantError as error:
+            return JSONResponse({"ok": False, "error": str(error)}, 500)
+        except (KVCacheError, RuntimeError) as error:
+            raise ApiError(503, str(error)) from None
+        return JSONResponse({"ok": True, **report})
+
+
+def _model_body(service: Service) -> dict[str, Any]:
+    config = service.config
+    return {
+        "id": config.served_model_name,
+        "object": "model",
+        "created": service.started_at,
+        "owned_by": "fastdeploy-kvcache-v1",
+        "max_model_len": config.max_model_len,
+    }
+
+
+def _dialect_options(service: Service, body: GenerationBody, stream: RequestStream) -> dict[str, Any]:
+    return {
+        "request_id": stream.request_id,
+        "model": service.config.served_model_name,
+        "return_token_ids": body.return_token_ids,
+        "include_usage": body.include_usage,
+    }
+
+
+async def _answer(body: GenerationBody, request: Request, stream: RequestStream, dialect: Dialect) -> Response:
+    """The whole answer, or its stream once the first output is there: until then a failure has an HTTP status."""
+    watch = asyncio.create_task(_close_on_disconnect(request, stream))
+    deltas = stream.deltas()
+    try:
+        if body.stream:
+            first = await anext(deltas)
+            chunks = _stream(stream, first, deltas, dialect, watch)
+            return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        answer = dialect.plain([delta async for delta in deltas])
+    except BaseException:
+        stream.close()
+        watch.cancel()
+        raise
+    watch.cancel()
+    return JSONResponse(answer)
+
+
+async def _stream(
+    stream: RequestStream, first: Delta, rest: AsyncIterator[Delta], dialect: Dialect, watch: asyncio.Task[None]
+) -> AsyncIterator[str]:
+    try:
+        for body in (*dialect.opening(), *dialect.chunks(first)):
+            yield event(body)
+        async for delta in rest:
+            for body in dialect.chunks(delta):
+                yield event(body)
+        yield DONE
+    except ApiError as error:
+        yield event(error.body)
+    finally:
+        stream.close()
+        watch.cancel()
+
+
+async def _close_on_disconnect(request: Request, stream: RequestStream) -> None:
+    """Abort as soon as the client goes away, however long the next token takes."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    stream.close()

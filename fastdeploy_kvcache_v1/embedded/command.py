@@ -1,0 +1,44 @@
+"""The `serve` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..runtime.base import free_host_memory
+from .handover import exec_fastdeploy, fastdeploy_can_serve, fastdeploy_command
+from .model.config import load_model_config
+from .settings import add_serve_arguments, server_config
+from .tokenizer import load_tokenizer
+
+__all__ = ["add_arguments", "run"]
+
+COPY_FAULTS_VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
+"""Test hook, see `copy_faults.py`."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_serve_arguments(parser)
+
+
+def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Serve until a signal; `extra` are flags this package does not know. Raises `KVCacheError` before it listens."""
+    if not args.embedded and fastdeploy_can_serve():
+        exec_fastdeploy(fastdeploy_command(args, extra))
+    if extra:
+        raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
+    model_path = None if args.model is None else Path(args.model)
+    config = server_config(args, load_model_config(model_path), free_bytes=free_host_memory())
+    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    tokenizer = load_tokenizer(model_path)
+    try:
+        from .serve import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the embedded server needs {error.name}: pip install 'fastdeploy-kvcache-v1[embedded]'"
+        ) from None
+    return serve(config, tokenizer, copy_faults=os.environ.get(COPY_FAULTS_VARIABLE, ""))

@@ -1,0 +1,53 @@
+"""Test hook: make the worker's copies slow or failing, as real links are now and then.
+
+The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
+`{"seed": 1, "max_delay_ms": 5, "fail": {"input": [0, 9], "output": "all"}}`: every copy first sleeps a random time;
+the named calls on a stream, counted from 0, fail. Streams are `input` (swap-in) and `output` (swap-out).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from typing import Any
+
+from ..errors import ConfigError
+from ..runtime import CpuRuntime
+
+
+class InjectedCopyError(RuntimeError):
+    """A copy that was asked to fail."""
+
+
+class CopyFaults:
+    """A `CpuRuntime` delay hook. Each stream calls it from its own thread, with its own counter and random numbers."""
+
+    def __init__(self, *, seed: int = 0, max_delay_ms: float = 0.0, fail: dict[str, Any] | None = None) -> None:
+        self._max_delay_s = max_delay_ms / 1000
+        self._fail = fail or {}
+        self._random = random.Random(seed)
+        self._calls: Counter[str] = Counter()
+
+    def __call__(self, stream_name: str) -> None:
+        stream = next((name for name in ("input", "output") if name in stream_name), stream_name)
+        call = self._calls[stream]
+        self._calls[stream] += 1
+        if self._max_delay_s:
+            time.sleep(self._random.uniform(0.0, self._max_delay_s))
+        failing = self._fail.get(stream, ())
+        if failing == "all" or call in failing:
+            raise InjectedCopyError(f"injected failure of call {call} on stream {stream}")
+
+
+def make_runtime(faults: str) -> CpuRuntime:
+    """A CPU runtime with the faults described in JSON, or a plain one for ''. Raises `ConfigError`."""
+    if not faults:
+        return CpuRuntime()
+    try:
+        return CpuRuntime(delay=CopyFaults(**json.loads(faults)))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"FASTDEPLOY_KVCACHE_COPY_FAULTS is not a valid description of copy faults: {error}"
+        ) from None

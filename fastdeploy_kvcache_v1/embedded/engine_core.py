@@ -1,0 +1,251 @@
+"""The engine without threads and sockets: turns requests into steps and step results into output."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+from ..batch_request import BatchRequest
+from ..cache_manager import CacheManager
+from ..metadata import CacheLevel, TransferResult
+from .generation import Failure, Generation, State
+from .messages import StepResult, StepTask, TransferReport
+from .scheduler import Scheduled, Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_COPY_FAILURES = 3
+"""A request is computed again this often after failed copies; the next failure ends it."""
+
+MAX_STALLS = 3
+"""Steps in a row in which nothing runs though requests wait; more means the head can never be admitted."""
+
+
+@dataclass
+class CopyTotals:
+    """What one direction of copies has done so far."""
+
+    blocks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    def add(self, result: TransferResult) -> None:
+        if result.ok:
+            self.blocks += result.num_blocks
+            self.bytes += result.num_bytes
+        else:
+            self.failures += 1
+        self.seconds += result.seconds
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the start. Written by the engine thread only; any thread may read single fields."""
+
+    swap_in: CopyTotals = field(default_factory=CopyTotals)
+    swap_out: CopyTotals = field(default_factory=CopyTotals)
+    exposed_wait_s: float = 0.0
+    steps: int = 0
+    computed_tokens: int = 0
+    """Tokens that went through the model, those computed again after a preemption included."""
+    generated_tokens: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+
+
+class EngineCore:
+    """Owns every request from submission to its last event. Single-threaded: the engine thread calls everything.
+
+    Exactly one batch is in flight: `step` sends nothing until `on_step_result` took the last answer. Per step:
+    match and allocate, drain the manager's swap step, send both as one batch; then take failures, tokens, commits.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        scheduler: Scheduler,
+        send: Callable[[BatchRequest], None],
+    ) -> None:
+        self._manager = manager
+        self._scheduler = scheduler
+        self._send = send
+        self.observe_first_token: Callable[[float], None] = lambda seconds: None
+        """Told the seconds from arrival to first token of every request."""
+        self._generations: dict[str, Generation] = {}
+        self._in_flight: list[Scheduled] | None = None
+        self._stalls = 0
+        self._closed: Failure | None = None
+        self.counters = EngineCounters()
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is known and no batch is in flight."""
+        return self._scheduler.is_idle and self._in_flight is None
+
+    @property
+    def closed(self) -> Failure | None:
+        """Why no request is served any more, once that is so."""
+        return self._closed
+
+    def submit(self, generation: Generation) -> None:
+        """Queue a request. Its sink gets deltas up to one with a finish reason, or one failure."""
+        if self._closed is not None:
+            generation.sink(self._closed)
+            return
+        assert generation.request_id not in self._generations, f"request id {generation.request_id} is in use"
+        self._generations[generation.request_id] = generation
+        self._scheduler.add(generation)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request whose client is gone; a finished one is none of our business any more."""
+        generation = self._generations.get(request_id)
+        if generation is not None:
+            self._end(generation)
+            self.counters.aborted += 1
+
+    def close(self, failure: Failure) -> None:
+        """Answer every open and every later request with `failure`, for good.
+
+        Touches neither scheduler nor manager: it must also work when a bug in them is the reason.
+        """
+        self._closed = self._closed or failure
+        generations, self._generations = self._generations, {}
+        for generation in generations.values():
+            generation.state = State.FINISHED
+            self.counters.failed += 1
+            generation.sink(failure)
+
+    def reset_cache(self) -> None:
+        """Forget every cached block; running requests go on and cache nothing more."""
+        self._manager.reset_cache()
+
+    def check(self) -> dict[str, object]:
+        """Prove the manager's invariants, and when idle that nothing leaked. Raises `InvariantError`."""
+        if self.is_idle:
+            self._manager.check_idle()
+        else:
+            self._manager.check()
+        return {
+            "idle": self.is_idle,
+            "running": len(self._scheduler.running),
+            "waiting": len(self._scheduler.waiting),
+            "cache": asdict(self._manager.stats()),
+        }
+
+    def step(self) -> None:
+        """Send the next batch, if there is none in flight and anything to do: swaps alone are enough."""
+        while self._in_flight is None and self._closed is None:
+            plan = self._scheduler.schedule()
+            swap_step = self._manager.take_swap_step()
+            if plan or swap_step:
+                self._stalls = 0
+                self._in_flight = plan
+                self.counters.steps += 1
+                self._send(
+                    BatchRequest(requests=[_task(item) for item in plan], swap_steps=[swap_step] if swap_step else [])
+                )
+            elif not self._scheduler.waiting:
+                return
+            else:
+                self._note_stall()
+
+    def on_step_result(self, result: StepResult) -> None:
+        """Take the answer to the batch in flight."""
+        assert self._in_flight is not None, "the worker answered a batch that was not sent"
+        plan, self._in_flight = self._in_flight, None
+        retry = dict(result.retry)
+        retry.update(self._take_transfers(result.report))
+        for item in plan:
+            generation = item.generation
+            if generation.state is not State.RUNNING:  # ended while the worker was computing
+                continue
+            request_id = generation.request_id
+            if request_id in result.errors:
+                self._fail(generation, 500, result.errors[request_id])
+            elif request_id not in retry:
+                self._advance(item, result.tokens.get(request_id))
+        self._retry(retry)
+
+    def on_report(self, report: TransferReport) -> None:
+        """Take the outcome of copies that ended between two steps."""
+        self._retry(self._take_transfers(report))
+
+    def _take_transfers(self, report: TransferReport) -> dict[str, str]:
+        """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""
+        self.counters.exposed_wait_s += report.exposed_wait_s
+        affected: dict[str, str] = {}
+        for result in report.transfers:
+            totals = self.counters.swap_in if result.target is CacheLevel.DEVICE else self.counters.swap_out
+            totals.add(result)
+            if not result.ok:
+                reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
+                logger.warning("step %d: %s", result.step, reason)
+                affected.update(dict.fromkeys(self._manager.transfer_failed(result), reason))
+        return affected
+
+    def _retry(self, reasons: dict[str, str]) -> None:
+        for request_id, reason in reasons.items():
+            generation = self._generations.get(request_id)
+            if generation is None or generation.state is not State.RUNNING:
+                continue
+            generation.copy_failures += 1
+            if generation.copy_failures > MAX_COPY_FAILURES:
+                self._fail(generation, 500, f"{reason} (gave up after {MAX_COPY_FAILURES} more attempts)")
+            else:
+                self._scheduler.preempt(generation)
+
+    def _advance(self, item: Scheduled, token: int | None) -> None:
+        """The scheduled tokens are computed: commit their blocks, take the sampled token."""
+        generation = item.generation
+        generation.num_computed += item.num_tokens
+        self.counters.computed_tokens += item.num_tokens
+        delta = None
+        if token is not None:
+            if not generation.num_outputs:
+                self.observe_first_token(time.monotonic() - generation.submitted_at)
+            delta = generation.append(token)
+            self.counters.generated_tokens += 1
+        self._manager.commit(generation.request_id, generation.num_computed)
+        if delta is None:
+            return
+        if delta.finish_reason is not None:
+            self._end(generation)
+            self.counters.finished += 1
+        generation.sink(delta)
+
+    def _fail(self, generation: Generation, status: int, message: str) -> None:
+        self._end(generation)
+        self.counters.failed += 1
+        generation.sink(Failure(status, message))
+
+    def _end(self, generation: Generation) -> None:
+        """Give everything back. Safe while a batch is in flight: nothing is allocated before its answer."""
+        del self._generations[generation.request_id]
+        self._scheduler.finish(generation)
+
+    def _note_stall(self) -> None:
+        self._stalls += 1
+        if self._stalls > MAX_STALLS:
+            self._stalls = 0
+            head = self._scheduler.waiting[0]
+            logger.error(
+                "request %s cannot be admitted though nothing runs: %s", head.request_id, self._manager.stats()
+            )
+            self._fail(head, 500, "the request does not fit the device tier though nothing else runs")
+
+
+def _task(item: Scheduled) -> StepTask:
+    generation = item.generation
+    start = generation.num_computed
+    return StepTask(
+        request_id=generation.request_id,
+        token_ids=generation.tokens[start : start + item.num_tokens],
+        start=start,
+        block_table=item.block_table,
+        needs_logits=item.reaches_end,
+        sampling=generation.request.sampling,
+    )

@@ -1,0 +1,129 @@
+"""One generation request: what was asked, how far it is, and what its client is told."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..cache_utils import BlockHasher
+
+if TYPE_CHECKING:
+    from .sampler import SamplingParams
+    from .text import TextStream
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A validated request: it fits the model and the device tier."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    """Stop tokens and stop strings are ignored before this many output tokens."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request. `cached_tokens` of the prompt were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New output. Text may lag behind the tokens: it waits for whole characters and possible stop strings."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    """`stop` or `length` on the last delta."""
+    usage: Usage | None = None
+    """On the last delta."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The request ended without an answer."""
+
+    status: int
+    """HTTP status."""
+    message: str
+
+
+Sink = Callable[["Delta | Failure"], None]
+"""Receives every event of a request, in order, on the engine thread. Must not block or raise."""
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Generation:
+    """Mutable state of one request. Belongs to the engine thread."""
+
+    request: GenerationRequest
+    hasher: BlockHasher
+    """Hashes of `tokens`, extended whenever they are."""
+    text: TextStream
+    sink: Sink
+    arrival: int = -1
+    """Position in the order of arrival; earlier requests are served first and preempted last."""
+    state: State = State.WAITING
+    num_computed: int = 0
+    """Leading tokens whose KV is in the request's blocks."""
+    cached_tokens: int | None = None
+    """Tokens served from the cache when the request was first admitted; None before that."""
+    copy_failures: int = 0
+    submitted_at: float = field(default_factory=time.monotonic)
+    tokens: list[int] = field(init=False)
+    """Prompt and output so far; the KV of the last sampled token is not computed yet."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that must be computed before the next one can be sampled; at least 1."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.request.prompt_ids), self.num_outputs, self.cached_tokens or 0)
+
+    def append(self, token: int) -> Delta:
+        """Take over a sampled token and say what the client learns from it; `finish_reason` is set at the end."""
+        self.tokens.append(token)
+        self.hasher.extend([token])
+        may_stop = self.num_outputs >= self.request.min_tokens
+        if may_stop and token in self.request.stop_token_ids:
+            return Delta(self.text.flush(), (token,), "stop", self.usage)
+        text = self.text.push(token, may_stop=may_stop)
+        if self.text.stopped:
+            return Delta(text, (token,), "stop", self.usage)
+        if self.num_outputs >= self.request.max_tokens:
+            text += self.text.flush()
+            return Delta(text, (token,), "stop" if self.text.stopped else "length", self.usage)
+        return Delta(text, (token,))

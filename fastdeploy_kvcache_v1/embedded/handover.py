@@ -1,0 +1,42 @@
+"""Where FastDeploy and a GPU are present, `serve` starts FastDeploy's own api_server instead of the embedded one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+API_SERVER = "fastdeploy.entrypoints.openai.api_server"
+
+OWN_FLAGS = frozenset({"embedded", "cache_dtype", "log_level", "seed"})
+"""Flags of `serve` that FastDeploy's api_server does not have."""
+
+
+def fastdeploy_can_serve() -> bool:
+    """FastDeploy is installed and an NVIDIA device is there. Imports nothing: that would take seconds."""
+    return importlib.util.find_spec("fastdeploy") is not None and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def fastdeploy_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
+    """The command line with every flag that was given; `extra` holds those only FastDeploy knows."""
+    command = [sys.executable, "-m", API_SERVER]
+    for name, value in vars(args).items():
+        if name in OWN_FLAGS or name in ("command", "run") or value is None:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}", str(value)]
+    return [*command, *extra]
+
+
+def exec_fastdeploy(command: Sequence[str]) -> NoReturn:
+    """Replace this process: signals and exit status are then FastDeploy's own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], list(command), {**os.environ, "ENABLE_V1_KVCACHE_MANAGER": "1"})

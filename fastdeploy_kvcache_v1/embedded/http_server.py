@@ -1,0 +1,72 @@
+"""uvicorn with our ready line and our way to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from .engine import Engine
+from .settings import ServerConfig
+
+GRACE_S = 5
+"""After a signal, running requests have this long to end before they are answered with 503."""
+
+FORCE_S = GRACE_S + 5
+"""After this long, connections are cut."""
+
+TRY_PROMPT = (
+    "A prefix cache keeps the keys and values of the prompts it has seen. When a prompt starts with the same words, "
+    "the server does not compute them again: it finds the blocks, shares them, and goes on from there. "
+    "Send this request twice, and the second answer reports its cached tokens. So the moral of the story is"
+)
+"""Longer than one block of 64 tokens in any tokenizer, and free of quotes."""
+
+
+class HttpServer(uvicorn.Server):
+    """Prints one ready line to standard output once it listens. `run` returns after a signal or `stop`."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig, engine: Engine) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=config.log_level in ("debug", "info"),
+                lifespan="off",
+                timeout_graceful_shutdown=FORCE_S,
+            )
+        )
+        self._server_config = config
+        self._engine = engine
+
+    def stop(self) -> None:
+        """End as after a signal. Any thread."""
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets, "the server is given its socket"
+        print(ready_line(self._server_config, sockets[0].getsockname()), flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        refuse = asyncio.get_running_loop().call_later(GRACE_S, self._engine.refuse, "the server is shutting down")
+        try:
+            await super().shutdown(sockets)
+        finally:
+            refuse.cancel()
+
+
+def ready_line(config: ServerConfig, address: tuple[str | int, ...]) -> str:
+    """One line: where the server is, what it serves, and a command to paste."""
+    host, port = str(address[0]), address[1]
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    url = f"http://{host}:{port}"
+    note = " (no --model given: a small model with random weights, its text means nothing)"
+    body = json.dumps({"prompt": TRY_PROMPT, "max_tokens": 16, "temperature": 0})
+    return (
+        f"Ready: {url} serves {config.served_model_name}{note if config.is_random_model else ''}. "
+        f"Try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+    )

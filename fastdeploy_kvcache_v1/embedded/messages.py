@@ -1,0 +1,70 @@
+"""What crosses the socket between the engine process and the worker process. Plain picklable data.
+
+Engine to worker: one `BatchRequest` of `StepTask`s per step, or `None` to stop. Worker to engine: `WorkerReady` or
+`WorkerFailed` once, then one `StepResult` per batch, and `TransferReport`s for copies that end between two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..metadata import DeviceSlot, TransferResult
+
+if TYPE_CHECKING:
+    from .sampler import SamplingParams
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """Everything the worker needs to advance one request by one step; the worker keeps nothing between steps."""
+
+    request_id: str
+    token_ids: list[int]
+    """Tokens to compute now; at least one."""
+    start: int
+    """Position of `token_ids[0]` in the request: tokens before it have their KV in the block table."""
+    block_table: list[DeviceSlot]
+    """Covers at least `start + len(token_ids)` tokens."""
+    needs_logits: bool
+    """True when the last token of `token_ids` is the request's last one: sample its successor."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """Copies that ended since the last report."""
+
+    transfers: tuple[TransferResult, ...] = ()
+    exposed_wait_s: float = 0.0
+    """Seconds the compute stood still for copies since the last report."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Answer to one batch. A request of the batch that is in neither `retry` nor `errors` was computed."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    """Sampled token by request id, for tasks with `needs_logits`."""
+    retry: dict[str, str] = field(default_factory=dict)
+    """Reason by request id: a copy it depends on failed, nothing of this step may be kept; compute it again."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Reason by request id: its computation raised; do not try again."""
+    report: TransferReport = field(default_factory=TransferReport)
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """The model is loaded and both tiers are allocated."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerFailed:
+    """The worker cannot start and exits after this message."""
+
+    message: str
+    """One line."""
+    is_user_error: bool
+    """True for a wrong setting or model directory, False for a bug."""

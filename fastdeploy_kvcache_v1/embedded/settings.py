@@ -1,0 +1,169 @@
+"""Settings of the embedded server: the command line's flags, checked against model and machine."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..attention.gqa import GQACacheBackend
+from ..config import KVCacheConfig, WritePolicy
+from ..errors import ConfigError
+from .model.config import ModelConfig
+
+GIB = 1 << 30
+RANDOM_MODEL_NAME = "random-tiny"
+
+DEFAULTS: dict[str, object] = {
+    "host": "127.0.0.1",
+    "port": 8000,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 2048,
+    "block_size": 64,
+    "write_policy": WritePolicy.WRITE_THROUGH_SELECTIVE.value,
+    "write_through_threshold": 2,
+    "enable_prefix_caching": True,
+    "seed": 0,
+    "cache_dtype": "float32",
+    "log_level": "warning",
+}
+"""Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
+
+MEMORY_SHARE = 0.25
+"""Of the free memory, at most what a tier takes when its size is not given."""
+
+DEFAULT_DEVICE_BYTES = GIB // 2
+DEFAULT_SWAP_BYTES = GIB
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What the server runs with. Every value has been checked."""
+
+    model_path: Path | None
+    served_model_name: str
+    vocab_size: int
+    host: str
+    port: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    cache: KVCacheConfig
+    cache_dtype: str
+    seed: int
+    log_level: str
+
+    @property
+    def is_random_model(self) -> bool:
+        return self.model_path is None
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """FastDeploy's api_server has these flags under the same names; those below the line are our own."""
+
+    def add(flag: str, text: str, **options: object) -> None:
+        default = DEFAULTS.get(flag.removeprefix("--").replace("-", "_"))
+        shown = "" if default is None else f" (default: {default})"
+        parser.add_argument(flag, help=text + shown, **options)  # type: ignore[arg-type]
+
+    add("--model", "Hugging Face model directory; without it a small random-weight model", metavar="DIR")
+    add("--host", "address to listen on")
+    add("--port", "port to listen on, 0 picks a free one", type=int)
+    add("--max-model-len", "longest sequence, prompt and output (default: the model's)", type=int, metavar="TOKENS")
+    add("--max-num-seqs", "requests computed together at most", type=int)
+    add("--max-num-batched-tokens", "tokens computed per step at most", type=int, metavar="TOKENS")
+    add("--block-size", "tokens per cache block", type=int, metavar="TOKENS")
+    add("--num-gpu-blocks-override", "blocks of the device tier (default: by memory)", type=int, metavar="BLOCKS")
+    add("--swap-space", "host memory of the cache in GiB, 0 switches it off (default: 1 or less)", type=float)
+    add("--write-policy", f"when a block is copied to the host: {', '.join(policy.value for policy in WritePolicy)}")
+    add("--write-through-threshold", "hits before write_through_selective copies a block", type=int, metavar="HITS")
+    add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
+
+    parser.add_argument("--embedded", action="store_true", help="use this package's CPU server even beside FastDeploy")
+    add("--served-model-name", "name the API shows (default: the directory's name)")
+    add("--seed", "seed for requests that give none", type=int)
+    add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16")
+    add("--log-level", "debug, info, warning or error")
+
+
+def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: int) -> ServerConfig:
+    """Raises `ConfigError` for values that cannot work with this model in `free_bytes` of memory."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    values = argparse.Namespace(**{**vars(args), **DEFAULTS, **given})
+    for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1), ("port", 0)):
+        _require_at_least(values, name, least)
+    if values.port > 65_535:
+        raise ConfigError(f"--port must be at most 65535, got {values.port}")
+    if values.log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
+    max_model_len = given.get("max_model_len", model.max_position)
+    if not 1 < max_model_len <= model.max_position:
+        raise ConfigError(f"--max-model-len must be 2 to {model.max_position} for this model, got {max_model_len}")
+    model_path = None if values.model is None else Path(values.model)
+    default_name = RANDOM_MODEL_NAME if model_path is None else model_path.resolve().name
+    return ServerConfig(
+        model_path=model_path,
+        served_model_name=given.get("served_model_name", default_name),
+        vocab_size=model.vocab_size,
+        host=values.host,
+        port=values.port,
+        max_model_len=max_model_len,
+        max_num_seqs=values.max_num_seqs,
+        max_num_batched_tokens=values.max_num_batched_tokens,
+        cache=_cache_config(values, model, max_model_len, free_bytes),
+        cache_dtype=values.cache_dtype,
+        seed=values.seed,
+        log_level=values.log_level,
+    )
+
+
+def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len: int, free_bytes: int) -> KVCacheConfig:
+    policy = WritePolicy.parse(values.write_policy)
+    _require_at_least(values, "write_through_threshold", 1)
+    backend = GQACacheBackend(
+        model.num_layers, model.num_kv_heads, model.head_dim, values.block_size, values.cache_dtype
+    )
+    block_bytes = backend.layout.block_bytes
+    share = int(free_bytes * MEMORY_SHARE)
+    num_device_blocks = values.num_gpu_blocks_override
+    if num_device_blocks is None:
+        useful = values.max_num_seqs * -(-max_model_len // values.block_size)
+        num_device_blocks = max(1, min(useful, min(DEFAULT_DEVICE_BYTES, share) // block_bytes))
+    elif num_device_blocks < 1:
+        raise ConfigError(f"--num-gpu-blocks-override must be at least 1, got {num_device_blocks}")
+    device_bytes = num_device_blocks * block_bytes
+    if device_bytes > free_bytes:
+        raise ConfigError(
+            f"--num-gpu-blocks-override {num_device_blocks} needs {device_bytes / GIB:.2f} GiB "
+            f"but only {free_bytes / GIB:.2f} GiB of memory is free"
+        )
+    return KVCacheConfig(
+        num_device_blocks=num_device_blocks,
+        num_host_blocks=_host_bytes(values, share, free_bytes - device_bytes) // block_bytes,
+        block_size=values.block_size,
+        write_policy=policy,
+        write_through_threshold=values.write_through_threshold,
+        enable_prefix_caching=values.enable_prefix_caching,
+        max_queued_events=0,  # nobody listens here
+    )
+
+
+def _host_bytes(values: argparse.Namespace, share: int, free_bytes: int) -> int:
+    gib: float | None = values.swap_space
+    if not values.enable_prefix_caching:
+        return 0
+    if gib is None:
+        return min(DEFAULT_SWAP_BYTES, share)
+    if not 0 <= gib < float("inf"):
+        raise ConfigError(f"--swap-space must not be negative, got {gib}")
+    if gib * GIB > free_bytes:
+        raise ConfigError(
+            f"--swap-space {gib:g} GiB is more than the {free_bytes / GIB:.2f} GiB of memory that is free: lower it"
+        )
+    return int(gib * GIB)
+
+
+def _require_at_least(values: argparse.Namespace, name: str, least: int) -> None:
+    value = getattr(values, name)
+    if value < least:
+        raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")

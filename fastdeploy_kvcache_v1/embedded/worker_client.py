@@ -1,0 +1,183 @@
+"""The engine's end of the worker process: starts it, talks to it, notices its death, cleans up after it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from ..batch_request import BatchRequest
+from ..errors import ConfigError, WorkerDiedError
+from .messages import StepResult, TransferReport, WorkerFailed, WorkerReady
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 100
+STOP_TIMEOUT_S = 10.0
+MAX_SOCKET_PATH = 100
+"""Unix sockets allow 107 bytes; the file name needs some of them."""
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """Everything the worker process needs to know."""
+
+    model_path: Path | None
+    block_size: int
+    cache_dtype: str
+    num_device_blocks: int
+    num_host_blocks: int
+    log_level: str
+    layer_timeout_s: float = 30.0
+    copy_faults: str = ""
+    """Test hook, see `copy_faults.py`."""
+
+
+@dataclass(frozen=True)
+class WorkerLaunch:
+    """What the worker reads from its standard input."""
+
+    config: WorkerConfig
+    tasks_address: str
+    results_address: str
+    parent_pid: int
+
+
+class ProcessWorkerClient:
+    """A `WorkerClient` over one spawned worker process and two ZeroMQ sockets in a private directory.
+
+    Construct and `close` on the main thread: the worker dies with the thread that started it.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Starts the worker and returns when it can take batches.
+
+        Raises `ConfigError` when it refuses its settings or model, `WorkerDiedError` when it ends for another reason.
+        """
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._directory = _private_directory()
+        self._context = zmq.Context()
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._tasks = self._bind(zmq.PUSH, "tasks")
+            self._results = self._bind(zmq.PULL, "results")
+            self._process = self._spawn(config)
+            self._wait_until_ready(self._process)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def listen(
+        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+    ) -> None:
+        assert not self._threads, "listen once"
+        for target, name, argument in (
+            (self._watch, "worker-watch", on_death),
+            (self._receive, "worker-results", on_message),
+        ):
+            thread = threading.Thread(target=target, args=(argument,), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def send(self, batch: BatchRequest) -> None:
+        self._send(batch)
+
+    def close(self) -> None:
+        self._closing.set()
+        process, self._process = self._process, None
+        if process is not None:
+            self._send(None)
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                logger.warning("worker process %d does not stop, killing it", process.pid)
+                process.kill()
+                process.wait()
+        for thread in self._threads:
+            thread.join()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.bind(f"ipc://{self._directory / name}")
+        return socket
+
+    def _spawn(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
+        package_root = str(Path(__file__).resolve().parents[2])
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.worker_process"],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
+        )
+        launch = WorkerLaunch(
+            config, f"ipc://{self._directory / 'tasks'}", f"ipc://{self._directory / 'results'}", os.getpid()
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(pickle.dumps(launch))
+        return process
+
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        while not self._results.poll(POLL_MS):
+            if process.poll() is not None and not self._results.poll(POLL_MS):
+                raise WorkerDiedError(f"the worker process {_describe_exit(process.returncode)} while starting")
+        message = pickle.loads(self._results.recv())
+        if isinstance(message, WorkerFailed):
+            raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
+        assert isinstance(message, WorkerReady), f"unexpected first message {message!r}"
+
+    def _send(self, message: BatchRequest | None) -> None:
+        # Again: nobody is connected any more, the watcher tells the engine.
+        with contextlib.suppress(zmq.Again, zmq.ContextTerminated):
+            self._tasks.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK)
+
+    def _watch(self, on_death: Callable[[str], None]) -> None:
+        process = self._process
+        if process is None:
+            return
+        status = process.wait()
+        if not self._closing.is_set():
+            reason = f"the worker process {process.pid} {_describe_exit(status)}"
+            logger.error("%s", reason)
+            on_death(reason)
+
+    def _receive(self, on_message: Callable[[StepResult | TransferReport], None]) -> None:
+        while not self._closing.is_set():
+            if self._results.poll(POLL_MS):
+                on_message(pickle.loads(self._results.recv()))
+
+
+def _private_directory() -> Path:
+    """A new directory with mode 0700 whose path is short enough for unix sockets."""
+    parent = tempfile.gettempdir()
+    if len(parent) > MAX_SOCKET_PATH - 40:
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="fastdeploy-kvcache-", dir=parent))
+
+
+def _describe_exit(status: int) -> str:
+    if status >= 0:
+        return f"exited with status {status}"
+    return f"was killed by {signal.Signals(-status).name}"

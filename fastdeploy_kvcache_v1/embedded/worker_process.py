@@ -1,0 +1,128 @@
+"""The worker process: model, caches and copies. `python -m fastdeploy_kvcache_v1.embedded.worker_process`.
+
+Reads a pickled `WorkerLaunch` from its standard input, which only the engine process holds. Stops on the engine's
+`None`, dies with the engine process, and ignores SIGINT and SIGTERM: the engine decides when it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+import zmq
+
+from ..cache_controller import CacheController
+from ..errors import ConfigError, KVCacheError, ModelError
+from .copy_faults import make_runtime
+from .messages import WorkerFailed, WorkerReady
+from .model import configure_reproducible_math, load_model_config
+from .step_runner import StepRunner
+from .worker_client import WorkerLaunch
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+PARENT_POLL_S = 1.0
+OPEN_COPIES_POLL_MS = 5
+DRAIN_TIMEOUT_S = 5.0
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
+    _die_with_parent(launch.parent_pid)
+    logging.basicConfig(
+        level=launch.config.log_level.upper(), format="%(asctime)s %(levelname)s worker %(name)s: %(message)s"
+    )
+    context = zmq.Context()
+    tasks = context.socket(zmq.PULL)
+    results = context.socket(zmq.PUSH)
+    try:
+        tasks.connect(launch.tasks_address)
+        results.connect(launch.results_address)
+        return _serve(launch, tasks, results)
+    finally:
+        context.destroy(linger=1000)
+
+
+def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> int:
+    try:
+        runner, controller = _build(launch)
+    except Exception as error:  # the edge of the process: the engine process reports it
+        is_user_error = isinstance(error, ConfigError | ModelError)
+        if not isinstance(error, KVCacheError):
+            logger.exception("the worker cannot start")
+        message = str(error) if is_user_error else f"the worker cannot start: {error!r}"
+        _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
+        return 1
+    _send(results, WorkerReady(os.getpid()))
+    try:
+        _loop(runner, tasks, results)
+        controller.drain(DRAIN_TIMEOUT_S)
+    finally:
+        controller.free()
+    return 0
+
+
+def _build(launch: WorkerLaunch) -> tuple[StepRunner, Any]:
+    config = launch.config
+    configure_reproducible_math()
+    warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
+    # Only now: importing paddle fixes the mode of its math library.
+    from ..attention.gqa import GQACacheBackend
+    from .model.decoder import Decoder
+
+    model = load_model_config(config.model_path)
+    decoder = Decoder.load(config.model_path, model)
+    backend = GQACacheBackend(
+        model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, config.cache_dtype
+    )
+    controller = CacheController(
+        backend, runtime=make_runtime(config.copy_faults), layer_timeout_s=config.layer_timeout_s
+    )
+    caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
+    return StepRunner(decoder.forward, controller, caches, block_size=config.block_size), controller
+
+
+def _loop(runner: StepRunner, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> None:
+    """Answer batches until the engine says `None`; between them, tell it how open copies ended."""
+    while True:
+        if not tasks.poll(OPEN_COPIES_POLL_MS if runner.has_open_copies else None):
+            report = runner.take_report()
+            if report.transfers:
+                _send(results, report)
+            continue
+        batch = pickle.loads(tasks.recv())
+        if batch is None:
+            return
+        _send(results, runner.run(batch))
+
+
+def _send(socket: zmq.Socket[bytes], message: object) -> None:
+    socket.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """Leave no orphan: the kernel kills us with the parent, and a thread looks in case the kernel cannot."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(PARENT_POLL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
