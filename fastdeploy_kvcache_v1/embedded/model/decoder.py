@@ -63,13 +63,14 @@ class Decoder:
         of the given tokens; reads only slots of positions up to them. `before_layer(l)` is called once per layer, in
         order, when the new KV of layer `l` is written and before anything of its caches is read: it may wait for
         copies into other slots. What it raises ends the call; computing the same slices again is then safe.
-        Raises `ValueError` for slices that do not fit the model, their block tables or each other.
+        Raises `ValueError` for slices that do not fit the model, their block tables or the caches.
         """
         if not sequences:
             return []
         if len(caches) != 2 * len(self._layers):
             raise ValueError(f"{len(self._layers)} layers need {2 * len(self._layers)} caches, got {len(caches)}")
-        plan = BatchPlan.build(sequences, self.config, block_size=caches[0].shape[2])
+        num_blocks, _, block_size, _ = caches[0].shape
+        plan = BatchPlan.build(sequences, self.config, num_blocks=num_blocks, block_size=block_size)
         with paddle.no_grad():
             tiles = self._run_layers(plan, caches, before_layer)
             return [None if last is None else self._logits(tiles[last[0]], last[1]) for last in plan.last_rows]

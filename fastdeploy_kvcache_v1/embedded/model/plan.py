@@ -91,10 +91,12 @@ class BatchPlan:
     """Tile, and row in it, of each slice's last token where logits are asked for."""
 
     @classmethod
-    def build(cls, slices: Sequence[SequenceSlice], config: ModelConfig, block_size: int) -> BatchPlan:
-        """Raises `ValueError` for a slice that does not fit the model or its block table."""
+    def build(
+        cls, slices: Sequence[SequenceSlice], config: ModelConfig, *, num_blocks: int, block_size: int
+    ) -> BatchPlan:
+        """Raises `ValueError` for a slice that does not fit the model, its block table or the cache."""
         for sequence in slices:
-            _check(sequence, config, block_size)
+            _check(sequence, config, num_blocks, block_size)
         first_tiles = [sequence.start // TILE for sequence in slices]
         tile_counts = [(s.end - 1) // TILE - first + 1 for s, first in zip(slices, first_tiles, strict=True)]
         offsets = np.cumsum([0, *tile_counts]).tolist()
@@ -133,14 +135,16 @@ class BatchPlan:
         )
 
 
-def _check(sequence: SequenceSlice, config: ModelConfig, block_size: int) -> None:
-    ids = sequence.token_ids
+def _check(sequence: SequenceSlice, config: ModelConfig, num_blocks: int, block_size: int) -> None:
+    ids, table = sequence.token_ids, sequence.block_table
     if len(ids) < 1 or sequence.start < 0:
         raise ValueError(f"a slice needs at least one token and a start of at least 0, got {sequence}")
     if sequence.end > config.max_position:
         raise ValueError(f"position {sequence.end - 1} is beyond the model's {config.max_position}")
-    if sequence.end > len(sequence.block_table) * block_size:
-        raise ValueError(f"{len(sequence.block_table)} blocks of {block_size} do not cover {sequence.end} tokens")
+    if sequence.end > len(table) * block_size:
+        raise ValueError(f"{len(table)} blocks of {block_size} do not cover {sequence.end} tokens")
+    if min(table) < 0 or max(table) >= num_blocks:
+        raise ValueError(f"block ids must be in [0, {num_blocks}), got {min(table)} to {max(table)}")
     if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
         raise ValueError(f"token ids must be in [0, {config.vocab_size}), got {int(ids.min())} to {int(ids.max())}")
 
