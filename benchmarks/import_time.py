@@ -1,0 +1,43 @@
+"""Import time of the scheduler half, in fresh interpreters, beside one that imports nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from time import perf_counter
+
+from _support import ROOT, median, save
+
+STARTS = 15
+SCHEDULER_HALF = "from fastdeploy_kvcache_v1 import cache_manager, batch_request"
+PROGRAM = "import time; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"
+
+
+def start(statement: str) -> tuple[float, float]:
+    """Seconds inside the import, and of the whole process."""
+    begin = perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(statement)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return float(done.stdout), perf_counter() - begin
+
+
+def main() -> None:
+    imports, processes, bare = [], [], []
+    for _ in range(STARTS):
+        inside, whole = start(SCHEDULER_HALF)
+        imports.append(inside)
+        processes.append(whole)
+        bare.append(start("pass")[1])
+    save(
+        "import_time",
+        {
+            "import_ms": 1e3 * median(imports),
+            "process_ms": 1e3 * median(processes),
+            "bare_process_ms": 1e3 * median(bare),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A `fastdeploy-kvcache serve` of our own, for as long as a `with` block lasts."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import WorkerDiedError
+
+START_TIMEOUT_S = 180.0
+STOP_TIMEOUT_S = 30.0
+PROGRAM = "fastdeploy_kvcache_v1.cli"
+
+
+@contextmanager
+def running_server(arguments: Sequence[str]) -> Iterator[str]:
+    """Starts a server on a free local port with `arguments`, yields its URL once it is healthy, stops it at the end.
+
+    Raises `WorkerDiedError` with the last lines of its output if it ends or stays silent before it is healthy.
+    """
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", PROGRAM, "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    with tempfile.TemporaryDirectory(prefix="fastdeploy-kvcache-bench-") as directory:
+        log = Path(directory) / "server.log"
+        with open(log, "wb") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            _wait_until_healthy(process, url, log)
+            yield url
+        finally:
+            _stop(process)
+
+
+def free_port() -> int:
+    """A port nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    last_lines = " | ".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:])
+    how = "did not become healthy" if process.returncode is None else f"ended with status {process.returncode}"
+    raise WorkerDiedError(f"the server {how}: {last_lines}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,121 @@
+"""`bench serve` must notice every difference between two servers, and every request that was not answered."""
+
+import argparse
+import json
+
+import pytest
+
+from fastdeploy_kvcache_v1 import bench_serve
+from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
+from fastdeploy_kvcache_v1.errors import ConfigError, TraceError, WorkerDiedError
+
+
+def bench(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    bench_serve.add_arguments(parser)
+    return bench_serve.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def count_up(body):
+    return [sum(body["prompt"]) % 97 + place for place in range(body["max_tokens"])]
+
+
+def test_equal_answers_pass_and_are_reported(trace, start_server, capsys):
+    urls = ("--url", start_server(count_up), "--url-off", start_server(count_up))
+    assert bench("--trace", trace, *urls, "--requests", 12) == 0
+    out, err = capsys.readouterr()
+    assert "all tokens of 12 requests are the same with the cache on and off" in out
+    assert err == ""
+    assert bench("--trace", trace, *urls, "--requests", 5, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["problems"] == []
+    assert result["compared"] is True
+    for run in result["runs"].values():
+        assert (run["answered"], run["failed"]) == (5, 0)
+        assert set(run["ttft_ms"]) == {"p50", "p90", "p99"}
+        assert 0 < run["cached_share"] < 1
+
+
+def test_one_different_token_fails(trace, start_server, capsys):
+    def wrong(body):
+        tokens = count_up(body)
+        if body["seed"] == 7:
+            tokens[3] += 1
+        return tokens
+
+    assert bench("--trace", trace, "--url", start_server(count_up), "--url-off", start_server(wrong)) == 1
+    out = capsys.readouterr().out
+    assert "trace line 7: tokens differ from output token 3 on" in out
+    assert "1 problems" in out
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (lambda body: None if body["seed"] == 2 else count_up(body), "HTTP 400"),
+        (lambda body: count_up(body)[:-1] if body["seed"] == 2 else count_up(body), "tokens instead of"),
+    ],
+    ids=["refused", "too few tokens"],
+)
+def test_an_unanswered_request_fails(trace, start_server, capsys, broken, words):
+    assert bench("--trace", trace, "--url", start_server(broken)) == 1
+    out = capsys.readouterr().out
+    assert "cache on, trace line 2: " in out
+    assert words in out
+    assert "1 problems" in out
+
+
+def test_one_server_alone_is_measured_but_not_compared(trace, start_server, capsys):
+    assert bench("--trace", trace, "--url", start_server(count_up)) == 0
+    assert "no tokens were compared" in capsys.readouterr().out
+
+
+def test_a_server_that_is_not_there_fails_every_request(trace, capsys):
+    assert bench("--trace", trace, "--url", "http://127.0.0.1:9", "--requests", 3) == 1
+    assert "3 problems" in capsys.readouterr().out
+
+
+def test_requests_follow_the_traces_pace(trace, start_server):
+    seen = []
+    url = start_server(lambda body: seen.append(body["seed"]) or count_up(body))
+    assert bench("--trace", trace, "--url", url, "--speedup", 10, "--concurrency", 1) == 0
+    assert seen == list(range(13))  # 0 is the warm-up
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--url-off", "http://127.0.0.1:1"),
+        ("--url", "127.0.0.1:8000"),
+        ("--url", "http://127.0.0.1:1", "--", "--block-size", "32"),
+        ("--requests", "0"),
+        ("--concurrency", "0"),
+        ("--speedup", "-1"),
+        ("--divide", "3"),
+    ],
+)
+def test_bad_options_are_one_clear_line(trace, arguments):
+    with pytest.raises(ConfigError) as raised:
+        bench("--trace", trace, *arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_broken_trace_names_its_line(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("oops\n")
+    with pytest.raises(TraceError, match=rf"{path}:1: "):
+        bench("--trace", path, "--url", "http://127.0.0.1:9")
+
+
+def test_a_server_that_cannot_start_says_why():
+    with pytest.raises(WorkerDiedError, match="unknown write policy 'never'"), running_server(["--write-policy=never"]):
+        pass
+
+
+def test_cache_on_and_off_give_the_same_tokens(trace, capsys):
+    """The real thing: two servers, one after the other, with a device tier too small for the trace."""
+    tiny = ("--num-gpu-blocks-override", "8", "--swap-space", "0.01", "--write-policy", "write_through")
+    assert bench("--trace", trace, "--max-output-tokens", 4, "--json", "--", *tiny) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["runs"]["cache on"]["cached_share"] > 0
+    assert result["runs"]["cache off"]["cached_share"] == 0
