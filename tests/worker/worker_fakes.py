@@ -1,0 +1,129 @@
+"""Shared by the worker tests: a cache backend on NumPy arrays, gates for streams, and byte patterns."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec, tensor_name
+from fastdeploy_kvcache_v1.cache_controller import CacheController
+from fastdeploy_kvcache_v1.layer_done_counter import LayerDoneCounter
+from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata
+from fastdeploy_kvcache_v1.runtime import CpuRuntime
+
+LIMIT_S = 20.0
+"""Longest a test waits for another thread before it is taken for hung. Never asserted on."""
+
+
+class NumpyBackend(AttentionCacheBackend):
+    """Two roles of different sizes, so that a mix-up of offsets cannot go unseen. Needs no paddle."""
+
+    def __init__(self, num_layers: int = 3) -> None:
+        self._layout = CacheLayout(num_layers, (RoleSpec("key", (2, 8), "uint8"), RoleSpec("value", (3, 8), "uint8")))
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self._layout
+
+    def create_kv_cache(self, num_blocks: int, *, rank: int = 0, device: int = 0) -> dict[str, np.ndarray]:
+        return {
+            tensor_name(role.role, layer, rank, device): np.zeros((num_blocks, *role.block_shape), np.uint8)
+            for layer in range(self._layout.num_layers)
+            for role in self._layout.roles
+        }
+
+
+class Gates:
+    """A `delay` hook that holds streams until the test opens them, and fails them on request."""
+
+    def __init__(self) -> None:
+        self._closed: dict[str, threading.Event] = {}
+        self._errors: dict[str, list[Exception]] = {}
+        self.reached = threading.Semaphore(0)
+        """Released each time a stream arrives at a closed gate."""
+
+    def __call__(self, stream: str) -> None:
+        gate = self._closed.get(stream)
+        if gate is not None:
+            self.reached.release()
+            assert gate.wait(LIMIT_S), f"nobody opened the gate of {stream}"
+        if self._errors.get(stream):
+            raise self._errors[stream].pop(0)
+
+    def close(self, stream: str) -> Callable[[], None]:
+        """From now on `stream` stops before each copy; call the result to let it go for good."""
+        gate = self._closed[stream] = threading.Event()
+
+        def open_gate() -> None:
+            self._closed.pop(stream, None)
+            gate.set()
+
+        return open_gate
+
+    def fail_next(self, stream: str, error: Exception) -> None:
+        self._errors.setdefault(stream, []).append(error)
+
+
+def evict(sources: tuple[int, ...], targets: tuple[int, ...]) -> CacheSwapMetadata:
+    return CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, sources, targets)
+
+
+def swap_in(sources: tuple[int, ...], targets: tuple[int, ...]) -> CacheSwapMetadata:
+    return CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, sources, targets)
+
+
+def tile(content: int, layer: int, role: int, nbytes: int) -> np.ndarray:
+    """The bytes that `content` has in one (layer, role); all zero for content 0."""
+    word = struct.pack("<IHH", content, layer + 1, role + 1) if content else bytes(8)
+    return np.frombuffer(word * (nbytes // 8), np.uint8)
+
+
+class Rig:
+    """A controller on NumPy caches, with helpers that write and read blocks behind its back."""
+
+    def __init__(self, runtime: CpuRuntime, *, device: int = 6, host: int = 6, timeout_s: float = LIMIT_S) -> None:
+        self.runtime = runtime
+        self.backend = NumpyBackend()
+        self.layout = self.backend.layout
+        self.controller = CacheController(self.backend, runtime=runtime, layer_timeout_s=timeout_s)
+        self.caches = self.controller.initialize_kv_cache(device, host)
+        self.num_device, self.num_host = device, host
+        self._step = 0
+
+    def submit(
+        self, out: CacheSwapMetadata = NO_EVICT, into: CacheSwapMetadata = NO_SWAP_IN
+    ) -> LayerDoneCounter | None:
+        self._step += 1
+        return self.controller.submit_swap_tasks(self._step, out, into)
+
+    @property
+    def last_step(self) -> int:
+        return self._step
+
+    def device_row(self, layer: int, role: int, slot: int) -> np.ndarray:
+        return self.caches[layer * len(self.layout.roles) + role][slot].reshape(-1)
+
+    def write(self, layer: int, slot: int, content: int) -> None:
+        for role in range(len(self.layout.roles)):
+            row = self.device_row(layer, role, slot)
+            row[:] = tile(content, layer, role, row.size)
+
+    def write_all(self, slot: int, content: int) -> None:
+        for layer in range(self.layout.num_layers):
+            self.write(layer, slot, content)
+
+    def holds(self, layer: int, slot: int, content: int) -> bool:
+        rows = [self.device_row(layer, role, slot) for role in range(len(self.layout.roles))]
+        return all(bool((row == tile(content, layer, role, row.size)).all()) for role, row in enumerate(rows))
+
+    def holds_all(self, slot: int, content: int) -> bool:
+        return all(self.holds(layer, slot, content) for layer in range(self.layout.num_layers))
+
+    def close(self) -> None:
+        self.controller.check()
+        self.controller.free()
+        self.controller.check()
+        self.runtime.close()
