@@ -66,7 +66,7 @@ class RadixTree:
             if not run.pins:
                 self._unpinned(run)
             run = parent
-        self._merge_path(leaf)
+        self._undo_splits(leaf)
 
     def hit(self, leaf: Run, count: int = 1) -> None:
         """Add `count` hits to the path of `leaf` (negative to take them back)."""
@@ -85,7 +85,8 @@ class RadixTree:
         Returns the request's new leaf, pinned, and those of `slots` that were not taken because the block is on the
         device already: they stay the caller's.
         """
-        self._merge_with_parent(leaf)
+        if _same_fate(leaf):  # where a pinned run is queued does not matter: its release will touch it
+            self._absorb_parent(leaf)
         duplicates: list[DeviceSlot] = []
         done = 0
         while done < len(hashes):
@@ -398,18 +399,19 @@ class RadixTree:
             self.split(run, len(run) - most)
         return run
 
-    def _merge_path(self, leaf: Run) -> None:
-        """Undo splits on a released path whose two sides share one fate again."""
-        run = leaf
-        while run.parent is not None and run.parent.parent is not None:
-            if not self._merge_with_parent(run):
+    def _undo_splits(self, leaf: Run) -> None:
+        """Merge the runs of a released path whose sides share one fate again, next to each other in the LRU order."""
+        run = next(iter(leaf.children.values())) if len(leaf.children) == 1 else leaf
+        while run.parent is not None:
+            if _same_fate(run) and _queued_next_to_parent(run):
+                self._absorb_parent(run)
+            else:
                 run = run.parent
 
-    def _merge_with_parent(self, run: Run) -> bool:
-        """`run` takes over its parent's blocks if nothing tells them apart. Nobody can hold the parent as leaf then."""
+    def _absorb_parent(self, run: Run) -> None:
+        """`run` takes over the blocks of its parent, which nobody can hold as leaf when the two share one fate."""
         parent = run.parent
-        if parent is None or parent.parent is None or not _same_fate(parent, run):
-            return False
+        assert parent is not None and parent.parent is not None
         run.hashes = parent.hashes + run.hashes
         if parent.device is not None and run.device is not None:
             run.device = parent.device + run.device
@@ -419,7 +421,6 @@ class RadixTree:
             self._host_queue.remove(parent)
         run.parent = parent.parent
         run.parent.children[run.hashes[0]] = run
-        return True
 
     @staticmethod
     def _parent_hash(run: Run) -> BlockHash | None:
@@ -440,9 +441,13 @@ def _device_child(run: Run) -> Run | None:
     return next((child for child in run.children.values() if child.device is not None), None)
 
 
-def _same_fate(parent: Run, run: Run) -> bool:
+def _same_fate(run: Run) -> bool:
+    """Could `run` and its parent be one run?"""
+    parent = run.parent
     return (
-        len(parent.children) == 1
+        parent is not None
+        and parent.parent is not None
+        and len(parent.children) == 1
         and parent.pins == run.pins
         and parent.hits == run.hits
         and parent.open is None
@@ -451,6 +456,16 @@ def _same_fate(parent: Run, run: Run) -> bool:
         and (parent.host is None) == (run.host is None)
         and not run.detached
     )
+
+
+def _queued_next_to_parent(run: Run) -> bool:
+    for mine, parents in (
+        (run.device_link, run.parent and run.parent.device_link),
+        (run.host_link, run.parent and run.parent.host_link),
+    ):
+        if mine is not None and mine.next is not parents:
+            return False
+    return True
 
 
 def _check_lists(run: Run) -> None:

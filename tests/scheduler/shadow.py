@@ -1,0 +1,149 @@
+"""A slow, obvious model of everything around the cache manager: the requests, the worker's memory, an outside index.
+
+Memory holds, for every token of every slot, the whole prefix that KV was computed from. Whatever a request is about to
+read must be its own prefix: that is the entire meaning of "this cache never changes a token".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.metadata import BlockHash, CacheEvent, CacheLevel, NoSpace, SwapStep, TransferResult
+
+Prefix = tuple[int, ...]
+GARBAGE: Prefix = (-1,)
+
+
+@dataclass
+class ShadowRequest:
+    tokens: list[int]
+    hasher: BlockHasher
+    admitted: bool = False
+    computed: int = 0
+    epoch: int = 0
+    fresh: bool = field(default=True)
+
+
+class Shadow:
+    """Drives a manager as an engine would, and verifies what the worker's memory holds."""
+
+    def __init__(self, manager: CacheManager) -> None:
+        self.manager = manager
+        self.block_size = manager.config.block_size
+        self.device: dict[int, list[Prefix]] = {}
+        self.host: dict[int, list[Prefix]] = {}
+        self.requests: dict[str, ShadowRequest] = {}
+        self.index: dict[CacheLevel, set[BlockHash]] = {CacheLevel.DEVICE: set(), CacheLevel.HOST: set()}
+        self.next_step = 0
+
+    # ---- requests
+
+    def match(self, request_id: str, tokens: list[int]) -> int:
+        hasher = BlockHasher(self.block_size)
+        hasher.extend(tokens)
+        result = self.manager.match_prefix(request_id, hasher)
+        self.requests[request_id] = ShadowRequest(list(tokens), hasher)
+        assert result.num_tokens < len(tokens), "the last token is always computed"
+        assert [node.hash for node in result.nodes] == hasher.hashes[: result.num_blocks]
+        return result.num_blocks
+
+    def allocate(self, request_id: str, num_tokens: int) -> bool:
+        request = self.requests[request_id]
+        before = self.manager.block_table(request_id)
+        result = self.manager.allocate(request_id, num_tokens)
+        if isinstance(result, NoSpace):
+            assert result.needed > result.available
+            assert self.manager.block_table(request_id) == before
+            return False
+        if not request.admitted:
+            request.admitted = True
+            request.computed = result.num_cached_tokens
+        assert len(set(result.block_table)) == len(result.block_table)
+        return True
+
+    def step(self) -> SwapStep:
+        step = self.manager.take_swap_step()
+        assert step.step == self.next_step
+        self.next_step += 1
+        self.apply(step)
+        return step
+
+    def apply(self, step: SwapStep) -> None:
+        """The worker's order: all evictions, then all swap-ins."""
+        assert len(set(step.evict.target_slots)) == len(step.evict)
+        assert len(set(step.swap_in.target_slots)) == len(step.swap_in)
+        evicted = [list(self.device[slot]) for slot in step.evict.source_slots]
+        self.host.update(zip(step.evict.target_slots, evicted, strict=True))
+        filled = [list(self.host[slot]) for slot in step.swap_in.source_slots]
+        self.device.update(zip(step.swap_in.target_slots, filled, strict=True))
+
+    def compute(self, request_id: str, upto: int, sample: int) -> None:
+        """The forward pass over tokens [computed, upto), then what the engine does with its result."""
+        request = self.requests[request_id]
+        table = self.manager.block_table(request_id)
+        self.verify(request_id)
+        for position in range(request.computed, upto):
+            block = self.device.setdefault(table[position // self.block_size], [GARBAGE] * self.block_size)
+            block[position % self.block_size] = tuple(request.tokens[: position + 1])
+        request.computed = max(request.computed, upto)
+        if request.computed == len(request.tokens):
+            request.tokens.append(sample)
+            request.hasher.extend((sample,))
+        self.manager.commit(request_id, request.computed)
+
+    def verify(self, request_id: str) -> None:
+        """Everything attention of this request would read is its own prefix."""
+        request = self.requests[request_id]
+        table = self.manager.block_table(request_id)
+        for position in range(request.computed):
+            held = self.device[table[position // self.block_size]][position % self.block_size]
+            assert held == tuple(request.tokens[: position + 1]), f"{request_id} would read wrong KV at {position}"
+
+    def end(self, request_id: str, how: str) -> list[int]:
+        """`finish`, `preempt` or `release`; returns its tokens."""
+        getattr(self.manager, how)(request_id)
+        return self.requests.pop(request_id).tokens
+
+    # ---- failures
+
+    def fail(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> list[str]:
+        memory = self.device if level is CacheLevel.DEVICE else self.host
+        for slot in slots:
+            memory[slot] = [GARBAGE] * self.block_size
+        source = CacheLevel.HOST if level is CacheLevel.DEVICE else CacheLevel.DEVICE
+        result = TransferResult(step.step, source, level, len(slots), 0, 0.0, tuple(slots), "injected")
+        return self.manager.transfer_failed(result)
+
+    # ---- the outside index
+
+    def follow_events(self) -> None:
+        for event in self.manager.take_events():
+            self.follow(event)
+
+    def follow(self, event: CacheEvent) -> None:
+        if event.kind == "cleared":
+            for known in self.index.values():
+                known.clear()
+            return
+        assert event.level is not None
+        known = self.index[event.level]
+        if event.kind == "stored":
+            assert known.isdisjoint(event.hashes), "stored twice"
+            known.update(event.hashes)
+        else:
+            assert known.issuperset(event.hashes), "removed without having been stored"
+            known.difference_update(event.hashes)
+
+    def expected_match(self, tokens: list[int]) -> int:
+        """Longest prefix the outside index knows in any tier."""
+        hasher = BlockHasher(self.block_size)
+        hasher.extend(tokens)
+        known = self.index[CacheLevel.DEVICE] | self.index[CacheLevel.HOST]
+        blocks = 0
+        for digest in hasher.hashes[: (len(tokens) - 1) // self.block_size]:
+            if digest not in known:
+                break
+            blocks += 1
+        return blocks

@@ -1,0 +1,188 @@
+"""Hypothesis drives the manager through every order of events it can find, against the shadow's slow, obvious model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.errors import (
+    CacheStateError,
+    KVCacheError,
+    PoolInUseError,
+    UnknownRequestError,
+)
+from fastdeploy_kvcache_v1.metadata import CacheLevel
+
+from .shadow import Shadow
+
+BLOCK = 2
+tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Two-token blocks over a two-token vocabulary: every request shares prefixes with every other."""
+
+    @initialize(
+        device=st.integers(1, 12),
+        host=st.integers(0, 16),
+        policy=st.sampled_from(WritePolicy),
+        threshold=st.integers(1, 3),
+        events=st.sampled_from([3, 10_000]),
+    )
+    def start(self, device: int, host: int, policy: WritePolicy, threshold: int, events: int) -> None:
+        config = KVCacheConfig(
+            device,
+            host,
+            block_size=BLOCK,
+            write_policy=policy,
+            write_through_threshold=threshold,
+            max_queued_events=events,
+        )
+        self.manager = CacheManager(config)
+        self.shadow = Shadow(self.manager)
+        self.counter = 0
+        self.scheduled: set[str] = set()  # allocated since the last step: nothing of theirs has been computed
+
+    # ---- helpers
+
+    def pick(self, data: st.DataObject, names: list[str]) -> str:
+        return data.draw(st.sampled_from(names))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.shadow.requests)
+
+    def admitted(self) -> list[str]:
+        return [name for name, request in self.shadow.requests.items() if request.admitted]
+
+    # ---- rules
+
+    @rule(tokens=tokens_strategy)
+    def match(self, tokens: list[int]) -> None:
+        self.shadow.follow_events()
+        name = f"r{self.counter}"
+        self.counter += 1
+        found = self.shadow.match(name, tokens)
+        # Nothing is reported before it has been handed to the worker, and nothing reported is missed.
+        pending = found - self.shadow.expected_match(tokens)
+        assert pending >= 0
+        if pending:
+            assert any(node.open_transfer for node in self.manager.nodes(name))
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data(), extra=st.integers(0, 6))
+    def allocate(self, data: st.DataObject, extra: int) -> None:
+        name = self.pick(data, self.names)
+        request = self.shadow.requests[name]
+        if self.shadow.allocate(name, len(request.tokens) + extra):
+            self.scheduled.add(name)
+
+    @rule(data=st.data(), sample=st.integers(0, 1), fail=st.booleans())
+    def step(self, data: st.DataObject, sample: int, fail: bool) -> None:
+        step = self.shadow.step()
+        self.scheduled.clear()
+        if fail and (step.evict or step.swap_in):
+            self.inject_failure(data, step)
+        for name in self.admitted():
+            request = self.shadow.requests[name]
+            room = len(self.manager.block_table(name)) * BLOCK
+            last = min(len(request.tokens), room)
+            if request.computed < last and data.draw(st.booleans()):
+                self.shadow.compute(name, data.draw(st.integers(request.computed + 1, last)), sample)
+
+    def inject_failure(self, data: st.DataObject, step) -> None:  # type: ignore[no-untyped-def]
+        swap = data.draw(st.sampled_from([half for half in (step.evict, step.swap_in) if half]))
+        slots = data.draw(st.lists(st.sampled_from(swap.target_slots), min_size=1, unique=True))
+        for name in self.shadow.fail(step, swap.target, slots):
+            self.shadow.end(name, "preempt")
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data(), how=st.sampled_from(["finish", "preempt"]))
+    def end(self, data: st.DataObject, how: str) -> None:
+        name = self.pick(data, self.names)
+        self.shadow.end(name, how)
+        self.scheduled.discard(name)
+        with pytest.raises(UnknownRequestError):
+            self.manager.finish(name)
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        name = self.pick(data, self.names)
+        try:
+            self.shadow.end(name, "release")
+            self.scheduled.discard(name)
+        except CacheStateError:
+            assert self.shadow.requests[name].admitted
+
+    @precondition(lambda self: self.scheduled)
+    @rule(data=st.data())
+    def commit_too_early(self, data: st.DataObject) -> None:
+        with pytest.raises(CacheStateError):
+            self.manager.commit(self.pick(data, sorted(self.scheduled)), 1)
+
+    @precondition(lambda self: self.counter % 5 == 4)
+    @rule(force=st.booleans())
+    def reset(self, force: bool) -> None:
+        self.manager.reset_cache(force=force)
+        if force:
+            self.shadow.requests.clear()
+            self.scheduled.clear()
+            self.manager.check_idle()
+            assert self.manager.num_free_device_blocks == self.manager.num_device_blocks
+        for index in self.shadow.index.values():
+            index.clear()
+
+    @precondition(lambda self: self.counter % 4 == 3)
+    @rule(size=st.integers(0, 14))
+    def resize(self, size: int) -> None:
+        before = self.manager.stats()
+        try:
+            self.manager.resize_device_pool(size)
+        except PoolInUseError:
+            assert self.manager.stats() == before
+        except KVCacheError:
+            assert size < 1
+            assert self.manager.stats() == before
+        else:
+            assert self.manager.num_device_blocks == size
+
+    @rule()
+    def events(self) -> None:
+        self.shadow.follow_events()
+        tiers: dict[CacheLevel, set[bytes]] = {CacheLevel.DEVICE: set(), CacheLevel.HOST: set()}
+        for run in self.manager._tree.runs():
+            if run.device is not None and run.open is not CacheLevel.DEVICE:
+                tiers[CacheLevel.DEVICE].update(run.hashes)
+            if run.host is not None and run.open is not CacheLevel.HOST:
+                tiers[CacheLevel.HOST].update(run.hashes)
+        assert tiers == self.shadow.index
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.manager.check()
+        stats = self.manager.stats()
+        assert self.manager.num_available_device_blocks == stats.device_free_blocks + stats.device_evictable_blocks
+        for name in self.admitted():
+            if name not in self.scheduled:
+                self.shadow.verify(name)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for name in self.names:
+            self.shadow.end(name, "finish")
+        self.shadow.step()
+        self.manager.check_idle()
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
