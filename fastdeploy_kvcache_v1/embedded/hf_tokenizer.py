@@ -29,7 +29,7 @@ class HFTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         byte_tokens = {index for token, index in vocabulary.items() if _BYTE_TOKEN.fullmatch(token)}
         special_tokens = {index for index, token in rust.get_added_tokens_decoder().items() if token.special}
-        self._held_back = frozenset(byte_tokens | special_tokens)
+        self._text_tokens = frozenset(vocabulary.values()) - byte_tokens - special_tokens
 
     @classmethod
     def load(cls, path: Path) -> HFTokenizer:
@@ -62,7 +62,7 @@ class HFTokenizer:
         return ids
 
     def detokenizer(self) -> Detokenizer:
-        return HFDetokenizer(self, self._held_back)
+        return HFDetokenizer(self, self._text_tokens)
 
 
 class HFDetokenizer:
@@ -71,19 +71,20 @@ class HFDetokenizer:
     The window's older part starts at a token that produced text, so what a decoder does to the first token of a
     text (it strips a space) happens to both and cancels out. Two kinds of ends are held back: U+FFFD, which may be a
     character whose bytes are still to come, and byte-fallback tokens, whose run is judged valid UTF-8 only as a whole
-    (special tokens have no text and do not end such a run).
+    (special and unknown tokens have no text and do not end such a run).
     """
 
-    def __init__(self, tokenizer: HFTokenizer, held_back: frozenset[int]) -> None:
+    def __init__(self, tokenizer: HFTokenizer, text_tokens: frozenset[int]) -> None:
+        """`text_tokens`: those that are neither single bytes nor special."""
         self._tokenizer = tokenizer
-        self._held_back = held_back
+        self._text_tokens = text_tokens
         self._window: list[int] = []
         self._emitted = 0
         """Tokens at the window's start whose text is out."""
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
-        return "" if token_id in self._held_back else self._advance(final=False)
+        return self._advance(final=False) if token_id in self._text_tokens else ""
 
     def flush(self) -> str:
         return self._advance(final=True)

@@ -28,7 +28,7 @@ def configure_reproducible_math(num_threads: int = 1) -> bool:
         "OPENBLAS_NUM_THREADS": threads,
         "OMP_DYNAMIC": "FALSE",
         "MKL_DYNAMIC": "FALSE",
-        **_mkl_settings(_cpu_description(Path("/proc/cpuinfo"))),
+        **mkl_settings(_cpu_description(Path("/proc/cpuinfo"))),
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -43,7 +43,8 @@ def _cpu_description(cpuinfo: Path) -> str:
         return ""
 
 
-def _mkl_settings(cpu: str) -> dict[str, str]:
+def mkl_settings(cpu: str) -> dict[str, str]:
+    """For a processor described as in /proc/cpuinfo."""
     words = cpu.split()
     if "avx2" not in words:
         return {"MKL_CBWR": "COMPATIBLE"}

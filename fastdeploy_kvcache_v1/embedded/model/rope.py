@@ -36,7 +36,7 @@ def parse_rope(config: Fields) -> RopeConfig:
     theta = config.number("rope_theta", 10_000.0)
     rope = Fields(f"{config.source}: rope settings", parameters or config.section("rope_scaling"))
     theta = rope.number("rope_theta", theta)
-    if float(rope.values.get("partial_rotary_factor", config.values.get("partial_rotary_factor", 1.0))) != 1.0:
+    if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
         raise ModelError(f"{rope.source}: a partial rotary embedding is not supported")
     kind = _kind(rope)
     if kind == "default":

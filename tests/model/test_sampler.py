@@ -1,0 +1,102 @@
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdeploy_kvcache_v1.embedded.sampler import SamplingParams, sample
+from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
+
+
+def draw(logits, params, count=4000):
+    """Share of each token over `count` positions."""
+    logits = np.asarray(logits, dtype=np.float32)
+    counts = np.bincount([sample(logits, params, position) for position in range(count)], minlength=len(logits))
+    return counts / count
+
+
+def test_temperature_zero_is_greedy_and_ties_go_to_the_lower_id():
+    logits = np.array([1, 3, 3, -5], dtype=np.float32)
+    params = SamplingParams(temperature=0, top_p=0.5)
+    assert {sample(logits, params, position) for position in range(20)} == {1}
+
+
+def test_tokens_follow_the_softmax():
+    probabilities = np.array([0.5, 0.3, 0.15, 0.05])
+    assert draw(np.log(probabilities), SamplingParams(seed=1)) == pytest.approx(probabilities, abs=0.03)
+
+
+def test_temperature_sharpens():
+    probabilities = np.array([0.5, 0.3, 0.2])
+    expected = probabilities**2 / (probabilities**2).sum()
+    assert draw(np.log(probabilities), SamplingParams(temperature=0.5)) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.45, [2]), (0.55, [0, 2]), (0.79, [0, 2]), (0.81, [0, 1, 2]), (1.0, [0, 1, 2, 3])]
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
+    probabilities = np.array([0.3, 0.15, 0.5, 0.05])
+    shares = draw(np.log(probabilities), SamplingParams(top_p=top_p))
+    assert np.flatnonzero(shares).tolist() == kept
+    assert shares[kept] == pytest.approx(probabilities[kept] / probabilities[kept].sum(), abs=0.03)
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits = np.array([1, 3, 2.9], dtype=np.float32)
+    assert {sample(logits, SamplingParams(temperature=1e-300), position) for position in range(50)} == {1}
+
+
+def test_impossible_tokens_are_never_drawn():
+    logits = np.array([-np.inf, 0, -np.inf, 0, -np.inf], dtype=np.float32)
+    assert np.flatnonzero(draw(logits, SamplingParams())).tolist() == [1, 3]
+
+
+@given(
+    seed=st.integers(-(2**63), 2**64 - 1),
+    position=st.integers(0, 2**40),
+    temperature=st.floats(0, 10),
+    top_p=st.floats(0, 1, exclude_min=True),
+)
+def test_a_pure_function(seed, position, temperature, top_p):
+    logits = np.random.default_rng(0).standard_normal(50).astype(np.float32)
+    before = logits.copy()
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+    token = sample(logits, params, position)
+    assert 0 <= token < 50
+    assert sample(logits, pickle.loads(pickle.dumps(params)), position) == token
+    assert np.array_equal(logits, before)
+
+
+def test_seed_and_position_both_matter():
+    logits = np.zeros(1000, dtype=np.float32)
+    tokens = {(seed, p): sample(logits, SamplingParams(seed=seed), p) for seed in range(30) for p in range(30)}
+    assert len(set(tokens.values())) > 500
+    assert tokens[1, 2] != tokens[2, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must not be negative"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"temperature": "1"}, "temperature must be a finite number"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": 1.01}, "top_p must be above 0 and at most 1"),
+        ({"top_p": None}, "top_p must be a finite number"),
+        ({"seed": 1.5}, "seed must be an integer"),
+        ({"seed": 2**64}, "seed must fit in 64 bits"),
+        ({"seed": True}, "seed must be an integer"),
+    ],
+)
+def test_bad_parameters(values, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_logits_that_are_not_finite_fail_the_request(temperature):
+    logits = np.array([0, np.nan, 1], dtype=np.float32)
+    with pytest.raises(ModelError, match="not finite at position 7"):
+        sample(logits, SamplingParams(temperature=temperature), 7)
