@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLay
 from fastdeploy_kvcache_v1.cache_controller import CacheController
 from fastdeploy_kvcache_v1.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.runtime import Runtime
 
 LIMIT_S = 20.0
 """Longest a test waits for another thread before it is taken for hung. Never asserted on."""
@@ -22,6 +22,7 @@ class NumpyBackend(AttentionCacheBackend):
     """Two roles of different sizes, so that a mix-up of offsets cannot go unseen. Needs no paddle."""
 
     def __init__(self, num_layers: int = 3) -> None:
+        self.arrays: list[np.ndarray] = []
         self._layout = CacheLayout(num_layers, (RoleSpec("key", (2, 8), "uint8"), RoleSpec("value", (3, 8), "uint8")))
 
     @property
@@ -29,11 +30,13 @@ class NumpyBackend(AttentionCacheBackend):
         return self._layout
 
     def create_kv_cache(self, num_blocks: int, *, rank: int = 0, device: int = 0) -> dict[str, np.ndarray]:
-        return {
+        caches = {
             tensor_name(role.role, layer, rank, device): np.zeros((num_blocks, *role.block_shape), np.uint8)
             for layer in range(self._layout.num_layers)
             for role in self._layout.roles
         }
+        self.arrays = list(caches.values())
+        return caches
 
 
 class Gates:
@@ -84,12 +87,21 @@ def tile(content: int, layer: int, role: int, nbytes: int) -> np.ndarray:
 class Rig:
     """A controller on NumPy caches, with helpers that write and read blocks behind its back."""
 
-    def __init__(self, runtime: CpuRuntime, *, device: int = 6, host: int = 6, timeout_s: float = LIMIT_S) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        *,
+        device: int = 6,
+        host: int = 6,
+        timeout_s: float = LIMIT_S,
+        backend: NumpyBackend | None = None,
+    ) -> None:
         self.runtime = runtime
-        self.backend = NumpyBackend()
+        self.backend = backend or NumpyBackend()
         self.layout = self.backend.layout
         self.controller = CacheController(self.backend, runtime=runtime, layer_timeout_s=timeout_s)
         self.caches = self.controller.initialize_kv_cache(device, host)
+        self.arrays = self.backend.arrays
         self.num_device, self.num_host = device, host
         self._step = 0
 
@@ -104,7 +116,7 @@ class Rig:
         return self._step
 
     def device_row(self, layer: int, role: int, slot: int) -> np.ndarray:
-        return self.caches[layer * len(self.layout.roles) + role][slot].reshape(-1)
+        return self.arrays[layer * len(self.layout.roles) + role][slot].reshape(-1)
 
     def write(self, layer: int, slot: int, content: int) -> None:
         for role in range(len(self.layout.roles)):

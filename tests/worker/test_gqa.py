@@ -1,0 +1,100 @@
+"""The GQA layout on real paddle tensors, and that nothing else of the worker half imports paddle."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.cache_controller import CacheController
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN
+from fastdeploy_kvcache_v1.ops import tensor_rows
+from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from tests.worker.worker_fakes import evict, swap_in
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
+def test_blocks_of_every_dtype_survive_a_round_trip_bit_for_bit(dtype, size):
+    backend = GQACacheBackend(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype=dtype)
+    assert backend.layout.block_bytes == 2 * 2 * (2 * 4 * 8) * size
+    runtime = CpuRuntime()
+    controller = CacheController(backend, runtime=runtime, rank=1, device=3)
+    tensors = controller.initialize_kv_cache(3, 2)
+    assert [tuple(tensor.shape) for tensor in tensors] == [(3, 2, 4, 8)] * 4
+    assert {str(tensor.dtype) for tensor in tensors} == {f"paddle.{dtype}"}
+    assert list(controller.caches) == [
+        "key_caches_0_rank1.device3",
+        "value_caches_0_rank1.device3",
+        "key_caches_1_rank1.device3",
+        "value_caches_1_rank1.device3",
+    ]
+    assert all(float(tensor.astype("float32").abs().sum()) == 0.0 for tensor in tensors)
+
+    rng = np.random.default_rng(1)
+    rows = [tensor_rows(tensor, num_rows=3, row_bytes=64 * size).array for tensor in tensors]
+    original = []
+    for row in rows:
+        row[:] = rng.integers(0, 256, row.shape, dtype=np.uint8)
+        original.append(row.copy())
+    controller.submit_swap_tasks(0, evict((1, 2), (1, 0)), NO_SWAP_IN)
+    controller.drain(20)
+    for row in rows:
+        row[:] = 0
+    counter = controller.submit_swap_tasks(1, NO_EVICT, swap_in((0, 1), (0, 1)))
+    assert counter is not None
+    counter.wait_all()
+    for row, before in zip(rows, original, strict=True):
+        assert (row[0] == before[2]).all()
+        assert (row[1] == before[1]).all()
+        assert not row[2].any()
+    controller.free()
+    runtime.close()
+
+
+def test_values_are_seen_through_the_tensor():
+    backend = GQACacheBackend(1, 1, 2, 2, "float32")
+    key, value = backend.create_kv_cache(2).values()
+    key[1] = 3.5
+    row = tensor_rows(key, num_rows=2, row_bytes=16).array
+    assert (row[1].view(np.float32) == 3.5).all()
+    assert not row[0].any()
+    with pytest.raises(ConfigError, match="contiguous"):
+        tensor_rows(value.transpose([1, 0, 3, 2]), num_rows=1, row_bytes=32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 1, 8, 4, "float32"), "num_layers"),
+        ((1, 0, 8, 4, "float32"), "empty block shape"),
+        ((1, 1, 8, 4, "float64"), "unsupported cache dtype 'float64'"),
+        ((1, 1, 8, 4, "uint8"), "unsupported cache dtype 'uint8'"),
+    ],
+)
+def test_bad_layouts_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        GQACacheBackend(*arguments)
+
+
+def test_no_blocks_is_refused():
+    with pytest.raises(ConfigError, match="at least 1 block"):
+        GQACacheBackend(1, 1, 8, 4, "float32").create_kv_cache(0)
+
+
+def test_the_worker_half_imports_without_paddle_and_cupy():
+    code = (
+        "import sys, fastdeploy_kvcache_v1.cache_controller, fastdeploy_kvcache_v1.attention.gqa as gqa\n"
+        "assert gqa.GQACacheBackend(2, 2, 8, 4, 'bfloat16').layout.block_bytes == 512\n"
+        "assert not {'paddle', 'cupy', 'fastdeploy'} & set(sys.modules), 'imported too much'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=sys.path[0] or None, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -1,0 +1,401 @@
+"""CacheController and CacheTransferManager: order within and across steps, failures, timeouts, life cycle."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_kvcache_v1.cache_controller import CacheController
+from fastdeploy_kvcache_v1.errors import (
+    CacheStateError,
+    ConfigError,
+    InvariantError,
+    LayerSwapTimeoutError,
+    TransferError,
+)
+from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata
+from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from tests.worker.worker_fakes import LIMIT_S, Gates, NumpyBackend, Rig, evict, swap_in
+
+INPUT, OUTPUT = "kv-input", "kv-output"
+
+
+@pytest.fixture
+def gates():
+    return Gates()
+
+
+@pytest.fixture
+def rig(gates):
+    rig = Rig(CpuRuntime(delay=gates))
+    for slot in range(rig.num_device):
+        rig.write_all(slot, 10 + slot)
+    yield rig
+    rig.close()
+
+
+def arrived(gates) -> None:
+    assert gates.reached.acquire(timeout=LIMIT_S)
+
+
+def outcomes(rig) -> list[tuple[int, CacheLevel, bool]]:
+    return [(result.step, result.target, result.ok) for result in rig.controller.take_results()]
+
+
+# ---- order
+
+
+def test_a_round_trip_over_the_host(rig):
+    assert rig.submit(evict((0, 1, 2), (5, 3, 4))) is None
+    counter = rig.submit(into=swap_in((4, 5), (3, 0)))
+    assert counter is not None
+    assert counter.target_slots == (3, 0)
+    counter.wait_all()
+    assert rig.holds_all(3, 12)
+    assert rig.holds_all(0, 10)
+    assert rig.holds_all(1, 11)
+    rig.controller.drain(LIMIT_S)
+    first, second = rig.controller.take_results()
+    block = rig.layout.block_bytes
+    assert (first.step, first.source, first.target) == (1, CacheLevel.DEVICE, CacheLevel.HOST)
+    assert (first.num_blocks, first.num_bytes, first.target_slots, first.error) == (3, 3 * block, (), None)
+    assert (second.step, second.source, second.target) == (2, CacheLevel.HOST, CacheLevel.DEVICE)
+    assert (second.num_blocks, second.num_bytes) == (2, 2 * block)
+    assert rig.controller.take_results() == []
+    stats = rig.controller.stats()
+    assert (stats.bytes_to_host, stats.bytes_to_device) == (3 * block, 2 * block)
+    assert (stats.blocks_to_host, stats.blocks_to_device) == (3, 2)
+    assert (stats.failed_transfers, stats.in_flight) == (0, 0)
+    assert stats.exposed_wait_seconds >= counter.exposed_wait_s > 0
+    assert stats.seconds_to_device > 0
+
+
+def test_one_step_evicts_a_slot_and_swaps_into_it(rig, gates):
+    open_gate = gates.close(OUTPUT)
+    counter = rig.submit(evict((0,), (2,)), swap_in((2,), (1,)))
+    arrived(gates)
+    assert counter.num_layers_done == 0, "its source is what the same step evicts"
+    open_gate()
+    counter.wait_all()
+    assert rig.holds_all(1, 10)
+    open_gate = gates.close(OUTPUT)
+    rig.submit(evict((4,), (0,)))
+    counter = rig.submit(evict((5,), (1,)), swap_in((2,), (5,)))
+    arrived(gates)
+    assert rig.holds_all(5, 15), "the old content is still to be copied"
+    open_gate()
+    counter.wait_all()
+    assert rig.holds_all(5, 10)
+    rig.submit(into=swap_in((1, 0), (2, 3))).wait_all()
+    assert rig.holds_all(2, 15)
+    assert rig.holds_all(3, 14)
+
+
+def test_a_slow_swap_out_does_not_delay_an_unrelated_swap_in(rig, gates):
+    rig.submit(evict((0,), (0,)))
+    rig.controller.drain(LIMIT_S)
+    open_gate = gates.close(OUTPUT)
+    rig.submit(evict((1,), (1,)))
+    arrived(gates)
+    counter = rig.submit(into=swap_in((0,), (5,)))
+    counter.wait_all(LIMIT_S)
+    assert rig.holds_all(5, 10)
+    assert outcomes(rig) == [(1, CacheLevel.HOST, True), (3, CacheLevel.DEVICE, True)]
+    open_gate()
+
+
+def test_a_slow_swap_in_does_not_delay_an_unrelated_swap_out(rig, gates):
+    open_gate = gates.close(INPUT)
+    counter = rig.submit(into=swap_in((0,), (5,)))
+    arrived(gates)
+    rig.submit(evict((1,), (1,)))
+    done = []
+    while not done:  # ends by pytest's own timeout if the swap-out hangs behind the swap-in
+        done = outcomes(rig)
+    assert done == [(2, CacheLevel.HOST, True)]
+    assert counter.num_layers_done == 0
+    open_gate()
+
+
+def test_layers_arrive_one_by_one(rig, gates):
+    rig.submit(evict((0,), (0,)))
+    rig.controller.drain(LIMIT_S)
+    steps = []
+
+    def one_layer(stream: str) -> None:
+        if stream == INPUT:
+            steps.append(stream)
+            if len(steps) == 2:
+                gates(stream)
+
+    runtime = CpuRuntime(delay=one_layer)
+    other = Rig(runtime)
+    open_gate = gates.close(INPUT)
+    counter = other.submit(into=swap_in((0,), (1,)))
+    counter.wait_for_layer(0)
+    counter.wait_for_layer(0)
+    arrived(gates)
+    assert (counter.num_layers, counter.num_layers_done) == (3, 1)
+    counter.check()
+    open_gate()
+    counter.wait_for_layer(2)
+    assert counter.num_layers_done == 3
+    counter.check()
+    with pytest.raises(CacheStateError, match="layer 3"):
+        counter.wait_for_layer(3)
+    other.close()
+
+
+def test_compute_waits_for_a_copy_that_reads_what_it_writes(gates):
+    rig = Rig(CpuRuntime(delay=gates), timeout_s=0.001)
+    open_gate = gates.close(OUTPUT)
+    rig.submit(evict((1,), (1,)))
+    arrived(gates)
+    rig.controller.before_compute([1, 2], [3])
+    with pytest.raises(LayerSwapTimeoutError):
+        rig.controller.before_compute([], [1])
+    assert outcomes(rig) == [], "a swap-out that makes compute wait is late, not lost"
+    open_gate()
+    rig.controller.drain(LIMIT_S)
+    rig.controller.before_compute([], [1])
+    assert outcomes(rig) == [(1, CacheLevel.HOST, True)]
+    rig.close()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_dropped_counter_is_covered_before_compute(rig, gates, reads):
+    rig.submit(evict((0,), (0,)))
+    open_gate = gates.close(INPUT)
+    rig.submit(into=swap_in((0,), (4,)))
+    arrived(gates)
+    current = rig.submit(into=swap_in((0,), (5,)))
+    open_gate()
+    rig.controller.before_compute([4, 5] if reads else [5], [] if reads else [4], counter=current)
+    assert rig.holds_all(4, 10)
+    current.wait_all()
+    rig.controller.before_compute(None, None)
+    rig.controller.after_compute(None, None)
+
+
+def test_compute_may_not_write_what_is_being_swapped_in(rig):
+    counter = rig.submit(into=swap_in((0,), (4,)))
+    with pytest.raises(CacheStateError, match=r"slots \[4\] are written while they are being swapped in"):
+        rig.controller.before_compute([4], [4], counter=counter)
+
+
+# ---- failures
+
+
+def test_a_failed_swap_out_fails_who_reads_it_and_nobody_else(rig, gates):
+    gates.fail_next(OUTPUT, OSError("no such page"))
+    counter = rig.submit(evict((0, 1), (2, 3)), swap_in((2, 5), (4, 5)))
+    good = rig.submit(evict((3,), (0,)), swap_in((0,), (1,)))
+    with pytest.raises(TransferError, match="the swap-in of layer 0 failed"):
+        counter.wait_for_layer(0)
+    with pytest.raises(TransferError):
+        counter.wait_all()
+    good.wait_all()
+    assert rig.holds_all(1, 13)
+    assert rig.holds_all(4, 14), "a failed unit copies nothing"
+    rig.controller.drain(LIMIT_S)
+    results = rig.controller.take_results()
+    assert [(r.step, r.target, r.target_slots) for r in results] == [
+        (1, CacheLevel.HOST, (2, 3)),
+        (1, CacheLevel.DEVICE, (4, 5)),
+        (2, CacheLevel.HOST, ()),
+        (2, CacheLevel.DEVICE, ()),
+    ]
+    assert results[0].error == "OSError: no such page"
+    assert "no such page" in str(results[1].error)
+    assert rig.controller.failed_slots(range(6)) == [4, 5]
+    with pytest.raises(TransferError):
+        rig.controller.before_compute([4], [])
+    rig.controller.before_compute([1, 4], [4])
+    rig.controller.after_compute([1, 4], [4])
+    assert rig.controller.failed_slots(range(6)) == [5]
+    stats = rig.controller.stats()
+    assert stats.failed_transfers == 2
+    assert stats.blocks_to_device == 1
+
+
+def test_a_layer_that_fails_fails_the_layers_after_it(rig, gates):
+    calls = []
+
+    def second_layer_fails(stream: str) -> None:
+        calls.append(stream)
+        if len(calls) == 2:
+            raise OSError("ECC")
+
+    other = Rig(CpuRuntime(delay=second_layer_fails))
+    counter = other.submit(into=swap_in((0,), (1,)))
+    counter.wait_for_layer(0)
+    for layer in (1, 2, 1):
+        with pytest.raises(TransferError, match="ECC"):
+            counter.wait_for_layer(layer)
+    counter.check()
+    assert len(calls) == 2, "the third layer was not copied any more"
+    other.controller.drain(LIMIT_S)
+    (result,) = other.controller.take_results()
+    assert result.target_slots == (1,)
+    other.close()
+
+
+def test_a_repaired_host_slot_is_good_again(rig, gates):
+    gates.fail_next(OUTPUT, OSError("no such page"))
+    rig.submit(evict((0,), (2,)))
+    rig.submit(evict((1,), (2,)))
+    rig.submit(into=swap_in((2,), (5,))).wait_all()
+    assert rig.holds_all(5, 11)
+
+
+# ---- timeouts
+
+
+def test_a_late_layer_is_reported_once_and_stays_in_order(rig, gates):
+    rig.submit(evict((0,), (0,)))
+    rig.controller.drain(LIMIT_S)
+    open_gate = gates.close(INPUT)
+    counter = rig.submit(into=swap_in((0,), (4,)))
+    arrived(gates)
+    with pytest.raises(LayerSwapTimeoutError, match=r"layer 1 did not arrive within 0.001 s"):
+        counter.wait_for_layer(1, timeout=0.001)
+    for again in (0, 1, 2):
+        with pytest.raises(LayerSwapTimeoutError):
+            counter.wait_for_layer(again)
+    reports = [r for r in rig.controller.take_results() if not r.ok]
+    assert [(r.step, r.target_slots) for r in reports] == [(2, (4,))]
+    rig.controller.check()
+    assert rig.controller.failed_slots([3, 4]) == [4]
+
+    # The late copy still runs into slot 4: whoever uses the slot next comes after it.
+    rig.submit(evict((1,), (1,)))
+    late = rig.submit(evict((4,), (2,)))
+    assert late is None
+    with pytest.raises(LayerSwapTimeoutError):
+        rig.controller.drain(0.001)
+    assert [result.step for result in rig.controller.take_results() if result.step == 4] == []
+    open_gate()
+    rig.controller.before_compute([], [4])
+    assert counter.num_layers_done == 3
+    rig.controller.drain(LIMIT_S)
+    assert [(r.step, r.ok) for r in rig.controller.take_results()][-1] == (4, True)
+    assert rig.controller.take_results() == []
+    rig.controller.after_compute([], [4])
+    assert rig.controller.failed_slots([4]) == []
+
+
+def test_a_wait_before_compute_that_takes_too_long_fails_the_swap_in(gates):
+    rig = Rig(CpuRuntime(delay=gates), timeout_s=0.001)
+    open_gate = gates.close(INPUT)
+    rig.submit(into=swap_in((0,), (4,)))
+    with pytest.raises(LayerSwapTimeoutError):
+        rig.controller.before_compute([4], [])
+    (result,) = rig.controller.take_results()
+    assert result.target_slots == (4,)
+    rig.controller.before_compute([3], [2])
+    with pytest.raises(LayerSwapTimeoutError):
+        rig.controller.free()
+    with pytest.raises(LayerSwapTimeoutError):
+        rig.controller.reset()
+    rig.controller.check()
+    open_gate()
+    rig.controller.drain(LIMIT_S)
+    assert rig.controller.take_results() == []
+    rig.close()
+
+
+def test_a_swap_in_that_was_reported_good_is_not_given_up_later(rig, gates):
+    counter = rig.submit(into=swap_in((0,), (4,)))
+    rig.controller.drain(LIMIT_S)
+    assert [result.ok for result in rig.controller.take_results()] == [True]
+    counter.wait_all(timeout=0)
+    assert rig.controller.take_results() == []
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("out", "into", "message"),
+    [
+        (evict((6,), (0,)), NO_SWAP_IN, r"source slots must be in \[0, 6\)"),
+        (evict((0,), (6,)), NO_SWAP_IN, r"target slots must be in \[0, 6\)"),
+        (evict((0, 1), (2, 2)), NO_SWAP_IN, "writes a target slot twice"),
+        (evict((0,), (0,)), swap_in((0,), (9,)), "target slots"),
+        (swap_in((0,), (0,)), NO_SWAP_IN, "evict copies device to host"),
+        (NO_EVICT, evict((0,), (0,)), "evict copies device to host"),
+        (CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.STORAGE, (0,), (0,)), NO_SWAP_IN, "cannot copy from device"),
+    ],
+)
+def test_a_bad_step_changes_nothing(rig, out, into, message):
+    with pytest.raises(CacheStateError, match=message):
+        rig.submit(out, into)
+    rig.controller.drain(LIMIT_S)
+    assert rig.controller.take_results() == []
+    assert not rig.controller.host_pool.block(0).any()
+    rig.controller.submit_swap_tasks(rig.last_step, evict((0,), (0,)), NO_SWAP_IN)
+
+
+def test_steps_come_in_order_and_once(rig):
+    rig.controller.submit_swap_tasks(5, NO_EVICT, NO_SWAP_IN)
+    for step in (5, 4):
+        with pytest.raises(CacheStateError, match=f"swap step {step} came after step 5"):
+            rig.controller.submit_swap_tasks(step, NO_EVICT, NO_SWAP_IN)
+
+
+# ---- life cycle
+
+
+def test_reset_forgets_and_free_allows_a_new_start(rig, gates):
+    gates.fail_next(INPUT, OSError("lost"))
+    rig.submit(into=swap_in((0,), (4,)))
+    rig.controller.reset()
+    rig.controller.check()
+    assert rig.controller.take_results() == []
+    assert rig.controller.failed_slots([4]) == []
+    rig.controller.free()
+    rig.controller.free()
+    for use in (rig.controller.take_results, rig.controller.stats, lambda: rig.controller.host_pool):
+        with pytest.raises(CacheStateError, match="initialize_kv_cache"):
+            use()
+    assert rig.controller.caches == {}
+    caches = rig.controller.initialize_kv_cache(2, 0)
+    assert [cache.shape[0] for cache in caches] == [2] * 6
+    assert list(rig.controller.caches)[:3] == [
+        "key_caches_0_rank0.device0",
+        "value_caches_0_rank0.device0",
+        "key_caches_1_rank0.device0",
+    ]
+    with pytest.raises(CacheStateError, match="exist already"):
+        rig.controller.initialize_kv_cache(2, 0)
+    with pytest.raises(CacheStateError, match="target slots"):
+        rig.submit(evict((0,), (0,)))
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "message"),
+    [
+        (0, 1, "cannot cache 0 device"),
+        (1, -1, "-1 host blocks"),
+        (1 << 50, 0, "the device cache needs"),
+        (1, 1 << 50, r"the host cache \(swap space\) needs"),
+    ],
+)
+def test_sizes_that_cannot_work_are_one_clear_line(device, host, message):
+    runtime = CpuRuntime()
+    controller = CacheController(NumpyBackend(), runtime=runtime)
+    with pytest.raises(ConfigError, match=message) as caught:
+        controller.initialize_kv_cache(device, host)
+    assert "\n" not in str(caught.value)
+    controller.check()
+    controller.initialize_kv_cache(1, 1)
+    controller.free()
+    runtime.close()
+    with pytest.raises(ConfigError, match="layer_timeout_s"):
+        CacheController(NumpyBackend(), runtime=runtime, layer_timeout_s=0)
+
+
+def test_check_sees_a_half_initialized_controller(rig):
+    manager, rig.controller._transfers = rig.controller._transfers, None
+    with pytest.raises(InvariantError, match="half initialized"):
+        rig.controller.check()
+    rig.controller._transfers = manager
