@@ -34,9 +34,9 @@ class ChatTemplate:
     def load(cls, path: Path, settings: Mapping[str, Any]) -> ChatTemplate:
         """From `chat_template.jinja` in `path`, else from `settings` (tokenizer_config.json)."""
         file = path / "chat_template.jinja"
-        source = file.read_text(encoding="utf-8") if file.is_file() else settings.get("chat_template")
+        source = _read_text(file) if file.is_file() else settings.get("chat_template")
         if isinstance(source, list):  # several named templates
-            named = {entry["name"]: entry["template"] for entry in source if isinstance(entry, dict)}
+            named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default")
         if source is not None and not isinstance(source, str):
             raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template must be text")
@@ -57,6 +57,13 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"the model's chat template rejects these messages: {reason}") from error
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -142,6 +142,11 @@ def test_index_naming_a_tensor_that_its_file_lacks(model):
     assert_refused(model, "cannot read tensor lm_head.weight")
 
 
+def test_chat_template_file_that_is_not_text(model):
+    (model / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    assert_refused(model, "cannot read", "chat_template.jinja")
+
+
 @pytest.mark.parametrize("template", ["{% if %}", ["not a template"], 7])
 def test_broken_chat_template(model, template):
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
