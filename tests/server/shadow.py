@@ -1,0 +1,232 @@
+"""A worker without a model: its "KV" is the token itself, so any wrong copy or block table changes the output."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+
+from fastdeploy_kvcache_v1.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.engine_core import EngineCore
+from fastdeploy_kvcache_v1.embedded.generation import Delta, Failure, Generation, GenerationRequest
+from fastdeploy_kvcache_v1.embedded.messages import StepResult, StepTask, TransferReport
+from fastdeploy_kvcache_v1.embedded.sampler import SamplingParams
+from fastdeploy_kvcache_v1.embedded.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.text import TextStream
+from fastdeploy_kvcache_v1.embedded.tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.metadata import CacheSwapMetadata, TransferResult
+
+LETTERS = 26
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The "model": a letter that depends on every token before it."""
+    return ord("a") + zlib.crc32(b",".join(b"%d" % token for token in tokens)) % LETTERS
+
+
+def expected_outputs(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ShadowWorker:
+    """Runs batches as the real worker does: evictions, swap-ins, forward. `fails(result)` picks copies that fail."""
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        fails: Callable[[TransferResult], bool] = lambda result: False,
+    ) -> None:
+        self._block_size = config.block_size
+        self._device: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_device_blocks)]
+        self._host: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
+        self._fails = fails
+        self._last_step = -1
+        self.batches: list[BatchRequest] = []
+
+    def run(self, batch: BatchRequest) -> StepResult:
+        self.batches.append(batch)
+        transfers: list[TransferResult] = []
+        lost: set[int] = set()
+        for step in batch.swap_steps:
+            assert step.step > self._last_step, "swap steps arrive in order"
+            self._last_step = step.step
+            transfers += self._copy(step.step, step.evict, self._device, self._host)
+            transfers += self._copy(step.step, step.swap_in, self._host, self._device)
+            lost.update(*(result.target_slots for result in transfers if result.target is step.swap_in.target))
+        tokens, retry = {}, {}
+        for task in batch.requests:
+            if lost.intersection(task.block_table):
+                retry[task.request_id] = "a copy failed"
+                continue
+            context = self._compute(task)
+            if task.needs_logits:
+                tokens[task.request_id] = next_token(context)
+        return StepResult(tokens=tokens, retry=retry, report=TransferReport(tuple(transfers)))
+
+    def _copy(
+        self, step: int, copy: CacheSwapMetadata, source: list[list[int | None]], target: list[list[int | None]]
+    ) -> list[TransferResult]:
+        if not copy:
+            return []
+        result = TransferResult(step, copy.source, copy.target, len(copy), 100 * len(copy), 0.25)
+        if self._fails(result):
+            for slot in copy.target_slots:
+                target[slot] = [None] * self._block_size
+            return [
+                TransferResult(
+                    step, copy.source, copy.target, len(copy), 0, 0.0, target_slots=copy.target_slots, error="injected"
+                )
+            ]
+        for source_slot, target_slot in zip(copy.source_slots, copy.target_slots, strict=True):
+            target[target_slot] = list(source[source_slot])
+        return [result]
+
+    def _compute(self, task: StepTask) -> list[int]:
+        """Write the task's tokens; read the whole context back through the block table."""
+        size = self._block_size
+        for position, token in enumerate(task.token_ids, task.start):
+            self._device[task.block_table[position // size]][position % size] = token
+        end = task.start + len(task.token_ids)
+        context = [self._device[task.block_table[position // size]][position % size] for position in range(end)]
+        assert None not in context, f"{task.request_id} reads a position that was never written"
+        return [token for token in context if token is not None]
+
+
+class ShadowWorkerClient:
+    """A `WorkerClient` whose worker is a thread of this process. `gate` holds batches back while it is cleared."""
+
+    def __init__(self, worker: ShadowWorker) -> None:
+        self._worker = worker
+        self._inbox: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._on_death: Callable[[str], None] | None = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def listen(
+        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+    ) -> None:
+        self._on_death = on_death
+        self._thread = threading.Thread(target=self._run, args=(on_message,))
+        self._thread.start()
+
+    def send(self, batch: BatchRequest) -> None:
+        self._inbox.put(batch)
+
+    def die(self, reason: str) -> None:
+        assert self._on_death is not None
+        self._on_death(reason)
+
+    def close(self) -> None:
+        self.gate.set()
+        self._inbox.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, on_message: Callable[[StepResult | TransferReport], None]) -> None:
+        while (batch := self._inbox.get()) is not None:
+            self.gate.wait()
+            on_message(self._worker.run(batch))
+
+
+class Recorder:
+    """A sink that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Delta | Failure] = []
+
+    def __call__(self, event: Delta | Failure) -> None:
+        assert not self.ended, "no event follows the last one"
+        self.events.append(event)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.events) and (isinstance(self.events[-1], Failure) or bool(self.events[-1].finish_reason))
+
+    @property
+    def failure(self) -> Failure | None:
+        return self.events[-1] if self.events and isinstance(self.events[-1], Failure) else None
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [event for event in self.events if isinstance(event, Delta)]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+class Harness:
+    """Engine core and shadow worker, driven step by step."""
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 32,
+        fails: Callable[[TransferResult], bool] = lambda result: False,
+    ) -> None:
+        self.config = config
+        self.manager = CacheManager(config)
+        self.scheduler = Scheduler(
+            self.manager,
+            block_size=config.block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        self.worker = ShadowWorker(config, fails)
+        self.sent: list[BatchRequest] = []
+        self.core = EngineCore(self.manager, self.scheduler, self.sent.append)
+
+    def submit(
+        self, name: str, prompt: Sequence[int], max_tokens: int, *, stops: Sequence[str] = (), **options: object
+    ) -> Recorder:
+        recorder = Recorder()
+        self.core.submit(self.generation(name, prompt, max_tokens, recorder, stops=stops, **options))
+        return recorder
+
+    def generation(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sink: Recorder,
+        *,
+        stops: Sequence[str] = (),
+        **options: object,
+    ) -> Generation:
+        request = GenerationRequest(name, tuple(prompt), max_tokens, SamplingParams(), **options)  # type: ignore[arg-type]
+        hasher = BlockHasher(self.config.block_size)
+        hasher.extend(prompt)
+        return Generation(request, hasher, TextStream(ByteTokenizer().detokenizer(), stops), sink)
+
+    def step(self) -> BatchRequest | None:
+        """One batch there and back; None when the core had nothing to send."""
+        self.core.step()
+        self.manager.check()
+        if not self.sent:
+            return None
+        batch = self.sent.pop()
+        assert not self.sent, "exactly one batch is in flight"
+        self.core.on_step_result(self.worker.run(batch))
+        self.manager.check()
+        return batch
+
+    def run(self) -> None:
+        """Until nothing is left to do."""
+        while self.step() is not None:
+            pass
+        assert self.core.is_idle
+        self.manager.check_idle()

@@ -1,0 +1,309 @@
+"""The HTTP face over a worker without a model: bodies, streams, bad input, failures, metrics."""
+
+import json
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+from fastapi.testclient import TestClient
+
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.api import create_app
+from fastdeploy_kvcache_v1.embedded.engine import Engine
+from fastdeploy_kvcache_v1.embedded.engine_core import EngineCore
+from fastdeploy_kvcache_v1.embedded.metrics import Metrics
+from fastdeploy_kvcache_v1.embedded.model.config import BYTE_VOCAB_SIZE
+from fastdeploy_kvcache_v1.embedded.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.serve import _snapshot
+from fastdeploy_kvcache_v1.embedded.service import Service
+from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
+from fastdeploy_kvcache_v1.embedded.tokenizer import ByteTokenizer
+from tests.server.shadow import ShadowWorker, ShadowWorkerClient, expected_outputs
+
+BOS = ByteTokenizer.BOS
+
+
+class Server:
+    def __init__(self, cache):
+        config = ServerConfig(None, "tiny", BYTE_VOCAB_SIZE, "127.0.0.1", 0, 200, 8, 64, cache, "float32", 0, "warning")
+        manager = CacheManager(cache)
+        scheduler = Scheduler(manager, block_size=cache.block_size, max_num_seqs=8, max_num_batched_tokens=64)
+        self.worker = ShadowWorkerClient(ShadowWorker(cache))
+        self.fatal = []
+        core = EngineCore(manager, scheduler, self.worker.send)
+        metrics = Metrics(lambda: _snapshot(manager, scheduler, core))
+        core.observe_first_token = metrics.observe_first_token
+        self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
+        self.client = TestClient(create_app(Service(config, ByteTokenizer(), self.engine), metrics))
+
+    def complete(self, **body):
+        return self.client.post("/v1/completions", json={"max_tokens": 8, **body})
+
+    def wait_for(self, condition):
+        """Until `condition(check report)`; fails after ten seconds."""
+        for _ in range(1000):
+            report = self.client.get("/debug/check").json()
+            if condition(report):
+                return
+            time.sleep(0.01)
+        raise AssertionError(report)
+
+
+@contextmanager
+def running(cache=None):
+    server = Server(cache or KVCacheConfig(64, 16, block_size=4))
+    server.engine.start()
+    try:
+        yield server
+    finally:
+        server.engine.close()
+
+
+@pytest.fixture
+def server():
+    with running() as started:
+        yield started
+
+
+def error_of(response):
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+def events_of(response):
+    lines = [line for line in response.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return [line.removeprefix("data: ") for line in lines]
+
+
+def test_completion(server):
+    body = server.complete(prompt="hello", return_token_ids=True).json()
+    tokens = expected_outputs([BOS, *b"hello"], 8)
+    assert body["object"] == "text_completion"
+    assert body["model"] == "tiny"
+    choice = body["choices"][0]
+    assert choice["text"] == bytes(tokens).decode()
+    assert choice["token_ids"] == tokens
+    assert choice["finish_reason"] == "length"
+    assert body["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 8,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def test_second_request_reports_cached_tokens(server):
+    for cached in (0, 16):
+        usage = server.complete(prompt="a prompt of some length").json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == cached + (4 if cached else 0)
+
+
+def test_prompt_as_token_ids(server):
+    body = server.complete(prompt=[1, 2, 3]).json()
+    assert body["choices"][0]["text"] == bytes(expected_outputs([1, 2, 3], 8)).decode()
+
+
+def test_streamed_completion_equals_the_plain_one(server):
+    plain = server.complete(prompt="hello").json()
+    response = server.complete(prompt="hello", stream=True, stream_options={"include_usage": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, done = events_of(response)
+    assert done == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 8
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == plain["choices"][0]["text"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]]
+    assert reasons == [None] * 7 + ["length"]
+
+
+def test_chat(server):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]}]
+    response = server.client.post("/v1/chat/completions", json={"messages": messages, "max_completion_tokens": 5})
+    body = response.json()
+    prompt = ByteTokenizer().apply_chat_template([{"role": "user", "content": "hello"}])
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": bytes(expected_outputs(prompt, 5)).decode(),
+    }
+    response = server.client.post(
+        "/v1/chat/completions", json={"messages": messages, "max_tokens": 5, "stream": True, "model": "tiny"}
+    )
+    *events, done = events_of(response)
+    assert done == "[DONE]"
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == body["choices"][0]["message"]["content"]
+
+
+def test_chat_without_limit_runs_to_the_limit_of_the_model(server):
+    response = server.client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}]})
+    assert response.json()["usage"]["total_tokens"] == 200
+
+
+def test_stop_string_and_stop_token(server):
+    text = server.complete(prompt="hello").json()["choices"][0]["text"]
+    for options in ({"stop": text[3:5]}, {"stop": ["\0", text[3:5]]}, {"stop_token_ids": [ord(text[3])]}):
+        choice = server.complete(prompt="hello", **options).json()["choices"][0]
+        end = text.index(text[3]) if "stop_token_ids" in options else text.index(text[3:5])
+        assert (choice["text"], choice["finish_reason"]) == (text[:end], "stop")
+
+
+def test_models(server):
+    models = server.client.get("/v1/models").json()
+    assert [model["id"] for model in models["data"]] == ["tiny"]
+    assert server.client.get("/v1/models/tiny").json()["max_model_len"] == 200
+    assert server.client.get("/v1/models/other").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "prompt", "Field required"),
+        ({"prompt": ""}, "prompt", "must not be empty"),
+        ({"prompt": []}, "prompt", "must not be empty"),
+        ({"prompt": 7}, "prompt", "must be one string or one list of token ids"),
+        ({"prompt": ["a", "b"]}, "prompt", "must be one string or one list of token ids"),
+        ({"prompt": [True]}, "prompt", "must be one string or one list of token ids"),
+        ({"prompt": [1, BYTE_VOCAB_SIZE]}, "prompt", f"token ids must lie in 0..{BYTE_VOCAB_SIZE - 1}"),
+        ({"prompt": [-1]}, "prompt", "token ids must lie in"),
+        ({"prompt": "x" * 200}, "prompt", "201 tokens are too long for --max-model-len 200"),
+        ({"prompt": "x" * 100, "max_tokens": 100}, "max_tokens", "101 prompt tokens and 100 output tokens do not fit"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"prompt": "x", "max_tokens": "many"}, "max_tokens", "valid integer"),
+        ({"prompt": "x", "temperature": -0.5}, "temperature", "greater than or equal to 0"),
+        ({"prompt": "x", "top_p": 0}, "top_p", "greater than 0"),
+        ({"prompt": "x", "top_p": 1.5}, "top_p", "less than or equal to 1"),
+        ({"prompt": "x", "seed": 2**64}, "seed", "less than or equal to"),
+        ({"prompt": "x", "stop": [""]}, "stop", "must be a non-empty string or a list"),
+        ({"prompt": "x", "n": 2}, None, "n=2 is not supported"),
+        ({"prompt": "x", "logprobs": 3}, None, "logprobs=3 is not supported"),
+        ({"prompt": "x", "presence_penalty": 0.5}, None, "presence_penalty=0.5 is not supported"),
+    ],
+)
+def test_bad_completions_are_one_clear_line(server, body, param, message):
+    response = server.client.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
+    assert server.complete(prompt="hello").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "at least 1 item"),
+        ([{"role": "user"}], "Field required"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "must be a string or a list of text parts"),
+        ([{"role": "martian", "content": "x"}], "unknown message role 'martian'"),
+    ],
+)
+def test_bad_chats_are_one_clear_line(server, messages, message):
+    response = server.client.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 400
+    assert message in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{bad", "the request body is not valid JSON"),
+        ("[1]", "the request body must be a JSON object"),
+        ('{"prompt": "x", "temperature": NaN}', "temperature"),
+        ("", "the request body must be a JSON object"),
+    ],
+)
+def test_malformed_bodies(server, content, message):
+    response = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert message in error_of(response)["message"]
+
+
+def test_unknown_model_and_path(server):
+    response = server.complete(prompt="x", model="gpt-17")
+    assert response.status_code == 404
+    assert error_of(response)["code"] == "model_not_found"
+    assert error_of(server.client.get("/v1/nothing"))["message"] == "Not Found"
+
+
+def test_request_that_can_never_fit_the_device_tier_is_refused():
+    with running(KVCacheConfig(3, block_size=4)) as server:
+        response = server.complete(prompt=[1] * 5, max_tokens=9)
+        assert response.status_code == 400
+        assert "do not fit the device tier's 3 blocks of 4 tokens" in error_of(response)["message"]
+        assert server.complete(prompt=[1] * 5, max_tokens=8).status_code == 200
+        response = server.client.post("/v1/completions", json={"prompt": [1] * 5})
+        assert response.json()["usage"]["completion_tokens"] == 8, "the default shrinks to what fits"
+
+
+def test_worker_death_fails_open_and_later_requests(server):
+    server.worker.gate.clear()
+    responses = []
+    threads = [
+        threading.Thread(target=lambda stream=stream: responses.append(server.complete(prompt="hello", stream=stream)))
+        for stream in (False, True)
+    ]
+    for thread in threads:
+        thread.start()
+    server.wait_for(lambda report: report["running"] + report["waiting"] == 2)
+    assert server.client.get("/health").status_code == 200
+    server.worker.die("the worker process 7 was killed by SIGKILL")
+    for thread in threads:
+        thread.join()
+    responses += [server.complete(prompt="late"), server.client.get("/health")]
+    for response in responses:
+        assert response.status_code == 503
+        assert error_of(response)["message"] == "the worker process 7 was killed by SIGKILL"
+    assert server.fatal == ["the worker process 7 was killed by SIGKILL"]
+
+
+def test_reset_forgets_the_cache(server):
+    for _ in range(2):
+        usage = server.complete(prompt="a prompt of some length").json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+        assert server.client.post("/reset_prefix_cache").json() == {"status": "ok"}
+
+
+def test_metrics(server):
+    for _ in range(2):
+        server.complete(prompt="a prompt of some length")
+    text = server.client.get("/metrics").text
+    for line in (
+        'fastdeploy_kvcache_prompt_tokens_total{source="device"} 20.0',
+        'fastdeploy_kvcache_prompt_tokens_total{source="host"} 0.0',
+        'fastdeploy_kvcache_prompt_tokens_total{source="recomputed"} 28.0',
+        'fastdeploy_kvcache_requests{state="running"} 0.0',
+        'fastdeploy_kvcache_requests_ended_total{outcome="finished"} 2.0',
+        "fastdeploy_kvcache_generated_tokens_total 16.0",
+        "fastdeploy_kvcache_time_to_first_token_seconds_count 2.0",
+        'fastdeploy_kvcache_swap_bytes_total{direction="in"} 0.0',
+    ):
+        assert line in text.splitlines()
+    blocks = [line for line in text.splitlines() if line.startswith("fastdeploy_kvcache_blocks{")]
+    assert len(blocks) == 6
+
+
+def test_bug_in_the_engine_ends_requests_instead_of_hanging_them(server, monkeypatch, caplog):
+    def broken():
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(server.engine.core, "step", broken)
+    response = server.complete(prompt="hello")
+    assert response.status_code == 503
+    assert "ZeroDivisionError" in error_of(response)["message"]
+    assert server.fatal
+    assert "Traceback" in caplog.text
+
+
+def test_closed_engine_refuses_and_closes_twice():
+    with running() as server:
+        server.engine.close()
+        assert server.complete(prompt="hello").status_code == 503
+        assert server.client.get("/debug/check").status_code == 503

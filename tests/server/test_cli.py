@@ -1,0 +1,88 @@
+"""The command line: which module answers, and one line for what the user got wrong."""
+
+import sys
+
+import pytest
+
+from fastdeploy_kvcache_v1 import cli
+from fastdeploy_kvcache_v1.embedded import command
+from fastdeploy_kvcache_v1.embedded.handover import fastdeploy_command
+
+
+def run(capsys, *argv):
+    status = cli.main(argv)
+    return status, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["serve", "--embedded", "--write-policy", "never"], "unknown write policy 'never'"),
+        (["serve", "--embedded", "--swap-space", "1e9"], "--swap-space 1e+09 GiB is more than"),
+        (["serve", "--embedded", "--model", "/does/not/exist"], "model directory /does/not/exist does not exist"),
+        (["serve", "--embedded", "--tensor-parallel-size", "2"], "unrecognized arguments: --tensor-parallel-size 2"),
+        (["serve", "--embedded", "--host", "256.1.1.1", "--port", "0"], "cannot listen on 256.1.1.1:0"),
+    ],
+)
+def test_wrong_settings_end_with_one_line(capsys, argv, message):
+    status, stderr = run(capsys, *argv)
+    assert status == 2
+    assert stderr.startswith("fastdeploy-kvcache: error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_model_directory_without_tokenizer_is_one_line(capsys, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    status, stderr = run(capsys, "serve", "--embedded", "--model", str(tmp_path))
+    assert status == 2
+    assert str(tmp_path) in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("argv", [[], ["unknown"], ["bench"], ["serve", "--port", "x"]])
+def test_usage_mistakes_exit_with_2(capsys, argv):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 2
+    assert "usage: fastdeploy-kvcache" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["serve", "--help"], ["replay", "--help"]])
+def test_help(capsys, argv):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == 0
+    assert "fastdeploy-kvcache" in capsys.readouterr().out
+
+
+def test_fastdeploy_gets_every_flag_that_was_given_and_its_own(monkeypatch):
+    commands = []
+
+    def exec_fastdeploy(words):
+        commands.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(command, "fastdeploy_can_serve", lambda: True)
+    monkeypatch.setattr(command, "exec_fastdeploy", exec_fastdeploy)
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["serve", "--seed", "3", "--model", "/m", "--swap-space", "2", "--no-enable-prefix-caching", "--tp", "2"]
+        )
+    given = ["--model", "/m", "--swap-space", "2.0", "--no-enable-prefix-caching", "--tp", "2"]
+    assert commands == [[sys.executable, "-m", "fastdeploy.entrypoints.openai.api_server", *given]]
+
+
+def test_embedded_forces_this_server_beside_fastdeploy(monkeypatch, capsys):
+    monkeypatch.setattr(command, "fastdeploy_can_serve", lambda: True)
+    status, stderr = run(capsys, "serve", "--embedded", "--block-size", "0")
+    assert (status, stderr.count("\n")) == (2, 1)
+
+
+def test_command_line_without_flags():
+    import argparse
+
+    assert fastdeploy_command(argparse.Namespace(embedded=False, model=None), [])[1:] == [
+        "-m",
+        "fastdeploy.entrypoints.openai.api_server",
+    ]

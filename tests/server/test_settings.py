@@ -1,0 +1,85 @@
+"""Flags to settings: defaults, and one clear line for everything that cannot work."""
+
+import argparse
+
+import pytest
+
+from fastdeploy_kvcache_v1.embedded.model.config import RANDOM_MODEL
+from fastdeploy_kvcache_v1.embedded.settings import GIB, add_serve_arguments, server_config
+from fastdeploy_kvcache_v1.errors import ConfigError
+
+BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
+
+
+def configure(*flags, free_bytes=8 * GIB):
+    parser = argparse.ArgumentParser()
+    add_serve_arguments(parser)
+    return server_config(parser.parse_args(flags), RANDOM_MODEL, free_bytes=free_bytes)
+
+
+def test_defaults():
+    config = configure()
+    assert config.is_random_model
+    assert config.served_model_name == "random-tiny"
+    assert config.max_model_len == RANDOM_MODEL.max_position
+    assert config.cache.block_size == 64
+    assert config.cache.enable_prefix_caching
+    assert config.cache.write_policy.value == "write_through_selective"
+    assert config.cache.num_host_blocks == GIB // BLOCK_BYTES
+    assert config.cache.num_device_blocks == GIB // 2 // BLOCK_BYTES
+
+
+def test_defaults_shrink_with_the_free_memory():
+    config = configure(free_bytes=GIB)
+    assert config.cache.num_device_blocks == config.cache.num_host_blocks == GIB // 4 // BLOCK_BYTES
+
+
+def test_sizes():
+    config = configure("--swap-space", "0.5", "--num-gpu-blocks-override", "7", "--max-model-len", "100")
+    assert config.cache.num_host_blocks == GIB // 2 // BLOCK_BYTES
+    assert config.cache.num_device_blocks == 7
+    assert config.max_model_len == 100
+
+
+def test_cache_dtype_decides_the_block_size():
+    config = configure("--swap-space", "1", "--cache-dtype", "bfloat16")
+    assert config.cache.num_host_blocks == 2 * GIB // BLOCK_BYTES
+
+
+def test_without_prefix_caching_the_host_tier_is_useless():
+    config = configure("--no-enable-prefix-caching", "--swap-space", "1")
+    assert not config.cache.enable_prefix_caching
+    assert config.cache.num_host_blocks == 0
+
+
+def test_model_name_comes_from_the_directory(tmp_path):
+    assert configure("--model", str(tmp_path / "my-model")).served_model_name == "my-model"
+    assert configure("--served-model-name", "x").served_model_name == "x"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--write-policy", "write_sometimes"], "unknown write policy 'write_sometimes'"),
+        (["--write-through-threshold", "0"], "--write-through-threshold must be at least 1, got 0"),
+        (["--swap-space", "-1"], "--swap-space must not be negative, got -1"),
+        (["--swap-space", "nan"], "--swap-space must not be negative, got nan"),
+        (["--swap-space", "9"], "--swap-space 9 GiB is more than the 7.50 GiB of memory that is free"),
+        (["--num-gpu-blocks-override", "-3"], "--num-gpu-blocks-override must be at least 1, got -3"),
+        (["--num-gpu-blocks-override", "1000000"], "only 8.00 GiB of memory is free"),
+        (["--max-model-len", "40000"], "--max-model-len must be 2 to 32768 for this model, got 40000"),
+        (["--max-model-len", "-1"], "--max-model-len must be 2 to 32768"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be at least 1, got 0"),
+        (["--max-num-batched-tokens", "-5"], "--max-num-batched-tokens must be at least 1, got -5"),
+        (["--block-size", "0"], "--block-size must be at least 1, got 0"),
+        (["--port", "70000"], "--port must be at most 65535, got 70000"),
+        (["--port", "-1"], "--port must be at least 0, got -1"),
+        (["--cache-dtype", "int3"], "unsupported cache dtype 'int3'"),
+        (["--log-level", "loud"], "--log-level must be debug, info, warning or error, got 'loud'"),
+    ],
+)
+def test_impossible_values_are_one_clear_line(flags, message):
+    with pytest.raises(ConfigError, match=r"^.*$") as caught:
+        configure(*flags)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
