@@ -11,6 +11,9 @@ from ..ops import HostBuffer
 
 GIB = 1 << 30
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Where cgroup v2 shows a container its own limits."""
+
 
 class Event(ABC):
     """A point in a stream. Thread-safe; never un-happens.
@@ -127,16 +130,21 @@ def describe(error: BaseException) -> str:
 
 
 def free_host_memory() -> int:
-    """Bytes this process can still get: free memory of the machine, or less where a container's limit is lower."""
+    """Bytes this process can still get: free memory of the machine, or less where a container's limit is lower.
+
+    Of a container's use, the file cache that the kernel would give back does not count.
+    """
     import psutil  # here, so that only a worker that allocates needs it
 
     free: int = psutil.virtual_memory().available
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
+        limit = CGROUP.joinpath("memory.max").read_text().strip()
+        used = int(CGROUP.joinpath("memory.current").read_text())
+        stat = dict(line.split() for line in CGROUP.joinpath("memory.stat").read_text().splitlines())
+        cached = int(stat["inactive_file"])
+    except (OSError, ValueError, KeyError):
         return free  # no cgroup v2 here: the machine's own figure is all there is
-    return free if limit == "max" else min(free, max(0, int(limit) - used))
+    return free if limit == "max" else min(free, max(0, int(limit) - used + cached))
 
 
 def require(what: str, needed: int, free: int) -> None:

@@ -116,6 +116,10 @@ class CpuStream(Stream):
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def request_close(self) -> None:
         """The first half of `close`: lets several streams wind down together, whoever waits for whom."""
         if not self._closed:
@@ -182,7 +186,7 @@ class CpuRuntime(Runtime):
 
     def new_stream(self, name: str) -> CpuStream:
         stream = CpuStream(name, self._delay)
-        self._streams.append(stream)
+        self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
         return stream
 
     def allocate_host(self, nbytes: int) -> ops.HostBuffer:

@@ -103,6 +103,10 @@ class CudaStream(Stream):
     def synchronize(self) -> None:
         self._stream.synchronize()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -154,7 +158,7 @@ class CudaRuntime(Runtime):
 
     def new_stream(self, name: str) -> CudaStream:
         stream = CudaStream(self._cupy, name, self._cupy.cuda.Stream(non_blocking=True))
-        self._streams.append(stream)
+        self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
         return stream
 
     def allocate_host(self, nbytes: int) -> ops.HostBuffer:

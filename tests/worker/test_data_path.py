@@ -110,14 +110,14 @@ def test_dropping_a_rule_is_detected(rule: Rule, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(SlotTable, "conflicts", without_the_rule)
     path = threaded_path(7, slow(earlier), unknown_slots=False)
-    assert run_until_fault(path, 1000), f"{dropped} waits were dropped and nobody noticed"
+    assert run_until_fault(path, 5000), f"{dropped} waits were dropped and nobody noticed"
     assert dropped > 0
 
 
 def test_not_waiting_for_layers_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerDoneCounter, "wait_for_layer", lambda self, layer, timeout=None: None)
     path = threaded_path(7, slow(Actor.INPUT), unknown_slots=False)
-    assert run_until_fault(path, 1000)
+    assert run_until_fault(path, 5000)
 
 
 @pytest.mark.parametrize("slowest", list(Actor))
