@@ -1,0 +1,146 @@
+"""Time to the first token of a repeated prompt: served from the device tier, from the host tier, and computed.
+
+Each prompt is new to the server, is sent (computed), sent again at once (device hits), and once more after other
+prompts have pushed it out of the small device tier (host hits). Prompts take turns, so that all three are measured
+under the same load. Ratios are medians of each prompt's own ratio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import tempfile
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deep_model
+from _support import median, percentile, save
+
+from fastdeploy_kvcache_v1.bench_serve.client import Pace, send_all
+from fastdeploy_kvcache_v1.bench_serve.report import Answer
+from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
+from fastdeploy_kvcache_v1.bench_serve.workload import FIRST_TOKEN, LAST_TOKEN, ScaledRequest
+
+PROMPT_TOKENS = 2_000
+NUM_PROMPTS = 12
+DEVICE_BLOCKS = 80
+"""Holds two and a half prompts of 2,000 tokens in blocks of 64."""
+SERVE = (
+    "--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--swap-space", "1", "--write-policy", "write_through",
+)  # fmt: skip
+METRIC = re.compile(r"^fastdeploy_kvcache_(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+def prompt(seed: int) -> list[int]:
+    return random.Random(seed).choices(range(FIRST_TOKEN, LAST_TOKEN + 1), k=PROMPT_TOKENS)
+
+
+def send(url: str, tokens: Sequence[int], max_tokens: int = 4) -> Answer:
+    request = ScaledRequest(0, 0.0, list(tokens), max_tokens)
+    (answer,) = asyncio.run(send_all(url, [request], Pace(1), {"temperature": 0.0}, lambda: None))
+    assert answer.error is None, answer.error
+    return answer
+
+
+def metrics(url: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
+        text = response.read().decode()
+    return {f"{name}{{{labels}}}" if labels else name: float(value) for name, labels, value in METRIC.findall(text)}
+
+
+def settled_metrics(url: str) -> dict[str, float]:
+    """The metrics once no copy is running any more: two looks that agree."""
+    while True:
+        before = metrics(url)
+        time.sleep(0.1)
+        after = metrics(url)
+        if before == after:
+            return after
+
+
+def first_tokens(url: str) -> tuple[dict[str, list[Answer]], dict[str, float]]:
+    """Answers by where the prompt's KV came from, in the order of the prompts; and what the host hits cost."""
+    answers: dict[str, list[Answer]] = defaultdict(list)
+    costs: dict[str, float] = defaultdict(float)
+    send(url, prompt(10**6))  # warm-up
+    for seed in range(NUM_PROMPTS):
+        answers["computed"].append(send(url, prompt(seed)))
+        answers["device"].append(send(url, prompt(seed)))
+        for filler in range(3):
+            send(url, prompt(10**3 * (seed + 1) + filler), max_tokens=1)
+        before = settled_metrics(url)
+        answers["host"].append(send(url, prompt(seed), max_tokens=4))
+        for name, value in settled_metrics(url).items():
+            costs[name] += value - before.get(name, 0.0)
+    return answers, costs
+
+
+def summary(answers: dict[str, list[Answer]]) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
+    for source, measured in answers.items():
+        seconds = [answer.first_token_s for answer in measured]
+        ratios = [
+            answer.first_token_s / computed.first_token_s
+            for answer, computed in zip(measured, answers["computed"], strict=True)
+        ]
+        rows[source] = {
+            "first_token_ms": 1e3 * median(seconds),
+            "first_token_p90_ms": 1e3 * percentile(seconds, 0.9),
+            "ratio_to_computed": median(ratios),
+            "cached_tokens": median([answer.cached_tokens for answer in measured]),
+        }
+    same = all(
+        one.token_ids == other.token_ids
+        for source in answers.values()
+        for one, other in zip(source, answers["computed"], strict=True)
+    )
+    return {"first_token": rows, "tokens_identical": same}
+
+
+def copies(costs: dict[str, float], whole_run: dict[str, float]) -> dict[str, Any]:
+    """What the host hits' copies cost them: `exposed` is the time compute stood still. And the same of the whole run,
+    where compute also waits for backups of blocks that it wants to overwrite."""
+    swap_in = costs['swap_seconds_total{direction="in"}']
+    exposed = costs["exposed_wait_seconds_total"]
+    all_copies = sum(whole_run[f'swap_seconds_total{{direction="{way}"}}'] for way in ("in", "out"))
+    return {
+        "swapped_in_blocks": costs['swap_blocks_total{direction="in"}'],
+        "swap_in_ms": 1e3 * swap_in,
+        "swap_in_gb_per_s": costs['swap_bytes_total{direction="in"}'] / swap_in / 1e9,
+        "exposed_wait_ms": 1e3 * exposed,
+        "exposed_share": exposed / swap_in,
+        "whole_run": {
+            "swapped_out_blocks": whole_run['swap_blocks_total{direction="out"}'],
+            "copies_ms": 1e3 * all_copies,
+            "exposed_wait_ms": 1e3 * whole_run["exposed_wait_seconds_total"],
+            "exposed_share": whole_run["exposed_wait_seconds_total"] / all_copies,
+        },
+    }
+
+
+def measure(model: Sequence[str]) -> dict[str, Any]:
+    with running_server([*SERVE, *model]) as url:
+        answers, costs = first_tokens(url)
+        return {**summary(answers), "copies": copies(costs, settled_metrics(url))}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        models: dict[str, tuple[str, ...]] = {
+            "built-in model, 4 layers": (),
+            f"{deep_model.NUM_LAYERS} layers": ("--model", str(deep_model.write(Path(directory) / "model"))),
+        }
+        measured = {name: measure(flags) for name, flags in models.items()}
+    save(
+        "server",
+        {"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "device_blocks": DEVICE_BLOCKS, "models": measured},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Writes the tables of README.md and docs/benchmarks.md from benchmarks/results/*.json, between their markers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from _support import RESULTS, ROOT
+
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+
+Row = tuple[str, str, str]
+"""What was measured, the result, the target."""
+
+
+def control_plane(result: dict[str, Any]) -> list[Row]:
+    contenders = result["against_naive"]
+    rows = [("time per request, naive reference", f"{contenders['naive']['median_us']:.0f} us", "")]
+    for name, row in contenders.items():
+        if name == "naive":
+            continue
+        target = 1.5 if name == "one tier" else 2.5
+        value = (
+            f"{row['median_us']:.0f} us = {row['ratio_to_naive']:.2f}x, p99 {row['p99_over_median']:.1f}x the median"
+        )
+        rows.append((f"time per request, {name}", value, f"<= {target}x, p99 <= 10x"))
+    sizes = result["over_sizes"]["one tier"]
+    rows.append(("growth, 5,000 to 400,000 blocks", f"{sizes['growth']:.2f}x", "<= 1.3x"))
+    windows = [row["median_us"] for name, row in result["over_windows"].items() if name.startswith("two tiers")]
+    rows.append(("window 1, 32, 128, two tiers", " / ".join(f"{value:.0f}" for value in windows) + " us", "alike"))
+    for name, row in result["memory"].items():
+        rows.append((f"manager memory per cached block, {name}", f"{row['bytes_per_block']:.0f} bytes", "<= 400"))
+    return rows
+
+
+def hashing(result: dict[str, Any]) -> list[Row]:
+    value = f"{result['prompt_ms']:.2f} ms ({result['digests_alone_ms']:.2f} for the digests alone)"
+    tokens = result["generated_token_us"]
+    return [
+        (f"hashing a prompt of {result['prompt_tokens']:,} tokens", value, "<= 3 ms"),
+        (
+            "one more generated token, 1,024 / 131,072 before",
+            f"{tokens['1024']:.2f} / {tokens['131072']:.2f} us",
+            "O(1)",
+        ),
+    ]
+
+
+def import_time(result: dict[str, Any]) -> list[Row]:
+    return [("import of the scheduler half", f"{result['import_ms']:.0f} ms", "< 150 ms")]
+
+
+def server(result: dict[str, Any]) -> list[Row]:
+    rows = []
+    for name, model in result["models"].items():
+        for source, target in (("device", "<= 0.25x"), ("host", "<= 0.5x")):
+            row = model["first_token"][source]
+            value = f"{row['ratio_to_computed']:.3f}x ({row['first_token_ms']:.0f} ms)"
+            what = f"first token of a repeated {result['prompt_tokens']:,}-token prompt from the {source} tier"
+            rows.append((f"{what}, {name}", value, target))
+        copies = model["copies"]
+        value = f"{copies['exposed_share']:.0%} of {copies['swap_in_ms']:.0f} ms"
+        rows.append((f"exposed swap-in wait, {name}", value, "<= 20 %"))
+    return rows
+
+
+SECTIONS = {"control_plane": control_plane, "hashing": hashing, "import_time": import_time, "server": server}
+
+
+def table() -> str:
+    """All results there are, as one Markdown table, and the machines they come from."""
+    lines = ["| what | measured | target |", "|---|---|---|"]
+    machines = set()
+    for name, rows_of in SECTIONS.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            lines += [f"| {what} | {value} | {target} |" for what, value, target in rows_of(result)]
+            machine = result["machine"]
+            machines.add(f"{machine['cores']} cores of {machine['cpu']}, Python {machine['python']}")
+    return "\n".join([*lines, "", f"Machine: {'; '.join(sorted(machines))}. No GPU."])
+
+
+def update(page: Path, text: str) -> None:
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    text = table()
+    for page in PAGES:
+        update(page, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
