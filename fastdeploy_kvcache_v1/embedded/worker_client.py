@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 POLL_MS = 100
 STOP_TIMEOUT_S = 10.0
-MAX_SOCKET_PATH = 100
-"""Unix sockets allow 107 bytes; the file name needs some of them."""
+MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/results")
+"""Unix socket names have at most 107 bytes."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,13 @@ class ProcessWorkerClient:
         self._directory = _private_directory()
         self._context = zmq.Context()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         try:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
             self._process = self._spawn(config)
             self._wait_until_ready(self._process)
+            self._is_ready = True
         except BaseException:
             self.close()
             raise
@@ -103,17 +105,21 @@ class ProcessWorkerClient:
         self._closing.set()
         process, self._process = self._process, None
         if process is not None:
-            self._send(None)
-            try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                logger.warning("worker process %d does not stop, killing it", process.pid)
-                process.kill()
-                process.wait()
+            self._stop(process)
         for thread in self._threads:
             thread.join()
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        if self._is_ready:
+            self._send(None)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+                return
+            logger.warning("worker process %d does not stop, killing it", process.pid)
+        process.kill()  # while it starts it has nothing to finish, and hears nobody
+        process.wait()
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -172,7 +178,7 @@ class ProcessWorkerClient:
 def _private_directory() -> Path:
     """A new directory with mode 0700 whose path is short enough for unix sockets."""
     parent = tempfile.gettempdir()
-    if len(parent) > MAX_SOCKET_PATH - 40:
+    if len(os.fsencode(parent)) > MAX_PARENT_PATH:
         parent = "/tmp"
     return Path(tempfile.mkdtemp(prefix="fastdeploy-kvcache-", dir=parent))
 

@@ -1,0 +1,153 @@
+"""A real server in its own process, for tests: started, watched, and ended without leftovers."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
+EXIT_TIMEOUT_S = 60.0
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting for: {what}"
+        time.sleep(0.02)
+
+
+class ServerProcess:
+    """`serve --embedded` on a free port, with a temporary directory of its own."""
+
+    def __init__(self, directory: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+        # Not below `directory`: its name would be too long for unix sockets.
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+        self.stderr_path = directory / "stderr"
+        self._stdout_path = directory / "stdout"
+        with self._stdout_path.open("wb") as stdout, self.stderr_path.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve", "--embedded", "--port", "0", *flags],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env={**os.environ, "TMPDIR": str(self.temp_dir), **(environment or {})},
+            )
+        self._descendants: dict[int, psutil.Process] = {}
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout_path.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.stderr_path.read_text()
+
+    def wait_ready(self) -> str:
+        """The ready line."""
+        wait_until(lambda: "\n" in self.stdout or self.process.poll() is not None, "the ready line", START_TIMEOUT_S)
+        assert self.process.poll() is None, self.stderr
+        self.remember_descendants()
+        return self.stdout
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"http://\S+", self.stdout)
+        assert found is not None
+        return found.group()
+
+    @property
+    def worker(self) -> psutil.Process:
+        """The worker process, which has the ports and caches."""
+        workers = [
+            child
+            for child in psutil.Process(self.process.pid).children(recursive=True)
+            if "fastdeploy_kvcache_v1.embedded.worker_process" in child.cmdline()
+        ]
+        assert len(workers) == 1
+        return workers[0]
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+
+    def check(self) -> dict[str, object]:
+        report: dict[str, object] = httpx.get(f"{self.url}/debug/check", timeout=30.0).json()
+        return report
+
+    def wait_idle(self) -> dict[str, object]:
+        """Until no request is known; the report of the leak check that is then made."""
+        wait_until(lambda: self.check().get("idle") is not False, "an idle server")
+        return self.check()
+
+    def metrics(self) -> dict[str, float]:
+        """Samples by name, labels in braces: `requests{state=running}`; our prefix is left out."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30.0).text
+        samples = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+                samples[sample.name.removeprefix("fastdeploy_kvcache_") + (f"{{{labels}}}" if labels else "")] = (
+                    sample.value
+                )
+        return samples
+
+    def remember_descendants(self) -> None:
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            self._descendants[child.pid] = child
+
+    def wait_exit(self) -> int:
+        return self.process.wait(EXIT_TIMEOUT_S)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.remember_descendants()
+            self.process.send_signal(number)
+        return self.wait_exit()
+
+    def assert_nothing_left(self) -> None:
+        """No process, no temporary directory, nobody listening."""
+        wait_until(lambda: not any(child.is_running() for child in self._descendants.values()), "processes to end")
+        assert list(self.temp_dir.iterdir()) == []
+        if "http://" in self.stdout:
+            try:
+                httpx.get(f"{self.url}/health")
+            except httpx.ConnectError:
+                return
+            raise AssertionError("somebody still listens")
+
+    def kill(self) -> None:
+        """Whatever state it is in: used on the way out of a test."""
+        if self.process.poll() is None:
+            self.remember_descendants()
+            self.process.kill()
+            self.process.wait()
+        for child in self._descendants.values():
+            if child.is_running():
+                child.kill()
+        shutil.rmtree(self.temp_dir, ignore_errors=True)
+
+
+@contextmanager
+def started(directory: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[ServerProcess]:
+    """A ready server; killed at the end if it still runs."""
+    server = ServerProcess(directory, *flags, environment=environment)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()

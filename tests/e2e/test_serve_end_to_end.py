@@ -1,0 +1,195 @@
+"""A real server and the official client: streams, bad input, disconnects, signals, and the worker's death."""
+
+import json
+import os
+import signal
+import threading
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e.server_process import ServerProcess, started, wait_until
+
+SMALL = ("--block-size", "16", "--num-gpu-blocks-override", "64", "--swap-space", "0.01", "--max-model-len", "2000")
+ENDLESS = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("server"), *SMALL) as running:
+        yield running
+        assert running.wait_idle()["ok"]
+        assert running.stop() == 0, running.stderr
+        running.assert_nothing_left()
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as openai_client:
+        yield openai_client
+
+
+def test_ready_line_is_one_line_with_a_request_to_paste(server):
+    line = server.stdout
+    assert line.count("\n") == 1
+    assert f"{server.url}/v1/completions" in line
+    assert "random weights" in line
+    body = json.loads(line.rstrip()[line.index("-d '") + 4 : -1])
+    cached = []
+    for _ in range(2):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60.0).json()
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0
+    assert cached[1] >= 64
+
+
+def test_streams_and_plain_answers_agree(client):
+    options = {"model": "random-tiny", "max_tokens": 12, "temperature": 0.7, "seed": 11}
+    plain = client.completions.create(prompt="tell me", **options)
+    stream = list(
+        client.completions.create(prompt="tell me", stream=True, stream_options={"include_usage": True}, **options)
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == plain.choices[0].text
+    assert stream[-1].usage.completion_tokens == plain.usage.completion_tokens
+    messages = [{"role": "user", "content": "tell me"}]
+    chat = client.chat.completions.create(messages=messages, **options)
+    chunks = client.chat.completions.create(messages=messages, stream=True, **options)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == chat.choices[0].message.content
+
+
+def test_requests_without_seed_differ_and_with_seed_repeat(client):
+    def ask(**options):
+        answer = client.completions.create(model="random-tiny", prompt="tell me", max_tokens=12, **options)
+        return answer.choices[0].text
+
+    assert ask() != ask()
+    assert ask(seed=4) == ask(seed=4)
+
+
+def test_errors_have_the_types_of_the_client(client):
+    with pytest.raises(openai.BadRequestError, match="prompt: must not be empty"):
+        client.completions.create(model="random-tiny", prompt="")
+    with pytest.raises(openai.BadRequestError, match="too long for --max-model-len 2000"):
+        client.completions.create(model="random-tiny", prompt="x" * 3000)
+    with pytest.raises(openai.BadRequestError, match="do not fit the device tier's 64 blocks of 16 tokens"):
+        client.completions.create(model="random-tiny", prompt="x" * 1000, max_tokens=100)
+    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist"):
+        client.completions.create(model="other", prompt="x")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_aborts_the_request_and_frees_its_blocks(server, stream):
+    aborted = server.metrics()["requests_ended_total{outcome=aborted}"]
+    body = {"prompt": "go on", "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    if stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60.0) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
+    report = server.wait_idle()
+    assert report["ok"]
+    assert server.metrics()["requests_ended_total{outcome=aborted}"] == aborted + 1
+
+
+def test_answer_of_the_reset_endpoint(server, client):
+    for _ in range(2):
+        answer = client.completions.create(model="random-tiny", prompt="to be forgotten " * 8, max_tokens=1)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        server.wait_idle()
+        assert httpx.post(f"{server.url}/reset_prefix_cache").json() == {"status": "ok"}
+
+
+def why_cut(stream):
+    """The error that ended the stream; None when it reached its end."""
+    try:
+        list(stream)
+    except openai.APIError as error:
+        return error.message
+    return None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_streaming_answers_and_leaves_nothing(tmp_path, number):
+    with started(tmp_path, *SMALL) as running, running.client() as client:
+        stream = client.completions.create(model="random-tiny", prompt="go on", stream=True, **ENDLESS)
+        next(iter(stream))
+        assert running.stop(number) == 0, running.stderr
+        assert why_cut(stream) in (None, "the server is shutting down"), "it ends in time, or is told why not"
+        running.assert_nothing_left()
+        assert "Traceback" not in running.stderr
+
+
+def test_signal_while_starting_leaves_nothing(tmp_path):
+    server = ServerProcess(tmp_path)
+    try:
+        wait_until(lambda: any(server.temp_dir.iterdir()), "the start of the worker")
+        assert server.stop() == 0, server.stderr
+        server.assert_nothing_left()
+        assert server.stdout == ""
+        assert "Traceback" not in server.stderr
+    finally:
+        server.kill()
+
+
+def test_killed_worker_fails_requests_with_a_reason_and_ends_the_server(tmp_path):
+    with started(tmp_path, *SMALL) as running, running.client() as client:
+        worker = running.worker
+        stream = client.completions.create(model="random-tiny", prompt="go on", stream=True, **ENDLESS)
+        next(iter(stream))
+        failures = []
+
+        def ask():
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.completions.create(model="random-tiny", prompt="and on", **ENDLESS)
+            failures.append(caught.value)
+
+        plain = threading.Thread(target=ask)
+        plain.start()
+        wait_until(lambda: running.check()["running"] == 2, "both requests to run")
+        worker.kill()
+        with pytest.raises(openai.APIError, match=rf"the worker process {worker.pid} was killed by SIGKILL"):
+            list(stream)
+        plain.join()
+        assert failures[0].status_code == 503
+        assert "was killed by SIGKILL" in str(failures[0])
+        health = httpx.get(f"{running.url}/health")
+        assert health.status_code == 503
+        assert "was killed by SIGKILL" in health.json()["error"]["message"]
+        assert running.wait_exit() == 1
+        running.assert_nothing_left()
+
+
+def test_worker_dies_with_its_server(tmp_path):
+    with started(tmp_path, *SMALL) as running:
+        worker = running.worker
+        running.process.kill()
+        wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker to end")
+        assert running.wait_exit() == -signal.SIGKILL
+
+
+def test_taken_port_is_one_line_before_anything_starts(server, tmp_path):
+    port = server.url.rsplit(":", 1)[1]
+    second = ServerProcess(tmp_path, "--port", port)
+    try:
+        assert second.wait_exit() == 2
+        assert (
+            second.stderr == f"fastdeploy-kvcache: error: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+        )
+        second.assert_nothing_left()
+    finally:
+        second.kill()
+
+
+def test_worker_that_cannot_start_is_one_line(tmp_path):
+    broken = ServerProcess(tmp_path, environment={**os.environ, "FASTDEPLOY_KVCACHE_COPY_FAULTS": "{"})
+    try:
+        assert broken.wait_exit() == 2
+        assert broken.stderr.startswith("fastdeploy-kvcache: error: FASTDEPLOY_KVCACHE_COPY_FAULTS is not a valid")
+        assert broken.stderr.count("\n") == 1
+        broken.assert_nothing_left()
+    finally:
+        broken.kill()

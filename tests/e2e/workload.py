@@ -1,0 +1,95 @@
+"""The same 200 requests for every configuration: conversations with shared prefixes, long and short, concurrent."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from openai import OpenAI
+
+NUM_CONVERSATIONS = 50
+TURNS = 4
+NUM_REQUESTS = NUM_CONVERSATIONS * TURNS
+CONCURRENCY = 12
+WORDS = ("cache", "block", "prefix", "tier", "device", "host", "copy", "layer", "stream", "event", "token", "slot")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Each turn's prompt is everything before it, the answers included, and one more question."""
+
+    index: int
+    system: str
+    questions: tuple[str, ...]
+    max_tokens: tuple[int, ...]
+    is_chat: bool
+    streams: bool
+    options: dict[str, Any]
+
+
+def conversations() -> list[Conversation]:
+    rng = random.Random(20)
+    text = lambda low, high: " ".join(rng.choices(WORDS, k=rng.randrange(low, high)))  # noqa: E731
+    systems = [text(2, 50) for _ in range(6)]
+    return [
+        Conversation(
+            index,
+            rng.choice(systems),
+            tuple(text(1, 12) for _ in range(TURNS)),
+            (*(rng.randrange(1, 13) for _ in range(TURNS - 1)), rng.randrange(24, 56)),
+            is_chat=index % 2 == 0,
+            streams=index % 3 == 0,
+            options={"temperature": 0} if index % 4 else {"temperature": 0.8, "top_p": 0.9, "seed": index},
+        )
+        for index in range(NUM_CONVERSATIONS)
+    ]
+
+
+def run_workload(client: OpenAI) -> dict[tuple[int, int], list[int]]:
+    """Output tokens by conversation and turn."""
+    outputs: dict[tuple[int, int], list[int]] = {}
+    with ThreadPoolExecutor(CONCURRENCY) as pool:
+        for conversation, turns in pool.map(lambda each: (each, _converse(client, each)), conversations()):
+            outputs.update({(conversation.index, turn): tokens for turn, tokens in enumerate(turns)})
+    return outputs
+
+
+def _converse(client: OpenAI, conversation: Conversation) -> list[list[int]]:
+    messages: list[dict[str, str]] = [{"role": "system", "content": conversation.system}]
+    outputs = []
+    for question, max_tokens in zip(conversation.questions, conversation.max_tokens, strict=True):
+        messages.append({"role": "user", "content": question})
+        text, tokens = _ask(client, conversation, messages, max_tokens)
+        messages.append({"role": "assistant", "content": text})
+        outputs.append(tokens)
+    return outputs
+
+
+def _ask(
+    client: OpenAI, conversation: Conversation, messages: list[dict[str, str]], max_tokens: int
+) -> tuple[str, list[int]]:
+    options: dict[str, Any] = {
+        "model": "random-tiny",
+        "max_tokens": max_tokens,
+        "stream": conversation.streams,
+        "extra_body": {"return_token_ids": True, "ignore_eos": True},
+        **conversation.options,
+    }
+    if conversation.is_chat:
+        answer = client.chat.completions.create(messages=messages, **options)
+    else:
+        prompt = "\n".join(message["content"] for message in messages)
+        answer = client.completions.create(prompt=prompt, **options)
+    chunks = list(answer) if conversation.streams else [answer]
+    text, tokens = "", []
+    for chunk in chunks:
+        choice = chunk.choices[0]
+        tokens += choice.token_ids
+        if not conversation.is_chat:
+            text += choice.text
+        else:
+            text += (choice.delta if conversation.streams else choice.message).content or ""
+    assert len(tokens) == max_tokens
+    return text, tokens
