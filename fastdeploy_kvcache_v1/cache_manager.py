@@ -250,7 +250,10 @@ class CacheManager:
                         self._tree.drop_host(run)
                     continue
                 slots = run.device if result.target is CacheLevel.DEVICE else run.host
-                if slots is not None and not failed.isdisjoint(slots):
+                first = next((index for index, slot in enumerate(slots or ()) if slot in failed), None)
+                if first is not None:
+                    if first:
+                        self._tree.split(run, first)
                     lost.update(self._tree.detach(run))
             return self._requests_on(lost)
 
@@ -307,8 +310,6 @@ class CacheManager:
 
     def _evict_above(self, size: int) -> None:
         above = self._device_pool.slots_above(size)
-        if not above:
-            return
         hit = [run for run in self._tree.runs() if run.device is not None and not above.isdisjoint(run.device)]
         evictable = {slot for run in hit if not run.pins for slot in run.device or ()}
         in_use = (above - evictable) | {slot for slot in self._tiering.pending_evict_sources() if slot >= size}

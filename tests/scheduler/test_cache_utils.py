@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastdeploy_kvcache_v1.cache_utils import (
+    BlockHasher,
+    MultimodalItem,
+    get_block_hash_extra_keys,
+    root_hash,
+    token_bytes,
+)
+from fastdeploy_kvcache_v1.errors import ConfigError
+
+tokens_strategy = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def reference(block_size: int, tokens: list[int]) -> list[bytes]:
+    """The definition, written out."""
+    parent, hashes = root_hash(), []
+    for end in range(block_size, len(tokens) + 1, block_size):
+        body = b"".join(struct.pack("<I", token) for token in tokens[end - block_size : end])
+        parent = hashlib.sha256(parent + body).digest()  # type: ignore[assignment]
+        hashes.append(parent)
+    return hashes
+
+
+@given(st.integers(1, 9), st.lists(tokens_strategy, max_size=6))
+def test_any_cut_of_the_tokens_gives_the_defined_hashes(block_size: int, parts: list[list[int]]) -> None:
+    hasher = BlockHasher(block_size)
+    for number, part in enumerate(parts):
+        hasher.extend(np.array(part, dtype=np.int64) if number % 2 else part)
+    tokens = [token for part in parts for token in part]
+    assert hasher.hashes == reference(block_size, tokens)
+    assert hasher.num_tokens == len(tokens)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint16", "uint32", ">i8", ">u4"])
+def test_the_dtype_and_byte_order_of_the_array_do_not_matter(dtype: str) -> None:
+    hasher = BlockHasher(4)
+    hasher.extend(np.arange(12).astype(dtype))
+    assert hasher.hashes == reference(4, list(range(12)))
+
+
+@pytest.mark.parametrize("bad", [[-1], [2**32], [0, -1], [0, 2**32], [0.5, 1.0], [[1, 2]], ["a", "b"]])
+def test_tokens_that_do_not_fit_change_nothing(bad: list[object]) -> None:
+    hasher = BlockHasher(2)
+    hasher.extend([7])
+    with pytest.raises((ConfigError, TypeError, ValueError)):
+        hasher.extend(bad)  # type: ignore[arg-type]
+    assert hasher.num_tokens == 1
+    assert hasher.hashes == []
+
+
+def test_salt_and_lora_separate_requests_and_cannot_be_confused() -> None:
+    roots = {
+        root_hash(),
+        root_hash(salt=b"a"),
+        root_hash(lora="a"),
+        root_hash(salt=b"a", lora="b"),
+        root_hash(salt=b"ab"),
+        root_hash(lora="ab"),
+    }
+    assert len(roots) == 6
+
+
+# ---- multimodal items: block size 4, so blocks are [0,4), [4,8), ...
+
+
+def overlapping(start: int, end: int, items: list[MultimodalItem]) -> bytes:
+    """The definition: every item with at least one token in the block."""
+    keys = b""
+    for item in items:
+        if any(start <= token < end for token in range(item.offset, item.offset + item.length)):
+            name = item.hash.encode()
+            keys += struct.pack("<qQQ", item.offset - start, item.length, len(name)) + name
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("items", "blocks"),
+    [
+        ([(0, 4)], [1, 0, 0]),  # ends exactly at the second block's start: not in it
+        ([(0, 5)], [1, 1, 0]),
+        ([(3, 1)], [1, 0, 0]),
+        ([(4, 1)], [0, 1, 0]),
+        ([(2, 8)], [1, 1, 1]),  # spans many
+        ([(0, 1), (1, 2), (3, 1)], [3, 0, 0]),  # several in one
+        ([(1, 4), (6, 1), (7, 3)], [1, 3, 1]),
+    ],
+)
+def test_which_items_belong_to_which_blocks(items: list[tuple[int, int]], blocks: list[int]) -> None:
+    named = [MultimodalItem(offset, length, f"i{offset}") for offset, length in items]
+    first = 0
+    for block, count in enumerate(blocks):
+        keys, first = get_block_hash_extra_keys(block * 4, block * 4 + 4, named, first)
+        assert keys == overlapping(block * 4, block * 4 + 4, named)
+        assert keys.count(b"i") == count
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=6), st.integers(1, 5))
+def test_extra_keys_follow_the_definition(gaps: list[tuple[int, int]], block_size: int) -> None:
+    items, end = [], 0
+    for gap, length in gaps:
+        items.append(MultimodalItem(end + gap, length, str(len(items))))
+        end += gap + length
+    tokens = list(range(end + block_size))
+    hasher = BlockHasher(block_size, items=items[::-1])
+    for token in tokens:
+        hasher.extend((token,))
+    parent: bytes = root_hash()
+    for block, digest in enumerate(hasher.hashes):
+        start, stop = block * block_size, (block + 1) * block_size
+        parent = hashlib.sha256(parent + token_bytes(tokens[start:stop]) + overlapping(start, stop, items)).digest()
+        assert digest == parent
+
+
+def test_same_placeholders_other_image_or_other_place_is_another_block() -> None:
+    def digest(*items: MultimodalItem) -> bytes:
+        hasher = BlockHasher(8, items=items)
+        hasher.extend([5] * 8)
+        return hasher.hashes[0]
+
+    variants = [
+        (),
+        (MultimodalItem(0, 4, "cat"),),
+        (MultimodalItem(0, 4, "dog"),),
+        (MultimodalItem(1, 4, "cat"),),
+        (MultimodalItem(0, 3, "cat"),),
+        (MultimodalItem(0, 2, "cat"), MultimodalItem(2, 2, "dog")),
+        (MultimodalItem(0, 2, "dog"), MultimodalItem(2, 2, "cat")),
+    ]
+    assert len({digest(*items) for items in variants}) == len(variants)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [[MultimodalItem(0, 3, "a"), MultimodalItem(2, 1, "b")], [MultimodalItem(-1, 2, "a")], [MultimodalItem(0, 0, "a")]],
+)
+def test_impossible_items_are_refused(items: list[MultimodalItem]) -> None:
+    with pytest.raises(ConfigError):
+        BlockHasher(4, items=items)
