@@ -21,7 +21,18 @@ COPY_FAULTS_VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
 """Test hook, see `copy_faults.py`."""
 
 
+EPILOG = """\
+Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, after every open request was answered with 503
+and the reason (run the server under a supervisor that restarts it); 2 for a wrong setting or model.
+
+Beside the OpenAI endpoints and /health and /metrics, the embedded server has POST /reset_prefix_cache, which forgets
+every cached block, and GET /debug/check, which proves the cache's invariants and, when idle, that nothing leaked.
+Extensions of request bodies: min_tokens, ignore_eos, stop_token_ids, return_token_ids.
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
     add_serve_arguments(parser)
 
 

@@ -80,6 +80,8 @@ def _serve(config: ServerConfig, tokenizer: Tokenizer, worker: ProcessWorkerClie
     engine.start()
     try:
         http.run(sockets=[listener])
+    except Signalled:
+        logger.info("ended by a signal")  # uvicorn has finished, and raised it again for us
     finally:
         _ignore_signals()
         engine.close()

@@ -1,0 +1,189 @@
+"""One step in the worker, with real copies and a forward pass that only looks: who is dropped when a copy fails."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.cache_controller import CacheController
+from fastdeploy_kvcache_v1.embedded.copy_faults import make_runtime
+from fastdeploy_kvcache_v1.embedded.messages import StepTask
+from fastdeploy_kvcache_v1.embedded.sampler import SamplingParams
+from fastdeploy_kvcache_v1.embedded.step_runner import StepRunner
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
+from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.runtime import CpuRuntime
+
+LAYERS = 2
+BLOCK = 4
+VOCAB = 50
+GREEDY = SamplingParams(temperature=0)
+
+
+class LookingForward:
+    """Waits for the layers as a model does, keeps what it was asked, and "predicts" the position of the next token."""
+
+    def __init__(self):
+        self.calls = []
+        self.layers = []
+
+    def __call__(self, sequences, caches, before_layer):
+        self.calls.append([(slice_.start, list(slice_.token_ids), list(slice_.block_table)) for slice_ in sequences])
+        for layer in range(LAYERS):
+            before_layer(layer)
+            self.layers.append(layer)
+        return [
+            np.eye(VOCAB, dtype=np.float32)[slice_.start + len(slice_.token_ids)] if slice_.needs_logits else None
+            for slice_ in sequences
+        ]
+
+
+class Worker:
+    def __init__(self, runtime, forward=None, layer_timeout_s=30.0):
+        self.forward = forward or LookingForward()
+        self.controller = CacheController(
+            GQACacheBackend(LAYERS, 1, 4, BLOCK, "float32"), runtime=runtime, layer_timeout_s=layer_timeout_s
+        )
+        caches = self.controller.initialize_kv_cache(8, 8)
+        self.runner = StepRunner(self.forward, self.controller, caches, block_size=BLOCK)
+
+    def close(self):
+        self.controller.drain()
+        self.controller.free()
+
+
+@pytest.fixture
+def start():
+    workers = []
+
+    def start_worker(runtime=None, **options):
+        runtime = runtime or CpuRuntime()
+        workers.append((Worker(runtime, **options), runtime))
+        return workers[-1][0]
+
+    yield start_worker
+    for worker, runtime in workers:
+        worker.close()
+        runtime.close()
+
+
+def task(name, table, start=0, tokens=1, needs_logits=True):
+    return StepTask(name, list(range(tokens)), start, list(table), needs_logits, GREEDY)
+
+
+def swap_in(step, *slots):
+    """Host slots to the device slots of the same numbers."""
+    return SwapStep(step, swap_in=CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, slots, slots))
+
+
+def evict(step, *slots):
+    return SwapStep(step, evict=CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, slots, slots))
+
+
+def test_tokens_come_only_from_tasks_that_reach_their_end(start):
+    worker = start()
+    result = worker.runner.run(
+        BatchRequest([task("a", [0, 1], start=4, tokens=3), task("b", [2], tokens=4, needs_logits=False)])
+    )
+    assert result.tokens == {"a": 7}
+    assert (result.retry, result.errors) == ({}, {})
+    assert worker.forward.calls == [[(4, [0, 1, 2], [0, 1]), (0, [0, 1, 2, 3], [2])]]
+
+
+def test_forward_waits_for_every_layer_and_the_copies_are_reported(start):
+    worker = start()
+    result = worker.runner.run(BatchRequest([task("a", [3, 4], start=4)], swap_steps=[swap_in(0, 3)]))
+    assert result.tokens == {"a": 5}
+    transfers = list(result.report.transfers)
+    while worker.runner.has_open_copies:
+        transfers += worker.runner.take_report().transfers
+    assert [(each.step, each.target, each.ok) for each in transfers] == [(0, CacheLevel.DEVICE, True)]
+    assert result.report.exposed_wait_s >= 0
+
+
+def test_batch_without_requests_only_copies(start):
+    worker = start()
+    result = worker.runner.run(BatchRequest(swap_steps=[evict(0, 1, 2)]))
+    transfers = list(result.report.transfers)
+    while worker.runner.has_open_copies:
+        transfers += worker.runner.take_report().transfers
+    assert [each.num_blocks for each in transfers] == [2]
+    assert worker.forward.calls == []
+
+
+def test_failed_swap_in_drops_only_the_requests_that_read_its_targets(start):
+    worker = start(make_runtime('{"fail": {"input": [1]}}'))
+    result = worker.runner.run(
+        BatchRequest(
+            [task("reads", [3, 4], start=4), task("other", [5]), task("shares", [3, 6], start=4)],
+            swap_steps=[swap_in(0, 3)],
+        )
+    )
+    assert result.tokens == {"other": 1}
+    assert set(result.retry) == {"reads", "shares"}
+    assert "injected failure" in result.retry["reads"]
+    assert [len(call) for call in worker.forward.calls] == [3, 1]
+    assert worker.forward.layers == [0, 0, 1], "the second layer failed; the rest ran again without waiting"
+    failed = [each for each in result.report.transfers if not each.ok]
+    assert [each.target_slots for each in failed] == [(3,)]
+
+
+def test_late_swap_in_drops_the_request_and_the_next_step_goes_on(start):
+    gate = threading.Event()
+    worker = start(CpuRuntime(delay=lambda stream: gate.wait()), layer_timeout_s=0.05)
+    try:
+        result = worker.runner.run(
+            BatchRequest([task("late", [3, 4], start=4), task("other", [5])], swap_steps=[swap_in(0, 3)])
+        )
+        assert set(result.retry) == {"late"}
+        assert "did not arrive within 0.05 s" in result.retry["late"]
+        assert result.tokens == {"other": 1}
+        assert [each.target_slots for each in result.report.transfers] == [(3,)]
+        assert worker.runner.run(BatchRequest([task("next", [6])])).tokens == {"next": 1}
+    finally:
+        gate.set()
+
+
+def test_failed_backup_disturbs_nobody(start):
+    worker = start(make_runtime('{"fail": {"output": "all"}}'))
+    result = worker.runner.run(BatchRequest([task("a", [3, 4], start=4)], swap_steps=[evict(0, 3)]))
+    assert result.tokens == {"a": 5}
+    transfers = list(result.report.transfers)
+    while worker.runner.has_open_copies:
+        transfers += worker.runner.take_report().transfers
+    assert [(each.ok, each.target_slots) for each in transfers] == [(False, (3,))]
+
+
+def test_bug_in_the_forward_fails_the_requests_and_spares_the_worker(start, caplog):
+    def broken(sequences, caches, before_layer):
+        raise ZeroDivisionError("a bug")
+
+    worker = start(forward=broken)
+    result = worker.runner.run(BatchRequest([task("a", [0])]))
+    assert result.errors == {"a": "internal error: ZeroDivisionError('a bug')"}
+    assert "Traceback" in caplog.text
+
+
+def test_logits_that_are_not_finite_fail_only_their_request(start):
+    def forward(sequences, caches, before_layer):
+        return [np.full(VOCAB, np.nan if slice_.start else 0.0, dtype=np.float32) for slice_ in sequences]
+
+    worker = start(forward=forward)
+    result = worker.runner.run(BatchRequest([task("good", [0]), task("bad", [1], start=1)]))
+    assert result.tokens == {"good": 0}
+    assert set(result.errors) == {"bad"}
+
+
+def test_steps_out_of_order_are_a_bug_nobody_survives(start):
+    worker = start()
+    worker.runner.run(BatchRequest(swap_steps=[evict(5, 1)]))
+    with pytest.raises(CacheStateError):
+        worker.runner.run(BatchRequest(swap_steps=[evict(5, 2)]))
+
+
+@pytest.mark.parametrize("faults", ["{", "[1]", '{"max_delay": 3}'])
+def test_descriptions_of_faults_are_checked(faults):
+    with pytest.raises(ConfigError, match="FASTDEPLOY_KVCACHE_COPY_FAULTS"):
+        make_runtime(faults)
