@@ -32,6 +32,7 @@ Extensions of request bodies: min_tokens, ignore_eos, stop_token_ids, return_tok
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add_serve_arguments(parser)
 
