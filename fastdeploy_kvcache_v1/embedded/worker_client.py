@@ -72,6 +72,8 @@ class ProcessWorkerClient:
         self._context = zmq.Context()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
+        self.ops: dict[str, str] = {}
+        """Name of the implementation behind every copy op of the worker."""
         try:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
@@ -158,6 +160,7 @@ class ProcessWorkerClient:
         if isinstance(message, WorkerFailed):
             raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
         assert isinstance(message, WorkerReady), f"unexpected first message {message!r}"
+        self.ops = message.ops
         while not self._tasks.poll(POLL_MS, zmq.POLLOUT):  # writable once the worker's end is connected
             if process.poll() is not None:
                 raise WorkerDiedError(f"the worker process {_describe_exit(process.returncode)} while starting")
