@@ -29,6 +29,7 @@ PACKAGE_OPS = HERE.parent / "fastdeploy_kvcache_v1" / "ops"
 TARGETS = {"core": "_core.so", "cuda": "_core_cuda.so", "paddle": "_paddle_ops.so"}
 DEFAULT_ARCHS = "80,90,100"
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wshadow"]
+PADDLE_LIBRARIES = ("libphi_core.so", "libphi.so", "libcommon.so")
 LINK_FLAGS = ["-shared", "-Wl,-z,defs", "-Wl,-O1"]
 
 
@@ -131,11 +132,13 @@ def build_paddle(directory: Path) -> Path:
     core = directory / TARGETS["core"]
     if not core.exists():
         build_core(directory)
-    (library,) = list((root / "base").glob("libpaddle*.so"))[:1]
+    # Releases split Paddle differently; whoever imports Paddle has loaded all of these before us.
+    candidates = [*sorted((root / "base").glob("libpaddle*.so")), *(root / "libs" / name for name in PADDLE_LIBRARIES)]
+    libraries = [path for path in candidates if path.exists()]
     command = [*cxx(), *CXX_FLAGS, "-Wno-unused-parameter", "-Wno-shadow", "-shared", "-Wl,-z,defs"]
     command += [f"-isystem{root}/include", f"-isystem{root}/include/third_party", str(HERE / "paddle" / "ops.cc")]
-    command += [f"-L{directory}", f"-l:{core.name}", f"-L{root}/base", f"-Wl,-rpath-link,{root}/libs"]
-    command += ["-Wl,--no-as-needed", f"-l:{library.name}", "-Wl,-rpath,$ORIGIN"]
+    command += [f"-L{directory}", f"-l:{core.name}", f"-L{root}/base", f"-L{root}/libs", f"-Wl,-rpath-link,{root}/libs"]
+    command += ["-Wl,--as-needed", *(f"-l:{path.name}" for path in libraries), "-Wl,-rpath,$ORIGIN"]
     return install(command, directory / TARGETS["paddle"])
 
 

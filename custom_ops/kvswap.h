@@ -125,6 +125,8 @@ KVSWAP_API int kvswap_cuda_has_path(int path);
  * memory, the other device memory; `to_device` says which. */
 KVSWAP_API int kvswap_cuda_copy(const kvswap_rows* targets, const kvswap_rows* sources, int64_t entries,
                                 const kvswap_plan* plan, int to_device, int path, uint64_t stream);
+/* Blocks until everything on `stream` has run. */
+KVSWAP_API int kvswap_cuda_synchronize(uint64_t stream);
 /* Page-locked memory of the driver's own, and page-locking of memory that is there already. */
 KVSWAP_API int kvswap_cuda_host_alloc(int64_t nbytes, void** address);
 KVSWAP_API int kvswap_cuda_host_free(void* address);

@@ -69,6 +69,13 @@ int kvswap_cuda_has_path(int path) {
   return code == KVSWAP_OK && has ? 1 : 0;
 }
 
+int kvswap_cuda_synchronize(uint64_t stream) {
+  return kvswap::guarded([&] {
+    const auto& driver = kvswap::cuda::driver_with_context();
+    kvswap::cuda::check(driver, driver.synchronize(reinterpret_cast<void*>(stream)), "cuStreamSynchronize");
+  });
+}
+
 int kvswap_cuda_copy(const kvswap_rows* targets, const kvswap_rows* sources, int64_t entries, const kvswap_plan* plan,
                      int to_device, int path, uint64_t stream) {
   return kvswap::guarded([&] {

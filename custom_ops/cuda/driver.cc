@@ -45,6 +45,7 @@ Loaded load() {
                         find(get, "cuCtxGetCurrent", kBaseVersion, driver.get_context) &&
                         find(get, "cuMemcpyAsync", kBaseVersion, driver.copy) &&
                         find(get, "cuMemcpy2DAsync", kBaseVersion, driver.copy_2d) &&
+                        find(get, "cuStreamSynchronize", kBaseVersion, driver.synchronize) &&
                         find(get, "cuMemHostAlloc", kBaseVersion, driver.host_alloc) &&
                         find(get, "cuMemFreeHost", kBaseVersion, driver.host_free) &&
                         find(get, "cuMemHostRegister", kBaseVersion, driver.host_register) &&

@@ -14,6 +14,7 @@ struct Driver {
   // The 12.8 form of cuMemcpyBatchAsync; null before that.
   Result (*copy_batch)(DevicePointer*, DevicePointer*, size_t*, size_t, MemcpyAttributes*, size_t*, size_t, size_t*,
                        Stream) = nullptr;
+  Result (*synchronize)(Stream) = nullptr;
   Result (*host_alloc)(void**, size_t, unsigned int) = nullptr;
   Result (*host_free)(void*) = nullptr;
   Result (*host_register)(void*, size_t, unsigned int) = nullptr;

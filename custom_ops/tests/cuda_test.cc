@@ -144,6 +144,7 @@ void a_gpu_without_batches_falls_back(Random& random) {
 }
 
 void host_memory_is_the_drivers() {
+  EXPECT(kvswap_cuda_synchronize(kStream) == KVSWAP_OK);
   void* memory = nullptr;
   EXPECT(kvswap_cuda_host_alloc(8192, &memory) == KVSWAP_OK);
   std::memset(memory, 1, 8192);

@@ -78,6 +78,8 @@ Result copy_batch(DevicePointer* to, DevicePointer* of, size_t* sizes, size_t co
   return kSuccess;
 }
 
+Result synchronize(Stream stream) { return note(stream) ? kSuccess : kInvalidValue; }
+
 Result host_alloc(void** address, size_t nbytes, unsigned int) {
   *address = std::aligned_alloc(4096, (nbytes + 4095) / 4096 * 4096);
   state.registered += static_cast<int64_t>(nbytes);
@@ -111,6 +113,7 @@ const Entry entries[] = {
     {"cuCtxGetCurrent", 4000, reinterpret_cast<void*>(get_context)},
     {"cuMemcpyAsync", 4000, reinterpret_cast<void*>(copy_async)},
     {"cuMemcpy2DAsync", 3020, reinterpret_cast<void*>(copy_2d)},
+    {"cuStreamSynchronize", 2000, reinterpret_cast<void*>(synchronize)},
     {"cuMemHostAlloc", 2020, reinterpret_cast<void*>(host_alloc)},
     {"cuMemFreeHost", 2000, reinterpret_cast<void*>(host_free)},
     {"cuMemHostRegister", 6050, reinterpret_cast<void*>(host_register)},

@@ -46,6 +46,7 @@ _CHECKED = {
     "kvswap_host_free": [c_void_p, c_int64],
     "kvswap_cuda_available": [],
     "kvswap_cuda_copy": [*_COPY, c_int, c_int, c_uint64],
+    "kvswap_cuda_synchronize": [c_uint64],
     "kvswap_cuda_host_alloc": [c_int64, POINTER(c_void_p)],
     "kvswap_cuda_host_free": [c_void_p],
     "kvswap_cuda_host_register": [c_void_p, c_int64],
