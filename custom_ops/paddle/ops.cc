@@ -29,7 +29,6 @@ Rows rows_of(const std::vector<Tensor>& caches, int64_t pool, int64_t host_block
   rows.on_gpu = caches.front().is_gpu();
   for (const auto& cache : caches) {
     PD_CHECK(cache.initialized() && cache.numel() > 0, "a cache tensor is empty");
-    PD_CHECK(cache.is_contiguous(), "a cache tensor must be contiguous: a copy into a view would be lost");
     PD_CHECK(cache.is_gpu() == rows.on_gpu && (cache.is_gpu() || cache.is_cpu()),
              "cache tensors must all be on the GPU or all on the CPU");
     PD_CHECK(!cache.shape().empty(), "the first axis of a cache tensor is the block");

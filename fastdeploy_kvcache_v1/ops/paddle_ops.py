@@ -81,6 +81,13 @@ def _run(name: str, *arguments: object) -> None:
         raise CacheStateError(_first_line(error)) from None
 
 
+def _in_place(caches: Sequence[Any]) -> list[Any]:
+    """Paddle hands an operator a contiguous copy of a tensor that is not, and what is written there is lost."""
+    if not caches or not all(cache.is_contiguous() and cache.stop_gradient for cache in caches):
+        raise CacheStateError("a copy needs cache tensors that are contiguous and without gradient")
+    return list(caches)
+
+
 def swap_cache_per_layer(
     caches: Sequence[Any],
     host: HostBlocks,
@@ -92,7 +99,16 @@ def swap_cache_per_layer(
     stream: int = 0,
 ) -> None:
     """Copy one layer, whose rows start `offset` bytes into a host block. Done on return."""
-    _run("swap_cache_per_layer", list(caches), *host, offset, list(device_slots), list(host_slots), to_device, stream)
+    _run(
+        "swap_cache_per_layer",
+        _in_place(caches),
+        *host,
+        offset,
+        list(device_slots),
+        list(host_slots),
+        to_device,
+        stream,
+    )
 
 
 def swap_cache_per_layer_async(
@@ -107,7 +123,7 @@ def swap_cache_per_layer_async(
 ) -> None:
     """As `swap_cache_per_layer`, but only enqueued on `stream`."""
     slots = (list(device_slots), list(host_slots))
-    _run("swap_cache_per_layer_async", list(caches), *host, offset, *slots, to_device, stream)
+    _run("swap_cache_per_layer_async", _in_place(caches), *host, offset, *slots, to_device, stream)
 
 
 def swap_cache_all_layers(
@@ -120,7 +136,7 @@ def swap_cache_all_layers(
     stream: int = 0,
 ) -> None:
     """Enqueue the copy of all layers on `stream`; done on return with stream 0 on the CPU."""
-    _run("swap_cache_all_layers", list(caches), *host, list(device_slots), list(host_slots), to_device, stream)
+    _run("swap_cache_all_layers", _in_place(caches), *host, list(device_slots), list(host_slots), to_device, stream)
 
 
 def cuda_host_alloc(nbytes: int) -> Any:
