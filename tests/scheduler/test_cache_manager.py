@@ -625,3 +625,67 @@ def test_checks_notice_damage() -> None:
     }
     found = {expected: damaged(damage) for expected, damage in damages.items()}
     assert {expected: text for expected, text in found.items() if expected not in text} == {}
+
+
+def test_a_smaller_allocation_takes_nothing_back() -> None:
+    cache = manager(8)
+    cache.match_prefix("r", prompt("abcd!"))
+    for tokens in (4, 2, 5):
+        cache.allocate("r", tokens)
+        cache.take_swap_step()
+    cache.allocate("r", 6)
+    cache.commit("r", 4)  # allocated in the first step
+    assert cached(cache, "abcd") == ["device"] * 4
+    cache.finish("r")
+
+
+def test_a_run_that_fits_the_host_only_in_part_is_counted_once() -> None:
+    cache = manager(4, 1)
+    run(cache, "abcd!")
+    run(cache, "12!")
+    assert cached(cache, "abcd") == ["device", "device", "host"]
+    counters = cache.stats().counters
+    assert (counters.device_evicted_blocks, counters.device_lost_blocks, counters.backup_skipped_blocks) == (2, 1, 1)
+
+
+def test_a_request_that_ran_through_a_reset_caches_nothing() -> None:
+    cache = manager(8)
+    cache.match_prefix("r", prompt("ab!"))
+    cache.allocate("r", 2)
+    cache.take_swap_step()
+    cache.reset_cache()
+    cache.commit("r", 2)
+    assert cached(cache, "ab") == []
+    cache.finish("r")
+    cache.check_idle()
+
+
+def test_nothing_is_cached_below_a_block_that_was_lost() -> None:
+    cache = manager(6, 4)
+    run(cache, "abc!")
+    run(cache, "123456!")
+    cache.match_prefix("r", prompt("abcde!"))
+    cache.allocate("r", 5)
+    step = cache.take_swap_step()
+    slots = step.swap_in.target_slots[2:]
+    failed = TransferResult(step.step, CacheLevel.HOST, CacheLevel.DEVICE, 1, 0, 0.0, slots, "injected")
+    assert cache.transfer_failed(failed) == ["r"]
+    cache.commit("r", 5)
+    cache.check()
+    assert cached(cache, "abcde") == ["device", "device"]
+    cache.finish("r")
+
+
+def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
+    cache = manager(3, 6)
+    run(cache, "abc!")
+    step = run(cache, "123!")
+    cache.match_prefix("r", prompt("abc!"))
+    cache.allocate("r", 3)
+    slots = step.evict.target_slots
+    failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 3, 0, 0.0, slots, "injected")
+    assert cache.transfer_failed(failed) == ["r"]
+    cache.preempt("r")
+    assert not cache.take_swap_step().swap_in
+    assert cached(cache, "abc") == []
+    cache.check_idle()

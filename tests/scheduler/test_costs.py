@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -146,3 +146,12 @@ def test_items_after_a_block_cost_it_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert len(hasher.hashes) == 50
     assert Counted.copied == 0
     assert cache_utils.get_block_hash_extra_keys(0, 4, items)[0] != b""
+
+
+@pytest.mark.parametrize("empty", [CacheManager.take_events, CacheManager.reset_cache])
+def test_the_bound_on_events_starts_anew_when_the_queue_is_emptied(empty: Callable[[CacheManager], object]) -> None:
+    cache = manager(64, max_queued_events=10)
+    for number in range(5):
+        run(cache, str(number), chain(number, 1, 2, 3))
+        empty(cache)
+    assert cache.stats().events_overflowed == 0
