@@ -630,7 +630,7 @@ def test_checks_notice_damage() -> None:
 def test_a_smaller_allocation_takes_nothing_back() -> None:
     cache = manager(8)
     cache.match_prefix("r", prompt("abcd!"))
-    for tokens in (4, 2, 5):
+    for tokens in (4, 2):
         cache.allocate("r", tokens)
         cache.take_swap_step()
     cache.allocate("r", 6)
