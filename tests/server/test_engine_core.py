@@ -174,6 +174,24 @@ def test_second_request_is_served_from_the_cache_and_says_so():
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (18, 2, cached)
 
 
+def test_failed_swap_in_does_not_count_as_cached():
+    harness = Harness(
+        small(num_device_blocks=8, write_policy=WritePolicy.WRITE_THROUGH),
+        fails=lambda result: result.target is CacheLevel.DEVICE,
+    )
+    prompt = list(range(18))
+    for name, first in (("first", 0), ("others", 100), ("more", 200)):  # the others push it off the device
+        harness.submit(name, range(first, first + 18), 2)
+        harness.run()
+    again = harness.submit("again", prompt, 2)
+    harness.run()
+    assert harness.core.counters.swap_in.failures > 0
+    assert again.tokens == expected_outputs(prompt, 2)
+    usage = again.deltas[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 0, "all of it was computed in the end"
+
+
 def test_generated_tokens_are_found_by_the_next_turn():
     harness = Harness(small(num_device_blocks=32))
     prompt = list(range(10))
