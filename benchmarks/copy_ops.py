@@ -113,7 +113,7 @@ def measure(bench: Bench, case: Case) -> dict[str, Any]:
 
 
 def submission_us(core: CompiledOps) -> dict[str, float]:
-    """CPU time to enqueue one layer of 256 scattered blocks on a queue that is held up: what the engine's thread pays."""
+    """Time to enqueue one layer of 256 scattered blocks: what the thread of the engine pays."""
     device = [np.zeros((256, 64), np.uint8) for _role in range(2)]
     host = np.zeros((256, 2, 64), np.uint8)
     targets = tuple(_rows(array) for array in device)
