@@ -7,6 +7,7 @@ neighbours. Contenders take turns on the same slots; what counts is the median o
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from _support import median, save
 
 from fastdeploy_kvcache_v1 import ops
-from fastdeploy_kvcache_v1.ops import BlockRows, Runs, numpy_twin, plan_runs
+from fastdeploy_kvcache_v1.ops import BlockRows, Run, Runs, numpy_twin, plan_runs
 from fastdeploy_kvcache_v1.ops.compiled import CompiledOps, Path
 from fastdeploy_kvcache_v1.ops.queues import Queue
 
@@ -112,6 +113,32 @@ def measure(bench: Bench, case: Case) -> dict[str, Any]:
     }
 
 
+def parallel_queues(core: CompiledOps) -> float:
+    """Two queues over one for copies that stay in the caches: what the queues allow, whatever the memory does."""
+    copies, block = 10_000, 8 << 10
+    memory = [[np.ones((16, block), np.uint8) for _side in range(2)] for _queue in range(2)]
+    queues = [Queue(core.library, f"parallel-{number}") for number in range(2)]
+    runs = Runs.of([Run(slot, 15 - slot, 1) for slot in range(16)])
+
+    def seconds(count: int) -> float:
+        gate = threading.Event()  # so that enqueueing does not count
+        for queue, (to, of) in zip(queues[:count], memory, strict=False):
+            queue.call(gate.wait)
+            for _copy in range(copies // count):
+                core.swap_cache_per_layer((_rows(to),), (_rows(of),), runs, queue.id)
+        events = [queue.record() for queue in queues]
+        start = time.perf_counter()
+        gate.set()
+        for event in events:
+            event.wait(-1)
+        return time.perf_counter() - start
+
+    ratio = median(seconds(1) / seconds(2) for _turn in range(TURNS))
+    for queue in queues:
+        queue.close()
+    return ratio
+
+
 def submission_us(core: CompiledOps) -> dict[str, float]:
     """Time to enqueue one layer of 256 scattered blocks: what the thread of the engine pays."""
     device = [np.zeros((256, 64), np.uint8) for _role in range(2)]
@@ -147,6 +174,7 @@ def main() -> None:
             "bytes_per_copy": BYTES,
             "turns": TURNS,
             "submission_of_256_blocks_us": submission_us(ops.COMPILED),
+            "two_queues_over_one_in_cache": parallel_queues(ops.COMPILED),
             "cases": cases,
         },
     )
