@@ -29,7 +29,8 @@ fingerprint() {
     {
         echo "$ROOT"
         cat "$ROOT/pyproject.toml" "$ROOT/setup.py"
-        find "$ROOT/custom_ops" -type f -not -path '*/tests/*' -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 cat
+        cd "$ROOT"
+        find custom_ops -type f -not -path '*/tests/*' -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 cat
     } | cksum
 }
 
