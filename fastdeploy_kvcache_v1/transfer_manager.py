@@ -128,7 +128,7 @@ class CacheTransferManager:
             metadata.target_slots,
             timeout_s=self._layer_timeout_s,
             meter=self._meter,
-            on_timeout=lambda reason: self._give_up(transfer, reason),
+            on_failure=lambda reason: self._give_up(transfer, reason),
         )
 
     def _begin(self, actor: Actor, metadata: CacheSwapMetadata) -> Stream:
