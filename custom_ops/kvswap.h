@@ -20,7 +20,7 @@ extern "C" {
 #define KVSWAP_API __attribute__((visibility("default")))
 
 /* Raised with every incompatible change of this file. */
-#define KVSWAP_ABI 1
+#define KVSWAP_ABI 2
 
 enum {
   KVSWAP_OK = 0,
@@ -88,18 +88,22 @@ KVSWAP_API int kvswap_copy(const kvswap_rows* targets, const kvswap_rows* source
 
 /* The first 15 characters of `name` become the thread's. */
 KVSWAP_API int kvswap_queue_create(const char* name, uint64_t* queue);
-/* Finishes what was submitted, then ends the thread. */
+/* Finishes what was submitted, then ends the thread. Not from that thread itself. */
 KVSWAP_API int kvswap_queue_close(uint64_t queue);
 KVSWAP_API int kvswap_queue_begin(uint64_t queue);
 KVSWAP_API int kvswap_queue_copy(uint64_t queue, const kvswap_rows* targets, const kvswap_rows* sources,
                                  int64_t entries, const kvswap_plan* plan, int path);
-/* Runs fn(context) in its turn; a result other than 0 fails the unit with it. With `always` also in a failed unit. */
-KVSWAP_API int kvswap_queue_call(uint64_t queue, int64_t (*fn)(void*), void* context, int always);
+/* Calls fn(context, failed) once, in its turn; a result other than 0 fails the unit with it. `failed` is 1 when the unit
+ * has failed already: work is skipped then, but fn can let go of what `context` holds. */
+KVSWAP_API int kvswap_queue_call(uint64_t queue, int64_t (*fn)(void*, int), void* context);
 /* Later work waits for `event`. With `needs_data` its failure becomes this unit's, negated where it is positive. */
 KVSWAP_API int kvswap_queue_wait(uint64_t queue, const kvswap_event* event, int needs_data);
 KVSWAP_API int kvswap_queue_record(uint64_t queue, kvswap_event** event);
-/* From now on no queue calls back: before the interpreter that gave the functions is gone. */
-KVSWAP_API void kvswap_queue_stop_calls(void);
+/* For the end of the process, before the functions and the memory that were given to queues are gone: from now on no
+ * queue calls back or copies, work that was left fails with KVSWAP_STOPPED. Returns when no copy is running any more;
+ * does not wait for a function that is running. */
+KVSWAP_API void kvswap_queue_stop(void);
+#define KVSWAP_STOPPED INT64_MAX
 
 /* 1 when the event happened within `timeout_ns` (0: look once, negative: for ever), else 0. */
 KVSWAP_API int kvswap_event_wait(const kvswap_event* event, int64_t timeout_ns);

@@ -8,6 +8,14 @@ namespace {
 
 constexpr int64_t kMaxRows = int64_t{1} << 40;  // far beyond any cache, and no sum of two overflows
 
+void check_run(const kvswap_run& run) {
+  if (run.source < 0 || run.target < 0 || run.blocks < 1 || run.source > kMaxRows || run.target > kMaxRows ||
+      run.blocks > kMaxRows) {
+    refuse("a run of %lld blocks from slot %lld to slot %lld is not possible", static_cast<long long>(run.blocks),
+           static_cast<long long>(run.source), static_cast<long long>(run.target));
+  }
+}
+
 void check_targets(const std::vector<kvswap_run>& runs) {
   std::vector<std::pair<int64_t, int64_t>> written;
   written.reserve(runs.size());
@@ -25,16 +33,12 @@ void check_targets(const std::vector<kvswap_run>& runs) {
 Plan checked_plan(std::vector<kvswap_run> runs) {
   Plan plan;
   for (const auto& run : runs) {
-    if (run.source < 0 || run.target < 0 || run.blocks < 1 || run.source > kMaxRows || run.target > kMaxRows ||
-        run.blocks > kMaxRows) {
-      refuse("a run of %lld blocks from slot %lld to slot %lld is not possible", static_cast<long long>(run.blocks),
-             static_cast<long long>(run.source), static_cast<long long>(run.target));
-    }
-    plan.blocks += run.blocks;
+    check_run(run);
     plan.source_end = std::max(plan.source_end, run.source + run.blocks);
     plan.target_end = std::max(plan.target_end, run.target + run.blocks);
   }
   check_targets(runs);
+  for (const auto& run : runs) plan.blocks += run.blocks;  // of runs that do not overlap: no overflow
   plan.runs = std::move(runs);
   return plan;
 }
@@ -48,6 +52,7 @@ std::vector<kvswap_run> coalesce(const int64_t* sources, const int64_t* targets,
   });
   std::vector<kvswap_run> runs;
   for (int64_t i : order) {
+    check_run({sources[i], targets[i], 1});
     if (!runs.empty() && runs.back().source + runs.back().blocks == sources[i] &&
         runs.back().target + runs.back().blocks == targets[i]) {
       ++runs.back().blocks;

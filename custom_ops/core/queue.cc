@@ -2,10 +2,14 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
 namespace kvswap {
+namespace {
+constexpr int64_t kLongestWait = int64_t{1} << 60;  // 36 years: added to the time of day it still is an int64
+}
 
 void Event::happen(int64_t failure) {
   {
@@ -30,7 +34,8 @@ bool Event::wait(int64_t timeout_ns) const {
   }
   // Against the system clock: older thread sanitizers do not know waits on the steady one. A clock that is set
   // meanwhile makes this wait shorter or longer, which callers that wait in short slices do not notice.
-  return changed_.wait_until(lock, std::chrono::system_clock::now() + std::chrono::nanoseconds(timeout_ns), happened);
+  const auto timeout = std::chrono::nanoseconds(std::min(timeout_ns, kLongestWait));
+  return changed_.wait_until(lock, std::chrono::system_clock::now() + timeout, happened);
 }
 
 Queue::Queue(const std::string& name) : thread_([this] { loop(); }) {
@@ -41,10 +46,9 @@ void Queue::begin() {
   post([this] { failure_ = 0; });
 }
 
-void Queue::run(Work work, bool always) {
-  post([this, work = std::move(work), always] {
-    if (failure_ != 0 && !always) return;
-    const int64_t failure = work();
+void Queue::run(Work work) {
+  post([this, work = std::move(work)] {
+    const int64_t failure = work(failure_ != 0);
     if (failure_ == 0) failure_ = failure;
   });
 }

@@ -35,16 +35,18 @@ class Event {
 
 class Queue {
  public:
-  using Work = std::function<int64_t()>;  // what failed, 0 for nothing
+  using Work = std::function<int64_t(bool failed)>;  // told whether its unit has failed; says what failed, 0 for nothing
 
   explicit Queue(const std::string& name);
   // All posting may come from any thread. Throws after `close`.
   void begin();
-  void run(Work work, bool always);
+  void run(Work work);
   void wait(std::shared_ptr<const Event> event, bool needs_data);
   std::shared_ptr<const Event> record();
-  // Finishes what was posted. Must not be called from the queue's own thread.
+  // Finishes what was posted. Must not be called from the queue's own thread, nor twice.
   void close();
+  // Whether the calling thread is the queue's. Not once `close` was called.
+  bool runs_here() const { return thread_.get_id() == std::this_thread::get_id(); }
 
  private:
   using Step = std::function<void()>;

@@ -1,6 +1,7 @@
 // The C face of the queues: ids instead of pointers, so that a stale or foreign handle is an error and not a crash.
 #include <pthread.h>
 
+#include <chrono>
 #include <map>
 
 #include "copy.h"
@@ -16,7 +17,8 @@ struct Registry {
   std::mutex mutex;
   Queues* queues = new Queues;
   uint64_t last_id = 0;
-  std::atomic<bool> calls_stopped{false};
+  std::atomic<bool> stopped{false};
+  std::atomic<int> copying{0};  // queues that are copying now
 };
 
 Registry& registry() {
@@ -26,6 +28,7 @@ Registry& registry() {
     pthread_atfork([] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); },
                    [] {
                      registry().queues = new Queues;
+                     registry().copying = 0;
                      registry().mutex.unlock();
                    });
     return made;
@@ -38,6 +41,15 @@ std::shared_ptr<Queue> queue_of(uint64_t id) {
   auto found = registry().queues->find(id);
   if (found == registry().queues->end()) refuse("there is no queue %llu", static_cast<unsigned long long>(id));
   return found->second;
+}
+
+// The memory may be freed as soon as `kvswap_queue_stop` returned: count first, then look.
+int64_t copy_unless_stopped(const Entries& rows, const Plan& runs, int path) {
+  ++registry().copying;
+  const bool stopped = registry().stopped;
+  if (!stopped) copy_entries(rows, runs, path);
+  --registry().copying;
+  return stopped ? KVSWAP_STOPPED : 0;
 }
 
 const kvswap_event& checked(const kvswap_event* event) {
@@ -54,10 +66,16 @@ using kvswap::registry;
 
 int kvswap_queue_create(const char* name, uint64_t* queue) {
   return guarded([&] {
-    auto made = std::make_shared<kvswap::Queue>(name == nullptr ? "" : name);
     std::lock_guard<std::mutex> lock(registry().mutex);
-    *queue = ++registry().last_id;
-    registry().queues->emplace(*queue, std::move(made));
+    const uint64_t id = ++registry().last_id;
+    const auto place = registry().queues->emplace(id, nullptr).first;  // first: a running thread must not be lost
+    try {
+      place->second = std::make_shared<kvswap::Queue>(name == nullptr ? "" : name);
+    } catch (...) {
+      registry().queues->erase(place);
+      throw;
+    }
+    *queue = id;
   });
 }
 
@@ -66,7 +84,9 @@ int kvswap_queue_close(uint64_t queue) {
     auto closing = queue_of(queue);
     {
       std::lock_guard<std::mutex> lock(registry().mutex);
-      if (registry().queues->erase(queue) == 0) kvswap::refuse("the queue is being closed already");
+      if (registry().queues->count(queue) == 0) kvswap::refuse("the queue is being closed already");
+      if (closing->runs_here()) kvswap::refuse("a queue cannot be closed by its own work");
+      registry().queues->erase(queue);
     }
     closing->close();
   });
@@ -82,19 +102,18 @@ int kvswap_queue_copy(uint64_t queue, const kvswap_rows* targets, const kvswap_r
     kvswap::check_cpu_path(path);
     auto runs = kvswap::plan_of(plan);
     auto rows = kvswap::checked_entries(targets, sources, entries, *runs);
-    const auto copy = [runs = std::move(runs), rows = std::move(rows), path]() -> int64_t {
-      kvswap::copy_entries(rows, *runs, path);
-      return 0;
-    };
-    queue_of(queue)->run(copy, false);
+    queue_of(queue)->run([runs = std::move(runs), rows = std::move(rows), path](bool failed) -> int64_t {
+      return failed ? 0 : kvswap::copy_unless_stopped(rows, *runs, path);
+    });
   });
 }
 
-int kvswap_queue_call(uint64_t queue, int64_t (*fn)(void*), void* context, int always) {
+int kvswap_queue_call(uint64_t queue, int64_t (*fn)(void*, int), void* context) {
   return guarded([&] {
     if (fn == nullptr) kvswap::refuse("there is no function to call");
-    const auto call = [fn, context]() -> int64_t { return registry().calls_stopped ? 0 : fn(context); };
-    queue_of(queue)->run(call, always != 0);
+    queue_of(queue)->run([fn, context](bool failed) -> int64_t {
+      return registry().stopped ? KVSWAP_STOPPED : fn(context, failed ? 1 : 0);
+    });
   });
 }
 
@@ -106,7 +125,10 @@ int kvswap_queue_record(uint64_t queue, kvswap_event** event) {
   return guarded([&] { *event = new kvswap_event{queue_of(queue)->record()}; });
 }
 
-void kvswap_queue_stop_calls(void) { registry().calls_stopped = true; }
+void kvswap_queue_stop(void) {
+  registry().stopped = true;
+  while (registry().copying != 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
 
 int kvswap_event_wait(const kvswap_event* event, int64_t timeout_ns) { return event->event->wait(timeout_ns) ? 1 : 0; }
 int64_t kvswap_event_failure(const kvswap_event* event) { return event->event->failure(); }

@@ -1,5 +1,6 @@
 // The core's copies as Paddle operators. Bytes only, so every dtype works. Docs: fastdeploy_kvcache_v1/ops/paddle_ops.py
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -45,6 +46,7 @@ Rows rows_of(const std::vector<Tensor>& caches, int64_t pool, int64_t host_block
 class Plan {
  public:
   Plan(const std::vector<int64_t>& sources, const std::vector<int64_t>& targets) {
+    PD_CHECK(kvswap_abi() == KVSWAP_ABI, "the operators and _core.so come from different builds: build them again");
     PD_CHECK(sources.size() == targets.size(), "a copy needs one target slot per source slot");
     check(kvswap_plan_slots(sources.data(), targets.data(), static_cast<int64_t>(sources.size()), &plan_));
   }
@@ -57,7 +59,7 @@ class Plan {
   kvswap_plan* plan_ = nullptr;
 };
 
-int64_t let_go(void* tensors) {
+int64_t let_go(void* tensors, int) {
   delete static_cast<std::vector<Tensor>*>(tensors);
   return 0;
 }
@@ -72,9 +74,10 @@ void copy(const std::vector<Tensor>& caches, const Rows& rows, const std::vector
   if (rows.on_gpu) {
     check(kvswap_cuda_copy(targets, sources, entries, plan.get(), to_device, KVSWAP_PATH_AUTO, queue));
   } else if (stream != 0) {
+    // The tensors' memory must outlive the copy, also where the queue is closed between the two calls.
+    auto kept = std::make_unique<std::vector<Tensor>>(caches);
     check(kvswap_queue_copy(queue, targets, sources, entries, plan.get(), KVSWAP_PATH_AUTO));
-    // The tensors' memory must outlive the copy.
-    check(kvswap_queue_call(queue, let_go, new std::vector<Tensor>(caches), 1));
+    check(kvswap_queue_call(queue, let_go, kept.release()));
   } else {
     check(kvswap_copy(targets, sources, entries, plan.get(), KVSWAP_PATH_AUTO));
   }

@@ -61,6 +61,8 @@ void wrong_arguments_move_nothing() {
   const int64_t sources[] = {0, 1}, twice[] = {2, 2};
   kvswap_plan* plan = nullptr;
   EXPECT_REFUSED(kvswap_plan_slots(sources, twice, 2, &plan), KVSWAP_INVALID, "written twice");
+  const int64_t endless_slots[] = {INT64_MAX, INT64_MAX};
+  EXPECT_REFUSED(kvswap_plan_slots(endless_slots, twice, 2, &plan), KVSWAP_INVALID, "not possible");
   EXPECT_REFUSED(kvswap_copy(&target, &source, 1, nullptr, 0), KVSWAP_INVALID, "needs a plan");
   EXPECT(kvswap_plan_slots(sources, sources, 2, &plan) == KVSWAP_OK);
   const kvswap_rows same[] = {target, target}, two[] = {source, source};
@@ -79,17 +81,21 @@ void slots_become_the_fewest_runs() {
   kvswap_plan_free(plan);
 }
 
-int64_t sleep_a_moment(void*) {
+int64_t sleep_a_moment(void*, int) {
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return 0;
 }
 
-int64_t fail(void*) { return 7; }
+int64_t fail(void*, int) { return 7; }
 
-int64_t count(void* counter) {
+int64_t count_always(void* counter, int) {
   ++*static_cast<int64_t*>(counter);  // plain, so that the thread sanitizer sees a missing order
   return 0;
 }
+
+int64_t count(void* counter, int failed) { return failed ? 0 : count_always(counter, failed); }
+
+int64_t close_own(void* queue, int) { return kvswap_queue_close(*static_cast<uint64_t*>(queue)); }
 
 struct Pair {
   uint64_t first, second;
@@ -131,9 +137,9 @@ void events_order_queues(Random& random) {
     const uint64_t queue = out ? queues.first : queues.second;
     EXPECT(kvswap_queue_begin(queue) == KVSWAP_OK);
     if (!events.empty()) EXPECT(kvswap_queue_wait(queue, events.back(), 1) == KVSWAP_OK);
-    if (pick(random, 0, 2) == 0) EXPECT(kvswap_queue_call(queue, sleep_a_moment, nullptr, 0) == KVSWAP_OK);
+    if (pick(random, 0, 2) == 0) EXPECT(kvswap_queue_call(queue, sleep_a_moment, nullptr) == KVSWAP_OK);
     EXPECT(kvswap_queue_copy(queue, out ? &host_rows : &device_rows, out ? &device_rows : &host_rows, 1, plan, 0) == 0);
-    EXPECT(kvswap_queue_call(queue, count, &counter, 0) == KVSWAP_OK);
+    EXPECT(kvswap_queue_call(queue, count, &counter) == KVSWAP_OK);
     events.push_back(record(queue));
   }
   kvswap_plan_free(plan);  // queued copies keep what they need
@@ -151,17 +157,17 @@ void failures_skip_their_unit_only() {
   const Pair queues = make_queues();
   int64_t skipped = 0, ran = 0, cleaned = 0;
   EXPECT(kvswap_queue_begin(queues.first) == KVSWAP_OK);
-  EXPECT(kvswap_queue_call(queues.first, fail, nullptr, 0) == KVSWAP_OK);
-  EXPECT(kvswap_queue_call(queues.first, count, &skipped, 0) == KVSWAP_OK);
-  EXPECT(kvswap_queue_call(queues.first, count, &cleaned, 1) == KVSWAP_OK);
+  EXPECT(kvswap_queue_call(queues.first, fail, nullptr) == KVSWAP_OK);
+  EXPECT(kvswap_queue_call(queues.first, count, &skipped) == KVSWAP_OK);
+  EXPECT(kvswap_queue_call(queues.first, count_always, &cleaned) == KVSWAP_OK);
   kvswap_event* failed = record(queues.first);
   EXPECT(kvswap_queue_begin(queues.first) == KVSWAP_OK);
-  EXPECT(kvswap_queue_call(queues.first, count, &ran, 0) == KVSWAP_OK);
+  EXPECT(kvswap_queue_call(queues.first, count, &ran) == KVSWAP_OK);
   kvswap_event* fine = record(queues.first);
   EXPECT(kvswap_queue_wait(queues.second, failed, 0) == KVSWAP_OK);
   kvswap_event* ordered = record(queues.second);
   EXPECT(kvswap_queue_wait(queues.second, failed, 1) == KVSWAP_OK);
-  EXPECT(kvswap_queue_call(queues.second, count, &skipped, 0) == KVSWAP_OK);
+  EXPECT(kvswap_queue_call(queues.second, count, &skipped) == KVSWAP_OK);
   kvswap_event* inherited = record(queues.second);
   EXPECT(kvswap_event_wait(inherited, 60'000'000'000) == 1);
   EXPECT(kvswap_event_wait(fine, -1) == 1);
@@ -178,17 +184,54 @@ void failures_skip_their_unit_only() {
 void waiting_can_end_early() {
   const Pair queues = make_queues();
   std::atomic<bool> open{false};
-  const auto gate = [](void* flag) -> int64_t {
+  const auto gate = [](void* flag, int) -> int64_t {
     while (!static_cast<std::atomic<bool>*>(flag)->load()) std::this_thread::yield();
     return 0;
   };
-  EXPECT(kvswap_queue_call(queues.first, gate, &open, 0) == KVSWAP_OK);
+  EXPECT(kvswap_queue_call(queues.first, gate, &open) == KVSWAP_OK);
   kvswap_event* event = record(queues.first);
   EXPECT(kvswap_event_wait(event, 0) == 0);
   EXPECT(kvswap_event_wait(event, 1'000'000) == 0);
-  open = true;
+  std::thread opener([&open] { sleep_a_moment(nullptr, 0), open = true; });
+  EXPECT(kvswap_event_wait(event, INT64_MAX) == 1);
   EXPECT(kvswap_event_wait(event, -1) == 1);
+  opener.join();
   kvswap_event_free(event);
+  close(queues);
+}
+
+void a_queue_is_not_closed_by_its_own_work() {
+  const Pair queues = make_queues();
+  uint64_t queue = queues.first;
+  EXPECT(kvswap_queue_call(queue, close_own, &queue) == KVSWAP_OK);
+  kvswap_event* event = record(queue);
+  EXPECT(kvswap_event_wait(event, -1) == 1);
+  EXPECT(kvswap_event_failure(event) == KVSWAP_INVALID);
+  kvswap_event_free(event);
+  close(queues);
+}
+
+// Last: nothing starts queues again.
+void stopped_queues_leave_memory_alone() {
+  const Pair queues = make_queues();
+  constexpr int64_t kBytes = 8 << 20;
+  auto* to = new std::vector<uint8_t>(kBytes);
+  const std::vector<uint8_t> of(kBytes, 1);
+  const kvswap_rows target{reinterpret_cast<uint64_t>(to->data()), 1, kBytes, kBytes};
+  const kvswap_rows source{reinterpret_cast<uint64_t>(of.data()), 1, kBytes, kBytes};
+  const kvswap_run run{0, 0, 1};
+  kvswap_plan* plan = nullptr;
+  EXPECT(kvswap_plan_runs(&run, 1, &plan) == KVSWAP_OK);
+  for (int i = 0; i < 20; ++i) EXPECT(kvswap_queue_copy(queues.first, &target, &source, 1, plan, 0) == KVSWAP_OK);
+  int64_t called = 0;
+  EXPECT(kvswap_queue_call(queues.first, count_always, &called) == KVSWAP_OK);
+  kvswap_queue_stop();
+  delete to;  // the sanitizers see who writes there now
+  kvswap_event* event = record(queues.first);
+  EXPECT(kvswap_event_wait(event, -1) == 1);
+  EXPECT(kvswap_event_failure(event) == KVSWAP_STOPPED && called == 0);
+  kvswap_event_free(event);
+  kvswap_plan_free(plan);
   close(queues);
 }
 
@@ -215,6 +258,8 @@ int main() {
   events_order_queues(random);
   failures_skip_their_unit_only();
   waiting_can_end_early();
+  a_queue_is_not_closed_by_its_own_work();
   host_memory_is_zeroed_and_bounded();
+  stopped_queues_leave_memory_alone();
   std::puts("core: all passed");
 }

@@ -81,7 +81,7 @@ def _use_the_best() -> None:
     if core is None:
         logger.warning("no compiled copy ops, NumPy copies instead: %s", reason)
         return
-    queues.stop_calls_at_exit(core)
+    queues.stop_at_exit(core)
     COMPILED = CompiledOps(core)
     _LIVE.update(compiled_implementations(COMPILED))
 
@@ -147,6 +147,10 @@ def _platform(targets: LayerRows, sources: LayerRows) -> str:
 def _check_fit(targets: LayerRows, sources: LayerRows, runs: Runs) -> None:
     if [rows.row_bytes for rows in targets] != [rows.row_bytes for rows in sources] or not targets:
         raise CacheStateError("a swap needs the same roles of the same size on both sides")
+    if len({rows.on_gpu for rows in targets}) != 1 or len({rows.on_gpu for rows in sources}) != 1:
+        raise CacheStateError("the roles of one side of a swap must be in one kind of memory")
+    if targets[0].on_gpu and sources[0].on_gpu:
+        raise CacheStateError("a swap copies between GPU and host memory, not between two places on the GPU")
     if not runs:
         return
     if runs.lowest < 0 or any(runs.source_end > rows.num_rows for rows in sources):

@@ -15,7 +15,7 @@ CORE = Path(__file__).with_name("_core.so")
 CHOICE = "FASTDEPLOY_KVCACHE_OPS"
 """Environment variable: `numpy` leaves the compiled core alone."""
 
-ABI = 1
+ABI = 2
 OK, INVALID, OUT_OF_MEMORY, UNAVAILABLE, DRIVER, INTERNAL = range(6)
 
 _ERRORS: dict[int, type[Exception]] = {
@@ -26,7 +26,7 @@ _ERRORS: dict[int, type[Exception]] = {
     INTERNAL: InvariantError,
 }
 
-Callback = ctypes.CFUNCTYPE(c_int64, c_void_p)
+Callback = ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)
 
 _COPY = [c_void_p, c_void_p, c_int64, c_void_p]
 """targets, sources, entries, plan"""
@@ -39,7 +39,7 @@ _CHECKED = {
     "kvswap_queue_close": [c_uint64],
     "kvswap_queue_begin": [c_uint64],
     "kvswap_queue_copy": [c_uint64, *_COPY, c_int],
-    "kvswap_queue_call": [c_uint64, Callback, c_void_p, c_int],
+    "kvswap_queue_call": [c_uint64, Callback, c_void_p],
     "kvswap_queue_wait": [c_uint64, c_void_p, c_int],
     "kvswap_queue_record": [c_uint64, POINTER(c_void_p)],
     "kvswap_host_alloc": [c_int64, c_int, POINTER(c_void_p)],
@@ -61,7 +61,7 @@ _PLAIN: dict[str, tuple[Any, list[Any]]] = {
     "kvswap_plan_size": (c_int64, [c_void_p]),
     "kvswap_plan_data": (c_void_p, [c_void_p]),
     "kvswap_plan_free": (None, [c_void_p]),
-    "kvswap_queue_stop_calls": (None, []),
+    "kvswap_queue_stop": (None, []),
     "kvswap_event_wait": (c_int, [c_void_p, c_int64]),
     "kvswap_event_failure": (c_int64, [c_void_p]),
     "kvswap_event_time_ns": (c_int64, [c_void_p]),

@@ -140,7 +140,7 @@ def swap_cache_all_layers(
 
 
 def cuda_host_alloc(nbytes: int) -> Any:
-    """Page-locked host memory (plain pages where there is no GPU): an int64 tensor `[1]` that holds the address."""
+    """Page-locked host memory, plain pages where there is no CUDA driver: an int64 tensor `[1]` with the address."""
     import paddle
 
     address = paddle.to_tensor([0], dtype="int64", place=paddle.CPUPlace())

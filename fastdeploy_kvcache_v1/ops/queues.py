@@ -6,8 +6,10 @@ import atexit
 import ctypes
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 from .library import Callback, Library
 
@@ -48,8 +50,12 @@ class QueueEvent:
 def call_on(library: Library, queue: int, fn: Callable[[], object], *, always: bool = False) -> None:
     """Run `fn()` on the thread of `queue` in its turn; what it raises is logged and fails the unit."""
     ticket = next(_tickets)
-    _pending[ticket] = fn
-    library.call("kvswap_queue_call", queue, _call_back, ticket, int(always))
+    _pending[ticket] = _Call(fn, always)
+    try:
+        library.call("kvswap_queue_call", queue, _call_back, ticket)
+    except BaseException:
+        _pending.pop(ticket, None)
+        raise
 
 
 class Queue:
@@ -81,22 +87,36 @@ class Queue:
         self._library.call("kvswap_queue_close", self.id)
 
 
+class _Call(NamedTuple):
+    fn: Callable[[], object]
+    always: bool
+    """Also in a unit that has failed."""
+
+
 _tickets = itertools.count(1)
-_pending: dict[int, Callable[[], object]] = {}
+_pending: dict[int, _Call] = {}
 _failures: dict[int, BaseException] = {}
+_failures_lock = threading.Lock()
 
 
-def _run(ticket: int) -> int:
-    fn = _pending.pop(ticket)
+def _run(ticket: int, failed: int) -> int:
+    call = _pending.pop(ticket)
+    if failed and not call.always:
+        return 0
     try:
-        fn()
+        call.fn()
     except BaseException as error:  # thread edge: the unit fails, the queue goes on
         logger.exception("work on a queue failed")
-        _failures[ticket] = error.with_traceback(None)
-        if len(_failures) > REMEMBERED_FAILURES:
-            _failures.pop(next(iter(_failures)), None)
+        _remember(ticket, error.with_traceback(None))
         return ticket
     return 0
+
+
+def _remember(ticket: int, error: BaseException) -> None:
+    with _failures_lock:  # several queues fail at once
+        _failures[ticket] = error
+        if len(_failures) > REMEMBERED_FAILURES:
+            del _failures[next(iter(_failures))]
 
 
 _call_back = Callback(_run)
@@ -108,6 +128,6 @@ def _failure(code: int) -> BaseException | None:
     return _failures.get(abs(code)) or RuntimeError("the copy failed long ago")
 
 
-def stop_calls_at_exit(library: Library) -> None:
-    """A queue that calls into an interpreter that is gone would crash the process."""
-    atexit.register(library.raw.kvswap_queue_stop_calls)
+def stop_at_exit(library: Library) -> None:
+    """A queue that calls into an interpreter that is gone, or copies memory of its objects, would crash the process."""
+    atexit.register(library.raw.kvswap_queue_stop)

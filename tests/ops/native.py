@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -58,3 +59,13 @@ def run_program(program: Path, *arguments: str, **environment: str) -> str:
     )
     assert done.returncode == 0, f"{program.name} {arguments}: {done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )

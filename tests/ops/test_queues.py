@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from fastdeploy_kvcache_v1.ops import Run, Runs
 from fastdeploy_kvcache_v1.ops.queues import Queue
 from fastdeploy_kvcache_v1.runtime import CpuRuntime
 from tests.ops.faces import Memory, Shape, rows_of
+from tests.ops.native import run_python
 
 LIMIT_NS = 20_000_000_000
 RUNS = Runs.of([Run(0, 2, 2)])
@@ -135,6 +138,56 @@ def test_a_failing_call_fails_its_unit_and_those_who_need_its_data(compiled):
     assert seen == ["always"]
     first.close()
     second.close()
+
+
+def test_work_that_is_skipped_or_refused_is_let_go(compiled):
+    """Else every failed unit would keep what its functions hold, for ever."""
+
+    class Held:
+        def use(self) -> None:
+            raise AssertionError("not to be called")
+
+    queue, held = Queue(compiled.library, "held"), [Held(), Held()]
+    watched = [weakref.ref(one) for one in held]
+    queue.begin()
+    queue.call(lambda: 1 / 0)
+    queue.call(held[0].use)
+    event = queue.record()
+    assert event.wait(LIMIT_NS)
+    assert isinstance(event.error, ZeroDivisionError)
+    queue.close()
+    with pytest.raises(CacheStateError, match="there is no queue"):
+        queue.call(held[1].use)
+    del held
+    gc.collect()
+    assert [one() for one in watched] == [None, None]
+
+
+def test_a_queue_is_not_closed_by_its_own_work(compiled):
+    queue = Queue(compiled.library, "self")
+    queue.call(queue.close)
+    event = queue.record()
+    assert event.wait(LIMIT_NS)
+    assert "closed by its own work" in str(event.error)
+    queue.close()
+
+
+EXIT = """
+import numpy as np
+from fastdeploy_kvcache_v1 import ops
+from fastdeploy_kvcache_v1.ops import BlockRows, Run, Runs
+from fastdeploy_kvcache_v1.ops.queues import Queue
+queue, target, source = Queue(ops.COMPILED.library, "late"), np.zeros((8, 4 << 20), np.uint8), ops.host_alloc(32 << 20)
+rows = [(BlockRows(address, 8, 4 << 20, 4 << 20),) for address in (target.ctypes.data, source.address)]
+for _ in range(100):
+    ops.COMPILED.swap_cache_per_layer(*rows, Runs.of([Run(0, 0, 8)]), queue.id)
+"""
+
+
+def test_a_process_may_end_with_copies_in_its_queues(compiled):
+    """The interpreter frees the memory of its objects; nobody may write there any more."""
+    done = run_python(EXIT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_waiting_lets_python_threads_run(compiled):
