@@ -31,17 +31,6 @@ void check_path(int path, const Driver& driver, const Entries& entries, const Pl
   }
 }
 
-void copy(const Driver& driver, const Entries& entries, const Plan& plan, bool to_device, int path, Stream stream) {
-  const bool is_forced = path != KVSWAP_PATH_AUTO;
-  if (!is_forced) path = choose_path(entries, plan, driver.copy_batch != nullptr, kernel_launch() != nullptr);
-  if (path == KVSWAP_PATH_KERNEL) return copy_by_kernel(kernel_launch(), entries, plan, stream);
-  if (path == KVSWAP_PATH_BATCH && copy_by_batch(driver, entries, plan, stream)) return;
-  if (path == KVSWAP_PATH_BATCH && is_forced) {
-    throw Error(KVSWAP_UNAVAILABLE, "this GPU does not support cuMemcpyBatchAsync");
-  }
-  copy_by_runs(driver, entries, plan, to_device, stream);
-}
-
 }  // namespace
 
 int choose_path(const Entries& entries, const Plan& plan, bool has_batch, bool has_kernel) {
@@ -51,6 +40,22 @@ int choose_path(const Entries& entries, const Plan& plan, bool has_batch, bool h
   const bool scattered = plan.blocks < 2 * static_cast<int64_t>(plan.runs.size());
   if (small && scattered && has_kernel && fits_kernel(entries, plan)) return KVSWAP_PATH_KERNEL;
   return has_batch ? KVSWAP_PATH_BATCH : KVSWAP_PATH_RUNS;
+}
+
+void enqueue(const Driver& driver, KernelLaunch launch, const Entries& entries, const Plan& plan, bool to_device,
+             int path, Stream stream) {
+  const bool is_forced = path != KVSWAP_PATH_AUTO, has_batch = driver.copy_batch != nullptr;
+  if (!is_forced) path = choose_path(entries, plan, has_batch, launch != nullptr);
+  if (path == KVSWAP_PATH_KERNEL) {
+    if (copy_by_kernel(driver, launch, entries, plan, to_device, stream)) return;
+    if (is_forced) throw Error(KVSWAP_UNAVAILABLE, "this GPU cannot run the copy kernel, or not on this host memory");
+    path = choose_path(entries, plan, has_batch, false);
+  }
+  if (path == KVSWAP_PATH_BATCH && copy_by_batch(driver, entries, plan, stream)) return;
+  if (path == KVSWAP_PATH_BATCH && is_forced) {
+    throw Error(KVSWAP_UNAVAILABLE, "this GPU does not support cuMemcpyBatchAsync");
+  }
+  copy_by_runs(driver, entries, plan, to_device, stream);
 }
 
 }  // namespace kvswap::cuda
@@ -87,6 +92,7 @@ int kvswap_cuda_copy(const kvswap_rows* targets, const kvswap_rows* sources, int
     const auto& driver = kvswap::cuda::driver_with_context();
     kvswap::cuda::check_path(path, driver, rows, runs);
     if (runs.runs.empty()) return;
-    kvswap::cuda::copy(driver, rows, runs, to_device != 0, path, reinterpret_cast<void*>(stream));
+    kvswap::cuda::enqueue(driver, kvswap::cuda::kernel_launch(), rows, runs, to_device != 0, path,
+                          reinterpret_cast<void*>(stream));
   });
 }

@@ -43,6 +43,7 @@ Loaded load() {
   auto& driver = loaded.driver;
   const bool complete = find(get, "cuGetErrorName", kBaseVersion, driver.get_error_name) &&
                         find(get, "cuCtxGetCurrent", kBaseVersion, driver.get_context) &&
+                        find(get, "cuPointerGetAttribute", kBaseVersion, driver.pointer_attribute) &&
                         find(get, "cuMemcpyAsync", kBaseVersion, driver.copy) &&
                         find(get, "cuMemcpy2DAsync", kBaseVersion, driver.copy_2d) &&
                         find(get, "cuStreamSynchronize", kBaseVersion, driver.synchronize) &&

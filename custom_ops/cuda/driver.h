@@ -9,6 +9,7 @@ namespace kvswap::cuda {
 struct Driver {
   Result (*get_error_name)(Result, const char**) = nullptr;
   Result (*get_context)(Context*) = nullptr;
+  Result (*pointer_attribute)(void*, int, DevicePointer) = nullptr;
   Result (*copy)(DevicePointer, DevicePointer, size_t, Stream) = nullptr;
   Result (*copy_2d)(const Memcpy2D*, Stream) = nullptr;
   // The 12.8 form of cuMemcpyBatchAsync; null before that.

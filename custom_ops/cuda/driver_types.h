@@ -48,6 +48,12 @@ struct MemcpyAttributes {
   unsigned int flags;
 };
 
+// CU_POINTER_ATTRIBUTE_DEVICE_POINTER: where kernels of the current context find the memory.
+constexpr int kDevicePointerAttribute = 3;
+
+// What every GPU takes as a pitch of a 2D copy (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
+constexpr int64_t kMaxPitch = INT32_MAX;
+
 constexpr unsigned int kRegisterPortable = 1;
 constexpr unsigned int kRegisterMapped = 2;
 

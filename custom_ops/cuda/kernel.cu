@@ -13,6 +13,9 @@ __global__ void __launch_bounds__(kvswap::cuda::kKernelThreads)
 
 }  // namespace
 
+// _core.so asks first: the two may come from different builds.
+extern "C" __attribute__((visibility("default"))) int kvswap_kernel_abi() { return kvswap::cuda::kKernelAbi; }
+
 extern "C" __attribute__((visibility("default"))) int kvswap_kernel_launch(
     const kvswap::cuda::KernelArguments* arguments, int groups, int threads, void* stream) {
   copy_kernel<<<groups, threads, 0, static_cast<cudaStream_t>(stream)>>>(*arguments);

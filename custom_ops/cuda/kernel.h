@@ -11,6 +11,7 @@
 
 namespace kvswap::cuda {
 
+constexpr int kKernelAbi = 2;  // raised with every change of KernelArguments or of the launch
 constexpr int kKernelEntries = 8;
 constexpr int kKernelRuns = 192;
 constexpr int kVectorBytes = 16;

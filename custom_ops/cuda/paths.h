@@ -7,7 +7,7 @@
 
 namespace kvswap::cuda {
 
-// The kernel's launch, null where _core_cuda.so is missing or does not load.
+// The kernel's launch, null where _core_cuda.so is missing, does not load or comes from other sources.
 KernelLaunch kernel_launch();
 
 // Whether every row starts and ends on a 16-byte border and the slots fit 32 bits.
@@ -18,6 +18,12 @@ int choose_path(const Entries& entries, const Plan& plan, bool has_batch, bool h
 void copy_by_runs(const Driver& driver, const Entries& entries, const Plan& plan, bool to_device, Stream stream);
 // False, nothing submitted, when this driver does not do batches after all.
 bool copy_by_batch(const Driver& driver, const Entries& entries, const Plan& plan, Stream stream);
-void copy_by_kernel(KernelLaunch launch, const Entries& entries, const Plan& plan, Stream stream);
+// False, nothing submitted, when this GPU cannot run the kernel, or not on this host memory (it is not page-locked).
+bool copy_by_kernel(const Driver& driver, KernelLaunch launch, const Entries& entries, const Plan& plan, bool to_device,
+                    Stream stream);
+
+// A checked copy of at least one block on `path`, or on what AUTO chooses; `launch` may be null.
+void enqueue(const Driver& driver, KernelLaunch launch, const Entries& entries, const Plan& plan, bool to_device,
+             int path, Stream stream);
 
 }  // namespace kvswap::cuda

@@ -1,4 +1,5 @@
-// One cuMemcpyAsync per run whose rows are neighbours on both sides, one cuMemcpy2DAsync for any other.
+// One cuMemcpyAsync per run whose rows are neighbours on both sides, one cuMemcpy2DAsync for any other. Rows further
+// apart than a 2D copy allows go one by one.
 #include "paths.h"
 
 namespace kvswap::cuda {
@@ -23,15 +24,23 @@ Memcpy2D strided(const Entry& entry, const kvswap_run& run, bool to_device) {
   return copy;
 }
 
+void copy_range(const Driver& driver, const Entry& entry, int64_t source, int64_t target, int64_t blocks,
+                Stream stream) {
+  const auto nbytes = static_cast<size_t>(blocks * entry.row_bytes());
+  check(driver, driver.copy(entry.target_row(target), entry.source_row(source), nbytes, stream), "cuMemcpyAsync");
+}
+
+bool fits_2d(const Entry& entry) { return entry.source.pitch <= kMaxPitch && entry.target.pitch <= kMaxPitch; }
+
 }  // namespace
 
 void copy_by_runs(const Driver& driver, const Entries& entries, const Plan& plan, bool to_device, Stream stream) {
   for (const auto& entry : entries) {
     for (const auto& run : plan.runs) {
       if (run.blocks == 1 || entry.is_dense()) {
-        const auto nbytes = static_cast<size_t>(run.blocks * entry.row_bytes());
-        check(driver, driver.copy(entry.target_row(run.target), entry.source_row(run.source), nbytes, stream),
-              "cuMemcpyAsync");
+        copy_range(driver, entry, run.source, run.target, run.blocks, stream);
+      } else if (!fits_2d(entry)) {
+        for (int64_t i = 0; i < run.blocks; ++i) copy_range(driver, entry, run.source + i, run.target + i, 1, stream);
       } else {
         const Memcpy2D copy = strided(entry, run, to_device);
         check(driver, driver.copy_2d(&copy, stream), "cuMemcpy2DAsync");

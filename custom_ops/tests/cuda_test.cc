@@ -56,7 +56,7 @@ void the_kernel_moves_every_byte(Random& random) {
     const auto rows = kvswap::checked_entries(made.target.rows.data(), made.source.rows.data(), made.entries(), runs);
     const bool aligned = fits_kernel(rows, runs);
     if (aligned && !runs.runs.empty()) {
-      copy_by_kernel(launch_on_cpu, rows, runs, reinterpret_cast<void*>(kStream));
+      EXPECT(copy_by_kernel(driver(), launch_on_cpu, rows, runs, i % 2 != 0, reinterpret_cast<void*>(kStream)));
       made.check();
     }
     kvswap_plan_free(plan);
@@ -80,13 +80,79 @@ void long_lists_are_cut() {
   const kvswap_rows of{reinterpret_cast<uint64_t>(source), kSlots, kWidth, kWidth};
   const auto rows = kvswap::checked_entries(&to, &of, 1, *plan->plan);
   launches = 0;
-  copy_by_kernel(launch_on_cpu, rows, *plan->plan, reinterpret_cast<void*>(kStream));
+  EXPECT(copy_by_kernel(driver(), launch_on_cpu, rows, *plan->plan, true, reinterpret_cast<void*>(kStream)));
   EXPECT(launches == (kSlots + kKernelRuns - 1) / kKernelRuns);
   for (int64_t i = 0; i < kSlots; ++i) EXPECT(target[(kSlots - 1 - i) * kWidth] == i % 251);
   fake->batches = 0;
   EXPECT(kvswap_cuda_copy(&to, &of, 1, plan, 1, KVSWAP_PATH_BATCH, kStream) == KVSWAP_OK);
   EXPECT(fake->batches == 3 && fake->largest_batch == 4096);
   kvswap_plan_free(plan);
+}
+
+int launch_without_code(const KernelArguments*, int, int, void*) { return ++launches, 209; }
+int launch_that_fails(const KernelArguments*, int, int, void*) { return 700; }
+
+KernelEntry seen;
+int launch_that_looks(const KernelArguments* arguments, int, int, void*) {
+  seen = arguments->entry[0];
+  return kSuccess;
+}
+
+// The kernel is an offer: where this GPU or this memory is not for it, AUTO copies all the same.
+void without_a_usable_kernel_auto_falls_back() {
+  constexpr int64_t kSlots = 64, kWidth = 32;
+  alignas(16) static uint8_t target[kSlots * kWidth], source[kSlots * kWidth];
+  for (size_t i = 0; i < sizeof(source); ++i) source[i] = static_cast<uint8_t>(i % 251);
+  const kvswap_rows to{reinterpret_cast<uint64_t>(target), kSlots, kWidth, kWidth};
+  const kvswap_rows of{reinterpret_cast<uint64_t>(source), kSlots, kWidth, kWidth};
+  std::vector<kvswap_run> list;
+  for (int64_t i = 0; i < kSlots; ++i) list.push_back({i, kSlots - 1 - i, 1});
+  const kvswap::Plan plan = kvswap::checked_plan(list);
+  const auto rows = kvswap::checked_entries(&to, &of, 1, plan);
+  const auto enqueue_on = [&](KernelLaunch launch, int path, bool to_device) {
+    std::memset(target, 0, sizeof(target));
+    return kvswap::guarded(
+        [&] { enqueue(driver(), launch, rows, plan, to_device, path, reinterpret_cast<void*>(kStream)); });
+  };
+  const auto is_copied = [&] {
+    for (int64_t i = 0; i < kSlots; ++i) {
+      if (std::memcmp(target + (kSlots - 1 - i) * kWidth, source + i * kWidth, kWidth) != 0) return false;
+    }
+    return true;
+  };
+  launches = 0;
+  EXPECT(enqueue_on(launch_without_code, KVSWAP_PATH_AUTO, true) == KVSWAP_OK && is_copied());
+  EXPECT(launches == 1);
+  EXPECT_REFUSED(enqueue_on(launch_without_code, KVSWAP_PATH_KERNEL, true), KVSWAP_UNAVAILABLE, "copy kernel");
+  EXPECT_REFUSED(enqueue_on(launch_that_fails, KVSWAP_PATH_AUTO, true), KVSWAP_DRIVER, "CUDA error 700");
+  fake->is_pageable = 1;
+  EXPECT(enqueue_on(launch_that_fails, KVSWAP_PATH_AUTO, true) == KVSWAP_OK && is_copied());
+  EXPECT_REFUSED(enqueue_on(launch_that_fails, KVSWAP_PATH_KERNEL, false), KVSWAP_UNAVAILABLE, "host memory");
+  fake->is_pageable = 0;
+  fake->kernel_offset = 4096;
+  EXPECT(enqueue_on(launch_that_looks, KVSWAP_PATH_KERNEL, true) == KVSWAP_OK);
+  EXPECT(seen.source == of.address + 4096 && seen.target == to.address);
+  EXPECT(enqueue_on(launch_that_looks, KVSWAP_PATH_KERNEL, false) == KVSWAP_OK);
+  EXPECT(seen.source == of.address && seen.target == to.address + 4096);
+  fake->kernel_offset = 0;
+}
+
+// The pages between the rows are never touched.
+void rows_further_apart_than_a_2d_copy_may_go_one_by_one() {
+  constexpr int64_t kFar = kMaxPitch + int64_t{1}, kBytes = 2 * kFar + 4096;
+  void* pool = nullptr;
+  EXPECT(kvswap_host_alloc(kBytes, -1, &pool) == KVSWAP_OK);
+  static uint8_t device[3 * 24];
+  for (size_t i = 0; i < sizeof(device); ++i) device[i] = static_cast<uint8_t>(i + 1);
+  const kvswap_rows far{reinterpret_cast<uint64_t>(pool), 3, 24, kFar};
+  const kvswap_rows near{reinterpret_cast<uint64_t>(device), 3, 24, 24};
+  const kvswap_run run{0, 0, 3};
+  kvswap_plan* plan = nullptr;
+  EXPECT(kvswap_plan_runs(&run, 1, &plan) == KVSWAP_OK);
+  EXPECT(kvswap_cuda_copy(&far, &near, 1, plan, 0, KVSWAP_PATH_RUNS, kStream) == KVSWAP_OK);
+  for (int64_t i = 0; i < 3; ++i) EXPECT(std::memcmp(static_cast<uint8_t*>(pool) + i * kFar, device + i * 24, 24) == 0);
+  kvswap_plan_free(plan);
+  EXPECT(kvswap_host_free(pool, kBytes) == KVSWAP_OK);
 }
 
 void paths_are_chosen_by_size_count_and_contiguity() {
@@ -183,6 +249,8 @@ int main(int argc, char** argv) {
   every_path_moves_every_byte(random);
   the_kernel_moves_every_byte(random);
   long_lists_are_cut();
+  without_a_usable_kernel_auto_falls_back();
+  rows_further_apart_than_a_2d_copy_may_go_one_by_one();
   paths_are_chosen_by_size_count_and_contiguity();
   wrong_arguments_submit_nothing(random);
   driver_errors_are_named(random);

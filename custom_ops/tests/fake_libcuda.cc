@@ -11,7 +11,7 @@ using namespace kvswap::cuda;
 
 namespace {
 
-FakeCuda state{1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+FakeCuda state{1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
 
 constexpr Result kInvalidValue = 1, kIllegalAddress = 700;
 
@@ -39,13 +39,20 @@ Result get_context(Context* context) {
   return kSuccess;
 }
 
+Result pointer_attribute(void* found, int attribute, DevicePointer address) {
+  if (attribute != kDevicePointerAttribute || state.is_pageable) return kInvalidValue;
+  *static_cast<DevicePointer*>(found) = address + state.kernel_offset;
+  return kSuccess;
+}
+
 Result copy_async(DevicePointer to, DevicePointer of, size_t nbytes, Stream stream) {
   return note(stream) ? copy_one(to, of, nbytes) : kInvalidValue;
 }
 
 Result copy_2d(const Memcpy2D* copy, Stream stream) {
   if (!note(stream) || copy->source_type == copy->target_type || copy->source_pitch < copy->width ||
-      copy->target_pitch < copy->width) {
+      copy->target_pitch < copy->width || copy->source_pitch > size_t{kMaxPitch} ||
+      copy->target_pitch > size_t{kMaxPitch}) {
     return kInvalidValue;
   }
   const auto of = copy->source_type == kHost ? reinterpret_cast<uint64_t>(copy->source_host) : copy->source_device;
@@ -111,6 +118,7 @@ struct Entry {
 const Entry entries[] = {
     {"cuGetErrorName", 6000, reinterpret_cast<void*>(error_name)},
     {"cuCtxGetCurrent", 4000, reinterpret_cast<void*>(get_context)},
+    {"cuPointerGetAttribute", 4000, reinterpret_cast<void*>(pointer_attribute)},
     {"cuMemcpyAsync", 4000, reinterpret_cast<void*>(copy_async)},
     {"cuMemcpy2DAsync", 3020, reinterpret_cast<void*>(copy_2d)},
     {"cuStreamSynchronize", 2000, reinterpret_cast<void*>(synchronize)},

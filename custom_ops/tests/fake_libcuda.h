@@ -10,6 +10,8 @@ struct FakeCuda {
   int has_context;
   int has_batch;
   int batch_result;       // of every cuMemcpyBatchAsync
+  int is_pageable;        // host memory is not page-locked: kernels cannot reach it
+  uint64_t kernel_offset; // kernels find host memory so many bytes further
   int fail_copy_number;   // this copy (from 1) fails with 700; 0: none
   // Counted by the driver.
   int copies, copies_2d, batches;

@@ -33,10 +33,15 @@ live = ops.live()
 assert live["swap_cache_per_layer.cuda"] == live["swap_cache_all_layers.cuda"] == "compiled", live
 
 class FakeCuda(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int) for name in (
-        "has_context", "has_batch", "batch_result", "fail_copy_number", "copies", "copies_2d", "batches"
-    )] + [("largest_batch", ctypes.c_size_t), ("registered", ctypes.c_int64), ("last_stream", ctypes.c_uint64),
-          ("other_streams", ctypes.c_int)]
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("has_context", "has_batch", "batch_result", "is_pageable")),
+        ("kernel_offset", ctypes.c_uint64),
+        *((name, ctypes.c_int) for name in ("fail_copy_number", "copies", "copies_2d", "batches")),
+        ("largest_batch", ctypes.c_size_t),
+        ("registered", ctypes.c_int64),
+        ("last_stream", ctypes.c_uint64),
+        ("other_streams", ctypes.c_int),
+    ]
 
 driver = ctypes.CDLL("libcuda.so.1")
 driver.fake_cuda.restype = ctypes.POINTER(FakeCuda)
@@ -72,6 +77,15 @@ except TransferError as caught:
     assert "CUDA error 700" in str(caught)
 else:
     raise AssertionError("no error")
+both = [tuple(dataclasses.replace(rows, on_gpu=True) for rows in layer) for layer in memory.host_rows]
+for wrong, text in (((device[0], both[0]), "two places on the GPU"),
+                    ((device[0], (memory.host_rows[0][0], both[0][1])), "one kind of memory")):
+    try:
+        ops.swap_cache_per_layer(*wrong, runs, stream=0x7700)
+    except CacheStateError as caught:
+        assert text in str(caught), caught
+    else:
+        raise AssertionError("not refused")
 print("passed")
 """
 
@@ -89,3 +103,38 @@ def test_copies_go_to_the_stream_that_was_named(tmp_path):
         timeout=100,
     )
     assert done.stdout == "passed\n", done.stderr
+
+
+LOOK = """
+import sys
+from pathlib import Path
+from fastdeploy_kvcache_v1.ops.library import Library
+print(Library(Path(sys.argv[1])).raw.kvswap_cuda_has_path(5))
+"""
+
+
+def test_a_kernel_of_another_build_is_left_alone(tmp_path):
+    """Its arguments may look different, and a GPU would read past them."""
+    if ops.COMPILED is None:
+        pytest.skip("there is no compiled core")
+    compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], tmp_path / "libcuda.so.1", "-fPIC", "-shared")
+    header, launch = f'#include "{CUSTOM_OPS}/cuda/kernel.h"', 'extern "C" int kvswap_kernel_launch() { return 0; }'
+    abi = 'extern "C" int kvswap_kernel_abi() { return kvswap::cuda::kKernelAbi %s; }'
+    seen = []
+    for number, lines in enumerate(([launch], [launch, abi % "+ 1"], [launch, abi % ""])):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        source = directory / "kernel.cc"
+        source.write_text("\n".join([header, *lines, ""]))
+        compile_program([source], directory / "_core_cuda.so", "-fPIC", "-shared")
+        core = Path(shutil.copy(ops.COMPILED.library.path, directory))
+        done = subprocess.run(
+            [sys.executable, "-c", LOOK, str(core)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        seen.append(done.stdout.strip())
+    assert seen == ["0", "0", "1"]
