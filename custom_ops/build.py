@@ -146,14 +146,18 @@ BUILDERS = {"core": build_core, "cuda": build_cuda, "paddle": build_paddle}
 
 
 def build_what_works(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Build `names` into `directory`. Returns what is missing and why; never raises for want of a compiler."""
+    """Build `names` into `directory`. Returns what is missing and why; never raises for want of a compiler, nor in a
+    tree that cannot be written."""
     missing = {}
     for name in names:
         try:
             BUILDERS[name](directory)
         except (BuildError, OSError) as error:
             missing[name] = str(error)
-            (directory / TARGETS[name]).unlink(missing_ok=True)  # none is better than a stale one
+            try:
+                (directory / TARGETS[name]).unlink(missing_ok=True)  # none is better than a stale one
+            except OSError as kept:
+                missing[name] += f"; the one of before stays: {kept}"
     return missing
 
 

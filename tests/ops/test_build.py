@@ -6,7 +6,6 @@ import ctypes
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,9 @@ import pytest
 from fastdeploy_kvcache_v1 import ops
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.ops import library, paddle_ops
-from tests.ops.native import CUSTOM_OPS, ROOT, build, compiler, cuda_compiler
+from tests.ops.native import CUSTOM_OPS, ROOT, build, compiler, cuda_compiler, run_python
 
 BUILD_AGAIN = "build again: python custom_ops/build.py"
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
 
 
 def test_the_core_is_live_where_there_is_a_compiler_and_built_from_these_sources():
@@ -78,6 +67,18 @@ def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, 
     assert list(tmp_path.iterdir()) == [], "none is better than a stale one"
 
 
+def test_a_tree_that_cannot_be_written_is_no_crash(tmp_path, monkeypatch):
+    def refuse(*_args, **_keywords):
+        raise PermissionError(13, "Read-only file system")
+
+    monkeypatch.setitem(build.BUILDERS, "core", refuse)
+    (tmp_path / "_core.so").write_bytes(b"of yesterday")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    missing = build.build_what_works(tmp_path, ["core"])
+    assert missing["core"].count("Read-only file system") == 2
+    assert "the one of before stays" in missing["core"]
+
+
 def test_what_to_build_can_be_chosen(monkeypatch):
     monkeypatch.delenv("FASTDEPLOY_KVCACHE_BUILD", raising=False)
     assert build.wanted() == list(build.TARGETS)
@@ -93,7 +94,9 @@ def test_what_to_build_can_be_chosen(monkeypatch):
 def test_the_cuda_part_compiles_and_links_for_sm_80_and_sm_90(tmp_path):
     nvcc = cuda_compiler()
     built = build.build_cuda(tmp_path, archs="80,90")
-    assert ctypes.CDLL(str(built)).kvswap_kernel_launch, "it loads without a driver: the CUDA runtime is inside"
+    kernel = ctypes.CDLL(str(built))
+    assert kernel.kvswap_kernel_launch, "it loads without a driver: the CUDA runtime is inside"
+    assert f"kKernelAbi = {kernel.kvswap_kernel_abi()};" in (CUSTOM_OPS / "cuda/kernel.h").read_text()
     types = [nvcc, "-std=c++17", "-c", str(CUSTOM_OPS / "tests/driver_types_test.cc"), "-o", str(tmp_path / "types.o")]
     done = subprocess.run(types, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
