@@ -33,7 +33,7 @@ WORKER = {
 }
 TOOLS = {"replay", "bench_serve"}
 LEAVES = {"embedded", "fastdeploy_host"}
-TOP = {"cli", "plugin"}
+TOP = {"cli", "doctor", "plugin"}
 
 # Layer -> layers it may import from, besides itself.
 MAY_IMPORT = {
