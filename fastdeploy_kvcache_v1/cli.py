@@ -40,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR  # not reached: one of the words is missing or wrong
     try:
         module = importlib.import_module(command.module, __package__)
-        parser = argparse.ArgumentParser(prog=" ".join((PROGRAM, *command.words)), description=command.help)
+        parser = argparse.ArgumentParser(
+            prog=" ".join((PROGRAM, *command.words)), description=command.help, allow_abbrev=False
+        )
         module.add_arguments(parser)
         rest = words[len(command.words) :]
         if command.takes_extra:

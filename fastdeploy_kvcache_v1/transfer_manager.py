@@ -167,16 +167,13 @@ class CacheTransferManager:
                 raise CacheStateError(f"slots {sorted(overlap)} are written while they are being swapped in")
             if reads is not None:
                 reads = [slot for slot in reads if slot not in skipped]
-        start = time.perf_counter()
         compute = self._runtime.compute_stream
         compute.begin()
-        try:
-            for wait in self._device_slots.before(Actor.COMPUTE, reads=reads, writes=writes):
-                self._compute_waits(compute, wait)
-        finally:
-            self._meter.seconds += time.perf_counter() - start
+        for wait in self._device_slots.before(Actor.COMPUTE, reads=reads, writes=writes):
+            self._compute_waits(compute, wait)
 
     def _compute_waits(self, compute: Stream, wait: Dependency) -> None:
+        start = time.perf_counter()
         try:
             compute.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
         except LayerSwapTimeoutError as error:
@@ -184,6 +181,8 @@ class CacheTransferManager:
                 if transfer.finished is wait.event and transfer.metadata.target is CacheLevel.DEVICE:
                     self._give_up(transfer, str(error))
             raise
+        finally:
+            self._meter.seconds += time.perf_counter() - start
 
     def after_compute(self, reads: Iterable[int] | None, writes: Collection[int] | None) -> None:
         """See `CacheController.after_compute`."""

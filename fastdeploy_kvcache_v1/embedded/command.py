@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..runtime.base import free_host_memory
 from .handover import exec_fastdeploy, fastdeploy_can_serve, fastdeploy_command
 from .model.config import load_model_config
 from .settings import add_serve_arguments, server_config
@@ -32,6 +31,7 @@ Extensions of request bodies: min_tokens, ignore_eos, stop_token_ids, return_tok
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     add_serve_arguments(parser)
 
@@ -42,14 +42,13 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         exec_fastdeploy(fastdeploy_command(args, extra))
     if extra:
         raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
+    try:
+        from ..runtime.base import free_host_memory
+        from .serve import serve
+    except ModuleNotFoundError as error:
+        install = "pip install 'fastdeploy-kvcache-v1[embedded]'"
+        raise ConfigError(f"the embedded server needs the package {error.name}: {install}") from None
     model_path = None if args.model is None else Path(args.model)
     config = server_config(args, load_model_config(model_path), free_bytes=free_host_memory())
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    tokenizer = load_tokenizer(model_path)
-    try:
-        from .serve import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the embedded server needs {error.name}: pip install 'fastdeploy-kvcache-v1[embedded]'"
-        ) from None
-    return serve(config, tokenizer, copy_faults=os.environ.get(COPY_FAULTS_VARIABLE, ""))
+    return serve(config, load_tokenizer(model_path), copy_faults=os.environ.get(COPY_FAULTS_VARIABLE, ""))

@@ -70,20 +70,29 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", "address to listen on")
     add("--port", "port to listen on, 0 picks a free one", type=int)
     add("--max-model-len", "longest sequence, prompt and output (default: the model's)", type=int, metavar="TOKENS")
-    add("--max-num-seqs", "requests computed together at most", type=int)
+    add("--max-num-seqs", "requests computed together at most", type=int, metavar="N")
     add("--max-num-batched-tokens", "tokens computed per step at most", type=int, metavar="TOKENS")
     add("--block-size", "tokens per cache block", type=int, metavar="TOKENS")
     add("--num-gpu-blocks-override", "blocks of the device tier (default: by memory)", type=int, metavar="BLOCKS")
-    add("--swap-space", "host memory of the cache in GiB, 0 switches it off (default: 1 or less)", type=float)
-    add("--write-policy", f"when a block is copied to the host: {', '.join(policy.value for policy in WritePolicy)}")
+    add(
+        "--swap-space",
+        "host memory of the cache in GiB, 0 switches it off (default: 1 or less)",
+        type=float,
+        metavar="GIB",
+    )
+    add(
+        "--write-policy",
+        f"when a block is copied to the host: {', '.join(policy.value for policy in WritePolicy)}",
+        metavar="POLICY",
+    )
     add("--write-through-threshold", "hits before write_through_selective copies a block", type=int, metavar="HITS")
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
 
     parser.add_argument("--embedded", action="store_true", help="use this package's CPU server even beside FastDeploy")
-    add("--served-model-name", "name the API shows (default: the directory's name)")
+    add("--served-model-name", "name the API shows (default: the directory's name)", metavar="NAME")
     add("--seed", "seed for requests that give none", type=int)
-    add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16")
-    add("--log-level", "debug, info, warning or error")
+    add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16", metavar="DTYPE")
+    add("--log-level", "debug, info, warning or error", metavar="LEVEL")
 
 
 def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: int) -> ServerConfig:

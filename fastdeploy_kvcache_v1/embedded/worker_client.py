@@ -78,6 +78,8 @@ class ProcessWorkerClient:
             self._process = self._spawn(config)
             self._wait_until_ready(self._process)
             self._is_ready = True
+            # Both ends are connected and the names have served: now not even a SIGKILL leaves files behind.
+            self._remove_directory()
         except BaseException:
             self.close()
             raise
@@ -109,6 +111,9 @@ class ProcessWorkerClient:
         for thread in self._threads:
             thread.join()
         self._context.destroy(linger=0)
+        self._remove_directory()
+
+    def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _stop(self, process: subprocess.Popen[bytes]) -> None:
@@ -153,6 +158,9 @@ class ProcessWorkerClient:
         if isinstance(message, WorkerFailed):
             raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
         assert isinstance(message, WorkerReady), f"unexpected first message {message!r}"
+        while not self._tasks.poll(POLL_MS, zmq.POLLOUT):  # writable once the worker's end is connected
+            if process.poll() is not None:
+                raise WorkerDiedError(f"the worker process {_describe_exit(process.returncode)} while starting")
 
     def _send(self, message: BatchRequest | None) -> None:
         # Again: nobody is connected any more, the watcher tells the engine.

@@ -37,6 +37,7 @@ class ServerProcess:
     def __init__(self, directory: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
         # Not below `directory`: its name would be too long for unix sockets.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+        directory.mkdir(exist_ok=True)
         self.stderr_path = directory / "stderr"
         self._stdout_path = directory / "stdout"
         with self._stdout_path.open("wb") as stdout, self.stderr_path.open("wb") as stderr:

@@ -169,6 +169,7 @@ def test_worker_dies_with_its_server(tmp_path):
         running.process.kill()
         wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker to end")
         assert running.wait_exit() == -signal.SIGKILL
+        assert list(running.temp_dir.iterdir()) == []
 
 
 def test_taken_port_is_one_line_before_anything_starts(server, tmp_path):

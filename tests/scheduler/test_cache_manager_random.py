@@ -18,7 +18,7 @@ BLOCK = 2
 
 
 class Driver:
-    """Random but engine-like: requests share prefixes, generate, end, come back longer; now and then disaster strikes."""
+    """Random but engine-like: requests share prefixes, generate, end, come back longer; now and then disaster."""
 
     def __init__(self, seed: int, policy: WritePolicy, device: int, host: int) -> None:
         self.random = random.Random(seed)

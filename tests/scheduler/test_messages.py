@@ -104,6 +104,6 @@ def test_swap_metadata_needs_a_target_per_source() -> None:
     ],
 )
 def test_wrong_settings_say_what_to_do(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match="^[^\n]*$") as caught:
+    with pytest.raises(ConfigError, match=r"^[^\n]*$") as caught:
         KVCacheConfig(**{"num_device_blocks": 4, **options})  # type: ignore[arg-type]
     assert message in str(caught.value)

@@ -79,6 +79,15 @@ def test_embedded_forces_this_server_beside_fastdeploy(monkeypatch, capsys):
     assert (status, stderr.count("\n")) == (2, 1)
 
 
+def test_missing_extra_is_one_line_that_says_how_to_get_it(monkeypatch, capsys):
+    for name in ("serve", "http_server"):
+        monkeypatch.delitem(sys.modules, f"fastdeploy_kvcache_v1.embedded.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    status, stderr = run(capsys, "serve", "--embedded")
+    assert status == 2
+    assert "needs the package uvicorn: pip install 'fastdeploy-kvcache-v1[embedded]'" in stderr
+
+
 def test_command_line_without_flags():
     import argparse
 

@@ -55,6 +55,56 @@ def test_random_load_with_a_far_too_small_device_tier(policy, seed):
     assert harness.scheduler.num_preemptions > 0
 
 
+def abort_one(harness, rng, names, recorders, gone):
+    name = rng.choice(names)
+    if not recorders[name].ended:
+        gone.add(name)
+        harness.core.abort(name)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_sizes_aborts_resets_and_failures(seed):
+    rng = random.Random(seed)
+    failure_rate = rng.choice([0, 0.05, 0.3])
+    harness = Harness(
+        small(
+            rng.choice([8, 9, 12, 20]),
+            rng.choice([0, 1, 3, 16, 40]),
+            write_policy=rng.choice(POLICIES),
+            write_through_threshold=rng.choice([1, 2, 3]),
+        ),
+        max_num_seqs=rng.choice([1, 2, 6, 12]),
+        max_num_batched_tokens=rng.choice([1, 3, 16, 64]),
+        fails=lambda result: rng.random() < failure_rate,
+    )
+    pending = random_requests(seed, 40)
+    expected = {name: expected_outputs(prompt, output) for name, prompt, output in pending}
+    recorders, gone = {}, set()
+    while pending or not harness.core.is_idle:
+        for _ in range(rng.randrange(4)):
+            if pending:
+                name, prompt, output = pending.pop()
+                recorders[name] = harness.submit(name, prompt, output)
+        if recorders and rng.random() < 0.05:
+            abort_one(harness, rng, list(recorders), recorders, gone)
+        harness.core.step()
+        harness.manager.check()
+        if harness.sent:
+            batch = harness.sent.pop()
+            if batch.requests and rng.random() < 0.05:  # while it is computed
+                abort_one(harness, rng, [task.request_id for task in batch.requests], recorders, gone)
+            if rng.random() < 0.02:
+                harness.core.reset_cache()
+            harness.core.on_step_result(harness.worker.run(batch))
+            harness.manager.check()
+    harness.run()
+    for name in expected.keys() - gone:
+        if failure_rate and recorders[name].failure is not None:
+            assert recorders[name].failure.status == 500
+        else:
+            assert recorders[name].tokens == expected[name]
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_device_tier_alone(caching):
     harness = Harness(small(num_host_blocks=0, enable_prefix_caching=caching), max_num_seqs=6)

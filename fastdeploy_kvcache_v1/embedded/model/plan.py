@@ -154,7 +154,8 @@ def _cache_rows(sequence: SequenceSlice, start: int, end: int, config: ModelConf
     positions = np.arange(start, end)
     blocks = np.asarray(sequence.block_table, dtype=np.int64)[positions // block_size]
     heads = np.arange(config.num_kv_heads, dtype=np.int64)[:, None]
-    return (blocks * config.num_kv_heads + heads) * block_size + positions % block_size
+    rows: Index = (blocks * config.num_kv_heads + heads) * block_size + positions % block_size
+    return rows
 
 
 def _buckets(sequence: SequenceSlice, tile_offset: int, config: ModelConfig, block_size: int) -> list[Bucket]:

@@ -1,0 +1,62 @@
+"""A Hugging Face directory behind the server: it answers, or says in one line what is wrong with the directory."""
+
+import httpx
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.e2e.server_process import ServerProcess, started
+from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = write_model(tmp_path / "little-llama", random_tensors(BASE), BASE)
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_model_directory_is_served_under_its_name(tmp_path, model):
+    flags = ("--model", str(model), "--block-size", "8", "--cache-dtype", "bfloat16")
+    with started(tmp_path / "server", *flags) as server, server.client() as client:
+        assert "random weights" not in server.stdout
+        assert [each.id for each in client.models.list()] == ["little-llama"]
+        options = {"model": "little-llama", "prompt": "hello hello a hello", "max_tokens": 9, "temperature": 0}
+        first = client.completions.create(**options)
+        second = client.completions.create(**options)
+        assert first.choices[0].text == second.choices[0].text
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        assert second.usage.prompt_tokens_details.cached_tokens == 8
+        too_long = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x " * 600})
+        assert too_long.status_code == 400
+        assert "too long for --max-model-len 512" in too_long.json()["error"]["message"]
+
+
+def break_weights(path):
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] = np.zeros(7, np.float32)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (break_weights, "model.norm.weight"),
+        (lambda path: (path / "model.safetensors").unlink(), "safetensors"),
+        (lambda path: (path / "tokenizer.json").write_text("{"), "tokenizer.json"),
+        (lambda path: (path / "config.json").unlink(), "config.json"),
+    ],
+)
+def test_damaged_directory_is_one_line(tmp_path, model, damage, message):
+    damage(model)
+    directory = tmp_path / "server"
+    server = ServerProcess(directory, "--model", str(model))
+    try:
+        assert server.wait_exit() == 2
+        assert server.stderr.startswith("fastdeploy-kvcache: error: ")
+        assert message in server.stderr
+        assert server.stderr.count("\n") == 1
+        assert server.stdout == ""
+        server.assert_nothing_left()
+    finally:
+        server.kill()
