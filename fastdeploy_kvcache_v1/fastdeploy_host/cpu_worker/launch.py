@@ -15,6 +15,8 @@ import sys
 from .. import overlay
 from ..table import Where
 from . import activation
+from .environment import run_directory
+from .janitor import record_session
 
 PR_SET_PDEATHSIG = 1
 API_SERVER = "fastdeploy.entrypoints.openai.api_server"
@@ -27,6 +29,8 @@ def main() -> None:
     role, sys.argv = sys.argv[1], sys.argv[1:]
     if role == "worker":
         _prepare_math()
+    else:
+        record_session(run_directory())
     activation.start()
     if os.environ.get(SWITCH) == "1":
         overlay.start()

@@ -6,19 +6,20 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...attention.gqa import GQACacheBackend
-from ...batch_request import BatchRequest, detach_swap_steps
+from ...batch_request import BatchRequest
 from ...cache_controller import CacheController
 from ...embedded.copy_faults import make_runtime
 from ...embedded.messages import StepTask
 from ...embedded.model.config import load_model_config
 from ...embedded.model.plan import SequenceSlice
 from ...embedded.step_runner import Logits, StepRunner
+from ..transport import SwapInbox
 from .slots import Slot, SlotTable
 from .tasks import apply_task, sampling_params
 from .token_channel import TokenSender
@@ -58,6 +59,7 @@ class CpuModelRunner:
         self._stats_file = stats_directory / STATS_FILE
         self._table = SlotTable(config.block_size)
         self._sampling: dict[int, Any] = {}
+        self._inbox = SwapInbox()
         self._pending = BatchRequest()
         self._decoder: Any = None
         self._steps: StepRunner | None = None
@@ -122,10 +124,12 @@ class CpuModelRunner:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def insert_tasks(self, tasks: Iterable[Any]) -> None:
-        """Take over what the host scheduled. Raises `CacheStateError` for a task that cannot be."""
+    def insert_tasks(self, tasks: Sequence[Any]) -> None:
+        """Take over what the host scheduled. Raises `CacheStateError` for a task that cannot be, and `TransferError`
+        when swap steps were lost on the way: either ends the worker, because its caches cannot be trusted any more.
+        """
+        self._pending.add_swap_steps(self._inbox.take(tasks))
         for task in tasks:
-            self._pending.add_swap_steps(detach_swap_steps(task))
             apply_task(self._table, task)
             if int(task.idx) in self._table.slots and hasattr(task, "prompt_token_ids"):
                 self._sampling[int(task.idx)] = task
