@@ -1,20 +1,20 @@
 """Patch tables: one TOML file per FastDeploy release names every place of the host we touch, how, and why.
 
-    [host]
-    release = "2.5"             matches the host's version by its first two numbers
-    commit = "f3fb7e032"        the tree the table was written against
+[host]
+release = "2.5"             matches the host's version by its first two numbers
+commit = "f3fb7e032"        the tree the table was written against
 
-    [[patch]]
-    target = "package.module:Qualified.name"
-    kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is called instead of the target
-                                replace: ours(original) returns what takes the target's place
-                                extend: ours(target) adds the names of `adds`, which must not be there yet
-    ours = "package.module:function"
-    signature = "(self, x, y=1)"  what the host's parameters must be, without annotations (wrap and replace);
-                                of a class: those of its __init__; "value" for anything that is not callable
-    adds = ["name"]             attributes of a class, keys of a dictionary (extend)
-    where = "engine"            engine, worker, or both: the processes in which it has an effect
-    why = "one sentence"
+[[patch]]
+target = "package.module:Qualified.name"
+kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is called instead of the target
+                            replace: ours(original) returns what takes the target's place
+                            extend: ours(target) adds the names of `adds`, which must not be there yet
+ours = "package.module:function"
+signature = "(self, x, y=1)"  what the host's parameters must be, without annotations (wrap and replace);
+                            of a class: those of its __init__; "value" for anything that is not callable
+adds = ["name"]             attributes of a class, keys of a dictionary (extend)
+where = "engine"            engine, worker, or both: the processes in which it has an effect
+why = "one sentence"
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def test_missing_fields_are_named(tmp_path, field):
 
 
 def test_two_rows_for_one_place(tmp_path):
-    with pytest.raises(OverlayError, match="two rows for host.engine:Engine.schedule"):
+    with pytest.raises(OverlayError, match=r"two rows for host\.engine:Engine\.schedule"):
         load(tmp_path, GOOD, GOOD)
 
 
