@@ -1,6 +1,7 @@
 """Run inside a FastDeploy process: drives its real ResourceManagerV1 through random lives of requests.
 
-The worker is the FAKE one of tests/overlay: it checks what every block holds. Usage: script SEED STEPS HOST_BLOCKS POLICY.
+The worker is the FAKE one of tests/overlay: it checks what every block holds.
+Usage: script SEED STEPS HOST_BLOCKS POLICY.
 """
 
 import random
