@@ -149,6 +149,10 @@ class WorkerCache:
         logger.info("host tier: %d blocks of %d bytes", self._num_host_blocks, combined.block_bytes)
 
     @property
+    def has_host_tier(self) -> bool:
+        return self._controller is not None
+
+    @property
     def num_main_layers(self) -> int:
         return self._registered[MAIN][0].num_layers
 
