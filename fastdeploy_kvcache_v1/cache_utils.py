@@ -7,6 +7,8 @@ Equal hashes therefore mean an equal whole prefix, which is what lets the tree c
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import pairwise
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 HASH_VERSION = b"fastdeploy-kvcache-v1/1"
 TOKEN_BYTES = 4
+TOKEN_TYPE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
+TOKENS_ARE_SWAPPED = sys.byteorder != "little"
 MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -125,6 +129,11 @@ def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
         token = int(token_ids[0])
         if 0 <= token <= MAX_TOKEN_ID:
             return token.to_bytes(TOKEN_BYTES, "little")
+    if isinstance(token_ids, list) and not TOKENS_ARE_SWAPPED:  # four times as fast as through NumPy
+        try:
+            return array(TOKEN_TYPE, token_ids).tobytes()
+        except (OverflowError, TypeError):  # looked at more closely below
+            pass
     # Imported here: the scheduler half must load fast, and whoever passes an array has numpy loaded already.
     import numpy as np
 

@@ -22,6 +22,7 @@ from ..cache_manager import CacheManager
 from ..config import KVCacheConfig
 from ..errors import BlockPoolError, CacheStateError, InvariantError
 from ..metadata import CacheLevel, DeviceSlot, MatchResult, NoSpace
+from .hit_rates import HitRates
 from .task_tokens import TaskTokens, multimodal_items, start_of_cut_item
 from .transport import SwapOutbox
 
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 KEPT_HASHES = 256
 """Waiting requests whose hashes outlive a match that was rolled back: the host matches them again each step."""
-
-METRICS_WINDOW = 10_000
-"""Requests after which the host starts its hit rates anew."""
 
 
 class _Record:
@@ -47,7 +45,7 @@ class _Record:
 
 
 class PrefixCacheAdapter:
-    """Thread-safe. `gauges` has the host's metric objects, `hit_rates` is its `CacheMetrics`.
+    """Thread-safe. `gauges` has the host's metric objects as attributes; they follow once per batch.
 
     `whole_items` says that the host never computes part of an image: see `start_of_cut_item`.
     """
@@ -55,9 +53,9 @@ class PrefixCacheAdapter:
     gpu_cache_lock: Any = None
     """Set by the host; its lock between engine and transfer process, which we have no use for."""
 
-    def __init__(self, config: KVCacheConfig, *, gauges: Any, hit_rates: Any, whole_items: bool = False) -> None:
+    def __init__(self, config: KVCacheConfig, *, gauges: Any, whole_items: bool = False) -> None:
         self.manager = CacheManager(config)
-        self.metrics = hit_rates
+        self.hit_rates = HitRates()
         self.num_cpu_blocks = config.num_host_blocks
         self.num_recycled_wrongly = 0
         """Ids that the host recycled without owning them; discarded."""
@@ -69,6 +67,7 @@ class PrefixCacheAdapter:
         self._lent_to: dict[DeviceSlot, str | None] = {}
         self._kept: OrderedDict[str, TaskTokens] = OrderedDict()
         self._outbox = SwapOutbox()
+        self._has_news = False
         gauges.max_cpu_block_num.set(self.num_cpu_blocks)
         self._publish_size()
 
@@ -105,7 +104,7 @@ class PrefixCacheAdapter:
             if isinstance(slots, NoSpace):
                 raise CacheStateError(f"{req_id}: {slots.needed} device blocks wanted, {slots.available} available")
             self._lent_to.update(dict.fromkeys(slots, req_id))
-            self._publish_free()
+            self._has_news = True
             return slots
 
     def recycle_gpu_blocks(self, gpu_block_ids: Sequence[int] | int, req_id: str | None = None) -> None:
@@ -119,7 +118,7 @@ class PrefixCacheAdapter:
             self.manager.take_back(mine)
             for slot in mine:
                 del self._lent_to[slot]
-            self._publish_free()
+            self._has_news = True
 
     def _is_lent(self, slot: DeviceSlot, req_id: str | None) -> bool:
         if slot not in self._lent_to:
@@ -148,8 +147,9 @@ class PrefixCacheAdapter:
             table = allocation.block_table
             self._records[task.request_id] = _Record(tokens, len(table))
             task.num_cached_blocks = len(table)
-            self._count_match(task.request_id, tokens, match)
-            self._publish_free()
+            host = match.num_host_blocks * self._block_size
+            self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
+            self._has_news = True
             return table, match.num_tokens, _match_metrics(match, table)
 
     def _match(self, task: Any, tokens: TaskTokens) -> MatchResult:
@@ -216,7 +216,6 @@ class PrefixCacheAdapter:
             self._keep(request_id, record.tokens)
         else:
             self.manager.finish(request_id)
-        self._publish_free()
 
     def _record_of(self, task: Any) -> _Record | None:
         """None also for an earlier request of the same id: ids come from clients."""
@@ -240,12 +239,18 @@ class PrefixCacheAdapter:
     # ---- the batch
 
     def send_swaps(self, tasks: Sequence[Any]) -> None:
-        """Let every copy decided since the last batch ride on `tasks`; without tasks they wait."""
+        """Let every copy decided since the last batch ride on `tasks`; without tasks they wait. Once per `schedule`,
+        so the gauges follow here and not with every id.
+        """
         with self._lock:
             if tasks:
                 self._outbox.attach(tasks, self.manager.take_swap_step())
             else:
                 self._outbox.clear()
+            if tasks or self._has_news:
+                self._has_news = False
+                self._publish_free()
+                self.hit_rates.publish(self._gauges)
 
     # ---- administration
 
@@ -257,7 +262,7 @@ class PrefixCacheAdapter:
             self._lent_to.clear()
             self.manager.reset_cache(force=True)
             self._outbox.restart()
-            self.metrics.reset_metrics()
+            self.hit_rates.reset()
             self._gauges.available_gpu_block_num.set(self.num_gpu_blocks)
             self._publish_free()
 
@@ -293,16 +298,6 @@ class PrefixCacheAdapter:
         return []
 
     # ---- metrics
-
-    def _count_match(self, request_id: str, tokens: TaskTokens, match: MatchResult) -> None:
-        rates, host = self.metrics, match.num_host_blocks * self._block_size
-        rates.req_count += 1
-        rates.hit_req_count += match.num_blocks > 0
-        if tokens.num_tokens:
-            rates.calculate_hit_metrics(request_id, host, match.num_tokens - host, 0, tokens.num_tokens)
-            rates._update_history_hit_metrics()
-        if rates.req_count % METRICS_WINDOW == 0:
-            rates.reset_metrics()
 
     def _publish_free(self) -> None:
         free = self.manager.num_free_device_blocks

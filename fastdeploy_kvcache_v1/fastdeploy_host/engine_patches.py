@@ -31,7 +31,6 @@ class HostedPrefixCache(PrefixCacheAdapter):
     cache_ready_signal = NoSignal()
 
     def __init__(self, config: Any) -> None:
-        from fastdeploy.cache_manager.cache_metrics import CacheMetrics
         from fastdeploy.metrics.metrics import main_process_metrics
 
         cache = config.cache_config
@@ -49,7 +48,6 @@ class HostedPrefixCache(PrefixCacheAdapter):
                 max_queued_events=0,
             ),
             gauges=main_process_metrics,
-            hit_rates=CacheMetrics(),
             whole_items=bool(cache.disable_chunked_mm_input),
         )
         self.publisher = CacheMetricsPublisher(self)

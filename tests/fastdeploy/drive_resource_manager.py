@@ -27,12 +27,14 @@ SEATS = 6
 BLOCK_SIZE = 8
 
 
-def make_manager(num_device_blocks, num_host_blocks, policy, *, threshold=2, block_size=BLOCK_SIZE, seats=SEATS):
+def make_manager(
+    num_device_blocks, num_host_blocks, policy, *, threshold=2, block_size=BLOCK_SIZE, seats=SEATS, max_tokens=64
+):
     """ResourceManagerV1 with the configuration objects it needs, made as the host's own tests make them."""
     engine_args = EngineArgs(
         max_num_seqs=seats,
         num_gpu_blocks_override=num_device_blocks,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=max_tokens,
         write_policy=policy,
         **({"write_through_threshold": threshold} if plugin.is_enabled() else {}),
     )
@@ -50,7 +52,7 @@ def make_manager(num_device_blocks, num_host_blocks, policy, *, threshold=2, blo
     cache.kv_cache_ratio = 1.0
     model = SimpleNamespace(
         enable_mm=False,
-        max_model_len=block_size * 16,
+        max_model_len=max(block_size * 16, max_tokens),
         architectures=["test_model"],
         mm_max_tokens_per_item=None,
         version=None,

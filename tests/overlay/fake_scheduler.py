@@ -33,22 +33,6 @@ class FakeGauge:
         self.value = value
 
 
-class FakeHitRates:
-    """Same counting as the host's CacheMetrics."""
-
-    def __init__(self):
-        self.reset_metrics()
-
-    def reset_metrics(self):
-        self.req_count = self.hit_req_count = self.device = self.host = self.total = 0
-
-    def calculate_hit_metrics(self, req_id, cpu, gpu, storage, total):
-        self.device, self.host, self.total = self.device + gpu, self.host + cpu, self.total + total
-
-    def _update_history_hit_metrics(self):
-        assert self.total > 0
-
-
 class FakeTask:
     """What the adapter uses of the host's Request."""
 
@@ -76,9 +60,10 @@ class Control:
 
 def make_adapter(num_device_blocks, num_host_blocks=0, block_size=4, **settings):
     names = "max_gpu_block_num max_cpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
+    names += " hit_req_rate hit_token_rate gpu_hit_token_rate cpu_hit_token_rate"
     config = KVCacheConfig(num_device_blocks, num_host_blocks, block_size, **settings)
     gauges = SimpleNamespace(**{name: FakeGauge() for name in names.split()})
-    return PrefixCacheAdapter(config, gauges=gauges, hit_rates=FakeHitRates(), whole_items=True)
+    return PrefixCacheAdapter(config, gauges=gauges, whole_items=True)
 
 
 class FakeScheduler:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, PoolInUseError, TransferError
+from fastdeploy_kvcache_v1.fastdeploy_host.hit_rates import WINDOW, HitRates
 from fastdeploy_kvcache_v1.fastdeploy_host.transport import SWAP_ATTRIBUTE
 
 from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter
@@ -99,8 +100,7 @@ def test_host_tier_serves_what_the_device_lost():
     first, second = [1] * 17, [2] * 25
     assert serve(scheduler, first, second, first) == [0, 0, 16]
     assert scheduler.worker.num_swapped_in == 3  # the tail of its path went first
-    rates = cache.metrics
-    assert rates.host == 12
+    assert cache.hit_rates.num_host_tokens == 12
 
 
 def test_match_metrics_tell_the_tiers_apart():
@@ -265,11 +265,29 @@ def test_gauges_follow():
     cache = make_adapter(8, 3)
     gauges = cache._gauges
     cache.allocate_gpu_blocks(2)
+    cache.send_swaps([])
     assert (gauges.max_gpu_block_num.value, gauges.max_cpu_block_num.value) == (8, 3)
     assert (gauges.free_gpu_block_num.value, gauges.available_gpu_resource.value) == (6, 0.75)
     assert cache.available_gpu_resource == 0.75
     cache.reset()
     assert (gauges.free_gpu_block_num.value, gauges.available_gpu_block_num.value) == (8, 8)
+
+
+def test_hit_rates_are_published():
+    scheduler = FakeScheduler(make_adapter(40), output_caching=False)
+    serve(scheduler, [1] * 10, [1] * 10)
+    gauges = scheduler.cache._gauges
+    assert (gauges.hit_req_rate.value, gauges.hit_token_rate.value) == (0.5, 0.4)
+    assert (gauges.gpu_hit_token_rate.value, gauges.cpu_hit_token_rate.value) == (0.4, 0)
+    scheduler.cache.reset()
+    assert scheduler.cache.hit_rates.num_requests == 0
+
+
+def test_hit_rates_start_anew_after_a_window():
+    rates = HitRates()
+    for _ in range(WINDOW + 1):
+        rates.count(10, device=4, host=0)
+    assert (rates.num_requests, rates.num_tokens) == (1, 10)
 
 
 class Position:
@@ -292,7 +310,7 @@ def test_a_match_never_ends_inside_an_image():
         assert task.num_cached_blocks * 4 >= expected
         scheduler.run_dry()
     assert task.prefill_end_index == len(tokens)
-    assert scheduler.cache.metrics.device == 4
+    assert scheduler.cache.hit_rates.num_device_tokens == 4
 
 
 @pytest.mark.parametrize("items", [images((2, 6), (4, 3)), {"mm_positions": [Position(0, 2)], "mm_hashes": []}])
@@ -301,7 +319,7 @@ def test_what_cannot_be_hashed_is_served_without_caching(items, caplog):
     for request_id in "ab":
         scheduler.add(FakeTask(request_id, [1] * 12, 3, items))
         scheduler.run_dry()
-    assert scheduler.cache.metrics.device == 0
+    assert scheduler.cache.hit_rates.num_device_tokens == 0
     assert "is not cached" in caplog.text
     scheduler.cache.manager.check_idle()
 
