@@ -7,6 +7,7 @@ reused, whole runs at a time, so that neighbouring slots tend to stay together (
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Generic, TypeVar
 
 from .errors import BlockPoolError, InvariantError, PoolInUseError
@@ -23,7 +24,8 @@ class BlockPool(Generic[Slot]):
     def __init__(self, size: int) -> None:
         self._size = size
         self._free: list[int] = list(range(size - 1, -1, -1))
-        self._allocated: set[int] = set()
+        self._owned = bytearray(size)
+        """1 for each slot that somebody owns."""
 
     @property
     def size(self) -> int:
@@ -35,7 +37,7 @@ class BlockPool(Generic[Slot]):
 
     @property
     def num_allocated(self) -> int:
-        return len(self._allocated)
+        return self._size - len(self._free)
 
     def allocate(self, count: int) -> list[Slot]:
         """`count` slots for the caller to own. Raises `BlockPoolError` when fewer are free: ask `num_free` first."""
@@ -45,33 +47,48 @@ class BlockPool(Generic[Slot]):
         slots = self._free[start:]
         del self._free[start:]
         slots.reverse()
-        self._allocated.update(slots)
+        owned = self._owned
+        for slot in slots:
+            owned[slot] = 1
         return slots  # type: ignore[return-value]
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Take `slots` back. Raises `BlockPoolError`, freeing none, if one is not allocated or named twice."""
-        before = len(self._allocated)
-        unique = set(slots)
-        if len(unique) != len(slots) or not unique <= self._allocated:
-            wrong = sorted(unique - self._allocated) or "a slot named twice"
-            raise BlockPoolError(f"{self.level} pool: freed slots that are not allocated: {wrong}")
-        self._allocated -= unique
-        assert before - len(self._allocated) == len(slots)
+        if slots and not 0 <= min(slots) <= max(slots) < self._size:
+            raise BlockPoolError(f"{self.level} pool: freed slots outside 0..{self._size - 1}")
+        owned = self._owned
+        for done, slot in enumerate(slots):
+            if not owned[slot]:
+                for freed in slots[:done]:
+                    owned[freed] = 1
+                raise BlockPoolError(f"{self.level} pool: freed slot {slot}, which is not allocated or named twice")
+            owned[slot] = 0
         self._free.extend(reversed(slots))
 
     def allocated_slots(self) -> frozenset[int]:
-        """Every slot somebody owns; O(allocated), for checks."""
-        return frozenset(self._allocated)
+        """Every slot somebody owns; O(size), for checks."""
+        return frozenset(compress(range(self._size), self._owned))
 
     def check(self) -> None:
         """Raises `InvariantError` unless free and allocated slots partition `0 .. size-1`."""
         free = set(self._free)
         if len(free) != len(self._free):
             raise InvariantError(f"{self.level} pool: a slot is on the free list twice")
-        if free & self._allocated:
-            raise InvariantError(f"{self.level} pool: slots both free and allocated: {sorted(free & self._allocated)}")
-        if free | self._allocated != set(range(self._size)):
+        allocated = self.allocated_slots()
+        if free & allocated:
+            raise InvariantError(f"{self.level} pool: slots both free and allocated: {sorted(free & allocated)}")
+        if free | allocated != set(range(self._size)) or len(self._owned) != self._size:
             raise InvariantError(f"{self.level} pool: slots lost or out of range 0..{self._size - 1}")
+
+    def check_owners(self, slots: Sequence[Slot]) -> None:
+        """`check`, and raises `InvariantError` unless `slots`, which all owners hold, are the allocated ones."""
+        self.check()
+        if len(slots) != len(set(slots)):
+            raise InvariantError(f"{self.level} pool: a slot has two owners")
+        if not self.allocated_slots().issuperset(slots):
+            raise InvariantError(f"{self.level} pool: a slot is used that is free")
+        if len(slots) != self.num_allocated:
+            raise InvariantError(f"{self.level} pool: {self.num_allocated - len(slots)} slots leaked")
 
 
 class DeviceBlockPool(BlockPool[DeviceSlot]):
@@ -81,7 +98,7 @@ class DeviceBlockPool(BlockPool[DeviceSlot]):
 
     def slots_above(self, size: int) -> set[int]:
         """Allocated slots that a shrink to `size` would take away; O(slots above `size`)."""
-        return self._allocated.intersection(range(size, self._size))
+        return set(compress(range(size, self._size), self._owned[size:]))
 
     def resize(self, size: int) -> None:
         """Grow or shrink to `size` slots. Raises `PoolInUseError`, changing nothing, if a slot above is allocated."""
@@ -89,7 +106,9 @@ class DeviceBlockPool(BlockPool[DeviceSlot]):
             if in_use := self.slots_above(size):
                 raise PoolInUseError(f"cannot shrink the device pool to {size} blocks: {len(in_use)} above are in use")
             self._free = [slot for slot in self._free if slot < size]
+            del self._owned[size:]
         else:
+            self._owned.extend(bytes(size - self._size))
             self._free[:0] = range(size - 1, self._size - 1, -1)
         self._size = size
 

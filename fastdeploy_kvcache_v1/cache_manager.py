@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import CacheStats, Counters
 from .config import KVCacheConfig
-from .errors import BlockPoolError, CacheStateError, ConfigError, InvariantError, PoolInUseError, UnknownRequestError
+from .errors import BlockPoolError, CacheStateError, ConfigError, PoolInUseError, UnknownRequestError
 from .event_log import EventLog
 from .metadata import (
     Allocation,
@@ -36,7 +36,7 @@ from .metadata import (
     TransferResult,
 )
 from .radix_tree import RadixTree
-from .run import Run
+from .run import Run, expect
 from .tiering import Tiering
 
 
@@ -52,6 +52,10 @@ class _Request:
     epoch: int
     step: int = -1
     """The scheduling step of its last allocation."""
+    num_tokens: int = 0
+    """Tokens it has been allocated for."""
+    num_closed_tokens: int = 0
+    """Those of them that an earlier step than `step` allocated."""
     table: list[DeviceSlot] = field(default_factory=list)
     admitted: bool = False
     has_committed: bool = False
@@ -63,6 +67,21 @@ class _Request:
 
     def own_slots(self) -> list[DeviceSlot]:
         return self.table[self.num_cached :] + self.duplicates
+
+    @property
+    def num_own_slots(self) -> int:
+        return max(0, len(self.table) - self.num_cached) + len(self.duplicates)
+
+    def check(self, request_id: str, path: list[Run]) -> None:
+        """Raises `InvariantError` unless its table begins with the blocks of `path`, the cached prefix."""
+        expect(sum(map(len, path)) == self.num_cached, f"manager: {request_id} miscounts its cached blocks")
+        if not self.admitted:
+            expect(not self.table, f"manager: {request_id} has a block table before it was admitted")
+            return
+        own = set(self.duplicates)
+        cached = [slot for run in path for slot in run.device or ()]
+        wrong = [mine for mine, slot in zip(self.table, cached, strict=False) if mine != slot and mine not in own]
+        expect(not wrong and len(cached) == self.num_cached, f"manager: {request_id} reads slots of other blocks")
 
 
 class CacheManager:
@@ -80,6 +99,8 @@ class CacheManager:
         self._requests: dict[str, _Request] = {}
         self._in_flight: dict[str, int] = {}
         self._lent: set[DeviceSlot] = set()
+        self._uncounted: dict[str, _Request] = {}
+        """Admitted since the last step was taken, hence perhaps to be rolled back."""
         self._step = 0
         self._epoch = 0
 
@@ -124,10 +145,13 @@ class CacheManager:
                 self._counters.allocations_refused += 1
                 return NoSpace(needed, available)
             slots = self._tiering.allocate_device(needed)
-            request.step = self._step
+            if request.step != self._step:
+                request.step, request.num_closed_tokens = self._step, request.num_tokens
+            request.num_tokens = max(request.num_tokens, num_tokens)
             if request.admitted:
                 request.table += slots
                 return Allocation(list(request.table), slots, 0, 0)
+            self._uncounted[request_id] = request
             return self._admit(request, path, swap_ins, slots)
 
     def _admit(self, request: _Request, path: list[Run], swap_ins: list[Run], slots: list[DeviceSlot]) -> Allocation:
@@ -147,7 +171,6 @@ class CacheManager:
         request.num_host_tokens = used * size
         request.num_device_tokens = request.num_cached * size - request.num_host_tokens
         request.num_query_tokens = request.sequence.num_tokens
-        self._count_admission(request, 1)
         return Allocation(list(request.table), new_blocks, request.num_device_tokens, request.num_host_tokens)
 
     def commit(self, request_id: str, num_computed_tokens: int, *, in_flight: bool = False) -> None:
@@ -156,20 +179,20 @@ class CacheManager:
         Their KV must have been written. With `in_flight` it is written by the step being scheduled now: the blocks
         become matchable, and are backed up, only after `take_swap_step` has closed that step. The newest token of the
         sequence is never counted: a sampled token has no KV yet. Idempotent; fewer tokens than before are ignored.
-        Raises `UnknownRequestError`, or `CacheStateError` for tokens without a block, blocks without a hash, or blocks
+        Raises `UnknownRequestError`, or `CacheStateError` for tokens without a block, blocks without a hash, or tokens
         that cannot have been computed because the step that allocated them has not been taken.
         """
         with self._lock:
             request = self._request(request_id)
             num_blocks = min(num_computed_tokens, request.sequence.num_tokens - 1) // self.config.block_size
-            if request.step == self._step and not in_flight:
+            if request.step == self._step and num_computed_tokens > request.num_closed_tokens and not in_flight:
                 raise CacheStateError(f"request {request_id}: committed before take_swap_step closed its step")
             if num_computed_tokens > len(request.table) * self.config.block_size:
                 raise CacheStateError(f"request {request_id}: {num_computed_tokens} tokens committed, fewer allocated")
             if num_blocks > len(request.sequence.hashes):
                 raise CacheStateError(f"request {request_id}: {num_blocks} blocks committed, fewer hashed")
             if in_flight:
-                self._in_flight[request_id] = num_blocks
+                self._in_flight[request_id] = max(num_blocks, self._in_flight.get(request_id, 0))
             else:
                 self._commit(request, num_blocks)
 
@@ -184,7 +207,7 @@ class CacheManager:
         request.leaf, request.num_cached, request.has_committed = leaf, num_blocks, True
         request.duplicates += duplicates
         self._counters.duplicate_blocks += len(duplicates)
-        self._tiering.back_up_completed(self._tree.path(leaf))
+        self._tiering.back_up_completed(self._tree.path(leaf), num_blocks - first)
 
     def finish(self, request_id: str) -> None:
         """The request is done (or aborted): its committed blocks stay cached, everything else is free again.
@@ -213,15 +236,17 @@ class CacheManager:
                 raise CacheStateError(f"request {request_id} has computed blocks: finish or preempt it instead")
             if request.admitted:
                 self._tree.hit(request.leaf, -1)
-                self._count_admission(request, -1)
                 self._counters.requests_rolled_back += 1
+                self._uncounted.pop(request_id, None)
             self._give_back(request_id, touch=False)
 
     def _give_back(self, request_id: str, *, touch: bool) -> None:
         request = self._request(request_id)
         del self._requests[request_id]
         self._in_flight.pop(request_id, None)
-        self._device_pool.free(request.own_slots() if request.admitted else [])
+        if request_id in self._uncounted:
+            self._count_admission(self._uncounted.pop(request_id))
+        self._device_pool.free(request.own_slots())
         self._tree.release(request.leaf, touch=touch)
 
     # ---- slots of a scheduler that keeps its own block tables
@@ -273,6 +298,9 @@ class CacheManager:
         with self._lock:
             step = self._tiering.take_step(self._step)
             self._step += 1
+            for request in self._uncounted.values():
+                self._count_admission(request)
+            self._uncounted.clear()
             in_flight, self._in_flight = self._in_flight, {}
             for request_id, num_blocks in in_flight.items():
                 self._commit(self._requests[request_id], num_blocks)
@@ -284,6 +312,8 @@ class CacheManager:
         Returns the running requests that use such a block: preempt and recompute them. O(cache).
         """
         failed = frozenset(result.target_slots)
+        if not failed:
+            return []
         with self._lock:
             self._counters.failed_transfer_blocks += len(failed)
             lost: set[Run] = set()
@@ -410,9 +440,9 @@ class CacheManager:
             return self._tiering.num_available_device
 
     def stats(self) -> CacheStats:
+        """O(requests)."""
         with self._lock:
-            owned = sum(len(request.own_slots()) for request in self._requests.values() if request.admitted)
-            owned += len(self._lent)
+            owned = sum(request.num_own_slots for request in self._requests.values()) + len(self._lent)
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),
@@ -429,32 +459,31 @@ class CacheManager:
     def check(self) -> None:
         """Raises `InvariantError` unless every slot has exactly one owner and every pin a request; O(cache)."""
         with self._lock:
-            self._device_pool.check()
-            self._host_pool.check()
             self._tree.check()
+            self._tiering.check()
             runs = [*self._tree.runs(), *self._tree.detached_runs()]
             cached = [slot for run in runs for slot in run.device or ()]
-            owned = [slot for request in self._requests.values() if request.admitted for slot in request.own_slots()]
-            owned += self._lent
-            _expect_partition("device", cached + owned, self._device_pool.allocated_slots())
-            _expect_partition(
-                "host", [slot for run in runs for slot in run.host or ()], self._host_pool.allocated_slots()
-            )
-            pins = Counter(run for request in self._requests.values() for run in self._tree.path(request.leaf))
+            owned = [slot for request in self._requests.values() for slot in request.own_slots()]
+            self._device_pool.check_owners([*cached, *owned, *self._lent])
+            self._host_pool.check_owners([slot for run in runs for slot in run.host or ()])
+            paths = {request_id: self._tree.path(request.leaf) for request_id, request in self._requests.items()}
+            pins = Counter(run for path in paths.values() for run in path)
             for run in runs:
-                if run.pins != pins[run]:
-                    raise InvariantError(f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
+                expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
+            for request_id, request in self._requests.items():
+                request.check(request_id, paths[request_id])
+            expect(
+                self._requests.keys() >= self._in_flight.keys() | self._uncounted.keys(), "manager: a request lives on"
+            )
 
     def check_idle(self) -> None:
         """`check`, and nobody holds anything: every allocated slot is cached and evictable."""
         with self._lock:
             self.check()
-            if self._requests:
-                raise InvariantError(f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")
-            if any(True for _ in self._tree.detached_runs()):
-                raise InvariantError("manager: forgotten blocks still hold slots; take the swap step first")
-            if self._tiering.num_available_device != self._device_pool.size:
-                raise InvariantError("manager: device slots leaked")
+            expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")
+            forgotten = any(True for _ in self._tree.detached_runs())
+            expect(not forgotten, "manager: forgotten blocks still hold slots; take the swap step first")
+            expect(self._tiering.num_available_device == self._device_pool.size, "manager: device slots leaked")
 
     # ---- inside
 
@@ -464,16 +493,9 @@ class CacheManager:
         except KeyError:
             raise UnknownRequestError(f"request {request_id} is unknown, or has been finished already") from None
 
-    def _count_admission(self, request: _Request, sign: int) -> None:
+    def _count_admission(self, request: _Request) -> None:
         counters = self._counters
-        counters.requests_admitted += sign
-        counters.query_tokens += sign * request.num_query_tokens
-        counters.device_hit_tokens += sign * request.num_device_tokens
-        counters.host_hit_tokens += sign * request.num_host_tokens
-
-
-def _expect_partition(tier: str, owners: Sequence[int], allocated: frozenset[int]) -> None:
-    if len(owners) != len(set(owners)):
-        raise InvariantError(f"manager: a {tier} slot has two owners")
-    if set(owners) != allocated:
-        raise InvariantError(f"manager: {len(allocated - set(owners))} {tier} slots leaked")
+        counters.requests_admitted += 1
+        counters.query_tokens += request.num_query_tokens
+        counters.device_hit_tokens += request.num_device_tokens
+        counters.host_hit_tokens += request.num_host_tokens

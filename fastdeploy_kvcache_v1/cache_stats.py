@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass
 class Counters:
-    """Monotone counts since start. Units are in the names: tokens, blocks, or events."""
+    """Counts since start that never fall. Units are in the names: tokens, blocks, or events."""
 
     requests_admitted: int = 0
+    """Requests whose first allocation was scheduled: counted when the step is taken, with their tokens below."""
     requests_finished: int = 0
     requests_preempted: int = 0
     requests_rolled_back: int = 0
@@ -27,7 +28,7 @@ class Counters:
     swap_out_blocks: int = 0
     swap_in_blocks: int = 0
     backup_skipped_blocks: int = 0
-    """Blocks that the write policy wanted on the host while nothing there could be evicted."""
+    """Blocks that the write policy wanted on the host while there was no room, again at every later hit."""
     duplicate_blocks: int = 0
     """Blocks computed by a request although another one had cached them meanwhile."""
     failed_transfer_blocks: int = 0

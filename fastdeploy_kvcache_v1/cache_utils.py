@@ -10,11 +10,13 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from itertools import pairwise
+from operator import index
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import CacheStateError, ConfigError
+from .errors import ConfigError
 from .metadata import BlockHash
 
 if TYPE_CHECKING:
@@ -56,7 +58,8 @@ def get_block_hash_extra_keys(
     while first < len(items) and items[first].offset + items[first].length <= start:
         first += 1
     keys = []
-    for item in items[first:]:
+    for position in range(first, len(items)):
+        item = items[position]
         if item.offset >= end:
             break
         content = item.hash.encode()
@@ -126,14 +129,11 @@ class GivenHashes:
 def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
     """Token ids as 4-byte little-endian unsigned integers. Raises `ConfigError` for ids that do not fit."""
     if len(token_ids) == 1:  # one generated token: skip the array machinery
-        token = int(token_ids[0])
-        if 0 <= token <= MAX_TOKEN_ID:
-            return token.to_bytes(TOKEN_BYTES, "little")
+        with suppress(TypeError, OverflowError):  # no integer, or none that fits: say so below
+            return index(token_ids[0]).to_bytes(TOKEN_BYTES, "little")
     if isinstance(token_ids, list) and not TOKENS_ARE_SWAPPED:  # four times as fast as through NumPy
-        try:
+        with suppress(TypeError, OverflowError):
             return array(TOKEN_TYPE, token_ids).tobytes()
-        except (OverflowError, TypeError):  # looked at more closely below
-            pass
     # Imported here: the scheduler half must load fast, and whoever passes an array has numpy loaded already.
     import numpy as np
 
@@ -152,9 +152,3 @@ def _check_items(items: Sequence[MultimodalItem]) -> None:
     for before, after in pairwise(items):
         if before.offset + before.length > after.offset:
             raise ConfigError(f"multimodal items at offsets {before.offset} and {after.offset} overlap")
-
-
-def check_block_hashes(hashes: Sequence[BlockHash], num_blocks: int) -> None:
-    """Raises `CacheStateError` unless at least `num_blocks` full blocks have been hashed."""
-    if len(hashes) < num_blocks:
-        raise CacheStateError(f"{num_blocks} blocks named but only {len(hashes)} hashed: extend the hasher first")

@@ -41,8 +41,8 @@ class KVCacheConfig:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
     write_through_threshold: int = 2
     enable_prefix_caching: bool = True
-    max_queued_events: int = 65_536
-    """`take_events()` queue bound; past it the queue collapses into one `cleared` event. 0 switches events off."""
+    max_queued_events: int = 262_144
+    """Blocks that queued events may name; past it the queue collapses into a snapshot. 0 switches events off."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", WritePolicy.parse(self.write_policy))

@@ -11,13 +11,11 @@ when, and what to copy, is the manager's business. Not thread-safe: the manager'
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 from .block_pool import DeviceBlockPool, HostBlockPool
-from .errors import InvariantError
 from .event_log import EventLog
 from .metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot, HostSlot
-from .run import Run, RunQueue
+from .run import Run, RunQueue, check_queue, check_runs, expect
 
 
 class RadixTree:
@@ -32,6 +30,8 @@ class RadixTree:
         self._host_queue = RunQueue(CacheLevel.HOST)
         self._open: dict[Run, None] = {}
         self._detached: dict[Run, None] = {}
+        self._blocked: dict[Run, None] = {}
+        """Out of the host queue until the step is taken: a copy that it starts fills them or a run below them."""
         self.num_device_evictable = 0
         """Blocks that device eviction can free at once; exact."""
         self.num_host_evictable = 0
@@ -60,11 +60,11 @@ class RadixTree:
         run = leaf
         while run.parent is not None:
             parent = run.parent
-            if touch and not run.detached:
-                self._touch(run)
             run.pins -= 1
             if not run.pins:
                 self._unpinned(run)
+            if touch and not run.detached:
+                self._touch(run)
             run = parent
         self._undo_splits(leaf)
 
@@ -85,7 +85,7 @@ class RadixTree:
         Returns the request's new leaf, pinned, and those of `slots` that were not taken because the block is on the
         device already: they stay the caller's.
         """
-        if _same_fate(leaf):  # where a pinned run is queued does not matter: its release will touch it
+        if leaf.fits_parent():  # where a pinned run is queued does not matter: its release will touch it
             self._absorb_parent(leaf)
         duplicates: list[DeviceSlot] = []
         done = 0
@@ -120,6 +120,9 @@ class RadixTree:
     def open_swap_ins(self) -> list[Run]:
         return [run for run in self._open if run.open is CacheLevel.DEVICE]
 
+    def open_swap_outs(self) -> list[Run]:
+        return [run for run in self._open if run.open is CacheLevel.HOST]
+
     def close_transfers(self) -> None:
         """The worker is being told of every open copy: from here on, order guarantees what the tree says."""
         for run in self._open:
@@ -133,6 +136,10 @@ class RadixTree:
                 if run.is_host_evictable:
                     self.num_host_evictable += len(run)
         self._open.clear()
+        for run in self._blocked:
+            if run.host is not None and not run.detached and run.host_link is None:
+                self._host_queue.touch(run)
+        self._blocked.clear()
 
     # ---- taking blocks away
 
@@ -140,9 +147,9 @@ class RadixTree:
         """The least recently used evictable device run without device children, split to at most `most` blocks."""
         for run in self._device_queue:
             if run.pins:
-                self._device_queue.touch(run)  # in use, hence recent; keeps the front of the queue short
+                self._device_queue.discard(run)  # its last user puts it back
                 continue
-            while (child := _device_child(run)) is not None:
+            while (child := run.device_child()) is not None:
                 run = child
             return self._tail(run, most)
         return None
@@ -151,14 +158,15 @@ class RadixTree:
         """The least recently used run whose host copy can go, split to at most `most` blocks."""
         if not self.num_host_evictable:
             return None
-        for run in islice(self._host_queue, len(self._host_queue)):
-            if not run.is_host_evictable:
-                self._host_queue.touch(run)
-                continue
-            while run.device is None and run.children:
-                run = next(iter(run.children.values()))
-            if run.is_host_evictable:
-                return self._tail(run, most)
+        for run in self._host_queue:
+            victim = run
+            while victim.is_host_evictable and victim.device is None and victim.children:
+                victim = next(iter(victim.children.values()))
+            if victim.is_host_evictable:
+                return self._tail(victim, most)
+            self._host_queue.discard(run)
+            if not run.pins:
+                self._blocked[run] = None  # else its last user puts it back
         return None
 
     def drop_device(self, run: Run) -> None:
@@ -172,7 +180,7 @@ class RadixTree:
         assert run.device is not None and run.open is None, "only runs that stay on the device may lose their host copy"
         if run.is_host_evictable:
             self.num_host_evictable -= len(run)
-        self._host_queue.remove(run)
+        self._host_queue.discard(run)
         slots, run.host = run.host, None
         assert slots is not None
         self._host_pool.free(slots)
@@ -181,8 +189,8 @@ class RadixTree:
     def detach(self, top: Run) -> list[Run]:
         """Make `top` and everything below it unfindable; slots come back as soon as nobody uses them."""
         assert top.parent is not None and not top.detached, "only attached runs can be detached"
-        del top.parent.children[top.hashes[0]]
-        detached = list(_subtree(top))
+        top.parent.remove_child(top)
+        detached = list(top.subtree())
         for run in detached:
             self._forget(run)
         return detached
@@ -198,6 +206,7 @@ class RadixTree:
             run.open = None
             self._free_if_unused(run)
         self._open.clear()
+        self._blocked.clear()
 
     def split(self, run: Run, count: int) -> Run:
         """Cut after `count` blocks. `run` keeps its identity as the lower part; returns the new upper part."""
@@ -207,16 +216,18 @@ class RadixTree:
         run.device = run.device and run.device[count:]
         run.host = run.host and run.host[count:]
         head.pins, head.hits, head.open, head.detached = run.pins, run.hits, run.open, run.detached
-        head.children[run.hashes[0]] = run
+        head.add_child(run)
         assert run.parent is not None
         if run.detached:
             self._detached[head] = None
         else:
-            run.parent.children[head.hashes[0]] = head
-            if run.device is not None:
+            run.parent.add_child(head)
+            if run.device_link is not None:
                 self._device_queue.insert_after(head, run)
-            if run.host is not None:
+            if run.host_link is not None:
                 self._host_queue.insert_after(head, run)
+            if run in self._blocked:
+                self._blocked[head] = None
         if run.open is not None:
             self._open[head] = None
         run.parent = head
@@ -226,16 +237,12 @@ class RadixTree:
 
     def runs(self) -> Iterator[Run]:
         """Every findable run, parents before children; O(cache)."""
-        subtree = _subtree(self.root)
+        subtree = self.root.subtree()
         next(subtree)
         return subtree
 
     def detached_runs(self) -> Iterator[Run]:
         return iter(self._detached)
-
-    def subtree(self, run: Run) -> Iterator[Run]:
-        """`run` and everything below it, parents before children."""
-        return _subtree(run)
 
     def snapshot_events(self) -> list[CacheEvent]:
         """`cleared`, then one `stored` event for every run of every tier; O(cache)."""
@@ -249,43 +256,15 @@ class RadixTree:
     def check(self) -> None:
         """Raises `InvariantError` naming the first broken invariant; O(cache)."""
         runs = list(self.runs())
-        # Every run has blocks, is in a tier, and its lists agree in length.
-        for run in [*runs, *self._detached]:
-            _check_lists(run)
-        for run in runs:
-            assert run.parent is not None
-            _expect(not run.detached, "a detached run is findable")
-            _expect(run.parent.children.get(run.hashes[0]) is run, "a run is not its parent's child by its first hash")
-            # A pinned run has pinned ancestors; a device run has device ancestors.
-            children_pins = sum(child.pins for child in run.children.values())
-            _expect(run.pins >= children_pins, "a run is pinned less often than its children")
-            _expect(
-                run.device is None or run.parent.is_root or run.parent.device is not None,
-                "a device block hangs below a block that is not on the device",
-            )
-            _expect(run.open is not CacheLevel.DEVICE or run.pins > 0, "a swap-in is open that nobody waits for")
-            _expect((run.open is not None) == (run in self._open), "open transfers and runs disagree")
-        # A block has one node.
-        hashes = [block for run in runs for block in run.hashes]
-        _expect(len(hashes) == len(set(hashes)), "one block is in the tree twice")
-        # The queues hold exactly the findable runs of their tier.
-        for tier, queue, in_tier in (
-            ("device", self._device_queue, {run for run in runs if run.device is not None}),
-            ("host", self._host_queue, {run for run in runs if run.host is not None}),
-        ):
-            queued = list(queue)
-            _expect(len(queued) == len(queue) == len(set(queued)), f"the {tier} queue lost count")
-            _expect(set(queued) == in_tier, f"the {tier} queue does not hold the {tier} runs")
-        # The counts of evictable blocks are exact.
+        check_runs(runs, self._detached.keys(), self._open.keys())
+        check_queue(self._device_queue, {run for run in runs if run.device is not None}, frozenset(), "device")
+        check_queue(self._host_queue, {run for run in runs if run.host is not None}, self._blocked.keys(), "host")
         device = sum(len(run) for run in runs if run.is_device_evictable)
         host = sum(len(run) for run in runs if run.is_host_evictable)
-        _expect(
+        expect(
             device == self.num_device_evictable, f"{device} device blocks evictable, not {self.num_device_evictable}"
         )
-        _expect(host == self.num_host_evictable, f"{host} host blocks evictable, not {self.num_host_evictable}")
-        # Detached runs exist only for their last users.
-        for run in self._detached:
-            _expect(run.detached and (run.pins > 0 or run.open is not None), "a detached run has no user left")
+        expect(host == self.num_host_evictable, f"{host} host blocks evictable, not {self.num_host_evictable}")
 
     # ---- inside
 
@@ -325,8 +304,13 @@ class RadixTree:
             return
         if run.is_device_evictable:
             self.num_device_evictable += len(run)
-        if run.is_host_evictable:
-            self.num_host_evictable += len(run)
+            if run.device_link is None:
+                self._device_queue.append(run)
+        if run.host is not None:
+            if run.open is None:
+                self.num_host_evictable += len(run)
+            if run.host_link is None:
+                self._host_queue.append(run)
 
     def _touch(self, run: Run) -> None:
         if run.device is not None:
@@ -344,7 +328,7 @@ class RadixTree:
             return leaf
         run = Run(hashes, slots, None, leaf)
         run.pins = 1
-        leaf.children[hashes[0]] = run
+        leaf.add_child(run)
         self._device_queue.append(run)
         return run
 
@@ -358,8 +342,8 @@ class RadixTree:
     def _take_device(self, run: Run) -> None:
         slots, run.device = run.device, None
         assert slots is not None
-        if run.device_link is not None:
-            self._device_queue.remove(run)
+        if not run.detached:
+            self._device_queue.discard(run)
             if run.open is not CacheLevel.DEVICE:
                 self._events.removed(CacheLevel.DEVICE, run.hashes)
         self._device_pool.free(slots)
@@ -370,11 +354,11 @@ class RadixTree:
         if run.is_host_evictable:
             self.num_host_evictable -= len(run)
         if run.device is not None:
-            self._device_queue.remove(run)
+            self._device_queue.discard(run)
             if run.open is not CacheLevel.DEVICE:
                 self._events.removed(CacheLevel.DEVICE, run.hashes)
         if run.host is not None:
-            self._host_queue.remove(run)
+            self._host_queue.discard(run)
             if run.open is not CacheLevel.HOST:
                 self._events.removed(CacheLevel.HOST, run.hashes)
         run.detached = True
@@ -403,7 +387,7 @@ class RadixTree:
         """Merge the runs of a released path whose sides share one fate again, next to each other in the LRU order."""
         run = next(iter(leaf.children.values())) if len(leaf.children) == 1 else leaf
         while run.parent is not None:
-            if _same_fate(run) and _queued_next_to_parent(run):
+            if run.fits_parent() and run.is_queued_next_to_parent():
                 self._absorb_parent(run)
             else:
                 run = run.parent
@@ -415,66 +399,15 @@ class RadixTree:
         run.hashes = parent.hashes + run.hashes
         if parent.device is not None and run.device is not None:
             run.device = parent.device + run.device
-            self._device_queue.remove(parent)
+            self._device_queue.discard(parent)
         if parent.host is not None and run.host is not None:
             run.host = parent.host + run.host
-            self._host_queue.remove(parent)
+            self._host_queue.discard(parent)
+            self._blocked.pop(parent, None)
         run.parent = parent.parent
-        run.parent.children[run.hashes[0]] = run
+        run.parent.add_child(run)
 
     @staticmethod
     def _parent_hash(run: Run) -> BlockHash | None:
         assert run.parent is not None
         return run.parent.hashes[-1] if run.parent.hashes else None
-
-
-def _subtree(top: Run) -> Iterator[Run]:
-    """`top` and everything below it, parents before children."""
-    stack = [top]
-    while stack:
-        run = stack.pop()
-        yield run
-        stack.extend(run.children.values())
-
-
-def _device_child(run: Run) -> Run | None:
-    return next((child for child in run.children.values() if child.device is not None), None)
-
-
-def _same_fate(run: Run) -> bool:
-    """Could `run` and its parent be one run?"""
-    parent = run.parent
-    return (
-        parent is not None
-        and parent.parent is not None
-        and len(parent.children) == 1
-        and parent.pins == run.pins
-        and parent.hits == run.hits
-        and parent.open is None
-        and run.open is None
-        and (parent.device is None) == (run.device is None)
-        and (parent.host is None) == (run.host is None)
-        and not run.detached
-    )
-
-
-def _queued_next_to_parent(run: Run) -> bool:
-    for mine, parents in (
-        (run.device_link, run.parent and run.parent.device_link),
-        (run.host_link, run.parent and run.parent.host_link),
-    ):
-        if mine is not None and mine.next is not parents:
-            return False
-    return True
-
-
-def _check_lists(run: Run) -> None:
-    _expect(bool(run.hashes), "a run has no blocks")
-    _expect(run.device is not None or run.host is not None, "a run is in no tier")
-    _expect(run.device is None or len(run.device) == len(run.hashes), "device slots and hashes differ in number")
-    _expect(run.host is None or len(run.host) == len(run.hashes), "host slots and hashes differ in number")
-
-
-def _expect(condition: bool, broken: str) -> None:
-    if not condition:
-        raise InvariantError(f"prefix tree: {broken}")

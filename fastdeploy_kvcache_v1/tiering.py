@@ -13,7 +13,7 @@ from .config import KVCacheConfig, WritePolicy
 from .errors import InvariantError
 from .metadata import CacheLevel, CacheSwapMetadata, DeviceSlot, HostSlot, SwapStep
 from .radix_tree import RadixTree
-from .run import Run
+from .run import Run, expect
 
 
 class Tiering:
@@ -50,17 +50,19 @@ class Tiering:
             self._evict_device(victim)
         return self._device_pool.allocate(count)
 
-    def back_up_completed(self, path: Iterable[Run]) -> None:
-        """Blocks of `path` have just been computed."""
+    def back_up_completed(self, path: Iterable[Run], num_new: int) -> None:
+        """The last `num_new` blocks of `path` have just been computed."""
         if self._policy is WritePolicy.WRITE_THROUGH:
-            self._back_up(path)
+            skipped = self._back_up(path)  # retries those for which there was no room before
+            self._counters.backup_skipped_blocks += min(skipped, num_new)
 
     def back_up_hit(self, path: Iterable[Run]) -> None:
         """Blocks of `path` have just been hit once more."""
         if self._policy is WritePolicy.WRITE_THROUGH:
-            self._back_up(path)  # those for which there was no room before
+            self._counters.backup_skipped_blocks += self._back_up(path)
         elif self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            self._back_up(run for run in path if run.hits >= self._threshold)
+            wanted = (run for run in path if run.hits >= self._threshold)
+            self._counters.backup_skipped_blocks += self._back_up(wanted)
 
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
@@ -96,7 +98,7 @@ class Tiering:
         first = next(index for index, slot in enumerate(run.device) if slot in above)
         if first:
             self._tree.split(run, first)
-        for victim in reversed([below for below in self._tree.subtree(run) if below.device is not None]):
+        for victim in reversed([below for below in run.subtree() if below.device is not None]):
             self._counters.device_evicted_blocks += len(victim)
             self._drop_device(victim)
 
@@ -123,14 +125,23 @@ class Tiering:
         below = self._tree.detach(run)[1:]  # could not be found any more
         self._counters.host_evicted_blocks += sum(map(len, below))
 
-    def _back_up(self, path: Iterable[Run]) -> None:
+    def _back_up(self, path: Iterable[Run]) -> int:
+        """Start copies of the blocks of `path` that are on the device only; returns for how many there was no room."""
+        skipped = 0
         for run in path:
             if run.host is not None or run.device is None:
                 continue
             room = self._make_host_room(len(run))
-            self._counters.backup_skipped_blocks += len(run) - room
+            skipped += len(run) - room
             if room:
                 self._start_swap_out(run if room == len(run) else self._tree.split(run, room))
+        return skipped
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless every copy to hand over fills a slot that is kept for it."""
+        expect(len(self._evict_sources) == len(self._evict_targets), "tiering: copies without a source or a target")
+        waiting = [slot for run in self._tree.open_swap_outs() for slot in run.host or ()]
+        expect(sorted(waiting) == sorted(self._evict_targets), "tiering: open copies and host slots disagree")
 
     def _start_swap_out(self, run: Run) -> None:
         assert run.device is not None

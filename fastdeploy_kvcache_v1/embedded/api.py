@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..errors import InvariantError, KVCacheError
+from .engine import Engine
 from .engine_core import EngineCore
 from .errors_http import ApiError, error_body, install_error_handlers
 from .generation import Delta
@@ -18,6 +19,8 @@ from .metrics import Metrics
 from .protocol import ChatBody, CompletionBody, GenerationBody
 from .responses import DONE, ChatDialect, CompletionDialect, Dialect, event
 from .service import RequestStream, Service
+
+T = TypeVar("T")
 
 
 def create_app(service: Service, metrics: Metrics) -> FastAPI:
@@ -31,12 +34,12 @@ def create_app(service: Service, metrics: Metrics) -> FastAPI:
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        stream = service.start_completion(body)
+        stream = await service.start_completion(body)
         return await _answer(body, request, stream, CompletionDialect(**_dialect_options(service, body, stream)))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        stream = service.start_chat(body)
+        stream = await service.start_chat(body)
         return await _answer(body, request, stream, ChatDialect(**_dialect_options(service, body, stream)))
 
     @app.get("/v1/models")
@@ -66,19 +69,27 @@ def _add_operator_routes(app: FastAPI, service: Service, metrics: Metrics) -> No
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
         """Embedded server only: forget every cached block. Running requests go on and cache nothing more."""
-        await asyncio.wrap_future(engine.call(EngineCore.reset_cache))
+        await _on_engine(engine, EngineCore.reset_cache)
         return JSONResponse({"status": "ok"})
 
     @app.get("/debug/check")
     async def debug_check() -> Response:
         """Embedded server only: prove the cache manager's invariants, and without requests that nothing leaked."""
         try:
-            report = await asyncio.wrap_future(engine.call(EngineCore.check))
+            report = await _on_engine(engine, EngineCore.check)
         except InvariantError as error:
             return JSONResponse({"ok": False, "error": str(error)}, 500)
-        except (KVCacheError, RuntimeError) as error:
-            raise ApiError(503, str(error)) from None
         return JSONResponse({"ok": True, **report})
+
+
+async def _on_engine(engine: Engine, action: Callable[[EngineCore], T]) -> T:
+    """The result of `action` on the engine thread. Raises `InvariantError`, and `ApiError` 503 where it cannot run."""
+    try:
+        return await asyncio.wrap_future(engine.call(action))
+    except InvariantError:
+        raise
+    except (KVCacheError, RuntimeError) as error:
+        raise ApiError(503, str(error)) from None
 
 
 def _model_body(service: Service) -> dict[str, Any]:

@@ -79,10 +79,14 @@ class Engine:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked is gone
             try:
-                future.set_result(action(self._core))
+                result = action(self._core)
             except Exception as error:
                 future.set_exception(error)
+            else:
+                future.set_result(result)
 
         if not self._post(run):
             future.set_exception(RuntimeError("the engine is stopped"))

@@ -83,7 +83,7 @@ class Generation:
     num_computed: int = 0
     """Leading tokens whose KV is in the request's blocks."""
     cached_tokens: int | None = None
-    """Tokens served from the cache when the request was first admitted; None before that."""
+    """Prompt tokens that were never computed for this request; None before it was first admitted."""
     copy_failures: int = 0
     submitted_at: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(init=False)

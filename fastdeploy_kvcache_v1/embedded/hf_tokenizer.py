@@ -17,6 +17,12 @@ from .tokenizer import Detokenizer
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"
 
+MAX_CHARACTER_BYTES = 4
+"""Of UTF-8; also the most tokens of which each holds a part of one character."""
+
+MAX_HELD_BACK = 4 * MAX_CHARACTER_BYTES
+"""Tokens without an end of a character among them after which the oldest are let go."""
+
 
 class HFTokenizer:
     """Wraps a `tokenizers.Tokenizer`. The contract is that of `tokenizer.Tokenizer`."""
@@ -72,6 +78,9 @@ class HFDetokenizer:
     text (it strips a space) happens to both and cancels out. Two kinds of ends are held back: U+FFFD, which may be a
     character whose bytes are still to come, and byte-fallback tokens, whose run is judged valid UTF-8 only as a whole
     (special and unknown tokens have no text and do not end such a run).
+
+    Bytes that never become characters would be held back for ever, and decoded again with every token: when they get
+    many, those too old to belong to the last character are let go. So a token costs O(1).
     """
 
     def __init__(self, tokenizer: HFTokenizer, text_tokens: frozenset[int]) -> None:
@@ -93,11 +102,30 @@ class HFDetokenizer:
         old = self._tokenizer.decode(self._window[: self._emitted])
         new = self._tokenizer.decode(self._window)
         text = new[len(old) :]
-        if not text or (text.endswith(_REPLACEMENT) and not final):
-            return ""
-        self._window = self._window[self._emitted :]
-        self._emitted = len(self._window)
+        if text.endswith(_REPLACEMENT) and not final:
+            held_back = len(self._window) - self._emitted
+            return self._let_go(old, new) if held_back >= MAX_HELD_BACK else ""
+        if text:
+            self._cut(len(self._window))
         return text
+
+    def _let_go(self, old: str, new: str) -> str:
+        """Text up to a token boundary inside the window that no later token can change; "" when there is none.
+
+        Between whole characters the texts on both sides add up to the whole. The side behind it is longer than a
+        character, so that is settled.
+        """
+        last = len(self._window) - MAX_CHARACTER_BYTES
+        for end in range(last, last - MAX_CHARACTER_BYTES, -1):
+            text = self._tokenizer.decode(self._window[:end])
+            if text + self._tokenizer.decode(self._window[end:]) == new:
+                self._cut(end)
+                return text[len(old) :]
+        return ""
+
+    def _cut(self, end: int) -> None:
+        """The text of the window's tokens before `end` is out."""
+        self._window, self._emitted = self._window[self._emitted :], end - self._emitted
 
 
 def _read_rust_tokenizer(path: Path) -> RustTokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,7 +30,10 @@ TRY_PROMPT = (
 class HttpServer(uvicorn.Server):
     """Prints one ready line to standard output once it listens. `run` returns after a signal or `stop`."""
 
-    def __init__(self, app: FastAPI, config: ServerConfig, engine: Engine) -> None:
+    def __init__(
+        self, app: FastAPI, config: ServerConfig, engine: Engine, *, stop_requested: Callable[[], bool]
+    ) -> None:
+        """`stop_requested` tells of a signal that came before `run` took over the handlers."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -41,6 +45,7 @@ class HttpServer(uvicorn.Server):
         )
         self._server_config = config
         self._engine = engine
+        self._stop_requested = stop_requested
 
     def stop(self) -> None:
         """End as after a signal. Any thread."""
@@ -49,6 +54,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets, "the server is given its socket"
+        if self._stop_requested():
+            asyncio.get_running_loop().call_soon(self.stop)
+            return
         print(ready_line(self._server_config, sockets[0].getsockname()), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,7 +1,8 @@
 """What crosses the socket between the engine process and the worker process. Plain picklable data.
 
-Engine to worker: one `BatchRequest` of `StepTask`s per step, or `None` to stop. Worker to engine: `WorkerReady` or
-`WorkerFailed` once, then one `StepResult` per batch, and `TransferReport`s for copies that end between two steps.
+Engine to worker: one `BatchRequest` of `StepTask`s per step, or `None` to stop. Worker to engine: `WorkerConnected`,
+then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, and `TransferReport`s for copies that end between
+two steps.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class StepResult:
     errors: dict[str, str] = field(default_factory=dict)
     """Reason by request id: its computation raised; do not try again."""
     report: TransferReport = field(default_factory=TransferReport)
+
+
+@dataclass(frozen=True)
+class WorkerConnected:
+    """Both sockets are connected: their names are not needed any more."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI-compatible API. What would change the output but is not implemented is refused."""
+"""Request bodies of the OpenAI-compatible API. What is known to change the output but not implemented is refused."""
 
 from __future__ import annotations
 
@@ -22,8 +22,20 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "functions": (None, []),
     "response_format": (None, {"type": "text"}),
+    # Not OpenAI's, but FastDeploy and others have them.
+    "top_k": (None, 0, -1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "bad_words": (None, []),
+    "bad_words_token_ids": (None, []),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "prompt_logprobs": (None, False),
+    "include_stop_str_in_output": (None, False),
 }
-"""Parameters of the OpenAI API with the values that ask for nothing this server cannot do."""
+"""Parameters of OpenAI's API and its extensions with the values that ask for nothing this server cannot do."""
 
 
 class StreamOptions(BaseModel):
@@ -31,7 +43,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What both endpoints share. Unknown fields are ignored, as clients send many."""
+    """What both endpoints share. Fields unknown even to `UNSUPPORTED` are ignored, as clients send many."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
@@ -108,6 +120,16 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     role: str = Field(min_length=1)
     content: str | list[TextPart]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_calls(cls, message: object) -> object:
+        """A conversation without the calls in it would be another one."""
+        if isinstance(message, dict):
+            for name in ("tool_calls", "function_call"):
+                if message.get(name):
+                    raise ValueError(f"{name} is not supported by this server")
+        return message
 
     @field_validator("content", mode="before")
     @classmethod

@@ -127,6 +127,8 @@ class Scheduler:
         generation.num_computed = match.num_tokens
         if generation.cached_tokens is None:
             generation.cached_tokens = match.num_tokens
+        elif not generation.num_outputs:  # what was found the first time may be lost: it counts as computed then
+            generation.cached_tokens = min(generation.cached_tokens, match.num_tokens)
         self._add_to_plan(generation, num_tokens, outcome.block_table)
         return True
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from ..cache_manager import CacheManager
 from ..errors import ConfigError
@@ -21,21 +22,43 @@ from .scheduler import Scheduler
 from .service import Service
 from .settings import ServerConfig
 from .tokenizer import Tokenizer
-from .worker_client import ProcessWorkerClient, WorkerConfig
+from .worker_client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
 
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
 """After the worker died, /health shows the reason this long before the server ends."""
 
-LISTEN_BACKLOG = 2048
-
 EXIT_OK = 0
 EXIT_WORKER_DIED = 1
 
 
-class Signalled(BaseException):
-    """SIGINT or SIGTERM arrived outside the HTTP server's own loop."""
+class NotedSignals:
+    """SIGINT and SIGTERM are noted while it is entered, for places that can end in order to look at. Main thread only.
+
+    An exception out of a signal handler would do instead, were it not that it strikes anywhere: between the making of
+    a ZeroMQ socket and its registration it makes the context wait for ever for that socket to be closed.
+    """
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self._noted = False
+        self._before: list[Any] = []
+
+    def noted(self) -> bool:
+        return self._noted
+
+    def __enter__(self) -> NotedSignals:
+        self._before = [signal.signal(number, self._note) for number in self.NUMBERS]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in zip(self.NUMBERS, self._before, strict=True):
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = True
 
 
 def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") -> int:
@@ -43,19 +66,24 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
 
     Main thread only. Raises `KVCacheError` when the port or the worker cannot be had; nothing is left behind.
     """
-    try:
-        with _signals_raise(), _listening_socket(config.host, config.port) as listener:
-            worker = ProcessWorkerClient(_worker_config(config, copy_faults))
-            try:
-                return _serve(config, tokenizer, worker, listener)
-            finally:
-                _ignore_signals()  # from here on a signal must not tear the clean-up apart
-                worker.close()
-    except Signalled:
-        return EXIT_OK
+    with NotedSignals() as signals, _listening_socket(config.host, config.port) as listener:
+        try:
+            worker = ProcessWorkerClient(_worker_config(config, copy_faults), stop_requested=signals.noted)
+        except StartInterruptedError:
+            return EXIT_OK
+        try:
+            return _serve(config, tokenizer, worker, listener, signals)
+        finally:
+            worker.close()
 
 
-def _serve(config: ServerConfig, tokenizer: Tokenizer, worker: ProcessWorkerClient, listener: socket.socket) -> int:
+def _serve(
+    config: ServerConfig,
+    tokenizer: Tokenizer,
+    worker: ProcessWorkerClient,
+    listener: socket.socket,
+    signals: NotedSignals,
+) -> int:
     failed = threading.Event()
 
     def on_fatal(reason: str) -> None:
@@ -76,14 +104,12 @@ def _serve(config: ServerConfig, tokenizer: Tokenizer, worker: ProcessWorkerClie
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core))
     core.observe_first_token = metrics.observe_first_token
     engine = Engine(core, worker, on_fatal=on_fatal)
-    http = HttpServer(create_app(Service(config, tokenizer, engine), metrics), config, engine)
+    app = create_app(Service(config, tokenizer, engine), metrics)
+    http = HttpServer(app, config, engine, stop_requested=signals.noted)
     engine.start()
     try:
         http.run(sockets=[listener])
-    except Signalled:
-        logger.info("ended by a signal")  # uvicorn has finished, and raised it again for us
     finally:
-        _ignore_signals()
         engine.close()
     return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
 
@@ -123,24 +149,3 @@ def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
         yield listener
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise `Signalled` where uvicorn does not handle them: at start-up, and at its end."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Signalled
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, handle) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def _ignore_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)

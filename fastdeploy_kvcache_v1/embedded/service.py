@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple, TypeVar
 
 from ..cache_utils import BlockHasher
 from .engine import Engine
@@ -18,11 +20,28 @@ from .settings import ServerConfig
 from .text import TextStream
 from .tokenizer import Tokenizer
 
+B = TypeVar("B", bound=GenerationBody)
+
 COMPLETION_MAX_TOKENS = 16
 """Default of /v1/completions, as OpenAI has it; chats run up to the limit of model and cache."""
 
 CLIENT_CLOSED_REQUEST = 499
 """Status for the log only: nobody is there to read it."""
+
+
+BIG_PROMPT = 4096
+"""From so many characters or token ids on, a prompt is read on a thread: other clients must not wait for it."""
+
+
+class _Prompt(NamedTuple):
+    token_ids: tuple[int, ...]
+    hasher: BlockHasher
+    """Has seen `token_ids`."""
+    max_tokens: int
+
+
+async def _aside(size: int, read: Callable[[B], _Prompt], body: B) -> _Prompt:
+    return read(body) if size < BIG_PROMPT else await asyncio.to_thread(read, body)
 
 
 class RequestStream:
@@ -37,7 +56,7 @@ class RequestStream:
 
     def sink(self, event: Delta | Failure) -> None:
         """Called on the engine thread."""
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     async def deltas(self) -> AsyncIterator[Delta]:
@@ -72,45 +91,58 @@ class Service:
             message = f"model {name!r} does not exist, this server has {self.config.served_model_name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def start_completion(self, body: CompletionBody) -> RequestStream:
+    async def start_completion(self, body: CompletionBody) -> RequestStream:
         self.check_model(body.model)
-        if isinstance(body.prompt, str):
-            prompt_ids = self._tokenizer.encode(body.prompt)
-        else:
-            prompt_ids = body.prompt
-            vocab_size = self.config.vocab_size
-            if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-                raise ApiError(400, f"prompt: token ids must lie in 0..{vocab_size - 1}", "prompt")
-        return self._start(body, prompt_ids, "cmpl", "prompt", COMPLETION_MAX_TOKENS)
+        prompt = await _aside(len(body.prompt), self._read_prompt, body)
+        return self._start(body, prompt, "cmpl")
 
-    def start_chat(self, body: ChatBody) -> RequestStream:
+    async def start_chat(self, body: ChatBody) -> RequestStream:
         self.check_model(body.model)
+        prompt = await _aside(sum(len(message.content) for message in body.messages), self._read_messages, body)
+        return self._start(body, prompt, "chatcmpl")
+
+    def _read_prompt(self, body: CompletionBody) -> _Prompt:
+        """Any thread."""
+        if isinstance(body.prompt, str):
+            token_ids = self._tokenizer.encode(body.prompt)
+        else:
+            token_ids = body.prompt
+            vocab_size = self.config.vocab_size
+            if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+                raise ApiError(400, f"prompt: token ids must lie in 0..{vocab_size - 1}", "prompt")
+        return self._hashed(body, token_ids, "prompt", COMPLETION_MAX_TOKENS)
+
+    def _read_messages(self, body: ChatBody) -> _Prompt:
+        """Any thread."""
         try:
-            prompt_ids = self._tokenizer.apply_chat_template([message.as_dict() for message in body.messages])
+            token_ids = self._tokenizer.apply_chat_template([message.as_dict() for message in body.messages])
         except ValueError as error:  # templates refuse role orders they do not know
             raise ApiError(400, f"messages: {error}", "messages") from None
-        return self._start(body, prompt_ids, "chatcmpl", "messages", None)
+        return self._hashed(body, token_ids, "messages", None)
 
-    def _start(
-        self, body: GenerationBody, prompt_ids: list[int], prefix: str, param: str, default_max_tokens: int | None
-    ) -> RequestStream:
-        max_tokens = self._max_tokens(len(prompt_ids), body.token_limit, param, default_max_tokens)
+    def _hashed(
+        self, body: GenerationBody, token_ids: list[int], param: str, default_max_tokens: int | None
+    ) -> _Prompt:
+        max_tokens = self._max_tokens(len(token_ids), body.token_limit, param, default_max_tokens)
+        hasher = BlockHasher(self.config.cache.block_size)
+        hasher.extend(token_ids)
+        return _Prompt(tuple(token_ids), hasher, max_tokens)
+
+    def _start(self, body: GenerationBody, prompt: _Prompt, prefix: str) -> RequestStream:
         stop_ids = set(body.stop_token_ids)
         if not body.ignore_eos:
             stop_ids.update(self._tokenizer.eos_token_ids)
         request = GenerationRequest(
             request_id=f"{prefix}-{uuid.uuid4().hex}",
-            prompt_ids=tuple(prompt_ids),
-            max_tokens=max_tokens,
+            prompt_ids=prompt.token_ids,
+            max_tokens=prompt.max_tokens,
             sampling=self._sampling(body),
             stop_token_ids=frozenset(stop_ids),
             min_tokens=body.min_tokens,
         )
-        hasher = BlockHasher(self.config.cache.block_size)
-        hasher.extend(prompt_ids)
         stream = RequestStream(self.engine, request.request_id)
         text = TextStream(self._tokenizer.detokenizer(), body.stops)
-        self.engine.submit(Generation(request, hasher, text, stream.sink))
+        self.engine.submit(Generation(request, prompt.hasher, text, stream.sink))
         return stream
 
     def _sampling(self, body: GenerationBody) -> SamplingParams:

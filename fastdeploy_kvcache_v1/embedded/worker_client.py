@@ -20,7 +20,7 @@ import zmq
 
 from ..batch_request import BatchRequest
 from ..errors import ConfigError, WorkerDiedError
-from .messages import StepResult, TransferReport, WorkerFailed, WorkerReady
+from .messages import StepResult, TransferReport, WorkerConnected, WorkerFailed, WorkerReady
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +55,23 @@ class WorkerLaunch:
     parent_pid: int
 
 
+class StartInterruptedError(Exception):
+    """The server was told to stop while its worker started; nothing is left of it."""
+
+
 class ProcessWorkerClient:
     """A `WorkerClient` over one spawned worker process and two ZeroMQ sockets in a private directory.
 
     Construct and `close` on the main thread: the worker dies with the thread that started it.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
         """Starts the worker and returns when it can take batches.
 
-        Raises `ConfigError` when it refuses its settings or model, `WorkerDiedError` when it ends for another reason.
+        Raises `ConfigError` when it refuses its settings or model, `WorkerDiedError` when it ends for another reason,
+        `StartInterruptedError` soon after `stop_requested` became true.
         """
+        self._stop_requested = stop_requested
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._directory = _private_directory()
@@ -76,10 +82,11 @@ class ProcessWorkerClient:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
             self._process = self._spawn(config)
-            self._wait_until_ready(self._process)
-            self._is_ready = True
-            # Both ends are connected and the names have served: now not even a SIGKILL leaves files behind.
+            self._wait_until_connected(self._process)
+            # The names have served: from here on not even a SIGKILL leaves files behind.
             self._remove_directory()
+            self._expect(self._process, WorkerReady)
+            self._is_ready = True
         except BaseException:
             self.close()
             raise
@@ -128,7 +135,10 @@ class ProcessWorkerClient:
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.bind(f"ipc://{self._directory / name}")
+        try:
+            socket.bind(f"ipc://{self._directory / name}")
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot make a socket in {self._directory}: {error}") from None
         return socket
 
     def _spawn(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
@@ -150,17 +160,26 @@ class ProcessWorkerClient:
             stdin.write(pickle.dumps(launch))
         return process
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_until_connected(self, process: subprocess.Popen[bytes]) -> None:
+        """Both sockets have a peer. The worker connects first and loads its model then."""
+        self._expect(process, WorkerConnected)
+        # Writable once the worker's end is connected. Why one has ended already is told by its next message, or none.
+        while not self._tasks.poll(POLL_MS, zmq.POLLOUT) and process.poll() is None:
+            self._require_wanted()
+
+    def _expect(self, process: subprocess.Popen[bytes], kind: type[WorkerConnected] | type[WorkerReady]) -> None:
         while not self._results.poll(POLL_MS):
-            if process.poll() is not None and not self._results.poll(POLL_MS):
+            self._require_wanted()
+            if process.poll() is not None and not self._results.poll(POLL_MS):  # its last words count first
                 raise WorkerDiedError(f"the worker process {_describe_exit(process.returncode)} while starting")
         message = pickle.loads(self._results.recv())
         if isinstance(message, WorkerFailed):
             raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
-        assert isinstance(message, WorkerReady), f"unexpected first message {message!r}"
-        while not self._tasks.poll(POLL_MS, zmq.POLLOUT):  # writable once the worker's end is connected
-            if process.poll() is not None:
-                raise WorkerDiedError(f"the worker process {_describe_exit(process.returncode)} while starting")
+        assert isinstance(message, kind), f"unexpected message {message!r} from a starting worker"
+
+    def _require_wanted(self) -> None:
+        if self._stop_requested():
+            raise StartInterruptedError("stopped while the worker started")
 
     def _send(self, message: BatchRequest | None) -> None:
         # Again: nobody is connected any more, the watcher tells the engine.
@@ -178,17 +197,26 @@ class ProcessWorkerClient:
             on_death(reason)
 
     def _receive(self, on_message: Callable[[StepResult | TransferReport], None]) -> None:
-        while not self._closing.is_set():
-            if self._results.poll(POLL_MS):
-                on_message(pickle.loads(self._results.recv()))
+        process = self._process
+        try:
+            while not self._closing.is_set():
+                if self._results.poll(POLL_MS):
+                    on_message(pickle.loads(self._results.recv()))
+        except Exception:  # the edge of the thread: without answers every request would hang
+            logger.exception("an answer of the worker cannot be read, killing it")
+            if process is not None:
+                process.kill()  # the watcher reports its end
 
 
 def _private_directory() -> Path:
-    """A new directory with mode 0700 whose path is short enough for unix sockets."""
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > MAX_PARENT_PATH:
-        parent = "/tmp"
-    return Path(tempfile.mkdtemp(prefix="fastdeploy-kvcache-", dir=parent))
+    """A new directory with mode 0700 whose path is short enough for unix sockets. Raises `ConfigError`."""
+    try:
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > MAX_PARENT_PATH:
+            parent = "/tmp"
+        return Path(tempfile.mkdtemp(prefix="fastdeploy-kvcache-", dir=parent))
+    except OSError as error:
+        raise ConfigError(f"cannot make a temporary directory: {error} (TMPDIR chooses another place)") from None
 
 
 def _describe_exit(status: int) -> str:

@@ -22,7 +22,7 @@ import zmq
 from ..cache_controller import CacheController
 from ..errors import ConfigError, KVCacheError, ModelError
 from .copy_faults import make_runtime
-from .messages import WorkerFailed, WorkerReady
+from .messages import WorkerConnected, WorkerFailed, WorkerReady
 from .model import configure_reproducible_math, load_model_config
 from .step_runner import StepRunner
 from .worker_client import WorkerLaunch
@@ -49,6 +49,7 @@ def main() -> int:
     try:
         tasks.connect(launch.tasks_address)
         results.connect(launch.results_address)
+        _send(results, WorkerConnected())
         return _serve(launch, tasks, results)
     finally:
         context.destroy(linger=1000)

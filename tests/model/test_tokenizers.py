@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from fastdeploy_kvcache_v1.embedded.hf_tokenizer import MAX_HELD_BACK
 from fastdeploy_kvcache_v1.embedded.model.config import load_model_config
 from fastdeploy_kvcache_v1.embedded.tokenizer import ByteTokenizer, load_tokenizer
 from fastdeploy_kvcache_v1.errors import ConfigError
@@ -72,6 +73,26 @@ def test_byte_fallback_runs(tokenizers, words):
     vocabulary = byte_fallback_tokenizer().get_vocab()
     token_ids = [vocabulary[word] for word in words]
     assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+@given(data=st.data())
+def test_long_runs_of_parts_of_characters(tokenizers, data):
+    """Beginnings and ends of characters of two to four bytes in any order: mostly no characters at all."""
+    tokenizer = tokenizers["byte-level"]
+    parts = [token for token in range(2, tokenizer.vocab_size) if "\ufffd" in tokenizer.decode([token])]
+    token_ids = data.draw(st.lists(st.sampled_from(parts), min_size=30, max_size=80))
+    assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+def test_bytes_that_never_become_characters_are_not_held_back_for_ever(tokenizers):
+    tokenizer = tokenizers["byte-level"]
+    token = byte_level_tokenizer().get_vocab()["ÿ"]  # the byte 0xFF
+    shown = 0
+    detokenizer = tokenizer.detokenizer()
+    for pushed in range(1, 500):
+        shown += len(detokenizer.push(token))
+        assert pushed - shown <= MAX_HELD_BACK, "what is held back is decoded again with every token"
+    assert shown + len(detokenizer.flush()) == 499
 
 
 def test_streaming_does_not_wait_without_need(tokenizers):

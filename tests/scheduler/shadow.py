@@ -6,7 +6,7 @@ read must be its own prefix: that is the entire meaning of "this cache never cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.cache_utils import BlockHasher
@@ -22,8 +22,9 @@ class ShadowRequest:
     hasher: BlockHasher
     admitted: bool = False
     computed: int = 0
-    epoch: int = 0
-    fresh: bool = field(default=True)
+    allocated: int = 0
+    closed: int = 0
+    """Tokens allocated before the step that is being decided."""
 
 
 class Shadow:
@@ -60,6 +61,7 @@ class Shadow:
         if not request.admitted:
             request.admitted = True
             request.computed = result.num_cached_tokens
+        request.allocated = max(request.allocated, num_tokens)
         assert len(set(result.block_table)) == len(result.block_table)
         return True
 
@@ -67,6 +69,8 @@ class Shadow:
         step = self.manager.take_swap_step()
         assert step.step == self.next_step
         self.next_step += 1
+        for request in self.requests.values():
+            request.closed = request.allocated
         self.apply(step)
         return step
 

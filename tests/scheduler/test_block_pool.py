@@ -37,13 +37,14 @@ def test_slots_are_ascending_and_last_freed_first_reused() -> None:
     assert pool.allocate(3) == [1, 2, 5]
 
 
-@pytest.mark.parametrize("wrong", [[5], [0, 0], [0, 99], [-1]])
+@pytest.mark.parametrize("wrong", [[5], [0, 0], [0, 99], [-1], [-8], [1, 5]])
 def test_wrong_free_changes_nothing(wrong: list[int]) -> None:
     pool = DeviceBlockPool(8)
     pool.allocate(3)
     with pytest.raises(BlockPoolError, match="device pool"):
         pool.free(wrong)  # type: ignore[arg-type]
     assert pool.num_free == 5
+    assert pool.allocated_slots() == {0, 1, 2}
     pool.check()
     pool.free([0, 1, 2])  # type: ignore[list-item]
     with pytest.raises(BlockPoolError):

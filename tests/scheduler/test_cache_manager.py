@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.cache_manager import CacheManager, _Request
 from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PoolInUseError, UnknownRequestError
+from fastdeploy_kvcache_v1.errors import (
+    CacheStateError,
+    ConfigError,
+    InvariantError,
+    PoolInUseError,
+    UnknownRequestError,
+)
 from fastdeploy_kvcache_v1.metadata import (
     Allocation,
     BlockHash,
     CacheLevel,
     CacheStatus,
+    HostSlot,
     NoSpace,
     SwapStep,
     TransferResult,
 )
+from fastdeploy_kvcache_v1.run import Run
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back", **options: int) -> CacheManager:
@@ -492,3 +502,190 @@ def test_eviction_order_against_a_sorted_list(order: list[str]) -> None:
             assert isinstance(cache.allocate("filler", evicted), Allocation)
         found = {text[:depth] for text in order for depth in range(1, len(cached(cache, text)) + 1)}
         assert found == lru_reference(order, kept), kept
+
+
+def test_what_an_earlier_step_computed_can_be_committed_while_the_next_one_is_decided() -> None:
+    cache = manager(8)
+    cache.match_prefix("r", prompt("abcd!"))
+    cache.allocate("r", 2)
+    cache.take_swap_step()
+    cache.allocate("r", 4)  # the engine plans ahead of the results
+    cache.commit("r", 2)
+    assert cached(cache, "ab") == ["device"] * 2
+    with pytest.raises(CacheStateError, match="take_swap_step"):
+        cache.commit("r", 3)
+    cache.take_swap_step()
+    cache.commit("r", 4)
+    assert cached(cache, "abcd") == ["device"] * 4
+    cache.finish("r")
+    cache.check_idle()
+
+
+def test_fewer_tokens_in_flight_than_before_are_ignored() -> None:
+    cache = manager(8)
+    cache.match_prefix("r", prompt("abc!"))
+    cache.allocate("r", 3)
+    cache.commit("r", 3, in_flight=True)
+    cache.commit("r", 1, in_flight=True)
+    cache.take_swap_step()
+    assert cached(cache, "abc") == ["device"] * 3
+    cache.finish("r")
+
+
+def test_no_counter_ever_falls() -> None:
+    cache = manager(8, 8)
+    run(cache, "abc!")
+    seen = []
+    for end in (cache.release, cache.finish, cache.preempt):
+        for stepped in (False, True):
+            cache.match_prefix("r", prompt("abc1!"))
+            assert isinstance(cache.allocate("r", 5), Allocation)
+            seen.append(cache.stats().counters)
+            if stepped:
+                cache.take_swap_step()
+            seen.append(cache.stats().counters)
+            end("r")
+            seen.append(cache.stats().counters)
+            cache.take_swap_step()
+    for before, after in pairwise(seen):
+        assert all(value <= getattr(after, name) for name, value in asdict(before).items())
+    # Admitted: the first run, the release that came too late, and both ways to end a request, twice each.
+    counters = seen[-1]
+    assert (counters.requests_admitted, counters.requests_rolled_back) == (6, 2)
+    assert counters.device_hit_tokens == 5 * 3
+    assert counters.query_tokens == 4 + 5 * 5
+
+
+def test_a_backup_without_room_is_counted_once_not_at_every_commit() -> None:
+    cache = manager(20, 2, "write_through")
+    cache.match_prefix("r", prompt("abcdefghij!"))
+    for tokens in range(1, 11):
+        cache.allocate("r", tokens)
+        cache.take_swap_step()
+        cache.commit("r", tokens)
+    assert cache.stats().counters.backup_skipped_blocks == 8
+    cache.finish("r")
+
+
+def test_the_first_of_many_children_is_not_preferred_by_eviction() -> None:
+    cache = manager(8, 0)
+    for text in ("sa!", "sb!", "sc!", "sd!"):
+        run(cache, text)
+    run(cache, "sa!", "again")
+    run(cache, "1234!")
+    assert [cached(cache, text) == ["device"] * 2 for text in ("sa", "sb", "sc", "sd")] == [True, False, True, True]
+
+
+def test_checks_notice_damage() -> None:
+    """Each invariant is there to be broken once."""
+
+    def damaged(damage: Callable[[CacheManager], object]) -> str:
+        cache = manager(8, 8, "write_through")
+        run(cache, "ab!")
+        cache.match_prefix("r", prompt("abcd!"))
+        cache.allocate("r", 5)
+        cache.take_swap_step()
+        cache.commit("r", 3)
+        cache.match_prefix("waiting", prompt("abc!"))
+        cache.check()
+        damage(cache)
+        with pytest.raises(InvariantError) as caught:
+            cache.check()
+        return str(caught.value)
+
+    def request(cache: CacheManager) -> _Request:
+        return cache._requests["r"]
+
+    def waiting(cache: CacheManager) -> _Request:
+        return cache._requests["waiting"]
+
+    def leaf(cache: CacheManager) -> Run:
+        return request(cache).leaf
+
+    damages: dict[str, Callable[[CacheManager], object]] = {
+        "miscounts": lambda cache: setattr(waiting(cache), "num_cached", 1),
+        "before it was admitted": lambda cache: waiting(cache).table.extend(request(cache).table[:2]),
+        "slots of other": lambda cache: request(cache).table.insert(0, request(cache).table.pop(1)),
+        "two owners": lambda cache: request(cache).table.append(request(cache).table[-1]),
+        "leaked": lambda cache: request(cache).table.pop(),
+        "that is free": lambda cache: cache._device_pool.free(request(cache).table[-1:]),
+        "lives on": lambda cache: cache._in_flight.update(gone=1),
+        "pinned 3 times by 2": lambda cache: setattr(cache._tree.path(leaf(cache))[0], "pins", 3),
+        "pinned less": lambda cache: setattr(cache._tree.path(leaf(cache))[0], "pins", 0),
+        "evictable": lambda cache: setattr(cache._tree, "num_device_evictable", 1),
+        "host blocks evictable": lambda cache: setattr(cache._tree, "num_host_evictable", 1),
+        "lost count": lambda cache: setattr(cache._tree._device_queue, "_length", 9),
+        "open transfers": lambda cache: cache._tree._open.clear(),
+        "without a source": lambda cache: cache._tiering._evict_targets.pop(),
+        "open copies": lambda cache: cache._tiering._evict_targets.__setitem__(0, HostSlot(7)),
+        "is findable": lambda cache: setattr(leaf(cache), "detached", True),
+        "first hash": lambda cache: leaf(cache).hashes.__setitem__(0, BlockHash(b"x")),
+        "differ in number": lambda cache: leaf(cache).hashes.append(BlockHash(b"x")),
+        "in no tier": lambda cache: (setattr(leaf(cache), "device", None), setattr(leaf(cache), "host", None)),
+    }
+    found = {expected: damaged(damage) for expected, damage in damages.items()}
+    assert {expected: text for expected, text in found.items() if expected not in text} == {}
+
+
+def test_a_smaller_allocation_takes_nothing_back() -> None:
+    cache = manager(8)
+    cache.match_prefix("r", prompt("abcd!"))
+    for tokens in (4, 2):
+        cache.allocate("r", tokens)
+        cache.take_swap_step()
+    cache.allocate("r", 6)
+    cache.commit("r", 4)  # allocated in the first step
+    assert cached(cache, "abcd") == ["device"] * 4
+    cache.finish("r")
+
+
+def test_a_run_that_fits_the_host_only_in_part_is_counted_once() -> None:
+    cache = manager(4, 1)
+    run(cache, "abcd!")
+    run(cache, "12!")
+    assert cached(cache, "abcd") == ["device", "device", "host"]
+    counters = cache.stats().counters
+    assert (counters.device_evicted_blocks, counters.device_lost_blocks, counters.backup_skipped_blocks) == (2, 1, 1)
+
+
+def test_a_request_that_ran_through_a_reset_caches_nothing() -> None:
+    cache = manager(8)
+    cache.match_prefix("r", prompt("ab!"))
+    cache.allocate("r", 2)
+    cache.take_swap_step()
+    cache.reset_cache()
+    cache.commit("r", 2)
+    assert cached(cache, "ab") == []
+    cache.finish("r")
+    cache.check_idle()
+
+
+def test_nothing_is_cached_below_a_block_that_was_lost() -> None:
+    cache = manager(6, 4)
+    run(cache, "abc!")
+    run(cache, "123456!")
+    cache.match_prefix("r", prompt("abcde!"))
+    cache.allocate("r", 5)
+    step = cache.take_swap_step()
+    slots = step.swap_in.target_slots[2:]
+    failed = TransferResult(step.step, CacheLevel.HOST, CacheLevel.DEVICE, 1, 0, 0.0, slots, "injected")
+    assert cache.transfer_failed(failed) == ["r"]
+    cache.commit("r", 5)
+    cache.check()
+    assert cached(cache, "abcde") == ["device", "device"]
+    cache.finish("r")
+
+
+def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
+    cache = manager(3, 6)
+    run(cache, "abc!")
+    step = run(cache, "123!")
+    cache.match_prefix("r", prompt("abc!"))
+    cache.allocate("r", 3)
+    slots = step.evict.target_slots
+    failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 3, 0, 0.0, slots, "injected")
+    assert cache.transfer_failed(failed) == ["r"]
+    cache.preempt("r")
+    assert not cache.take_swap_step().swap_in
+    assert cached(cache, "abc") == []
+    cache.check_idle()

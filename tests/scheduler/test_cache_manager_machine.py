@@ -122,8 +122,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduled)
     @rule(data=st.data())
     def commit_too_early(self, data: st.DataObject) -> None:
+        name = self.pick(data, sorted(self.scheduled))
         with pytest.raises(CacheStateError):
-            self.manager.commit(self.pick(data, sorted(self.scheduled)), 1)
+            self.manager.commit(name, self.shadow.requests[name].closed + 1)
 
     @precondition(lambda self: self.counter % 5 == 4)
     @rule(force=st.booleans())

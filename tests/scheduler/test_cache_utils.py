@@ -47,11 +47,13 @@ def test_the_dtype_and_byte_order_of_the_array_do_not_matter(dtype: str) -> None
     assert hasher.hashes == reference(4, list(range(12)))
 
 
-@pytest.mark.parametrize("bad", [[-1], [2**32], [0, -1], [0, 2**32], [0.5, 1.0], [[1, 2]], ["a", "b"]])
+@pytest.mark.parametrize(
+    "bad", [[-1], [2**32], [1.5], ["7"], [[1]], np.array([[3]]), [0, -1], [0, 2**32], [0.5, 1.0], [[1, 2]], ["a", "b"]]
+)
 def test_tokens_that_do_not_fit_change_nothing(bad: list[object]) -> None:
     hasher = BlockHasher(2)
     hasher.extend([7])
-    with pytest.raises((ConfigError, TypeError, ValueError)):
+    with pytest.raises(ConfigError):
         hasher.extend(bad)  # type: ignore[arg-type]
     assert hasher.num_tokens == 1
     assert hasher.hashes == []

@@ -191,10 +191,17 @@ class Harness:
         self.core = EngineCore(self.manager, self.scheduler, self.sent.append)
 
     def submit(
-        self, name: str, prompt: Sequence[int], max_tokens: int, *, stops: Sequence[str] = (), **options: object
+        self,
+        name: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  it is immutable
+        *,
+        stops: Sequence[str] = (),
+        **options: object,
     ) -> Recorder:
         recorder = Recorder()
-        self.core.submit(self.generation(name, prompt, max_tokens, recorder, stops=stops, **options))
+        self.core.submit(self.generation(name, prompt, max_tokens, recorder, sampling, stops=stops, **options))
         return recorder
 
     def generation(
@@ -203,11 +210,12 @@ class Harness:
         prompt: Sequence[int],
         max_tokens: int,
         sink: Recorder,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  it is immutable
         *,
         stops: Sequence[str] = (),
         **options: object,
     ) -> Generation:
-        request = GenerationRequest(name, tuple(prompt), max_tokens, SamplingParams(), **options)  # type: ignore[arg-type]
+        request = GenerationRequest(name, tuple(prompt), max_tokens, sampling, **options)  # type: ignore[arg-type]
         hasher = BlockHasher(self.config.block_size)
         hasher.extend(prompt)
         return Generation(request, hasher, TextStream(ByteTokenizer().detokenizer(), stops), sink)

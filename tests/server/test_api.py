@@ -17,7 +17,7 @@ from fastdeploy_kvcache_v1.embedded.metrics import Metrics
 from fastdeploy_kvcache_v1.embedded.model.config import BYTE_VOCAB_SIZE
 from fastdeploy_kvcache_v1.embedded.scheduler import Scheduler
 from fastdeploy_kvcache_v1.embedded.serve import _snapshot
-from fastdeploy_kvcache_v1.embedded.service import Service
+from fastdeploy_kvcache_v1.embedded.service import BIG_PROMPT, Service
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.tokenizer import ByteTokenizer
 from tests.server.shadow import ShadowWorker, ShadowWorkerClient, expected_outputs
@@ -36,7 +36,8 @@ class Server:
         metrics = Metrics(lambda: _snapshot(manager, scheduler, core))
         core.observe_first_token = metrics.observe_first_token
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
-        self.client = TestClient(create_app(Service(config, ByteTokenizer(), self.engine), metrics))
+        self.tokenizer = ByteTokenizer()
+        self.client = TestClient(create_app(Service(config, self.tokenizer, self.engine), metrics))
 
     def complete(self, **body):
         return self.client.post("/v1/completions", json={"max_tokens": 8, **body})
@@ -193,6 +194,8 @@ def test_models(server):
         ({"prompt": "x", "n": 2}, None, "n=2 is not supported"),
         ({"prompt": "x", "logprobs": 3}, None, "logprobs=3 is not supported"),
         ({"prompt": "x", "presence_penalty": 0.5}, None, "presence_penalty=0.5 is not supported"),
+        ({"prompt": "x", "top_k": 5}, None, "top_k=5 is not supported"),
+        ({"prompt": "x", "repetition_penalty": 1.1}, None, "repetition_penalty=1.1 is not supported"),
     ],
 )
 def test_bad_completions_are_one_clear_line(server, body, param, message):
@@ -211,6 +214,8 @@ def test_bad_completions_are_one_clear_line(server, body, param, message):
         ([{"role": "user"}], "Field required"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "must be a string or a list of text parts"),
         ([{"role": "martian", "content": "x"}], "unknown message role 'martian'"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "tool_calls is not supported"),
+        ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "function_call is not supported"),
     ],
 )
 def test_bad_chats_are_one_clear_line(server, messages, message):
@@ -315,3 +320,54 @@ def test_closed_engine_refuses_and_closes_twice():
         server.engine.close()
         assert server.complete(prompt="hello").status_code == 503
         assert server.client.get("/debug/check").status_code == 503
+        assert server.client.post("/reset_prefix_cache").status_code == 503
+
+
+def test_answers_of_the_official_client_may_come_back_as_messages(server):
+    """It sends every field of an answer's message, the empty ones too."""
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi", "refusal": None, "tool_calls": None, "function_call": None},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+        {"role": "user", "content": ""},
+    ]
+    body = server.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3}).json()
+    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    expected = expected_outputs(ByteTokenizer().apply_chat_template(plain), 3)
+    assert body["choices"][0]["message"]["content"] == bytes(expected).decode()
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_big_prompt_is_read_while_others_are_served(server, monkeypatch, path):
+    entered, served = threading.Event(), threading.Event()
+    in_time = []
+
+    def encode(text):
+        entered.set()
+        in_time.append(served.wait(10))
+        return [7]
+
+    def apply_chat_template(messages):
+        return encode(messages[0]["content"])
+
+    monkeypatch.setattr(server.tokenizer, "encode", encode)
+    monkeypatch.setattr(server.tokenizer, "apply_chat_template", apply_chat_template)
+    text = "x" * BIG_PROMPT
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+    statuses = []
+    with server.client as client:  # one event loop for both requests
+        big = threading.Thread(target=lambda: statuses.append(client.post(f"/v1/{path}", json=body).status_code))
+        big.start()
+        assert entered.wait(10)
+        assert client.get("/health").status_code == 200
+        served.set()
+        big.join()
+    assert in_time == [True], "the prompt was still being read when another client was answered"
+    assert statuses == [200]
+
+
+def test_bad_big_prompts_are_still_one_clear_line(server):
+    response = server.complete(prompt=[1] * BIG_PROMPT + [BYTE_VOCAB_SIZE])
+    assert response.status_code == 400
+    assert "token ids must lie in" in error_of(response)["message"]

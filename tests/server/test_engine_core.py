@@ -8,7 +8,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine_core import MAX_COPY_FAILURES
 from fastdeploy_kvcache_v1.embedded.generation import Failure
 from fastdeploy_kvcache_v1.embedded.messages import StepResult, TransferReport
-from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
 from tests.server.shadow import Harness, expected_outputs
 
 POLICIES = list(WritePolicy)
@@ -174,6 +174,24 @@ def test_second_request_is_served_from_the_cache_and_says_so():
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (18, 2, cached)
 
 
+def test_failed_swap_in_does_not_count_as_cached():
+    harness = Harness(
+        small(num_device_blocks=8, write_policy=WritePolicy.WRITE_THROUGH),
+        fails=lambda result: result.target is CacheLevel.DEVICE,
+    )
+    prompt = list(range(18))
+    for name, first in (("first", 0), ("others", 100), ("more", 200)):  # the others push it off the device
+        harness.submit(name, range(first, first + 18), 2)
+        harness.run()
+    again = harness.submit("again", prompt, 2)
+    harness.run()
+    assert harness.core.counters.swap_in.failures > 0
+    assert again.tokens == expected_outputs(prompt, 2)
+    usage = again.deltas[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 0, "all of it was computed in the end"
+
+
 def test_generated_tokens_are_found_by_the_next_turn():
     harness = Harness(small(num_device_blocks=32))
     prompt = list(range(10))
@@ -220,6 +238,27 @@ def test_report_between_steps_is_counted():
     harness = Harness(small())
     harness.core.on_report(TransferReport((), 0.5))
     assert harness.core.counters.exposed_wait_s == 0.5
+
+
+def test_failure_told_twice_preempts_once():
+    """By a report while the batch is in flight, and by the answer to the batch."""
+    harness = Harness(small(write_policy=WritePolicy.WRITE_THROUGH))
+    for name, first in (("first", 0), ("others", 100), ("more", 200)):  # the others push it off the device
+        harness.submit(name, range(first, first + 18), 2)
+        harness.run()
+    recorder = harness.submit("again", range(18), 2)
+    harness.core.step()
+    batch = harness.sent.pop()
+    (step,) = batch.swap_steps
+    copy = step.swap_in
+    failed = TransferResult(
+        step.step, copy.source, copy.target, len(copy), 0, 0.0, target_slots=copy.target_slots, error="injected"
+    )
+    harness.core.on_report(TransferReport((failed,)))
+    harness.core.on_step_result(StepResult(retry={"again": "a copy failed"}))
+    assert harness.scheduler.num_preemptions == 1
+    harness.run()
+    assert recorder.tokens == expected_outputs(range(18), 2)
 
 
 def test_failed_backup_is_forgotten_and_counted():

@@ -146,6 +146,16 @@ def test_late_swap_in_drops_the_request_and_the_next_step_goes_on(start):
         gate.set()
 
 
+def test_slot_of_an_earlier_failed_swap_in_concerns_its_readers_until_it_is_written(start):
+    worker = start(make_runtime('{"fail": {"input": [0]}}'))
+    worker.runner.run(BatchRequest(swap_steps=[swap_in(0, 3)]))
+    worker.controller.drain()
+    result = worker.runner.run(BatchRequest([task("reads", [3, 4], start=4), task("other", [5])]))
+    assert (set(result.retry), result.tokens) == ({"reads"}, {"other": 1})
+    assert worker.runner.run(BatchRequest([task("writes", [3], tokens=4)])).tokens == {"writes": 4}
+    assert worker.runner.run(BatchRequest([task("reads", [3, 4], start=4)])).tokens == {"reads": 5}
+
+
 def test_failed_backup_disturbs_nobody(start):
     worker = start(make_runtime('{"fail": {"output": "all"}}'))
     result = worker.runner.run(BatchRequest([task("a", [3, 4], start=4)], swap_steps=[evict(0, 3)]))

@@ -20,6 +20,7 @@ from .layers import DecoderLayer, Keys, Rotation, causal_masks, rms_norm
 from .paged_cache import PagedCache
 from .plan import TILE, BatchPlan, Bucket, SequenceSlice
 from .rope import rope_tables
+from .tensors import step_tensor
 from .weights import DecoderWeights, load_weights
 
 __all__ = ["Decoder", "SequenceSlice"]
@@ -79,7 +80,7 @@ class Decoder:
         self, plan: BatchPlan, caches: Sequence[Tensor], before_layer: Callable[[int], None] | None
     ) -> list[Tensor]:
         """The hidden states after the last layer, one `[TILE, hidden]` per tile."""
-        embedded = paddle.gather(self._embedding, paddle.to_tensor(plan.token_ids))
+        embedded = paddle.gather(self._embedding, step_tensor(plan.token_ids))
         tiles = _split_tiles(embedded, plan.num_tiles)
         rotation = Rotation(self._cos[plan.positions], self._sin[plan.positions], self.config)
         step = _StepTensors(plan)
@@ -108,7 +109,7 @@ class Decoder:
 
     def _logits(self, tile: Tensor, row: int) -> NDArray[np.float32]:
         # A fresh copy of the row: the GEMV below must not depend on where in a tile its operand lies.
-        hidden = paddle.gather(tile, paddle.to_tensor([row]))
+        hidden = paddle.gather(tile, step_tensor(np.array([row])))
         hidden = rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
         logits: NDArray[np.float32] = paddle.matmul(hidden, self._lm_head, transpose_y=True).reshape([-1]).numpy()
         return logits
@@ -123,10 +124,10 @@ class _StepTensors:
     """The plan's indices as tensors, made once and used by every layer."""
 
     def __init__(self, plan: BatchPlan) -> None:
-        self.cache_rows = paddle.to_tensor(plan.cache_rows)
-        self.key_rows = paddle.to_tensor(plan.key_rows)
-        self.value_rows = paddle.to_tensor(plan.value_rows)
-        self.query_rows = paddle.to_tensor(plan.query_rows)
+        self.cache_rows = step_tensor(plan.cache_rows)
+        self.key_rows = step_tensor(plan.key_rows)
+        self.value_rows = step_tensor(plan.value_rows)
+        self.query_rows = step_tensor(plan.query_rows)
         self.buckets = [_BucketTensors(bucket) for bucket in plan.buckets]
 
 
@@ -134,9 +135,9 @@ class _BucketTensors:
     def __init__(self, bucket: Bucket) -> None:
         self.tiles = bucket.tiles
         self.first_variant = bucket.first_variant
-        self._head = paddle.to_tensor(bucket.head_rows) if len(bucket.head_rows) else None
-        self._tail = paddle.to_tensor(bucket.tail_rows)
-        self._all = paddle.to_tensor(bucket.all_rows)
+        self._head = step_tensor(bucket.head_rows) if len(bucket.head_rows) else None
+        self._tail = step_tensor(bucket.tail_rows)
+        self._all = step_tensor(bucket.all_rows)
 
     def read(self, keys: PagedCache, values: PagedCache) -> Keys:
         head = None if self._head is None else keys.read(self._head)

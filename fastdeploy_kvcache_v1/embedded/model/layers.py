@@ -15,6 +15,7 @@ from paddle.incubate.nn.functional import fused_rms_norm
 
 from .config import ModelConfig
 from .plan import SEGMENT, TILE
+from .tensors import step_tensor
 from .weights import LayerWeights
 
 Tensor = Any
@@ -54,11 +55,11 @@ class Rotation:
         full_cos = np.ones((rows, heads, head_dim), dtype=np.float32)
         full_sin = np.zeros_like(full_cos)
         full_cos[:, :rotated], full_sin[:, :rotated] = cos[:, None], sin[:, None]
-        self._cos = paddle.to_tensor(full_cos.reshape(rows, -1))
-        self._sin = paddle.to_tensor(full_sin.reshape(rows, -1))
+        self._cos = step_tensor(full_cos.reshape(rows, -1))
+        self._sin = step_tensor(full_sin.reshape(rows, -1))
         self._half = head_dim // 2
         # Rows of the tensor cut into half heads, each pair swapped.
-        self._swapped = paddle.to_tensor(np.arange(rows * heads * 2).reshape(-1, 2)[:, ::-1].ravel())
+        self._swapped = step_tensor(np.arange(rows * heads * 2).reshape(-1, 2)[:, ::-1].ravel())
 
     def apply(self, qkv: Tensor) -> Tensor:
         swapped = paddle.gather(qkv.reshape([-1, self._half]), self._swapped).reshape(qkv.shape)

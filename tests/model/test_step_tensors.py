@@ -1,0 +1,41 @@
+"""The tensors that every step makes anew: right, and gone afterwards."""
+
+import gc
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.embedded.model import load_model_config
+from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder
+from fastdeploy_kvcache_v1.embedded.model.plan import SequenceSlice
+from fastdeploy_kvcache_v1.embedded.model.tensors import step_tensor
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+@pytest.mark.parametrize("values", [[], [3], [[1, 2], [3, 4]]])
+def test_step_tensor_is_a_copy_of_its_values(values, dtype):
+    array = np.array(values, dtype=dtype).T  # not contiguous
+    tensor = step_tensor(array)
+    expected = array.copy()
+    array[...] = -1
+    assert tensor.numpy().dtype == dtype
+    np.testing.assert_array_equal(tensor.numpy(), expected)
+
+
+def test_steps_leave_no_objects_behind():
+    import paddle
+
+    config = load_model_config(None)
+    decoder = Decoder.load(None, config)
+    shape = [4, config.num_kv_heads, 16, config.head_dim]
+    caches = [paddle.zeros(shape) for _ in range(2 * config.num_layers)]
+
+    def steps(count):
+        for position in range(count):
+            slice_ = SequenceSlice(np.array([position], dtype=np.int64), position, [0, 1, 2, 3], True)
+            decoder.forward([slice_], caches, lambda layer: None)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = steps(10)
+    assert steps(60) - before < 60, "something is kept per step"

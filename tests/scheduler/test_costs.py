@@ -1,0 +1,157 @@
+"""Costs that must not grow with what is cached, pinned or being copied: counted in runs looked at, never in time."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fastdeploy_kvcache_v1 import cache_utils
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes, MultimodalItem
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash
+from fastdeploy_kvcache_v1.run import Run, RunQueue
+
+
+def manager(device: int, host: int = 0, policy: str = "write_back", **options: int) -> CacheManager:
+    return CacheManager(KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), **options))
+
+
+def chain(*names: object) -> list[BlockHash]:
+    return [BlockHash(repr(names[: end + 1]).encode()) for end in range(len(names))]
+
+
+def start(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
+    cache.match_prefix(name, GivenHashes(hashes, len(hashes) + 1))
+    assert isinstance(cache.allocate(name, len(hashes)), Allocation)
+    cache.take_swap_step()
+    cache.commit(name, len(hashes))
+
+
+def run(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
+    start(cache, name, hashes)
+    cache.finish(name)
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """Every run that a search for a victim looked at."""
+    seen: list[Run] = []
+    plain = RunQueue.__iter__
+
+    def counting(queue: RunQueue) -> Iterator[Run]:
+        for found in plain(queue):
+            seen.append(found)
+            yield found
+
+    monkeypatch.setattr(RunQueue, "__iter__", counting)
+    return seen
+
+
+def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[Run]) -> None:
+    cache = manager(301)
+    for number in range(300):
+        start(cache, f"running {number}", chain(number))
+    for number in range(100):
+        run(cache, f"short {number}", chain(f"short {number}"))
+    assert len(looks) <= 300 + 2 * 100
+    for number in range(300):
+        cache.finish(f"running {number}")
+    cache.check_idle()
+    looks.clear()
+    run(cache, "long", chain(*range(1000, 1301)))  # everything is evicted again, in the order it was used last
+    assert len(looks) == 301
+    assert [found.hashes for found in looks[:2]] == [chain("short 99"), chain(0)]
+
+
+def test_host_blocks_in_use_are_passed_over_once(looks: list[Run]) -> None:
+    cache = manager(302, 302)
+    for number in range(300):
+        run(cache, f"first {number}", chain(number))
+    run(cache, "flush", chain(*range(1000, 1302)))
+    for number in range(300):
+        cache.match_prefix(f"waiting {number}", GivenHashes(chain(number), 2))
+    looks.clear()
+    for number in range(100):
+        run(cache, f"short {number}", chain("short", number))
+    assert len(looks) <= 300 + 4 * 100
+    for number in range(300):
+        cache.release(f"waiting {number}")
+    cache.take_swap_step()
+    cache.check_idle()
+
+
+def test_blocks_being_copied_are_passed_over_once(looks: list[Run]) -> None:
+    """One step evicts many children, and their parents that the host already has, while the host is full."""
+    count = 200
+    cache = manager(2 * count, 3 * count)
+    for number in range(count):
+        run(cache, f"parent {number}", chain(number))
+    run(cache, "flush", chain(*range(1000, 1000 + 2 * count)))
+    for number in range(count):
+        run(cache, f"child {number}", chain(number, "child"))
+    looks.clear()
+    run(cache, "huge", chain(*range(5000, 5000 + 2 * count)))
+    assert len(looks) <= 12 * count
+    cache.check_idle()
+    looks.clear()
+    for number in range(count):  # what was passed over can be evicted again
+        run(cache, f"other {number}", chain("other", number))
+    assert cache.stats().host_free_blocks == 0
+    cache.take_swap_step()
+    cache.check_idle()
+
+
+@pytest.mark.parametrize(("policy", "host", "limit"), [("write_back", 0, 500), ("write_through", 20_000, 700)])
+def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
+    """Every request has one block of its own and shares none: a tree node for each."""
+    hashes = [BlockHash(bytes(28) + number.to_bytes(4, "big")) for number in range(4000)]
+    gc.collect()
+    tracemalloc.start()
+    cache = manager(4000, host and 4000, policy, max_queued_events=0)
+    for number, digest in enumerate(hashes):
+        run(cache, str(number), [digest])
+    gc.collect()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size / 4000 + 65 < limit  # 65: the digest itself, which was there before
+    assert cache.stats().device_free_blocks == 0
+
+
+def test_events_are_bounded_by_the_blocks_they_name() -> None:
+    cache = manager(64, max_queued_events=10)
+    run(cache, "short", chain(1, 2, 3))
+    assert [len(event.hashes) for event in cache.take_events()] == [3]
+    run(cache, "long", chain(*range(100, 111)))  # one event, eleven blocks
+    assert cache.stats().events_overflowed == 1
+    assert [event.kind for event in cache.take_events()] == ["cleared", "stored", "stored"]
+
+
+def test_items_after_a_block_cost_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counted(tuple):  # type: ignore[type-arg]
+        copied = 0
+
+        def __getitem__(self, key):  # type: ignore[no-untyped-def]
+            if isinstance(key, slice):
+                Counted.copied += len(range(*key.indices(len(self))))
+            return super().__getitem__(key)
+
+    items = [MultimodalItem(4 * number, 2, str(number)) for number in range(50)]
+    hasher = BlockHasher(4, items=items)
+    monkeypatch.setattr(hasher, "_items", Counted(items))
+    hasher.extend(range(200))  # type: ignore[arg-type]
+    assert len(hasher.hashes) == 50
+    assert Counted.copied == 0
+    assert cache_utils.get_block_hash_extra_keys(0, 4, items)[0] != b""
+
+
+@pytest.mark.parametrize("empty", [CacheManager.take_events, CacheManager.reset_cache])
+def test_the_bound_on_events_starts_anew_when_the_queue_is_emptied(empty: Callable[[CacheManager], object]) -> None:
+    cache = manager(64, max_queued_events=10)
+    for number in range(5):
+        run(cache, str(number), chain(number, 1, 2, 3))
+        empty(cache)
+    assert cache.stats().events_overflowed == 0

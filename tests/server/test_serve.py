@@ -1,0 +1,46 @@
+"""What a signal does outside uvicorn's own loop."""
+
+import os
+import signal
+import socket
+
+import pytest
+from fastapi import FastAPI
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.http_server import HttpServer
+from fastdeploy_kvcache_v1.embedded.serve import NotedSignals
+from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
+
+
+@pytest.mark.parametrize("number", NotedSignals.NUMBERS)
+def test_signals_are_noted_and_raise_nothing(number):
+    before = signal.getsignal(number)
+    with NotedSignals() as signals:
+        assert not signals.noted()
+        for _ in range(2):
+            os.kill(os.getpid(), number)
+        assert signals.noted()
+    assert signal.getsignal(number) is before
+
+
+class StubEngine:
+    def __init__(self):
+        self.refusals = []
+
+    def refuse(self, reason):
+        self.refusals.append(reason)
+
+
+@pytest.fixture
+def server_config():
+    return ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, KVCacheConfig(8), "float32", 0, "warning")
+
+
+def test_signal_before_the_server_took_over_ends_it_without_a_ready_line(server_config, capsys):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        engine = StubEngine()
+        HttpServer(FastAPI(), server_config, engine, stop_requested=lambda: True).run(sockets=[listener])
+    assert capsys.readouterr().out == ""
+    assert engine.refusals == []

@@ -1,0 +1,109 @@
+"""The engine's end of the worker process, where things go wrong before or between answers."""
+
+import errno
+import os
+import tempfile
+import threading
+
+import pytest
+import zmq
+
+from fastdeploy_kvcache_v1.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.embedded import worker_client
+from fastdeploy_kvcache_v1.embedded.worker_client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
+from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
+
+CONFIG = WorkerConfig(None, 16, "float32", 8, 0, "warning")
+
+
+@pytest.fixture
+def temp_dir(monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="kv-") as path:  # short, for unix sockets
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield path
+
+
+def test_full_disk_is_one_line(temp_dir, monkeypatch):
+    def no_space(**options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temp_dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", no_space)
+    with pytest.raises(ConfigError, match=r"cannot make a temporary directory: .*No space left on device"):
+        ProcessWorkerClient(CONFIG)
+
+
+def test_socket_that_cannot_be_made_is_one_line_and_leaves_nothing(temp_dir, monkeypatch):
+    def no_space(self, address):
+        raise zmq.ZMQError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(zmq.Socket, "bind", no_space)
+    with pytest.raises(ConfigError, match=r"cannot make a socket in .*No space left on device"):
+        ProcessWorkerClient(CONFIG)
+    assert os.listdir(temp_dir) == []
+
+
+def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
+    """So that a SIGKILL in the long part of the start leaves nothing behind."""
+    seen = []
+    expect = ProcessWorkerClient._expect
+
+    def watch(self, process, kind):
+        seen.append((kind.__name__, len(os.listdir(temp_dir))))
+        expect(self, process, kind)
+
+    monkeypatch.setattr(ProcessWorkerClient, "_expect", watch)
+    client = ProcessWorkerClient(CONFIG)
+    client.close()
+    assert seen == [("WorkerConnected", 1), ("WorkerReady", 0)]
+
+
+def test_unreadable_answer_ends_the_worker_instead_of_hanging_everybody(temp_dir, monkeypatch, caplog):
+    client = ProcessWorkerClient(CONFIG)
+    try:
+        died, reasons = threading.Event(), []
+
+        def on_death(reason):
+            reasons.append(reason)
+            died.set()
+
+        def unreadable(data):
+            raise EOFError("a torn message")
+
+        pid = client.pid
+        client.listen(lambda message: None, on_death)
+        monkeypatch.setattr(worker_client.pickle, "loads", unreadable)
+        client.send(BatchRequest())
+        assert died.wait(30)
+        assert reasons == [f"the worker process {pid} was killed by SIGKILL"]
+        assert "EOFError: a torn message" in caplog.text
+    finally:
+        client.close()
+
+
+def test_stop_while_the_worker_starts(temp_dir):
+    """Looked for between two looks at the sockets, so that it can end the start nowhere else."""
+    asked = []
+
+    def stop_requested():
+        asked.append(len(os.listdir(temp_dir)))
+        return True
+
+    with pytest.raises(StartInterruptedError):
+        ProcessWorkerClient(CONFIG, stop_requested=stop_requested)
+    assert len(asked) == 1
+    assert os.listdir(temp_dir) == []
+
+
+def test_worker_that_dies_after_it_connected(temp_dir, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", write_fatal_paddle(temp_dir))
+    with pytest.raises(WorkerDiedError, match="the worker process exited with status 7 while starting"):
+        ProcessWorkerClient(CONFIG)
+
+
+def write_fatal_paddle(directory):
+    """A place on the path whose `paddle` ends the process that imports it."""
+    place = os.path.join(directory, "place")
+    os.mkdir(place)
+    with open(os.path.join(place, "paddle.py"), "w") as module:
+        module.write("import os; os._exit(7)")
+    return place
