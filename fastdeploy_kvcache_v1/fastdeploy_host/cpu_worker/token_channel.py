@@ -56,6 +56,9 @@ class TokenSender:
         message = np.array([RUNNING if running else ALL_STOPPED, len(rows), *rows], dtype=np.int64)
         self._socket.send(message.tobytes())
 
+    def close(self) -> None:
+        self._socket.close()
+
 
 class TokenReceiver:
     """The engine's end. One thread reads."""
@@ -72,6 +75,9 @@ class TokenReceiver:
             return np.frombuffer(self._socket.recv(MAX_BYTES), dtype=np.int64)
         except (TimeoutError, BlockingIOError):
             return None
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 _receivers: dict[tuple[int, int], TokenReceiver] = {}
