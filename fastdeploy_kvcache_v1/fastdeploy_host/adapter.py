@@ -266,6 +266,15 @@ class PrefixCacheAdapter:
             self._gauges.available_gpu_block_num.set(self.num_gpu_blocks)
             self._publish_free()
 
+    def batch_dropped(self) -> None:
+        """The host threw away batches that it had queued, and with them copies: no cached block can be trusted.
+
+        Requests keep their ids until the host takes them back.
+        """
+        with self._lock:
+            self.manager.reset_cache()
+            self._outbox.restart()
+
     def update_cache_config(self, cache_config: Any) -> None:
         """Profiling found the number of device blocks. Raises `PoolInUseError` if ids above it are in use."""
         with self._lock:

@@ -115,6 +115,14 @@ def wait_for_control_responses(wrapped: Wrapped, instance: Any, args: Args, kwar
     return wait(*args, **kwargs)
 
 
+def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `EngineService.clear_data`, which drops a batch that may carry copies."""
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        instance.resource_manager.cache_manager.batch_dropped()
+
+
 def control_with_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps pause and resume: sleep and wakeup call them with None, and they ask it for its id."""
 

@@ -2,11 +2,13 @@
 
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, PoolInUseError, TransferError
+from fastdeploy_kvcache_v1.fastdeploy_host import engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_host.hit_rates import WINDOW, HitRates
 from fastdeploy_kvcache_v1.fastdeploy_host.transport import SWAP_ATTRIBUTE
 
@@ -353,6 +355,28 @@ def test_a_lost_batch_is_noticed():
     with pytest.raises(TransferError, match="a batch was lost"):
         scheduler.step()
     cache.reset()
+
+
+def test_a_batch_that_the_host_drops_itself():
+    cache = make_adapter(8, 40, write_policy="write_through")
+    scheduler = FakeScheduler(cache, budget=4)
+    scheduler.add(FakeTask("a", [1] * 24))
+    for _ in range(3):
+        scheduler.step()
+    received = scheduler.worker.receive
+    scheduler.worker.receive = lambda batch: ([], [])
+    scheduler.step()
+    scheduler.worker.receive = received
+    scheduler.worker.rows.clear()
+    engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache))
+    assert engine_patches.clear_data(lambda: True, engine, (), {}) is True
+    cache.check()
+    scheduler.running[0].status = Status.FINISHED
+    scheduler._end(scheduler.running[0])
+    scheduler.step()
+    cache.manager.check_idle()
+    assert cache.manager.stats().host_cached_blocks == 0
+    assert serve(scheduler, [1] * 24, [1] * 24) == [0, 20]
 
 
 def test_after_a_reset_lost_batches_do_not_matter():
