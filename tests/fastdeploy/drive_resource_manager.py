@@ -87,7 +87,7 @@ class Drive:
         self.rng, self.manager, self.cache = rng, manager, manager.cache_manager
         self.worker = FakeWorker(manager.config.cache_config.block_size)
         self.requests, self.limits, self.late = {}, {}, []
-        self.finished = self.preempted = self.aborted = self.resets = 0
+        self.finished = self.preempted = self.aborted = self.resets = self.idle = 0
         self.outputs = {}
 
     def add(self, request_id, prompt, limit):
@@ -101,13 +101,21 @@ class Drive:
         self.check()
         if tasks:
             self.deliver(tasks)
-        for request_id, token in self.worker.step().items():
+        sampled = self.worker.step()
+        self.idle = 0 if tasks or sampled else self.idle + 1
+        if self.idle > 100 and self.stuck_in_prefill():
+            self.reset()
+        for request_id, token in sampled.items():
             request = self.requests.get(request_id)
             if request is not None and request.status.name.startswith("RUNNING"):
                 request.output_token_ids.append(token)
                 if len(request.output_token_ids) >= self.limits[request_id]:
                     self.finish(request_id)
         self.check()
+
+    def stuck_in_prefill(self):
+        """2.6 preempts only decoding requests: with a tiny cache, unfinished prefills can hold all blocks for ever."""
+        return self.manager.running and all(each.status.name == "RUNNING_PREFILL" for each in self.manager.running)
 
     def deliver(self, tasks):
         preempted, aborted = self.worker.receive(tasks)
@@ -155,7 +163,11 @@ class Drive:
             if not self.requests:
                 return
             self.step()
-        raise AssertionError(f"no progress: {self.requests}")
+        self.manager.log_status()
+        states = {each.request_id: (each.status.name, len(each.block_tables)) for each in self.requests.values()}
+        queues = {name: len(getattr(self.manager, name)) for name in ("waiting", "running", "requests")}
+        pending = sorted(self.manager.to_be_rescheduled_request_id_set | self.manager.to_be_aborted_req_id_set)
+        raise AssertionError(f"no progress: {states}, {queues}, pending {pending}, free {self.cache.num_gpu_blocks}")
 
 
 def preempt_all(manager):

@@ -46,7 +46,8 @@ class FakeWorker:
         return preempted, aborted
 
     def _copy(self, metadata, sources, targets):
-        copied = [dict(sources[slot]) for slot in metadata.source_slots]
+        # A slot that was never computed (its batch was dropped) holds nothing that anybody may read.
+        copied = [dict(sources.get(slot, {})) for slot in metadata.source_slots]
         targets.update(zip(metadata.target_slots, copied, strict=True))
 
     def _prefill(self, task):
