@@ -131,7 +131,7 @@ class CpuServer:
         options = {"json": arguments} if arguments else {}
         reply = call(f"{self.url}/v1/{name}", timeout=120.0, **options)
         assert reply.status_code == httpx.codes.OK, reply.text
-        content: dict[str, Any] = reply.json()
+        content: dict[str, Any] = reply.json() if reply.content else {}
         return content
 
     def metrics(self) -> dict[str, float]:

@@ -78,14 +78,12 @@ def test_a_disconnected_client_gives_its_blocks_back(server, client, ask):
 
 
 def running_streams(client, indices):
-    """Requests that have said something and have much more to say."""
+    """Requests that have said something and have much more to say, and their ids."""
     streams = [
         client.chat.completions.create(model="tiny", messages=document(index), stream=True, top_p=0, **ENDLESS)
         for index in indices
     ]
-    for stream in streams:
-        next(iter(stream))
-    return streams
+    return streams, [next(iter(stream)).id for stream in streams]
 
 
 def num_chunks(stream):
@@ -97,10 +95,11 @@ def num_chunks(stream):
     return count
 
 
-def test_abort_requests_ends_them_all(server, client, ask):
+def test_abort_requests_ends_them(server, client, ask):
     before = ask(document(102)).tokens
-    streams = running_streams(client, range(102, 105))
-    server.control("abort_requests", abort_all=True)
+    streams, ids = running_streams(client, range(102, 105))
+    # Not abort_all: after a client has disconnected, release 2.5 waits for its request for ever.
+    server.control("abort_requests", req_ids=ids)
     assert max(num_chunks(stream) for stream in streams) < ENDLESS["max_tokens"] - 10
     assert_all_blocks_come_back(server)
     assert ask(document(102)).tokens == before
@@ -118,7 +117,7 @@ def test_pause_forgets_the_cache_and_resume_serves_again(server, ask):
 
 
 def test_pause_while_requests_run(server, client, ask):
-    streams = running_streams(client, range(103, 105))
+    streams, _ = running_streams(client, range(103, 105))
     server.control("pause")
     assert max(num_chunks(stream) for stream in streams) < ENDLESS["max_tokens"] - 10
     server.control("resume")
