@@ -23,6 +23,7 @@ from fastdeploy.engine.request import Request, RequestMetrics, RequestStatus  # 
 from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1  # noqa: E402
 from fastdeploy.scheduler.config import SchedulerConfig  # noqa: E402
 
+IS_26 = hasattr(RequestStatus, "RUNNING_PREFILL")
 SEATS = 6
 BLOCK_SIZE = 8
 
@@ -104,7 +105,7 @@ class Drive:
         sampled = self.worker.step()
         self.idle = 0 if tasks or sampled else self.idle + 1
         if self.idle > 100 and self.stuck_in_prefill():
-            self.reset()
+            self.finish(self.manager.running[-1].request_id)
         for request_id, token in sampled.items():
             request = self.requests.get(request_id)
             if request is not None and request.status.name.startswith("RUNNING"):
@@ -142,13 +143,32 @@ class Drive:
         if self.manager.running:
             self.manager.add_abort_req_ids(self.rng.choice(self.manager.running).request_id)
 
+    def preempt_last(self):
+        """As the host does it for want of blocks, which 2.6 nearly always avoids by holding some back."""
+        with self.manager.lock:
+            decoding = [each for each in self.manager.running if each.num_computed_tokens >= each.need_prefill_tokens]
+            if not decoding or len(self.manager.running) < 2:
+                return
+            request = decoding[-1]
+            self.manager.running.remove(request)
+            request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+            self.manager._free_blocks(request)
+            request.num_cached_blocks = 0
+            self.manager.to_be_rescheduled_request_id_set.add(request.request_id)
+        self.deliver([self.manager._prepare_preempt_task(request)])
+
     def reset(self):
-        """As a pause does it: preempt, tell the worker, empty the cache from another thread."""
+        """As a pause does it: preempt everything (2.6: abort and drain), then empty the cache from another thread."""
         if self.manager.waiting_abort_req_id_set:
             return
-        tasks = preempt_all(self.manager)
-        if tasks:
-            self.deliver(tasks)
+        if not IS_26:
+            tasks = self.manager.preempted_all()
+            if tasks:
+                self.deliver(tasks)
+        else:
+            self.manager.add_abort_req_ids(list(self.requests))
+            self.run_dry()
+            self.manager.waiting_abort_req_id_set.clear()
         thread = threading.Thread(target=self.cache.reset)
         thread.start()
         thread.join()
@@ -170,21 +190,6 @@ class Drive:
         raise AssertionError(f"no progress: {states}, {queues}, pending {pending}, free {self.cache.num_gpu_blocks}")
 
 
-def preempt_all(manager):
-    """`preempted_all` where the release has it; 2.6 aborts instead when it pauses."""
-    if hasattr(manager, "preempted_all"):
-        return manager.preempted_all()
-    tasks = []
-    with manager.lock:
-        while manager.running:
-            request = manager.running.pop()
-            request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
-            manager._free_blocks(request)
-            manager.to_be_rescheduled_request_id_set.add(request.request_id)
-            tasks.append(manager._prepare_preempt_task(request))
-    return tasks
-
-
 def random_prompt(rng):
     common = [rng.randrange(4) + 1] * (BLOCK_SIZE * 10)
     return common[: rng.randrange(len(common))] + [rng.randrange(1, 50) for _ in range(rng.randrange(1, 20))]
@@ -202,6 +207,8 @@ def main(seed, steps, host_blocks, policy):
             drive.abort_one()
         elif action < 0.435:
             drive.reset()
+        elif action < 0.445:
+            drive.preempt_last()
         elif action < 0.45:
             drive.manager._free_blocks(make_request(f"unknown{number}", [1]))
         drive.step()
