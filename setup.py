@@ -1,17 +1,47 @@
-"""Build script. Metadata lives in pyproject.toml; what setuptools cannot declare there is done here: the patch tables of
-`patches/` become data of the package, and the bootstrap `.pth` file goes beside it, into site-packages.
+"""Build script. Metadata lives in pyproject.toml; here is only what setuptools cannot declare there.
+
+Native libraries: plain shared libraries, not Python extension modules, and all of them optional. What this machine
+cannot build is left out with one line that says why, and the NumPy twins do the work.
+The FastDeploy overlay: the patch tables of `patches/` become data of the package, and the bootstrap `.pth` file goes
+beside it, into site-packages.
 """
 
+from __future__ import annotations
+
 import shutil
+import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
+from setuptools.errors import CompileError
 
-ROOT = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).resolve().parent / "custom_ops"))
+import build as native
+
+ROOT = Path(__file__).resolve().parent
+PREFIX = "fastdeploy_kvcache_v1.ops."
 BOOTSTRAP = ROOT / "fastdeploy_kvcache_v1.pth"
 TABLES = "fastdeploy_kvcache_v1/fastdeploy_host/patches"
+
+
+class BuildNative(build_ext):
+    """Runs our own build for each library; setuptools puts the files where wheels and editable installs want them."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []
+
+    def build_extension(self, ext: Extension) -> None:
+        name = next(name for name, file in native.TARGETS.items() if PREFIX + file == ext.name + ".so")
+        directory = Path(self.get_ext_fullpath(ext.name)).parent
+        missing = native.build_what_works(directory, [name])
+        if missing:
+            raise CompileError(f"{name} is left out: {missing[name]}")
 
 
 class BuildPy(build_py):
@@ -35,4 +65,10 @@ class EditableWheel(editable_wheel):
         shutil.copy(BOOTSTRAP, installation_dir)
 
 
-setup(cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel})
+setup(
+    ext_modules=[
+        Extension(PREFIX + native.TARGETS[name].removesuffix(".so"), sources=[], optional=True)
+        for name in native.wanted()
+    ],
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPy, "editable_wheel": EditableWheel},
+)

@@ -52,6 +52,32 @@ def import_time(result: dict[str, Any]) -> list[Row]:
     return [("import of the scheduler half", f"{result['import_ms']:.0f} ms", "< 150 ms")]
 
 
+def _span(values: list[float], digits: int = 2) -> str:
+    return f"{min(values):.{digits}f}-{max(values):.{digits}f}x"
+
+
+def copy_ops(result: dict[str, Any]) -> list[Row]:
+    """Blocks from 64 KB; the smaller ones are in the JSON."""
+    cases = [case for case in result["cases"] if case["block_bytes"] >= 64 << 10]
+
+    def span(key: str) -> str:
+        return _span([case[key] for case in cases])
+
+    submission = result["submission_of_256_blocks_us"]
+    two = f"{span('two_queues_over_one')} (two memcpy threads {span('two_memcpy_threads_over_one')})"
+    return [
+        ("CPU copies of 64 KB-1 MB blocks over memcpy, one thread each", span("compiled_over_memcpy"), ">= 1.2x"),
+        ("the same over NumPy fancy indexing", span("compiled_over_fancy_indexing"), ">= 2x"),
+        ("the same, two queues over one", two, ">= 1.6x where the memory has it"),
+        ("two queues over one, in cache", f"{result['two_queues_over_one_in_cache']:.2f}x", ""),
+        (
+            "enqueueing a layer of 256 blocks, first / later layers",
+            f"{submission['first_layer']:.0f} / {submission['later_layers']:.0f} us",
+            "< 100 us",
+        ),
+    ]
+
+
 def server(result: dict[str, Any]) -> list[Row]:
     rows = []
     for name, model in result["models"].items():
@@ -66,7 +92,13 @@ def server(result: dict[str, Any]) -> list[Row]:
     return rows
 
 
-SECTIONS = {"control_plane": control_plane, "hashing": hashing, "import_time": import_time, "server": server}
+SECTIONS = {
+    "control_plane": control_plane,
+    "hashing": hashing,
+    "import_time": import_time,
+    "copy_ops": copy_ops,
+    "server": server,
+}
 
 
 def table() -> str:

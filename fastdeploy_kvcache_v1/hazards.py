@@ -67,7 +67,8 @@ class _Slot:
         return self.failed or (self.writer is not None and self.writer.event.error is not None)
 
     def is_over(self) -> bool:
-        if self.holds_no_data() or (self.writer is not None and not self.writer.event.done()):
+        # In this order: a writer that fails meanwhile has to be seen.
+        if (self.writer is not None and not self.writer.event.done()) or self.holds_no_data():
             return False
         return all(use.event.done() for use in self.readers)
 
@@ -113,7 +114,7 @@ class SlotTable:
             self._anywhere = _Use(actor, event)
         written = frozenset(writes or ())
         over = event.done()
-        if not (over and not self._slots):
+        if self._slots or not over or event.error is not None:  # one that failed at once is not forgotten
             self._record(_Use(actor, event), [slot for slot in reads or () if slot not in written], written, over)
         if len(self._slots) >= self._prune_at:
             self.prune()

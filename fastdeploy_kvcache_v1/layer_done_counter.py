@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .errors import CacheStateError, InvariantError, LayerSwapTimeoutError, TransferError
 from .runtime import Event, Stream
+from .runtime.base import describe
 
 
 class WaitMeter:
@@ -31,7 +32,7 @@ class LayerDoneCounter:
         *,
         timeout_s: float,
         meter: WaitMeter,
-        on_timeout: Callable[[str], None],
+        on_failure: Callable[[str], None],
     ) -> None:
         self.target_slots = target_slots
         """Device slots this swap-in fills."""
@@ -41,7 +42,7 @@ class LayerDoneCounter:
         self._compute = compute_stream
         self._timeout_s = timeout_s
         self._meter = meter
-        self._on_timeout = on_timeout
+        self._on_failure = on_failure
         self._given_up: str | None = None
 
     @property
@@ -69,9 +70,11 @@ class LayerDoneCounter:
             self._compute.wait_event(self._events[layer], needs_data=True, timeout=limit)
         except LayerSwapTimeoutError:
             self._given_up = f"the swap-in of layer {layer} did not arrive within {limit} s"
-            self._on_timeout(self._given_up)
+            self._on_failure(self._given_up)
             raise LayerSwapTimeoutError(self._given_up) from None
         except TransferError as error:
+            # Reported from now on, though the rest of the unit may take a moment to be skipped.
+            self._on_failure(describe(error.__cause__ or error))
             raise TransferError(f"the swap-in of layer {layer} failed: {error}") from error
         finally:
             waited = time.perf_counter() - start

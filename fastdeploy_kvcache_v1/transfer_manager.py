@@ -13,7 +13,7 @@ from .hazards import Actor, Dependency, SlotTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter, WaitMeter
 from .metadata import CacheLevel, CacheSwapMetadata, TransferResult
-from .ops import LayerRows, Run
+from .ops import LayerRows, Runs
 from .runtime import Event, Runtime, Stream
 from .runtime.base import describe
 
@@ -94,7 +94,7 @@ class CacheTransferManager:
 
     # ---- copies
 
-    def plan(self, metadata: CacheSwapMetadata) -> list[Run]:
+    def plan(self, metadata: CacheSwapMetadata) -> Runs:
         """Validate one direction without doing anything. Raises `CacheStateError`."""
         directions = {(CacheLevel.DEVICE, CacheLevel.HOST), (CacheLevel.HOST, CacheLevel.DEVICE)}
         if (metadata.source, metadata.target) not in directions:
@@ -106,21 +106,20 @@ class CacheTransferManager:
             num_targets=self._table(metadata.target).num_slots,
         )
 
-    def submit_evict(self, step: int, metadata: CacheSwapMetadata, runs: Sequence[Run]) -> None:
+    def submit_evict(self, step: int, metadata: CacheSwapMetadata, runs: Runs) -> None:
         """D2H of all layers, one event."""
         stream = self._begin(Actor.OUTPUT, metadata)
         started = stream.record_event(timed=True)
-        layers = (self._host.layers, self._device_layers)
-        stream.submit(_swap_all_layers, *layers, tuple(runs), stream.handle)
+        stream.enqueue(ops.swap_cache_all_layers, self._host.layers, self._device_layers, runs)
         self._track(Actor.OUTPUT, step, metadata, started, stream.record_event(timed=True))
 
-    def submit_swap_in(self, step: int, metadata: CacheSwapMetadata, runs: Sequence[Run]) -> LayerDoneCounter:
+    def submit_swap_in(self, step: int, metadata: CacheSwapMetadata, runs: Runs) -> LayerDoneCounter:
         """H2D layer by layer, one event per layer."""
         stream = self._begin(Actor.INPUT, metadata)
         started = stream.record_event(timed=True)
         layer_events = []
         for targets, sources in zip(self._device_layers, self._host.layers, strict=True):
-            stream.submit(_swap_layer, targets, sources, tuple(runs), stream.handle)
+            stream.enqueue(ops.swap_cache_per_layer, targets, sources, runs)
             layer_events.append(stream.record_event())
         transfer = self._track(Actor.INPUT, step, metadata, started, stream.record_event(timed=True))
         return LayerDoneCounter(
@@ -129,7 +128,7 @@ class CacheTransferManager:
             metadata.target_slots,
             timeout_s=self._layer_timeout_s,
             meter=self._meter,
-            on_timeout=lambda reason: self._give_up(transfer, reason),
+            on_failure=lambda reason: self._give_up(transfer, reason),
         )
 
     def _begin(self, actor: Actor, metadata: CacheSwapMetadata) -> Stream:
@@ -275,13 +274,3 @@ class CacheTransferManager:
         steps = [transfer.step for transfer in self._unreported]
         if steps != sorted(steps):
             raise InvariantError(f"transfers are out of step order: {steps}")
-
-
-def _swap_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[Run], stream: int) -> None:
-    ops.swap_cache_per_layer(targets, sources, runs, stream=stream)
-
-
-def _swap_all_layers(
-    targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[Run], stream: int
-) -> None:
-    ops.swap_cache_all_layers(targets, sources, runs, stream=stream)

@@ -26,7 +26,12 @@ find_python() {
 
 # What the installed environment was made from: when this is unchanged, there is nothing to do.
 fingerprint() {
-    { echo "$ROOT"; cat "$ROOT/pyproject.toml" "$ROOT/setup.py"; } | cksum
+    {
+        echo "$ROOT"
+        cat "$ROOT/pyproject.toml" "$ROOT/setup.py"
+        cd "$ROOT"
+        find custom_ops -type f -not -path '*/tests/*' -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 cat
+    } | cksum
 }
 
 install_env() {
@@ -41,6 +46,8 @@ install_env() {
     echo "Installing the package and its dependencies (the first time takes a few minutes)" >&2
     "$VENV/bin/python" -m pip install -qq --upgrade -e "$ROOT[dev]" >&2 </dev/null ||
         die "the installation failed; pip's message is above"
+    # The first time, Paddle comes with that installation, too late for the libraries built in it.
+    "$VENV/bin/python" "$ROOT/custom_ops/build.py" >&2 || true
     fingerprint >"$stamp"
 }
 

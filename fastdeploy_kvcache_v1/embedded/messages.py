@@ -64,6 +64,8 @@ class WorkerReady:
     """The model is loaded and both tiers are allocated."""
 
     pid: int
+    ops: dict[str, str] = field(default_factory=dict)
+    """Name of the implementation behind every copy op, as `ops.live()` says."""
 
 
 @dataclass(frozen=True)

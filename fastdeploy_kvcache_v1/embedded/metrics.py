@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -30,8 +30,17 @@ class Snapshot:
 class Metrics:
     """The registry. `observe_first_token` may be called from any thread."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], *, copy_ops: Mapping[str, str] | None = None) -> None:
+        """`copy_ops`: name of the implementation behind every copy op of the worker."""
         self._registry = CollectorRegistry()
+        live = Gauge(
+            f"{PREFIX}copy_op",
+            "1 for the implementation that is live behind each copy op of the worker",
+            ["op", "implementation"],
+            registry=self._registry,
+        )
+        for op, implementation in (copy_ops or {}).items():
+            live.labels(op, implementation).set(1)
         self._registry.register(_EngineCollector(snapshot))
         self._first_token = Histogram(
             f"{PREFIX}time_to_first_token_seconds",

@@ -101,7 +101,7 @@ def _serve(
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
     core = EngineCore(manager, scheduler, worker.send)
-    metrics = Metrics(lambda: _snapshot(manager, scheduler, core))
+    metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops)
     core.observe_first_token = metrics.observe_first_token
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(Service(config, tokenizer, engine), metrics)

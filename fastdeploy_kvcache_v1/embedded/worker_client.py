@@ -15,12 +15,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import zmq
 
 from ..batch_request import BatchRequest
 from ..errors import ConfigError, WorkerDiedError
 from .messages import StepResult, TransferReport, WorkerConnected, WorkerFailed, WorkerReady
+
+FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +81,8 @@ class ProcessWorkerClient:
         self._context = zmq.Context()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
+        self.ops: dict[str, str] = {}
+        """Name of the implementation behind every copy op of the worker."""
         try:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
@@ -85,7 +90,7 @@ class ProcessWorkerClient:
             self._wait_until_connected(self._process)
             # The names have served: from here on not even a SIGKILL leaves files behind.
             self._remove_directory()
-            self._expect(self._process, WorkerReady)
+            self.ops = self._expect(self._process, WorkerReady).ops
             self._is_ready = True
         except BaseException:
             self.close()
@@ -167,7 +172,7 @@ class ProcessWorkerClient:
         while not self._tasks.poll(POLL_MS, zmq.POLLOUT) and process.poll() is None:
             self._require_wanted()
 
-    def _expect(self, process: subprocess.Popen[bytes], kind: type[WorkerConnected] | type[WorkerReady]) -> None:
+    def _expect(self, process: subprocess.Popen[bytes], kind: type[FirstMessage]) -> FirstMessage:
         while not self._results.poll(POLL_MS):
             self._require_wanted()
             if process.poll() is not None and not self._results.poll(POLL_MS):  # its last words count first
@@ -176,6 +181,7 @@ class ProcessWorkerClient:
         if isinstance(message, WorkerFailed):
             raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
         assert isinstance(message, kind), f"unexpected message {message!r} from a starting worker"
+        return message
 
     def _require_wanted(self) -> None:
         if self._stop_requested():

@@ -19,6 +19,7 @@ from typing import Any
 
 import zmq
 
+from .. import ops
 from ..cache_controller import CacheController
 from ..errors import ConfigError, KVCacheError, ModelError
 from .copy_faults import make_runtime
@@ -65,7 +66,7 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
         message = str(error) if is_user_error else f"the worker cannot start: {error!r}"
         _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
         return 1
-    _send(results, WorkerReady(os.getpid()))
+    _send(results, WorkerReady(os.getpid(), ops.live()))
     try:
         _loop(runner, tasks, results)
         controller.drain(DRAIN_TIMEOUT_S)

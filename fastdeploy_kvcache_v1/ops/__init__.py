@@ -1,24 +1,30 @@
 """One face per native op. Which implementation runs is data: a small table, one entry per op and platform.
 
-The NumPy twin works everywhere; on GPU memory CuPy issues the copies. A compiled op takes its place with `install`.
+The compiled core answers where it was built; else NumPy does, and CuPy on GPU memory. `live` says who does, `install`
+puts another in their place.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import CacheStateError
-from . import cupy_copies, host_memory, numpy_twin
+from . import cupy_copies, host_memory, library, numpy_twin, queues
+from .compiled import CompiledOps
 from .host_memory import HostBuffer
-from .rows import BlockRows, LayerRows, Run, plan_runs, tensor_rows
+from .rows import BlockRows, LayerRows, Run, Runs, plan_runs, tensor_rows
 
 __all__ = [
+    "COMPILED",
     "BlockRows",
+    "CompiledOps",
     "HostBuffer",
     "Implementation",
     "LayerRows",
     "Run",
+    "Runs",
     "host_alloc",
     "host_free",
     "install",
@@ -37,7 +43,9 @@ class Implementation(NamedTuple):
     run: Callable[..., Any]
 
 
-_LIVE: dict[tuple[str, str], Implementation] = {
+logger = logging.getLogger(__name__)
+
+TWINS: dict[tuple[str, str], Implementation] = {
     ("swap_cache_per_layer", "cpu"): Implementation("numpy", numpy_twin.swap_cache_per_layer),
     ("swap_cache_per_layer", "cuda"): Implementation("cupy", cupy_copies.swap_cache_per_layer),
     ("swap_cache_all_layers", "cpu"): Implementation("numpy", numpy_twin.swap_cache_all_layers),
@@ -45,6 +53,40 @@ _LIVE: dict[tuple[str, str], Implementation] = {
     ("host_alloc", "cpu"): Implementation("mmap", host_memory.host_alloc),
     ("host_free", "cpu"): Implementation("mmap", host_memory.host_free),
 }
+"""What works without a compiler."""
+
+COMPILED: CompiledOps | None = None
+"""The compiled core, None where there is none."""
+
+_LIVE: dict[tuple[str, str], Implementation] = dict(TWINS)
+
+
+def compiled_implementations(ops: CompiledOps) -> dict[tuple[str, str], Implementation]:
+    """What `ops` can answer on this machine."""
+    platforms = ["cpu"]
+    if ops.library.raw.kvswap_cuda_available() == library.OK:
+        platforms.append("cuda")
+    table = {}
+    for platform in platforms:
+        table["swap_cache_per_layer", platform] = Implementation("compiled", ops.swap_cache_per_layer)
+        table["swap_cache_all_layers", platform] = Implementation("compiled", ops.swap_cache_all_layers)
+    table["host_alloc", "cpu"] = Implementation("compiled", ops.host_alloc)
+    table["host_free", "cpu"] = Implementation("compiled", host_memory.host_free)
+    return table
+
+
+def _use_the_best() -> None:
+    global COMPILED
+    core, reason = library.load()
+    if core is None:
+        logger.warning("no compiled copy ops, NumPy copies instead: %s", reason)
+        return
+    queues.stop_calls_at_exit(core)
+    COMPILED = CompiledOps(core)
+    _LIVE.update(compiled_implementations(COMPILED))
+
+
+_use_the_best()
 
 
 def live() -> dict[str, str]:
@@ -56,7 +98,7 @@ def install(op: str, platform: str, implementation: Implementation) -> Implement
     """Let `implementation` answer `op` on `platform` from now on; returns the one it replaces."""
     if (op, platform) not in _LIVE:
         raise CacheStateError(f"unknown op {op!r} on {platform!r}: choose one of {', '.join(live())}")
-    previous = _LIVE[op, platform]
+    previous: Implementation = _LIVE[op, platform]
     _LIVE[op, platform] = implementation
     return previous
 
@@ -64,10 +106,12 @@ def install(op: str, platform: str, implementation: Implementation) -> Implement
 def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[Run], *, stream: int = 0) -> None:
     """Copy `runs` (from `plan_runs`) of one layer, all roles.
 
-    On CPU memory the copy has happened on return; on GPU memory it is enqueued on the raw CUDA `stream`, which must
-    not be the legacy NULL stream. Raises `CacheStateError`, nothing copied, when the two sides do not fit each other
-    or the runs. Runs must not overlap a copy that another thread makes.
+    On CPU memory the copy has happened on return, or is enqueued on the queue whose id `stream` is; the twin has no
+    queues. On GPU memory it is enqueued on the raw CUDA `stream`, which must not be the legacy NULL stream. The memory
+    must outlive an enqueued copy. Raises `CacheStateError`, nothing copied, when the two sides do not fit each other or
+    the runs. Runs must not overlap a copy that another thread makes.
     """
+    runs = Runs.of(runs)
     _check_fit(targets, sources, runs)
     _LIVE["swap_cache_per_layer", _platform(targets, sources)].run(targets, sources, runs, stream)
 
@@ -78,6 +122,7 @@ def swap_cache_all_layers(
     """As `swap_cache_per_layer`, for every layer."""
     if len(targets) != len(sources) or not targets:
         raise CacheStateError(f"a swap needs the same layers on both sides, got {len(sources)} and {len(targets)}")
+    runs = Runs.of(runs)
     for layer_targets, layer_sources in zip(targets, sources, strict=True):
         _check_fit(layer_targets, layer_sources, runs)
     platform = _platform(targets[0], sources[0])
@@ -99,15 +144,12 @@ def _platform(targets: LayerRows, sources: LayerRows) -> str:
     return "cuda" if targets[0].on_gpu or sources[0].on_gpu else "cpu"
 
 
-def _check_fit(targets: LayerRows, sources: LayerRows, runs: Sequence[Run]) -> None:
+def _check_fit(targets: LayerRows, sources: LayerRows, runs: Runs) -> None:
     if [rows.row_bytes for rows in targets] != [rows.row_bytes for rows in sources] or not targets:
         raise CacheStateError("a swap needs the same roles of the same size on both sides")
     if not runs:
         return
-    last_source = max(run.source + run.blocks for run in runs)
-    last_target = max(run.target + run.blocks for run in runs)
-    first = min(min(run.source, run.target) for run in runs)
-    if first < 0 or any(last_source > rows.num_rows for rows in sources):
-        raise CacheStateError(f"a swap reads row {last_source - 1} of {sources[0].num_rows}")
-    if any(last_target > rows.num_rows for rows in targets):
-        raise CacheStateError(f"a swap writes row {last_target - 1} of {targets[0].num_rows}")
+    if runs.lowest < 0 or any(runs.source_end > rows.num_rows for rows in sources):
+        raise CacheStateError(f"a swap reads row {runs.source_end - 1} of {sources[0].num_rows}")
+    if any(runs.target_end > rows.num_rows for rows in targets):
+        raise CacheStateError(f"a swap writes row {runs.target_end - 1} of {targets[0].num_rows}")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 
 import numpy as np
 
 from ..errors import CacheStateError
 from .rows import ByteRows
+
+Memory = mmap.mmap | ctypes.Array[ctypes.c_uint8]
 
 
 class HostBuffer:
@@ -18,8 +21,9 @@ class HostBuffer:
     never dangle. Freeing twice raises `CacheStateError`.
     """
 
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self._array: ByteRows | None = np.frombuffer(mapping, dtype=np.uint8)
+    def __init__(self, memory: Memory) -> None:
+        """`memory` owns the bytes and goes with the last reference to it."""
+        self._array: ByteRows | None = np.frombuffer(memoryview(memory), dtype=np.uint8)
 
     @property
     def array(self) -> ByteRows:

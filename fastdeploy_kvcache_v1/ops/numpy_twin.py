@@ -10,7 +10,7 @@ from .rows import BlockRows, LayerRows, Run
 
 
 def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[Run], stream: int) -> None:
-    del stream  # the calling thread is the stream
+    assert not stream, "the twin runs on the calling thread, it has no queues"
     for target, source in zip(targets, sources, strict=True):
         _copy_rows(target, source, runs)
 

@@ -59,7 +59,7 @@ class Stream(ABC):
 
     name: str
     handle: int = 0
-    """Raw CUDA stream; 0 where there is none."""
+    """Raw CUDA stream, or id of a queue of the compiled core; 0 where there is none."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -68,6 +68,10 @@ class Stream(ABC):
     @abstractmethod
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         """Run `fn(*args)` after everything submitted so far; skipped when its unit has failed already."""
+
+    @abstractmethod
+    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
+        """Run the copy op `copy(*args, stream=handle)` after everything submitted so far; else as `submit`."""
 
     @abstractmethod
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:

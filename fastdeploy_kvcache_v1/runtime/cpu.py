@@ -1,4 +1,7 @@
-"""Streams and events on a CPU. A copy stream is a thread with a FIFO; compute is the calling thread itself."""
+"""Streams and events on a CPU. A copy stream is a thread with a FIFO; compute is the calling thread itself.
+
+With the compiled core the threads are its own (`queues.py`); here are those of Python, which work everywhere.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,9 @@ from functools import partial
 from queue import SimpleQueue
 
 from .. import ops
-from ..errors import CacheStateError, LayerSwapTimeoutError, TransferError
+from ..errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
+from .queues import QueueStream
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,9 @@ class InlineStream(Stream):
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         fn(*args)
 
+    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
+        copy(*args)
+
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         if not event.wait_done(timeout):
             raise LayerSwapTimeoutError(f"stream {self.name} waited more than {timeout} s for a copy")
@@ -99,6 +106,9 @@ class CpuStream(Stream):
     def submit(self, fn: Callable[..., object], *args: object) -> None:
         self._post(partial(self._on_call, fn, args))
 
+    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
+        self.submit(copy, *args)  # the thread is the stream
+
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         self._post(partial(self._on_wait, event, needs_data))
 
@@ -112,19 +122,15 @@ class CpuStream(Stream):
             self.record_event().wait_done()
 
     def close(self) -> None:
-        self.request_close()
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join()
 
     @property
     def closed(self) -> bool:
         return self._closed
-
-    def request_close(self) -> None:
-        """The first half of `close`: lets several streams wind down together, whoever waits for whom."""
-        if not self._closed:
-            self._closed = True
-            self._queue.put(None)
 
     def _post(self, op: Callable[[], None]) -> None:
         if self._closed:
@@ -165,15 +171,25 @@ class CpuStream(Stream):
 
 
 class CpuRuntime(Runtime):
-    """Threads as copy streams.
+    """Threads as copy streams: those of the compiled core where `compiled` (None: where there is one), else Python's.
 
     `delay(stream_name)` runs on the stream's thread before each submitted function: tests make copies slow, gated or
-    failing with it. `threaded_compute` makes the compute stream asynchronous as well, as it is on a GPU.
+    failing with it. `threaded_compute` makes the compute stream asynchronous as well, as it is on a GPU. Raises
+    `ConfigError` for a compiled core that is not there.
     """
 
-    def __init__(self, *, delay: Callable[[str], None] | None = None, threaded_compute: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        delay: Callable[[str], None] | None = None,
+        threaded_compute: bool = False,
+        compiled: bool | None = None,
+    ) -> None:
+        if compiled and ops.COMPILED is None:
+            raise ConfigError("the compiled copy ops are not there: build them, or do without")
         self._delay = delay
-        self._streams: list[CpuStream] = []
+        self._core = None if ops.COMPILED is None or compiled is False else ops.COMPILED.library
+        self._streams: list[CpuStream | QueueStream] = []
         self._compute: Stream = self.new_stream("compute") if threaded_compute else InlineStream("compute")
 
     @property
@@ -184,8 +200,8 @@ class CpuRuntime(Runtime):
     def compute_stream(self) -> Stream:
         return self._compute
 
-    def new_stream(self, name: str) -> CpuStream:
-        stream = CpuStream(name, self._delay)
+    def new_stream(self, name: str) -> CpuStream | QueueStream:
+        stream = CpuStream(name, self._delay) if self._core is None else QueueStream(self._core, name, self._delay)
         self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
         return stream
 
@@ -201,8 +217,6 @@ class CpuRuntime(Runtime):
         require("the host cache (swap space)", host_bytes, free - device_bytes)
 
     def close(self) -> None:
-        for stream in self._streams:
-            stream.request_close()
         for stream in self._streams:
             stream.close()
         self._streams.clear()

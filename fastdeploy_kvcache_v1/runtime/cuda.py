@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .. import ops
@@ -88,6 +89,9 @@ class CudaStream(Stream):
         except Exception as error:  # as on a stream thread: the unit fails, the stream goes on
             logger.exception("work on stream %s failed", self.name)
             self._failure = error
+
+    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
+        self.submit(partial(copy, *args, stream=self.handle))
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
         assert isinstance(event, CudaEvent)

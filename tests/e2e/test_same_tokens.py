@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from fastdeploy_kvcache_v1 import ops
 from tests.e2e.server_process import started
 from tests.e2e.workload import NUM_REQUESTS, run_workload
 
@@ -26,6 +27,10 @@ def run(directory, *flags, environment=None):
         assert report["ok"], report
         assert report["idle"]
         assert metrics["blocks{state=used,tier=device}"] == 0
+        assert (
+            metrics[f"copy_op{{implementation={ops.live()['swap_cache_per_layer.cpu']},op=swap_cache_per_layer.cpu}}"]
+            == 1
+        )
         assert metrics["requests_ended_total{outcome=finished}"] == NUM_REQUESTS
         assert metrics["requests_ended_total{outcome=failed}"] == 0
         assert server.stop() == 0, server.stderr

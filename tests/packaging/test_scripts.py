@@ -1,6 +1,7 @@
 """The set-up behind every script: clear errors, and nothing done twice."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,20 @@ def test_changed_requirements_are_installed_again(tmp_path, environ):
 
 def test_ci_runs_what_a_developer_runs():
     assert (ROOT / ".ci/run").read_text().splitlines()[1:] == ['exec "$(dirname "$0")/../scripts/test" "$@"']
+
+
+def test_changed_native_sources_are_built_again(tmp_path, environ):
+    copy = tmp_path / "checkout"
+    for part in ("scripts", "custom_ops"):
+        shutil.copytree(ROOT / part, copy / part)
+    for part in ("pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / part, copy / part)
+
+    def fingerprint() -> str:
+        return run(["bash", "-c", f"cd {copy}; . scripts/env.sh; fingerprint"], environ).stdout
+
+    before = fingerprint()
+    assert before == fingerprint()
+    with (copy / "custom_ops/core/copy.cc").open("a") as source:
+        source.write("// changed\n")
+    assert fingerprint() != before

@@ -33,7 +33,7 @@ class Server:
         self.worker = ShadowWorkerClient(ShadowWorker(cache))
         self.fatal = []
         core = EngineCore(manager, scheduler, self.worker.send)
-        metrics = Metrics(lambda: _snapshot(manager, scheduler, core))
+        metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops={"swap_cache_per_layer.cpu": "some"})
         core.observe_first_token = metrics.observe_first_token
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
         self.tokenizer = ByteTokenizer()
@@ -297,6 +297,7 @@ def test_metrics(server):
         "fastdeploy_kvcache_generated_tokens_total 16.0",
         "fastdeploy_kvcache_time_to_first_token_seconds_count 2.0",
         'fastdeploy_kvcache_swap_bytes_total{direction="in"} 0.0',
+        'fastdeploy_kvcache_copy_op{implementation="some",op="swap_cache_per_layer.cpu"} 1.0',
     ):
         assert line in text.splitlines()
     blocks = [line for line in text.splitlines() if line.startswith("fastdeploy_kvcache_blocks{")]

@@ -49,7 +49,7 @@ def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
 
     def watch(self, process, kind):
         seen.append((kind.__name__, len(os.listdir(temp_dir))))
-        expect(self, process, kind)
+        return expect(self, process, kind)
 
     monkeypatch.setattr(ProcessWorkerClient, "_expect", watch)
     client = ProcessWorkerClient(CONFIG)

@@ -12,6 +12,7 @@ from fastdeploy_kvcache_v1.hazards import Actor
 from fastdeploy_kvcache_v1.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, TransferResult
 from fastdeploy_kvcache_v1.ops import Implementation, LayerRows
+from fastdeploy_kvcache_v1.ops.queues import call_on
 from tests.worker.worker_fakes import Rig, evict, swap_in
 
 PLACEHOLDER = Implementation("placeholder", lambda *_: None)
@@ -98,9 +99,20 @@ class DataPath:
                     reads += self.places(of, [r.source + i for r in runs for i in range(r.blocks)])
                     writes += self.places(to, [r.target + i for r in runs for i in range(r.blocks)])
                 actor = Actor.INPUT if writes[0][0] == "device" else Actor.OUTPUT
-                with self.recorder.access(actor, reads, writes):
+                access = self.recorder.access(actor, reads, writes)
+                if not stream:
+                    with access:
+                        self.pause(actor)
+                        run(targets, sources, runs, stream)
+                    return
+
+                def enter() -> None:
+                    access.__enter__()
                     self.pause(actor)
-                    run(targets, sources, runs, stream)
+
+                self.on_queue(stream, enter)
+                run(targets, sources, runs, stream)
+                self.on_queue(stream, lambda: access.__exit__(None, None, None))
 
             return watching
 
@@ -110,6 +122,12 @@ class DataPath:
                 undo.callback(ops.install, op, "cpu", original)
                 ops.install(op, "cpu", Implementation("watched", watched(original.run)))
             yield
+
+    @staticmethod
+    def on_queue(queue: int, fn: Callable[[], object]) -> None:
+        """Beside a copy that is only enqueued: `fn` takes its turn on the queue."""
+        assert ops.COMPILED is not None
+        call_on(ops.COMPILED.library, queue, fn)
 
     def some(self, count: int, most: int, without: frozenset[int] = frozenset()) -> tuple[int, ...]:
         slots = [slot for slot in range(count) if slot not in without]

@@ -20,6 +20,8 @@ from fastdeploy_kvcache_v1.runtime import CpuRuntime
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
 from tests.worker.worker_fakes import Rig
 
+pytestmark = pytest.mark.usefixtures("cpu_ops")
+
 
 def threaded_path(seed: int, pause: Callable[[Actor], None], *, unknown_slots: bool) -> DataPath:
     """Copies and compute on threads of their own."""

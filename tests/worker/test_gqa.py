@@ -16,6 +16,8 @@ from fastdeploy_kvcache_v1.ops import tensor_rows
 from fastdeploy_kvcache_v1.runtime import CpuRuntime
 from tests.worker.worker_fakes import evict, swap_in
 
+pytestmark = pytest.mark.usefixtures("cpu_ops")
+
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float16", 2), ("bfloat16", 2)])
 def test_blocks_of_every_dtype_survive_a_round_trip_bit_for_bit(dtype, size):

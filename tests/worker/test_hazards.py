@@ -199,3 +199,13 @@ def test_check_sees_a_foreign_slot():
     table.after(IN, FakeEvent(), writes=(9,))
     with pytest.raises(InvariantError, match="slot 9 of 4"):
         table.check()
+
+
+def test_a_write_that_failed_before_it_was_recorded_is_remembered():
+    table = SlotTable("device", 8)
+    failed = FakeEvent()
+    failed.is_done, failed.failure = True, OSError("gone")
+    table.after(Actor.INPUT, failed, writes=(3,))
+    assert table.failed((3,)) == [3]
+    (dependency,) = table.before(Actor.COMPUTE, reads=(3,))
+    assert dependency.needs_data

@@ -10,6 +10,8 @@ from fastdeploy_kvcache_v1.host_pool import HostPool
 from fastdeploy_kvcache_v1.runtime import CpuRuntime
 from tests.worker.worker_fakes import NumpyBackend
 
+pytestmark = pytest.mark.usefixtures("cpu_ops")
+
 LAYOUT = NumpyBackend(num_layers=3).layout
 
 

@@ -21,7 +21,7 @@ H2D, D2H = 1, 2
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, cupy_ops):
     gpu = FakeGpu()
     for name, module in make_cupy(gpu).items():
         monkeypatch.setitem(sys.modules, name, module)

@@ -16,6 +16,8 @@ from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, Cac
 from fastdeploy_kvcache_v1.runtime import CpuRuntime
 from tests.worker.worker_fakes import LIMIT_S, Gates, NumpyBackend, Rig, evict, swap_in
 
+pytestmark = pytest.mark.usefixtures("cpu_ops")
+
 INPUT, OUTPUT = "kv-input", "kv-output"
 
 

@@ -1,0 +1,53 @@
+// cuMemcpyBatchAsync, in pieces that drivers are known to take.
+#include <algorithm>
+#include <vector>
+
+#include "paths.h"
+
+namespace kvswap::cuda {
+namespace {
+
+constexpr size_t kBatchCopies = 4096;
+
+struct Copies {
+  std::vector<DevicePointer> targets, sources;
+  std::vector<size_t> sizes;
+};
+
+// The driver does not merge neighbours, so a range that is dense on both sides is one copy.
+Copies list_copies(const Entries& entries, const Plan& plan) {
+  Copies copies;
+  for (const auto& entry : entries) {
+    const bool dense = entry.is_dense();
+    for (const auto& run : plan.runs) {
+      const int64_t pieces = dense ? 1 : run.blocks;
+      for (int64_t i = 0; i < pieces; ++i) {
+        copies.targets.push_back(entry.target_row(run.target + i));
+        copies.sources.push_back(entry.source_row(run.source + i));
+        copies.sizes.push_back(static_cast<size_t>(entry.row_bytes() * (dense ? run.blocks : 1)));
+      }
+    }
+  }
+  return copies;
+}
+
+}  // namespace
+
+bool copy_by_batch(const Driver& driver, const Entries& entries, const Plan& plan, Stream stream) {
+  Copies copies = list_copies(entries, plan);
+  MemcpyAttributes attributes{};
+  attributes.source_access = kInStreamOrder;
+  size_t attributes_from = 0;
+  for (size_t first = 0; first < copies.sizes.size(); first += kBatchCopies) {
+    const size_t count = std::min(kBatchCopies, copies.sizes.size() - first);
+    size_t failed = 0;
+    const Result result =
+        driver.copy_batch(copies.targets.data() + first, copies.sources.data() + first, copies.sizes.data() + first,
+                          count, &attributes, &attributes_from, 1, &failed, stream);
+    if (result == kNotSupported && first == 0) return false;
+    check(driver, result, "cuMemcpyBatchAsync");
+  }
+  return true;
+}
+
+}  // namespace kvswap::cuda

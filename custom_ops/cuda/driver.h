@@ -1,0 +1,31 @@
+// The CUDA driver library, found at run time.
+#pragma once
+
+#include "../core/error.h"
+#include "driver_types.h"
+
+namespace kvswap::cuda {
+
+struct Driver {
+  Result (*get_error_name)(Result, const char**) = nullptr;
+  Result (*get_context)(Context*) = nullptr;
+  Result (*copy)(DevicePointer, DevicePointer, size_t, Stream) = nullptr;
+  Result (*copy_2d)(const Memcpy2D*, Stream) = nullptr;
+  // The 12.8 form of cuMemcpyBatchAsync; null before that.
+  Result (*copy_batch)(DevicePointer*, DevicePointer*, size_t*, size_t, MemcpyAttributes*, size_t*, size_t, size_t*,
+                       Stream) = nullptr;
+  Result (*synchronize)(Stream) = nullptr;
+  Result (*host_alloc)(void**, size_t, unsigned int) = nullptr;
+  Result (*host_free)(void*) = nullptr;
+  Result (*host_register)(void*, size_t, unsigned int) = nullptr;
+  Result (*host_unregister)(void*) = nullptr;
+};
+
+// Throws KVSWAP_UNAVAILABLE, with the reason, where there is none.
+const Driver& driver();
+// Throws KVSWAP_UNAVAILABLE when this thread has no current context.
+const Driver& driver_with_context();
+// Throws KVSWAP_DRIVER, or KVSWAP_OUT_OF_MEMORY, naming the call and CUDA's error.
+void check(const Driver& driver, Result result, const char* call);
+
+}  // namespace kvswap::cuda

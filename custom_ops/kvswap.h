@@ -1,0 +1,140 @@
+/* Copies of cache blocks between the tensors of the device tier and the block-major host pool: a plain C ABI.
+ *
+ * Conventions
+ * - Functions return KVSWAP_OK or an error code; kvswap_last_error() then has one line for the calling thread.
+ * - A copy checks all its arguments before a byte moves. A refused copy changes nothing.
+ * - Sizes and pitches are bytes, slots are row numbers. Nothing here knows a dtype or a framework.
+ * - Descriptors (rows, runs, slots) are read during the call only. The memory they describe must stay valid until
+ *   the copy has run.
+ */
+#ifndef KVSWAP_H_
+#define KVSWAP_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVSWAP_API __attribute__((visibility("default")))
+
+/* Raised with every incompatible change of this file. */
+#define KVSWAP_ABI 1
+
+enum {
+  KVSWAP_OK = 0,
+  KVSWAP_INVALID = 1,       /* the arguments do not fit each other */
+  KVSWAP_OUT_OF_MEMORY = 2, /* the system refused memory */
+  KVSWAP_UNAVAILABLE = 3,   /* this machine or build cannot do it */
+  KVSWAP_DRIVER = 4,        /* CUDA reported an error; earlier parts of the copy may have been submitted */
+  KVSWAP_INTERNAL = 5       /* a bug */
+};
+
+/* How bytes move. AUTO chooses by size, contiguity and count; any other value forces one path, and is refused where
+ * that path cannot do the copy. */
+enum {
+  KVSWAP_PATH_AUTO = 0,
+  KVSWAP_PATH_MEMCPY = 1, /* CPU: memcpy of each contiguous range */
+  KVSWAP_PATH_STREAM = 2, /* CPU: non-temporal stores, which leave the target out of the caches */
+  KVSWAP_PATH_RUNS = 3,   /* CUDA: one cuMemcpyAsync or cuMemcpy2DAsync per run */
+  KVSWAP_PATH_BATCH = 4,  /* CUDA: cuMemcpyBatchAsync */
+  KVSWAP_PATH_KERNEL = 5  /* CUDA: a kernel with 16-byte accesses; needs 16-byte aligned rows */
+};
+
+/* `num_rows` rows of `row_bytes` bytes, `pitch` bytes apart: what one layer's tensor of one role keeps of all blocks. */
+typedef struct kvswap_rows {
+  uint64_t address;
+  int64_t num_rows;
+  int64_t row_bytes;
+  int64_t pitch;
+} kvswap_rows;
+
+/* `blocks` neighbouring source rows that go to as many neighbouring target rows. */
+typedef struct kvswap_run {
+  int64_t source;
+  int64_t target;
+  int64_t blocks;
+} kvswap_run;
+
+typedef struct kvswap_plan kvswap_plan;
+typedef struct kvswap_event kvswap_event;
+
+KVSWAP_API int kvswap_abi(void);
+/* Digest of the sources this library was built from, "" for a build without one. */
+KVSWAP_API const char* kvswap_sources(void);
+KVSWAP_API const char* kvswap_last_error(void);
+
+/* ---- plans: a checked, coalesced, immutable slot list. May be used by several threads; free it once. ---- */
+
+/* Copies sources[i] to targets[i]. Refuses negative slots and a target named twice. */
+KVSWAP_API int kvswap_plan_slots(const int64_t* sources, const int64_t* targets, int64_t count, kvswap_plan** plan);
+/* The same from runs; they are kept as they are. */
+KVSWAP_API int kvswap_plan_runs(const kvswap_run* runs, int64_t count, kvswap_plan** plan);
+KVSWAP_API int64_t kvswap_plan_size(const kvswap_plan* plan);
+KVSWAP_API const kvswap_run* kvswap_plan_data(const kvswap_plan* plan);
+KVSWAP_API void kvswap_plan_free(kvswap_plan* plan);
+
+/* ---- CPU copies: `entries` pairs of rows (one layer's roles, or those of all layers), one plan ---- */
+
+/* On the calling thread. */
+KVSWAP_API int kvswap_copy(const kvswap_rows* targets, const kvswap_rows* sources, int64_t entries,
+                           const kvswap_plan* plan, int path);
+
+/* ---- CPU queues: a FIFO with a thread of its own. Ids are never reused; 0 is no queue.
+ *
+ * Work belongs to units. A failure skips the rest of its unit; waits always happen. An event covers the work of its
+ * unit up to where it was recorded. After fork() the child has no queues. ---- */
+
+/* The first 15 characters of `name` become the thread's. */
+KVSWAP_API int kvswap_queue_create(const char* name, uint64_t* queue);
+/* Finishes what was submitted, then ends the thread. */
+KVSWAP_API int kvswap_queue_close(uint64_t queue);
+KVSWAP_API int kvswap_queue_begin(uint64_t queue);
+KVSWAP_API int kvswap_queue_copy(uint64_t queue, const kvswap_rows* targets, const kvswap_rows* sources,
+                                 int64_t entries, const kvswap_plan* plan, int path);
+/* Runs fn(context) in its turn; a result other than 0 fails the unit with it. With `always` also in a failed unit. */
+KVSWAP_API int kvswap_queue_call(uint64_t queue, int64_t (*fn)(void*), void* context, int always);
+/* Later work waits for `event`. With `needs_data` its failure becomes this unit's, negated where it is positive. */
+KVSWAP_API int kvswap_queue_wait(uint64_t queue, const kvswap_event* event, int needs_data);
+KVSWAP_API int kvswap_queue_record(uint64_t queue, kvswap_event** event);
+/* From now on no queue calls back: before the interpreter that gave the functions is gone. */
+KVSWAP_API void kvswap_queue_stop_calls(void);
+
+/* 1 when the event happened within `timeout_ns` (0: look once, negative: for ever), else 0. */
+KVSWAP_API int kvswap_event_wait(const kvswap_event* event, int64_t timeout_ns);
+/* What failed the covered work, 0 for nothing; and when it was, monotonic. Both only after the event happened. */
+KVSWAP_API int64_t kvswap_event_failure(const kvswap_event* event);
+KVSWAP_API int64_t kvswap_event_time_ns(const kvswap_event* event);
+KVSWAP_API void kvswap_event_free(kvswap_event* event);
+
+/* ---- host memory ---- */
+
+/* Zeroed pages, on huge pages where the system gives them, bound to `numa_node` (-1: anywhere) as far as the system
+ * lets us. Free with the same `nbytes`. */
+KVSWAP_API int kvswap_host_alloc(int64_t nbytes, int numa_node, void** address);
+KVSWAP_API int kvswap_host_free(void* address, int64_t nbytes);
+
+/* ---- CUDA, through the driver library that is found at run time. A context must be current. ---- */
+
+/* KVSWAP_OK where a driver library with all we need is present; says nothing about a GPU. */
+KVSWAP_API int kvswap_cuda_available(void);
+/* Whether AUTO may choose `path`: 1 or 0. */
+KVSWAP_API int kvswap_cuda_has_path(int path);
+/* Enqueues on the raw `stream`, which must not be the legacy NULL stream. One side of the rows is page-locked host
+ * memory, the other device memory; `to_device` says which. */
+KVSWAP_API int kvswap_cuda_copy(const kvswap_rows* targets, const kvswap_rows* sources, int64_t entries,
+                                const kvswap_plan* plan, int to_device, int path, uint64_t stream);
+/* Blocks until everything on `stream` has run. */
+KVSWAP_API int kvswap_cuda_synchronize(uint64_t stream);
+/* Page-locked memory of the driver's own, and page-locking of memory that is there already. */
+KVSWAP_API int kvswap_cuda_host_alloc(int64_t nbytes, void** address);
+KVSWAP_API int kvswap_cuda_host_free(void* address);
+KVSWAP_API int kvswap_cuda_host_register(void* address, int64_t nbytes);
+KVSWAP_API int kvswap_cuda_host_unregister(void* address);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KVSWAP_H_ */

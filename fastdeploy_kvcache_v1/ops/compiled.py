@@ -1,0 +1,89 @@
+"""The ops on the compiled core: same arguments and errors as their twins, and queues to run on."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from .host_memory import HostBuffer
+from .library import Library
+from .rows import BlockRows, LayerRows, Run, Runs
+
+
+class Path(IntEnum):
+    """How bytes move; see `kvswap.h`. Everything but AUTO is for tests and benchmarks."""
+
+    AUTO = 0
+    MEMCPY = 1
+    STREAM = 2
+    RUNS = 3
+    BATCH = 4
+    KERNEL = 5
+
+
+class Plan:
+    """Runs the core has checked, kept as long as this object lives."""
+
+    def __init__(self, library: Library, runs: Runs) -> None:
+        handle = ctypes.c_void_p()
+        library.call("kvswap_plan_runs", runs.table.ctypes.data, len(runs), ctypes.byref(handle))
+        self.handle = handle
+        weakref.finalize(self, library.raw.kvswap_plan_free, handle).atexit = False
+
+
+class CompiledOps:
+    """The ops of one library. Thread-safe."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+
+    def swap_cache_per_layer(
+        self, targets: LayerRows, sources: LayerRows, runs: Sequence[Run], stream: int, path: Path = Path.AUTO
+    ) -> None:
+        self._copy(targets, sources, runs, stream, path)
+
+    def swap_cache_all_layers(
+        self,
+        targets: Sequence[LayerRows],
+        sources: Sequence[LayerRows],
+        runs: Sequence[Run],
+        stream: int,
+        path: Path = Path.AUTO,
+    ) -> None:
+        self._copy(list(chain.from_iterable(targets)), list(chain.from_iterable(sources)), runs, stream, path)
+
+    def _copy(
+        self, targets: Sequence[BlockRows], sources: Sequence[BlockRows], runs: Sequence[Run], stream: int, path: Path
+    ) -> None:
+        to, of = _descriptors(targets), _descriptors(sources)
+        plan = Runs.of(runs).prepared(self._plan)
+        rows = (to.ctypes.data, of.ctypes.data, len(targets), plan.handle)
+        if targets[0].on_gpu or sources[0].on_gpu:
+            self.library.call("kvswap_cuda_copy", *rows, int(targets[0].on_gpu), int(path), stream)
+        elif stream:
+            self.library.call("kvswap_queue_copy", stream, *rows, int(path))
+        else:
+            self.library.call("kvswap_copy", *rows, int(path))
+
+    def _plan(self, runs: Runs) -> Plan:
+        return Plan(self.library, runs)
+
+    def host_alloc(self, nbytes: int) -> HostBuffer:
+        address = ctypes.c_void_p()
+        self.library.call("kvswap_host_alloc", nbytes, -1, ctypes.byref(address))
+        assert address.value is not None
+        memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
+        # Views keep `memory` alive, so the pages go with the last of them; the process's end takes them anyway.
+        weakref.finalize(memory, self.library.raw.kvswap_host_free, address, nbytes).atexit = False
+        return HostBuffer(memory)
+
+
+def _descriptors(rows: Sequence[BlockRows]) -> npt.NDArray[np.int64]:
+    """An array of `kvswap_rows`."""
+    return np.array([(row.address, row.num_rows, row.row_bytes, row.pitch) for row in rows], dtype=np.int64)

@@ -1,0 +1,141 @@
+"""What is built: by which sources, with which symbols, and what happens where nothing can be built."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_kvcache_v1 import ops
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.ops import library, paddle_ops
+from tests.ops.native import CUSTOM_OPS, ROOT, build, compiler, cuda_compiler
+
+BUILD_AGAIN = "build again: python custom_ops/build.py"
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_the_core_is_live_where_there_is_a_compiler_and_built_from_these_sources():
+    compiler()
+    if os.environ.get(library.CHOICE) == "numpy":
+        pytest.skip(f"{library.CHOICE}=numpy")
+    assert ops.COMPILED is not None, BUILD_AGAIN
+    assert ops.COMPILED.library.sources == build.source_digest(), BUILD_AGAIN
+    assert ops.live()["swap_cache_per_layer.cpu"] == ops.live()["swap_cache_all_layers.cpu"] == "compiled"
+
+
+def test_calls_release_the_gil():
+    if ops.COMPILED is None:
+        pytest.skip("there is no compiled core")
+    assert isinstance(ops.COMPILED.library.raw, ctypes.CDLL)
+    assert not isinstance(ops.COMPILED.library.raw, ctypes.PyDLL)
+
+
+def test_without_a_core_numpy_copies_and_says_so_once():
+    code = "from fastdeploy_kvcache_v1 import ops; import fastdeploy_kvcache_v1.ops.rows; print(ops.live())"
+    done = run_python(code, **{library.CHOICE: "numpy"})
+    assert done.returncode == 0, done.stderr
+    assert "'swap_cache_per_layer.cpu': 'numpy'" in done.stdout
+    assert done.stderr.count("NumPy copies instead") == 1
+
+
+def test_a_library_that_does_not_fit_is_refused(tmp_path):
+    source = tmp_path / "old.cc"
+    source.write_text('extern "C" int kvswap_abi(void) { return 999; }\n')
+    subprocess.run([*compiler(), "-shared", "-fPIC", str(source), "-o", str(tmp_path / "old.so")], check=True)
+    with pytest.raises(ConfigError, match=r"old\.so has ABI version 999, this package needs"):
+        library.Library(tmp_path / "old.so")
+    source.write_text('extern "C" int something_else(void) { return 1; }\n')
+    subprocess.run([*compiler(), "-shared", "-fPIC", str(source), "-o", str(tmp_path / "other.so")], check=True)
+    with pytest.raises(ConfigError, match="not the core of this package"):
+        library.Library(tmp_path / "other.so")
+    with pytest.raises(OSError, match="nothing here"):
+        library.Library(tmp_path / "nothing here.so")
+
+
+def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, monkeypatch):
+    for variable in ("CXX", "NVCC"):
+        monkeypatch.setenv(variable, "/nowhere/compiler")
+    monkeypatch.setattr(build, "nvcc", lambda: "/nowhere/nvcc")
+    stale = tmp_path / "_core.so"
+    stale.write_bytes(b"of yesterday")
+    missing = build.build_what_works(tmp_path, list(build.TARGETS))
+    assert set(missing) == set(build.TARGETS)
+    assert list(tmp_path.iterdir()) == [], "none is better than a stale one"
+
+
+def test_what_to_build_can_be_chosen(monkeypatch):
+    monkeypatch.delenv("FASTDEPLOY_KVCACHE_BUILD", raising=False)
+    assert build.wanted() == list(build.TARGETS)
+    assert build.wanted(["cuda"]) == ["cuda"]
+    monkeypatch.setenv("FASTDEPLOY_KVCACHE_BUILD", "paddle, core")
+    assert build.wanted() == ["core", "paddle"]
+    monkeypatch.setenv("FASTDEPLOY_KVCACHE_BUILD", "none")
+    assert build.wanted() == []
+    with pytest.raises(build.BuildError, match="cannot build metal"):
+        build.wanted(["metal"])
+
+
+def test_the_cuda_part_compiles_and_links_for_sm_80_and_sm_90(tmp_path):
+    nvcc = cuda_compiler()
+    built = build.build_cuda(tmp_path, archs="80,90")
+    assert ctypes.CDLL(str(built)).kvswap_kernel_launch, "it loads without a driver: the CUDA runtime is inside"
+    types = [nvcc, "-std=c++17", "-c", str(CUSTOM_OPS / "tests/driver_types_test.cc"), "-o", str(tmp_path / "types.o")]
+    done = subprocess.run(types, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert b"copy_kernel" in built.read_bytes()
+    cuobjdump = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
+    if cuobjdump:
+        listed = subprocess.run([cuobjdump, "-lelf", str(built)], capture_output=True, text=True, check=True)
+        assert all(arch in listed.stdout for arch in ("sm_80", "sm_90"))
+
+
+def test_unknown_architectures_are_left_out(tmp_path):
+    nvcc = cuda_compiler()
+    assert build.supported_archs(nvcc, "90,12345") == ["90"]
+    with pytest.raises(build.BuildError, match="supports none of the architectures 12345"):
+        build.supported_archs(nvcc, "12345")
+
+
+def test_the_paddle_operators_are_there_where_paddle_is():
+    pytest.importorskip("paddle")
+    compiler()
+    assert paddle_ops.LIBRARY.exists(), BUILD_AGAIN
+    paddle_ops.load()
+    paddle_ops.load()
+
+
+def test_operators_of_somebody_else_are_not_registered_twice():
+    pytest.importorskip("paddle")
+    if not paddle_ops.LIBRARY.exists():
+        pytest.skip("the Paddle operators were not built")
+    done = run_python(
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import paddle\n"
+        "from fastdeploy_kvcache_v1.ops import paddle_ops\n"
+        "paddle.base.core.load_op_meta_info_and_register_op(str(paddle_ops.LIBRARY))\n"
+        "try:\n"
+        "    paddle_ops.load()\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
+    )
+    assert done.stdout.startswith("ConfigError Paddle has operators named swap_cache_per_layer,"), done.stderr
+
+
+def test_the_source_distribution_has_the_sources():
+    assert "graft custom_ops" in (ROOT / "MANIFEST.in").read_text().splitlines()
+    assert Path(build.PACKAGE_OPS) == Path(ops.__file__).parent

@@ -1,0 +1,91 @@
+"""The Python face of GPU copies on a fake driver, in a process of its own: which stream, which errors, which bytes.
+
+Nothing here shows that CUDA does what its documentation says.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_kvcache_v1 import ops
+from tests.ops.native import CUSTOM_OPS, ROOT, compile_program
+
+PROGRAM = """
+import ctypes, dataclasses, sys
+from pathlib import Path
+import numpy as np
+from fastdeploy_kvcache_v1 import ops
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
+from fastdeploy_kvcache_v1.ops import CompiledOps, Run
+from fastdeploy_kvcache_v1.ops.library import Library
+from tests.ops.faces import Memory, Shape
+
+# A core without the kernel beside it: the CUDA runtime inside that one wants a driver, not a toy.
+for key, implementation in ops.compiled_implementations(CompiledOps(Library(Path(sys.argv[1])))).items():
+    ops.install(*key, implementation)
+live = ops.live()
+assert live["swap_cache_per_layer.cuda"] == live["swap_cache_all_layers.cuda"] == "compiled", live
+
+class FakeCuda(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int) for name in (
+        "has_context", "has_batch", "batch_result", "fail_copy_number", "copies", "copies_2d", "batches"
+    )] + [("largest_batch", ctypes.c_size_t), ("registered", ctypes.c_int64), ("last_stream", ctypes.c_uint64),
+          ("other_streams", ctypes.c_int)]
+
+driver = ctypes.CDLL("libcuda.so.1")
+driver.fake_cuda.restype = ctypes.POINTER(FakeCuda)
+fake = driver.fake_cuda().contents
+
+memory = Memory.random(Shape(2, (48, 16), 9, 9), np.random.default_rng(4))
+device = [tuple(dataclasses.replace(rows, on_gpu=True) for rows in layer) for layer in memory.device_rows]
+runs = [Run(0, 4, 3), Run(7, 1, 1), Run(5, 8, 1)]
+ops.swap_cache_all_layers(memory.host_rows, device, runs, stream=0x7700)
+for run in runs:
+    for i in range(run.blocks):
+        assert (memory.host[run.target + i, :48] == memory.device[0][0][run.source + i]).all()
+        assert (memory.host[run.target + i, 112:] == memory.device[1][1][run.source + i]).all()
+ops.swap_cache_per_layer(device[1], memory.host_rows[1], [Run(4, 0, 1)], stream=0x7700)
+assert (memory.device[1][0][0] == memory.host[4, 64:112]).all()
+assert (fake.last_stream, fake.other_streams) == (0x7700, 0)
+
+copies = fake.copies
+for stream, error, text in ((0, CacheStateError, "NULL stream"), (0x7700, ConfigError, "context")):
+    fake.has_context = int(stream == 0)
+    try:
+        ops.swap_cache_per_layer(device[0], memory.host_rows[0], runs, stream=stream)
+    except error as caught:
+        assert text in str(caught), caught
+    else:
+        raise AssertionError("not refused")
+fake.has_context = 1
+assert fake.copies == copies
+fake.fail_copy_number = copies + 1
+try:
+    ops.swap_cache_per_layer(device[0], memory.host_rows[0], runs, stream=0x7700)
+except TransferError as caught:
+    assert "CUDA error 700" in str(caught)
+else:
+    raise AssertionError("no error")
+print("passed")
+"""
+
+
+def test_copies_go_to_the_stream_that_was_named(tmp_path):
+    if ops.COMPILED is None:
+        pytest.skip("there is no compiled core")
+    compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], tmp_path / "libcuda.so.1", "-fPIC", "-shared")
+    core = Path(shutil.copy(ops.COMPILED.library.path, tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(core)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout == "passed\n", done.stderr

@@ -1,0 +1,35 @@
+"""The C++ core under the address, undefined-behaviour and thread sanitizers, and its CUDA host logic on a fake driver.
+
+The test programs are custom_ops/tests/*_test.cc. Nothing here runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops.native import CUSTOM_OPS, build, compile_program, run_program
+
+TESTS = CUSTOM_OPS / "tests"
+ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory):
+    """The directory of a `libcuda.so.1` that copies host memory."""
+    directory = tmp_path_factory.mktemp("fake_driver")
+    compile_program([TESTS / "fake_libcuda.cc"], directory / "libcuda.so.1", "-fPIC", "-shared")
+    return directory
+
+
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_the_core_is_clean(tmp_path, sanitizer):
+    flags = ADDRESS if sanitizer == "address" else ("-fsanitize=thread",)
+    program = compile_program([*build.core_sources(), TESTS / "core_test.cc"], tmp_path / "core_test", *flags)
+    assert run_program(program) == "core: all passed\n"
+
+
+def test_the_cuda_host_logic_is_clean(tmp_path, fake_driver):
+    program = compile_program([*build.core_sources(), TESTS / "cuda_test.cc"], tmp_path / "cuda_test", *ADDRESS)
+    for driver in ("new", "old"):
+        output = run_program(program, driver, LD_LIBRARY_PATH=str(fake_driver))
+        assert output == f"cuda, {driver} driver: all passed\n"

@@ -1,0 +1,34 @@
+"""Runs the tests that ask for it once with the NumPy twins and once with the compiled core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fastdeploy_kvcache_v1 import ops
+
+
+@pytest.fixture(params=["numpy", "compiled"])
+def cpu_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The implementation behind every CPU op and CPU stream of this test."""
+    if request.param == "compiled":
+        if ops.COMPILED is None:
+            pytest.skip("there is no compiled core")
+        table = ops.compiled_implementations(ops.COMPILED)
+    else:
+        monkeypatch.setattr(ops, "COMPILED", None)
+        table = ops.TWINS
+    previous = [(*key, ops.install(*key, table[key])) for key in ops.TWINS if key[1] == "cpu"]
+    yield request.param
+    for entry in previous:
+        ops.install(*entry)
+
+
+@pytest.fixture
+def cupy_ops() -> Iterator[None]:
+    """CuPy behind every CUDA op, also where a driver is: these tests play the GPU themselves."""
+    previous = [(*key, ops.install(*key, ops.TWINS[key])) for key in ops.TWINS if key[1] == "cuda"]
+    yield
+    for entry in previous:
+        ops.install(*entry)
