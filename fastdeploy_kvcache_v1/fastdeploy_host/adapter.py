@@ -64,6 +64,8 @@ class PrefixCacheAdapter:
         self._block_size = config.block_size
         self._lock = threading.RLock()
         self._records: dict[str, _Record] = {}
+        self._unscheduled: dict[str, Any] = {}
+        """Requests matched in the `schedule` that runs, until they are scheduled or given up."""
         self._lent_to: dict[DeviceSlot, str | None] = {}
         self._kept: OrderedDict[str, TaskTokens] = OrderedDict()
         self._outbox = SwapOutbox()
@@ -146,6 +148,7 @@ class PrefixCacheAdapter:
                 raise CacheStateError(f"{task.request_id}: no room for {allocation.needed} blocks of the host tier")
             table = allocation.block_table
             self._records[task.request_id] = _Record(tokens, len(table))
+            self._unscheduled[task.request_id] = task
             task.num_cached_blocks = len(table)
             host = match.num_host_blocks * self._block_size
             self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
@@ -168,6 +171,7 @@ class PrefixCacheAdapter:
             if record is None:
                 return
             record.is_scheduled = True
+            self._unscheduled.pop(task.request_id, None)
             num_blocks = min(num_computed_tokens, record.tokens.num_tokens - 1) // self._block_size
             if self._hand_over(task, record, num_blocks):
                 self.manager.commit(task.request_id, record.num_owned * self._block_size, in_flight=True)
@@ -206,6 +210,7 @@ class PrefixCacheAdapter:
 
     def _forget(self, request_id: str) -> None:
         record = self._records.pop(request_id, None)
+        self._unscheduled.pop(request_id, None)
         if record is None:
             return
         if not record.is_scheduled:
@@ -243,6 +248,7 @@ class PrefixCacheAdapter:
         so the gauges follow here and not with every id.
         """
         with self._lock:
+            self._roll_back_unscheduled()
             if tasks:
                 self._outbox.attach(tasks, self.manager.take_swap_step())
             else:
@@ -252,12 +258,21 @@ class PrefixCacheAdapter:
                 self._publish_free()
                 self.hit_rates.publish(self._gauges)
 
+    def _roll_back_unscheduled(self) -> None:
+        """2.6 without chunked prefill may stop after a match and keep it. Its pinned blocks would count as taken when
+        the host asks, before it matches the request again, whether the whole prompt fits: perhaps for ever.
+        """
+        for request_id, task in list(self._unscheduled.items()):
+            self._forget(request_id)
+            task.block_tables, task.num_cached_blocks = [], 0
+
     # ---- administration
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """Both tiers are empty, all ids free, no request known. There is no transfer process to wait for."""
         with self._lock:
             self._records.clear()
+            self._unscheduled.clear()
             self._kept.clear()
             self._lent_to.clear()
             self.manager.reset_cache(force=True)

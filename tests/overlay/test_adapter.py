@@ -400,3 +400,19 @@ def test_storage_is_not_there():
     assert cache.write_cache_to_storage_decode(task) is None
     assert cache.write_all_cache_to_storage(task) is False
     assert cache.read_cache_from_storage_for_pd(task) == []
+
+
+def test_a_match_that_the_host_keeps_without_scheduling_it_pins_nothing():
+    cache = make_adapter(10, 8)
+    scheduler = FakeScheduler(cache)
+    serve(scheduler, [1] * 26)
+    waiting = FakeTask("w", [1] * 24 + [2] * 8)
+    waiting.block_tables, matched, _ = cache.request_match_blocks(waiting, 4)
+    assert matched == 24
+    cache.send_swaps([])  # the host broke off: too few tokens left in this batch for the whole prompt
+    cache.check()
+    assert (waiting.block_tables, waiting.num_cached_blocks) == ([], 0)
+    assert cache.can_allocate_gpu_blocks(8)  # what the host asks before it matches again
+    scheduler.add(waiting)
+    scheduler.run_dry()
+    cache.manager.check_idle()
