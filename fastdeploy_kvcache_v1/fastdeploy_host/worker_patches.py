@@ -91,6 +91,15 @@ def _argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
+def split_batch(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `split_batch_decoder_layers`: half batches wait for what the whole one would have waited for."""
+    halves = wrapped(*args, **kwargs)
+    counter = getattr(_argument(args, kwargs, 0, "forward_meta", None), COUNTER, None)
+    for meta in halves if counter is not None else ():
+        setattr(meta, COUNTER, counter)
+    return halves
+
+
 def make_attention_forward(original: Wrapped) -> Wrapped:
     """Replaces `Attention.forward`. A plain function: this runs per layer, and graph compilers look into it."""
 

@@ -266,6 +266,14 @@ def test_draft_attention_counts_its_layers_after_the_main_models(installed):
     installed.unregister(MAIN)
 
 
+def test_half_batches_wait_for_the_layers_of_the_whole_one():
+    meta = SimpleNamespace(**{worker_patches.COUNTER: "counter"})
+    halves = worker_patches.split_batch(lambda *_: [SimpleNamespace(), meta], None, (meta, None), {})
+    assert [getattr(half, worker_patches.COUNTER) for half in halves] == ["counter", "counter"]
+    plain = SimpleNamespace()
+    assert worker_patches.split_batch(lambda **_: [plain], None, (), {"forward_meta": plain}) == [SimpleNamespace()]
+
+
 # ---- create_kv_cache against FAKE backends with the attributes and shapes of the host's
 
 
