@@ -19,6 +19,8 @@ from . import __version__, plugin
 from .errors import KVCacheError, OverlayError
 
 BOOTSTRAP = "fastdeploy_kvcache_v1.pth"
+PLUGIN, PLUGIN_GROUP = "kvcache_v1", "fastdeploy.tool_parser_plugins"
+"""The other way in, for hosts that load their plugins: `FD_PLUGINS` names it."""
 GIB = 2**30
 STORAGE_MODULES = {"mooncake": "mooncake", "attention_store": "attentionstore_sdk"}
 """Storage backends of the host, with the Python module each needs."""
@@ -111,12 +113,18 @@ def _named(name: str, result: tuple[bool | None, str]) -> tuple[bool | None, str
 
 
 def _activation() -> tuple[bool | None, str]:
-    places = [*site.getsitepackages(), site.getusersitepackages()]  # Python reads .pth files only there
+    places = site.getsitepackages()  # Python reads .pth files only there
+    if site.ENABLE_USER_SITE:
+        places.append(site.getusersitepackages())
     installed = [place for place in places if (Path(place) / BOOTSTRAP).is_file()]
     switch = "on" if plugin.is_enabled() else "off"
-    if not installed:
-        return False, f"{BOOTSTRAP} is not in site-packages: reinstall, or set FD_PLUGINS=kvcache_v1"
-    return True, f"{BOOTSTRAP} in {installed[0]}; {plugin.SWITCH} is {switch}"
+    if installed:
+        return True, f"{BOOTSTRAP} in {installed[0]}; {plugin.SWITCH} is {switch}"
+    if PLUGIN in os.environ.get("FD_PLUGINS", "").split(","):
+        if PLUGIN not in importlib.metadata.entry_points(group=PLUGIN_GROUP).names:
+            return False, f"FD_PLUGINS names {PLUGIN}, but its entry point is not installed: reinstall"
+        return True, f"FD_PLUGINS={PLUGIN}; {plugin.SWITCH} is {switch}"
+    return False, f"{BOOTSTRAP} is not in site-packages: reinstall, or set FD_PLUGINS={PLUGIN}"
 
 
 def _gpu() -> tuple[bool | None, str]:

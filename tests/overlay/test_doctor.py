@@ -72,3 +72,21 @@ def test_this_machine_is_described(monkeypatch):
     assert found["copy ops"].ok
     assert "host_alloc.cpu=" in found["copy ops"].detail
     assert {"GPU", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
+
+
+def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):
+    monkeypatch.delenv("ENABLE_V1_KVCACHE_MANAGER", raising=False)
+    monkeypatch.delenv("FD_PLUGINS", raising=False)
+    user, packages = tmp_path / "user", tmp_path / "packages"
+    for place in (user, packages):
+        place.mkdir()
+    monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(packages)])
+    monkeypatch.setattr(doctor.site, "getusersitepackages", lambda: str(user))
+    monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", False)
+    (user / doctor.BOOTSTRAP).write_text("", encoding="utf-8")
+    assert doctor._activation()[0] is False  # Python does not read that folder here
+    monkeypatch.setenv("FD_PLUGINS", "other,kvcache_v1")
+    assert doctor._activation()[0] is True
+    monkeypatch.delenv("FD_PLUGINS")
+    monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", True)
+    assert doctor._activation()[0] is True
