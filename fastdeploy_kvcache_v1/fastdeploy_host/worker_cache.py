@@ -194,8 +194,10 @@ class WorkerCache:
             return
         if self._began:
             self._began = False
+            layered, self.current_counter = self.current_counter, None
             self._counters.clear()
-            self.current_counter = None
+            if layered is not None:  # a step without tokens, or without its draft model, runs no layer that waits
+                layered.wait_all()
             self._controller.after_compute(None, None)
         failed = [result for result in self._controller.take_results() if not result.ok]
         if failed:

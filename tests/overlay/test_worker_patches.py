@@ -102,6 +102,21 @@ def test_swap_ins_of_skipped_passes_are_waited_for():
     cache.unregister(MAIN)
 
 
+def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for():
+    """The host prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
+    cache = make_cache()
+    register(cache)
+    cache.receive([task(SwapStep(0, evict((0, 0)), swap_in((0, 4))))])
+    counter = cache.begin_forward(layer_by_layer=True)
+    waited = []
+    counter.wait_all = lambda: waited.append("all")
+    cache.end_forward()
+    assert waited == ["all"]
+    assert cache.begin_forward(layer_by_layer=True) is None
+    cache.end_forward()
+    cache.unregister(MAIN)
+
+
 @pytest.mark.parametrize("order", [(MAIN, DRAFT), (DRAFT, MAIN)])
 def test_draft_layers_are_swapped_with_the_main_models(order):
     cache = make_cache(parts=(MAIN, DRAFT))
