@@ -36,9 +36,13 @@ class StatusAnswers:
 
     def poll(self) -> None:
         """Answer what is asked now."""
-        if (answer := ANSWERS.get(int(self._tree_status.value[0]))) is not None:
+        asked = int(self._tree_status.value[0])
+        if asked == CLEARING:
             self._cache.reset()
-            self._tree_status.value[0] = answer
+        elif asked == UPDATING:  # the weights came back a moment ago: requests may be running again
+            self._cache.forget_cached()
+        if asked in ANSWERS:
+            self._tree_status.value[0] = ANSWERS[asked]
         if self._cache_status is not None and (answer := ANSWERS.get(int(self._cache_status.value[0]))) is not None:
             self._cache_status.value[0] = answer
 

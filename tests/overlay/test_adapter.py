@@ -416,3 +416,18 @@ def test_a_match_that_the_host_keeps_without_scheduling_it_pins_nothing():
     scheduler.add(waiting)
     scheduler.run_dry()
     cache.manager.check_idle()
+
+
+def test_requests_that_run_keep_their_blocks_when_the_cache_is_forgotten():
+    """After a weight update the host asks for an empty cache, though requests may be running again."""
+    cache = make_adapter(24, 24, write_policy="write_through")
+    scheduler = FakeScheduler(cache)
+    serve(scheduler, [1] * 20)
+    scheduler.add(FakeTask("running", [1] * 30, 12))
+    scheduler.step()
+    cache.forget_cached()
+    scheduler.add(FakeTask("new", [2] * 40, 12))
+    scheduler.run_dry()
+    cache.check()
+    cache.manager.check_idle()
+    assert scheduler.finished.keys() >= {"running", "new"}

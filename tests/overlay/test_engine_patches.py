@@ -145,20 +145,25 @@ def test_requests_pass_through_pause():
 
 
 class FakeCache:
-    resets = 0
+    def __init__(self):
+        self.calls = []
 
     def reset(self):
-        self.resets += 1
+        self.calls.append("reset")
+
+    def forget_cached(self):
+        self.calls.append("forget_cached")
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer", "resets"), [(CLEARING, CLEARED, 1), (UPDATING, NORMAL, 1), (NORMAL, NORMAL, 0)]
+    ("asked", "answer", "calls"),
+    [(CLEARING, CLEARED, ["reset"]), (UPDATING, NORMAL, ["forget_cached"]), (NORMAL, NORMAL, [])],
 )
-def test_weight_updates_are_answered(asked, answer, resets):
+def test_weight_updates_are_answered(asked, answer, calls):
     cache = FakeCache()
     tree, copies = SimpleNamespace(value=[asked]), SimpleNamespace(value=[asked])
     StatusAnswers(cache, tree, copies).poll()
-    assert (tree.value, copies.value, cache.resets) == ([answer], [answer], resets)
+    assert (tree.value, copies.value, cache.calls) == ([answer], [answer], calls)
 
 
 def test_without_host_memory_there_is_no_second_signal():
