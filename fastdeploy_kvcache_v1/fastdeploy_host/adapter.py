@@ -287,12 +287,8 @@ class PrefixCacheAdapter:
         Requests keep their ids until the host takes them back.
         """
         with self._lock:
-            self.forget_cached()
+            self.manager.reset_cache()
             self._outbox.restart()
-
-    def forget_cached(self) -> None:
-        """No cached block is found any more. Requests keep theirs."""
-        self.manager.reset_cache()
 
     def update_cache_config(self, cache_config: Any) -> None:
         """Profiling found the number of device blocks. Raises `PoolInUseError` if ids above it are in use."""

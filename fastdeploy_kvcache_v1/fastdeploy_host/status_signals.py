@@ -39,8 +39,8 @@ class StatusAnswers:
         asked = int(self._tree_status.value[0])
         if asked == CLEARING:
             self._cache.reset()
-        elif asked == UPDATING:  # the weights came back a moment ago: requests may be running again
-            self._cache.forget_cached()
+        elif asked == UPDATING:  # workers dropped what was queued; new requests may be running by now
+            self._cache.batch_dropped()
         if asked in ANSWERS:
             self._tree_status.value[0] = ANSWERS[asked]
         if self._cache_status is not None and (answer := ANSWERS.get(int(self._cache_status.value[0]))) is not None:

@@ -425,7 +425,7 @@ def test_requests_that_run_keep_their_blocks_when_the_cache_is_forgotten():
     serve(scheduler, [1] * 20)
     scheduler.add(FakeTask("running", [1] * 30, 12))
     scheduler.step()
-    cache.forget_cached()
+    cache.batch_dropped()
     scheduler.add(FakeTask("new", [2] * 40, 12))
     scheduler.run_dry()
     cache.check()

@@ -151,13 +151,13 @@ class FakeCache:
     def reset(self):
         self.calls.append("reset")
 
-    def forget_cached(self):
-        self.calls.append("forget_cached")
+    def batch_dropped(self):
+        self.calls.append("batch_dropped")
 
 
 @pytest.mark.parametrize(
     ("asked", "answer", "calls"),
-    [(CLEARING, CLEARED, ["reset"]), (UPDATING, NORMAL, ["forget_cached"]), (NORMAL, NORMAL, [])],
+    [(CLEARING, CLEARED, ["reset"]), (UPDATING, NORMAL, ["batch_dropped"]), (NORMAL, NORMAL, [])],
 )
 def test_weight_updates_are_answered(asked, answer, calls):
     cache = FakeCache()
