@@ -67,7 +67,14 @@ def host_findings(source: Path | None) -> Iterator[Finding]:
     """The host, its table, and every patch point."""
     from .fastdeploy_host import overlay, release
 
-    host = release.installed_host() if source is None else release.host_at(source)
+    plugin.stand_by()
+    try:
+        host = release.installed_host() if source is None else release.host_at(source)
+    except OverlayError as error:
+        if source is not None:
+            raise
+        yield Finding(False, "FastDeploy", str(error))
+        return
     if host is None:
         yield Finding(False, "FastDeploy", "not installed in this environment (or name a tree with --source)")
         return

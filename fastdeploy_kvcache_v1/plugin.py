@@ -60,6 +60,11 @@ def activate() -> None:
     sys.meta_path.insert(0, _Trigger())
 
 
+def stand_by() -> None:
+    """Undo `activate`, for a process that only looks at the host: a host that we refuse must not end it."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Trigger)]
+
+
 def register() -> None:
     """Entry point of FastDeploy's plugin groups. Raises `OverlayError` when the host cannot be patched."""
     _start()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1 import cli, doctor
+from fastdeploy_kvcache_v1 import cli, doctor, plugin
+from fastdeploy_kvcache_v1.fastdeploy_host import release
 from fastdeploy_kvcache_v1.fastdeploy_host.release import OVERRIDE, host_at
 from fastdeploy_kvcache_v1.fastdeploy_host.table import table_for
 
@@ -90,3 +91,20 @@ def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):
     monkeypatch.delenv("FD_PLUGINS")
     monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", True)
     assert doctor._activation()[0] is True
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [("2.6.0", "FAIL  wrap fastdeploy.config:FDConfig.postprocess: missing"), (None, "does not say its version")],
+)
+def test_a_refused_host_is_described_while_the_switch_is_on(make_tree, monkeypatch, capsys, version, line):
+    """The start-up error sends people here, with the variable still set."""
+    monkeypatch.setattr(doctor.sys, "meta_path", list(doctor.sys.meta_path))
+    monkeypatch.syspath_prepend(make_tree(version))
+    monkeypatch.setenv(plugin.SWITCH, "1")
+    monkeypatch.delitem(doctor.sys.modules, plugin.HOST, raising=False)
+    monkeypatch.setattr(doctor, "machine_findings", lambda: iter(()))
+    monkeypatch.setattr(release, "_metadata_version", lambda: None)
+    plugin.activate()
+    assert cli.main(["doctor"]) == 1
+    assert line in capsys.readouterr().out
