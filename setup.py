@@ -1,22 +1,30 @@
-"""Build script. Metadata lives in pyproject.toml; here is only what setuptools cannot declare there: native libraries.
+"""Build script. Metadata lives in pyproject.toml; here is only what setuptools cannot declare there.
 
-They are plain shared libraries, not Python extension modules, and all of them are optional: what this machine cannot
-build is left out with one line that says why, and the NumPy twins do the work.
+Native libraries: plain shared libraries, not Python extension modules, and all of them optional. What this machine
+cannot build is left out with one line that says why, and the NumPy twins do the work.
+The FastDeploy overlay: the patch tables of `patches/` become data of the package, and the bootstrap `.pth` file goes
+beside it, into site-packages.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 from setuptools.errors import CompileError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "custom_ops"))
 import build as native
 
+ROOT = Path(__file__).resolve().parent
 PREFIX = "fastdeploy_kvcache_v1.ops."
+BOOTSTRAP = ROOT / "fastdeploy_kvcache_v1.pth"
+TABLES = "fastdeploy_kvcache_v1/fastdeploy_host/patches"
 
 
 class BuildNative(build_ext):
@@ -36,10 +44,31 @@ class BuildNative(build_ext):
             raise CompileError(f"{name} is left out: {missing[name]}")
 
 
+class BuildPy(build_py):
+    """Adds the tables and the bootstrap file to a wheel."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:  # a checkout has its tables in patches/
+            target = Path(self.build_lib)
+            (target / TABLES).mkdir(parents=True, exist_ok=True)
+            for table in (ROOT / "patches").glob("*.toml"):
+                shutil.copy(table, target / TABLES)
+            shutil.copy(BOOTSTRAP, target)
+
+
+class EditableWheel(editable_wheel):
+    """Adds the bootstrap file to an editable wheel, which otherwise holds only the path of the checkout."""
+
+    def _install_namespaces(self, installation_dir: str, pth_prefix: str) -> None:
+        super()._install_namespaces(installation_dir, pth_prefix)
+        shutil.copy(BOOTSTRAP, installation_dir)
+
+
 setup(
     ext_modules=[
         Extension(PREFIX + native.TARGETS[name].removesuffix(".so"), sources=[], optional=True)
         for name in native.wanted()
     ],
-    cmdclass={"build_ext": BuildNative},
+    cmdclass={"build_ext": BuildNative, "build_py": BuildPy, "editable_wheel": EditableWheel},
 )

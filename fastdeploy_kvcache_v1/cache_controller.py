@@ -59,6 +59,16 @@ class CacheController:
             device_bytes=num_device_blocks * layout.block_bytes, host_bytes=num_host_blocks * layout.block_bytes
         )
         caches = self._backend.create_kv_cache(num_device_blocks, rank=self._rank, device=self._device)
+        return self.attach_kv_cache(caches, num_device_blocks, num_host_blocks)
+
+    def attach_kv_cache(self, caches: dict[str, Any], num_device_blocks: int, num_host_blocks: int) -> list[Any]:
+        """As `initialize_kv_cache`, over tensors that exist already, given by name in flat order.
+
+        A tensor may have more blocks than are managed. Raises as `initialize_kv_cache`.
+        """
+        if self._transfers is not None:
+            raise CacheStateError("the caches exist already: call free() first")
+        layout = self._backend.layout
         layers = self._device_rows(list(caches.values()), num_device_blocks)
         host = HostPool(layout, num_host_blocks, self._runtime)
         self._transfers = CacheTransferManager(layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s)
@@ -72,8 +82,8 @@ class CacheController:
         remaining, layers = iter(tensors), []
         for _layer in range(layout.num_layers):
             rows = tuple(
-                ops.tensor_rows(next(remaining), num_rows=num_blocks, row_bytes=role.block_bytes)
-                for role in layout.roles
+                ops.tensor_rows(tensor, num_rows=max(num_blocks, int(tensor.shape[0])), row_bytes=role.block_bytes)
+                for role, tensor in zip(layout.roles, remaining, strict=False)
             )
             if any(row.on_gpu != self._runtime.on_gpu for row in rows):
                 raise ConfigError("the cache tensors are not on the device of the runtime")

@@ -15,12 +15,13 @@ from __future__ import annotations
 import operator
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import CacheStats, Counters
 from .config import KVCacheConfig
-from .errors import CacheStateError, ConfigError, PoolInUseError, UnknownRequestError
+from .errors import BlockPoolError, CacheStateError, ConfigError, PoolInUseError, UnknownRequestError
 from .event_log import EventLog
 from .metadata import (
     Allocation,
@@ -97,6 +98,7 @@ class CacheManager:
         self._tiering = Tiering(config, self._tree, self._device_pool, self._host_pool, self._counters)
         self._requests: dict[str, _Request] = {}
         self._in_flight: dict[str, int] = {}
+        self._lent: set[DeviceSlot] = set()
         self._uncounted: dict[str, _Request] = {}
         """Admitted since the last step was taken, hence perhaps to be rolled back."""
         self._step = 0
@@ -104,8 +106,9 @@ class CacheManager:
 
     # ---- the life of a request
 
-    def match_prefix(self, request_id: str, sequence: BlockHashes) -> MatchResult:
-        """Find and pin the longest cached prefix of `sequence`, at most all blocks before its last token.
+    def match_prefix(self, request_id: str, sequence: BlockHashes, *, max_blocks: int | None = None) -> MatchResult:
+        """Find and pin the longest cached prefix of `sequence`, at most all blocks before its last token (and, when
+        given, at most `max_blocks`).
 
         The manager keeps `sequence` and reads its growing hashes in `commit`. Raises `CacheStateError` if the request
         is already known: release, preempt or finish it first.
@@ -115,6 +118,7 @@ class CacheManager:
             if request_id in self._requests:
                 raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
             limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // block_size)
+            limit = limit if max_blocks is None else min(limit, max_blocks)
             leaf = self._tree.match(sequence.hashes, limit if self.config.enable_prefix_caching else 0)
             spans = tuple(run.span() for run in self._tree.path(leaf))
             request = _Request(sequence, leaf, sum(span.length for span in spans), self._epoch)
@@ -245,6 +249,48 @@ class CacheManager:
         self._device_pool.free(request.own_slots())
         self._tree.release(request.leaf, touch=touch)
 
+    # ---- slots of a scheduler that keeps its own block tables
+
+    def lend(self, count: int) -> list[DeviceSlot] | NoSpace:
+        """`count` device slots for the caller to own, outside any block table. Atomic: `NoSpace` changes nothing."""
+        with self._lock:
+            if count > (available := self._tiering.num_available_device):
+                self._counters.allocations_refused += 1
+                return NoSpace(count, available)
+            slots = self._tiering.allocate_device(count)
+            self._lent.update(slots)
+            return slots
+
+    def take_back(self, slots: Sequence[DeviceSlot]) -> None:
+        """The caller owns `slots` no longer. Raises `BlockPoolError`, changing nothing, if one of them is not lent."""
+        with self._lock:
+            self._expect_lent(slots)
+            self._device_pool.free(slots)
+            self._lent.difference_update(slots)
+
+    def adopt(self, request_id: str, slots: Sequence[DeviceSlot]) -> None:
+        """Lent `slots` become the next entries of an admitted request's block table, to be committed and given back
+        with it. Raises `BlockPoolError`, changing nothing, if one of them is not lent.
+        """
+        with self._lock:
+            request = self._request(request_id)
+            if not request.admitted:
+                raise CacheStateError(f"request {request_id} has no block table yet: allocate first")
+            self._expect_lent(slots)
+            self._lent.difference_update(slots)
+            request.table += slots
+
+    def lent_slots(self) -> frozenset[DeviceSlot]:
+        """Every slot the caller of `lend` owns; O(lent), for checks."""
+        with self._lock:
+            return frozenset(self._lent)
+
+    def _expect_lent(self, slots: Sequence[DeviceSlot]) -> None:
+        if wrong := set(slots) - self._lent:
+            raise BlockPoolError(f"slots that are not lent: {sorted(wrong)}")
+        if len(set(slots)) != len(slots):
+            raise BlockPoolError("a lent slot was named twice")
+
     # ---- the worker
 
     def take_swap_step(self) -> SwapStep:
@@ -308,8 +354,8 @@ class CacheManager:
         """Forget every cached block of both tiers.
 
         Running requests keep their blocks until they end and cache nothing more. With `force` they are forgotten too,
-        all slots are free, and copies not yet taken are dropped: the caller has stopped the worker's use of them.
-        O(cache).
+        all slots, lent ones included, are free, and copies not yet taken are dropped: the caller has stopped the
+        worker's use of them. O(cache).
         """
         with self._lock:
             self._epoch += 1
@@ -321,6 +367,8 @@ class CacheManager:
                     self._forget_match(request)
                     request.epoch = self._epoch
             if force:
+                self._device_pool.free(list(self._lent))
+                self._lent.clear()
                 self._tiering.abandon()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
@@ -394,7 +442,7 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """O(requests)."""
         with self._lock:
-            owned = sum(request.num_own_slots for request in self._requests.values())
+            owned = sum(request.num_own_slots for request in self._requests.values()) + len(self._lent)
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),
@@ -416,7 +464,7 @@ class CacheManager:
             runs = [*self._tree.runs(), *self._tree.detached_runs()]
             cached = [slot for run in runs for slot in run.device or ()]
             owned = [slot for request in self._requests.values() for slot in request.own_slots()]
-            self._device_pool.check_owners(cached + owned)
+            self._device_pool.check_owners([*cached, *owned, *self._lent])
             self._host_pool.check_owners([slot for run in runs for slot in run.host or ()])
             paths = {request_id: self._tree.path(request.leaf) for request_id, request in self._requests.items()}
             pins = Counter(run for path in paths.values() for run in path)

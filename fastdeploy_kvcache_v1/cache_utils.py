@@ -7,6 +7,8 @@ Equal hashes therefore mean an equal whole prefix, which is what lets the tree c
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 HASH_VERSION = b"fastdeploy-kvcache-v1/1"
 TOKEN_BYTES = 4
+TOKEN_TYPE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
+TOKENS_ARE_SWAPPED = sys.byteorder != "little"
 MAX_TOKEN_ID = 2**32 - 1
 
 
@@ -127,6 +131,9 @@ def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
     if len(token_ids) == 1:  # one generated token: skip the array machinery
         with suppress(TypeError, OverflowError):  # no integer, or none that fits: say so below
             return index(token_ids[0]).to_bytes(TOKEN_BYTES, "little")
+    if isinstance(token_ids, list) and not TOKENS_ARE_SWAPPED:  # four times as fast as through NumPy
+        with suppress(TypeError, OverflowError):
+            return array(TOKEN_TYPE, token_ids).tobytes()
     # Imported here: the scheduler half must load fast, and whoever passes an array has numpy loaded already.
     import numpy as np
 

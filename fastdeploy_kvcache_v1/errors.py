@@ -7,6 +7,7 @@ KVCacheError
 │   └── BlockPoolError         a slot was freed twice, or by somebody who does not own it
 ├── InvariantError             `check()` found damaged state
 ├── PoolInUseError             a resize would take slots from running requests; nothing changed
+├── OverlayError               the host is not what the patch table expects; nothing is served
 ├── TransferError              a copy between tiers failed; its target must not be read
 │   └── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
 ├── ModelError                 a model directory is incomplete or does not fit its configuration
@@ -43,6 +44,10 @@ class InvariantError(KVCacheError):
 
 class PoolInUseError(KVCacheError):
     """A pool cannot shrink because running requests hold slots above its new end; nothing changed."""
+
+
+class OverlayError(KVCacheError):
+    """The host is not what the patch table was written for, or the overlay is not completely applied."""
 
 
 class TransferError(KVCacheError):

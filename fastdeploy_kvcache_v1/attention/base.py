@@ -49,6 +49,10 @@ class CacheLayout:
     num_layers: int
     roles: tuple[RoleSpec, ...]
 
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ConfigError(f"num_layers must be at least 1, got {self.num_layers}")
+
     @property
     def layer_block_bytes(self) -> int:
         """Bytes of one block in one layer, all roles."""
@@ -65,17 +69,30 @@ def tensor_name(role: str, layer: int, rank: int, device: int) -> str:
 
 
 class AttentionCacheBackend(ABC):
-    """Owner of a cache layout. One subclass per attention family (GQA/MHA here; MLA, DSA and fp8 scales to come)."""
+    """Owner of a cache layout. One subclass per attention family."""
 
     @property
     @abstractmethod
     def layout(self) -> CacheLayout:
         """Shapes, dtypes and order of everything `create_kv_cache` makes."""
 
-    @abstractmethod
-    def create_kv_cache(self, num_blocks: int, *, rank: int = 0, device: int = 0) -> dict[str, Any]:
+    def create_kv_cache(
+        self, num_blocks: int, *, rank: int = 0, device: int = 0, first_layer: int = 0
+    ) -> dict[str, Any]:
         """Zero-filled tensors by `tensor_name`, in flat order: layer-major, roles in role order.
 
         Each tensor is `[num_blocks, *role.block_shape]` of the role's dtype, contiguous, and keeps its address until
-        it is dropped. Raises `ConfigError` for `num_blocks < 1`.
+        it is dropped. It is allocated on paddle's current device. Names count layers from `first_layer`, which is how
+        a draft model's layers follow the main model's. Raises `ConfigError` for `num_blocks < 1`.
         """
+        if num_blocks < 1:
+            raise ConfigError(f"the device cache needs at least 1 block, got {num_blocks}")
+        import paddle
+
+        return {
+            tensor_name(role.role, first_layer + layer, rank, device): paddle.zeros(
+                [num_blocks, *role.block_shape], dtype=role.dtype
+            )
+            for layer in range(self.layout.num_layers)
+            for role in self.layout.roles
+        }

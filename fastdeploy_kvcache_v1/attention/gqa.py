@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import ConfigError
-from .base import AttentionCacheBackend, CacheLayout, RoleSpec, tensor_name
+from .base import AttentionCacheBackend, CacheLayout, RoleSpec
 
-GQA_DTYPES = ("float32", "float16", "bfloat16")
+GQA_DTYPES = ("float32", "float16", "bfloat16", "uint8")
+"""uint8 holds quantized caches: fp8, int8, or two int4 values in one byte (with half the head dimension)."""
 
 
 class GQACacheBackend(AttentionCacheBackend):
     """Key and value, each `[num_blocks, num_kv_heads, block_size, head_dim]` per layer.
 
-    Raises `ConfigError` for a dtype outside `GQA_DTYPES` or a size below 1. Only `create_kv_cache` needs paddle; it
-    allocates on paddle's current device.
+    With `scale_dtype` (block-wise fp8) also a scale per token and head for each: `[num_blocks, num_kv_heads,
+    block_size]`. Raises `ConfigError` for a dtype outside `GQA_DTYPES` or a size below 1.
     """
 
-    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: str) -> None:
-        if num_layers < 1:
-            raise ConfigError(f"num_layers must be at least 1, got {num_layers}")
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: str,
+        *,
+        scale_dtype: str | None = None,
+    ) -> None:
         if dtype not in GQA_DTYPES:
             raise ConfigError(f"unsupported cache dtype {dtype!r}: choose one of {', '.join(GQA_DTYPES)}")
         shape = (num_kv_heads, block_size, head_dim)
-        self._layout = CacheLayout(num_layers, (RoleSpec("key", shape, dtype), RoleSpec("value", shape, dtype)))
+        roles = [RoleSpec("key", shape, dtype), RoleSpec("value", shape, dtype)]
+        if scale_dtype is not None:
+            roles += [RoleSpec(role, shape[:2], scale_dtype) for role in ("key_scale", "value_scale")]
+        self._layout = CacheLayout(num_layers, tuple(roles))
 
     @property
     def layout(self) -> CacheLayout:
         return self._layout
-
-    def create_kv_cache(self, num_blocks: int, *, rank: int = 0, device: int = 0) -> dict[str, Any]:
-        if num_blocks < 1:
-            raise ConfigError(f"the device cache needs at least 1 block, got {num_blocks}")
-        import paddle
-
-        return {
-            tensor_name(role.role, layer, rank, device): paddle.zeros([num_blocks, *role.block_shape], dtype=role.dtype)
-            for layer in range(self._layout.num_layers)
-            for role in self._layout.roles
-        }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
-from .handover import exec_fastdeploy, fastdeploy_can_serve, fastdeploy_command
+from .handover import exec_fastdeploy, exec_fastdeploy_cpu, fastdeploy_can_serve, fastdeploy_command
 from .model.config import load_model_config
 from .settings import add_serve_arguments, server_config
 from .tokenizer import load_tokenizer
@@ -38,6 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Serve until a signal; `extra` are flags this package does not know. Raises `KVCacheError` before it listens."""
+    if args.fastdeploy_cpu:
+        if args.embedded:
+            raise ConfigError("--embedded and --fastdeploy-cpu are two different servers: choose one")
+        exec_fastdeploy_cpu(args, extra)
     if not args.embedded and fastdeploy_can_serve():
         exec_fastdeploy(fastdeploy_command(args, extra))
     if extra:

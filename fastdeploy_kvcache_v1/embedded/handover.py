@@ -12,7 +12,9 @@ from typing import NoReturn
 
 API_SERVER = "fastdeploy.entrypoints.openai.api_server"
 
-OWN_FLAGS = frozenset({"embedded", "cache_dtype", "log_level", "seed"})
+CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker"
+
+OWN_FLAGS = frozenset({"embedded", "fastdeploy_cpu", "cache_dtype", "log_level", "seed"})
 """Flags of `serve` that FastDeploy's api_server does not have."""
 
 
@@ -21,9 +23,9 @@ def fastdeploy_can_serve() -> bool:
     return importlib.util.find_spec("fastdeploy") is not None and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def fastdeploy_command(args: argparse.Namespace, extra: Sequence[str]) -> list[str]:
+def fastdeploy_command(args: argparse.Namespace, extra: Sequence[str], module: str = API_SERVER) -> list[str]:
     """The command line with every flag that was given; `extra` holds those only FastDeploy knows."""
-    command = [sys.executable, "-m", API_SERVER]
+    command = [sys.executable, "-m", module]
     for name, value in vars(args).items():
         if name in OWN_FLAGS or name in ("command", "run") or value is None:
             continue
@@ -40,3 +42,11 @@ def exec_fastdeploy(command: Sequence[str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], list(command), {**os.environ, "ENABLE_V1_KVCACHE_MANAGER": "1"})
+
+
+def exec_fastdeploy_cpu(args: argparse.Namespace, extra: Sequence[str]) -> NoReturn:
+    """Replace this process by the one that runs FastDeploy's server without a GPU."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = fastdeploy_command(args, extra, CPU_SERVER)
+    os.execv(command[0], command)

@@ -23,6 +23,8 @@ class SamplingParams:
     """Sample from the smallest set of most likely tokens that holds at least this probability."""
     seed: int = 0
     """Any 64-bit integer, signed or unsigned."""
+    banned_tokens: tuple[int, ...] = ()
+    """Ids that are never drawn. Some other token must be left."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
@@ -44,6 +46,9 @@ def sample(logits: NDArray[np.float32], params: SamplingParams, position: int) -
 
     Ties go to the lower token id. Raises `ModelError` when the largest logit is not finite.
     """
+    if params.banned_tokens:
+        logits = logits.copy()
+        logits[list(params.banned_tokens)] = -math.inf
     largest = float(logits.max())
     if not math.isfinite(largest):
         raise ModelError(f"the model's logits are not finite at position {position}")

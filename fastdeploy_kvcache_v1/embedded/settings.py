@@ -89,6 +89,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
 
     parser.add_argument("--embedded", action="store_true", help="use this package's CPU server even beside FastDeploy")
+    parser.add_argument(
+        "--fastdeploy-cpu",
+        action="store_true",
+        help="FastDeploy's own server with a CPU worker, for trying it without a GPU (other flags: FastDeploy's)",
+    )
     add("--served-model-name", "name the API shows (default: the directory's name)", metavar="NAME")
     add("--seed", "seed for requests that give none", type=int)
     add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16", metavar="DTYPE")

@@ -48,6 +48,14 @@ def test_a_tiny_temperature_is_greedy():
     assert {sample(logits, SamplingParams(temperature=1e-300), position) for position in range(50)} == {1}
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_banned_tokens_are_never_drawn_and_the_logits_stay(temperature):
+    logits = np.array([3, 0, 2, 0], dtype=np.float32)
+    params = SamplingParams(temperature=temperature, banned_tokens=(0, 2))
+    assert set(np.flatnonzero(draw(logits, params))) <= {1, 3}
+    assert logits.tolist() == [3, 0, 2, 0]
+
+
 def test_impossible_tokens_are_never_drawn():
     logits = np.array([-np.inf, 0, -np.inf, 0, -np.inf], dtype=np.float32)
     assert np.flatnonzero(draw(logits, SamplingParams())).tolist() == [1, 3]

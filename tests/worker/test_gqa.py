@@ -74,7 +74,7 @@ def test_values_are_seen_through_the_tensor():
         ((0, 1, 8, 4, "float32"), "num_layers"),
         ((1, 0, 8, 4, "float32"), "empty block shape"),
         ((1, 1, 8, 4, "float64"), "unsupported cache dtype 'float64'"),
-        ((1, 1, 8, 4, "uint8"), "unsupported cache dtype 'uint8'"),
+        ((1, 1, 8, 4, "int8"), "unsupported cache dtype 'int8'"),
     ],
 )
 def test_bad_layouts_are_refused(arguments, message):
@@ -100,3 +100,14 @@ def _environment() -> dict[str, str]:
     import os
 
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def test_scales_of_block_wise_fp8():
+    layout = GQACacheBackend(2, 2, 8, 4, "uint8", scale_dtype="bfloat16").layout
+    assert [(role.role, role.block_shape, role.dtype) for role in layout.roles] == [
+        ("key", (2, 4, 8), "uint8"),
+        ("value", (2, 4, 8), "uint8"),
+        ("key_scale", (2, 4), "bfloat16"),
+        ("value_scale", (2, 4), "bfloat16"),
+    ]
+    assert layout.block_bytes == 2 * (2 * 64 + 2 * 16)

@@ -1,0 +1,181 @@
+"""The `doctor` command: would FastDeploy serve through this package here, and if not, what is missing?"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import site
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from . import __version__, plugin
+from .errors import KVCacheError, OverlayError
+
+BOOTSTRAP = "fastdeploy_kvcache_v1.pth"
+PLUGIN, PLUGIN_GROUP = "kvcache_v1", "fastdeploy.tool_parser_plugins"
+"""The other way in, for hosts that load their plugins: `FD_PLUGINS` names it."""
+GIB = 2**30
+STORAGE_MODULES = {"mooncake": "mooncake", "attention_store": "attentionstore_sdk"}
+"""Storage backends of the host, with the Python module each needs."""
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    ok: bool | None
+    """None for information that decides nothing."""
+    name: str
+    detail: str
+
+    def __str__(self) -> str:
+        mark = {True: "ok", False: "FAIL", None: "-"}[self.ok]
+        return f"{mark:>4}  {self.name}: {self.detail}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Exit status: 0 when serving would work (with --source: when every patch point of that tree is as expected), "
+        "1 when not, 2 for a wrong argument."
+    )
+    parser.add_argument(
+        "--source", type=Path, metavar="DIR", help="check a FastDeploy source tree instead of what is installed here"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status; raises `OverlayError` for a `--source` that is no FastDeploy."""
+    print(f"fastdeploy-kvcache-v1 {__version__}, Python {sys.version.split()[0]}")
+    findings = list(host_findings(args.source))
+    this_machine = list(machine_findings())
+    if args.source is not None:  # another tree says nothing about this machine
+        this_machine = [Finding(None, each.name, each.detail) for each in this_machine]
+    for finding in (*findings, *this_machine):
+        print(finding)
+    failed = sum(finding.ok is False for finding in (*findings, *this_machine))
+    print(f"{failed} problems" if failed else "all ok")
+    return 1 if failed else 0
+
+
+def host_findings(source: Path | None) -> Iterator[Finding]:
+    """The host, its table, and every patch point."""
+    from .fastdeploy_host import overlay, release
+
+    plugin.stand_by()
+    try:
+        host = release.installed_host() if source is None else release.host_at(source)
+    except OverlayError as error:
+        if source is not None:
+            raise
+        yield Finding(False, "FastDeploy", str(error))
+        return
+    if host is None:
+        yield Finding(False, "FastDeploy", "not installed in this environment (or name a tree with --source)")
+        return
+    yield Finding(True, "FastDeploy", f"{host.version} at {host.root}")
+    if host.has_own_manager:
+        yield Finding(None, "patch table", "not needed: this FastDeploy has its own v1 manager")
+        return
+    try:
+        checked = overlay.overlay_for(host)
+    except OverlayError as error:
+        yield Finding(False, "patch table", str(error))
+        return
+    table = checked.table
+    yield Finding(True, "patch table", f"{table.release}, {len(table.rows)} places, written for {table.commit}")
+    problems = checked.problems()
+    for row in table.rows:
+        yield Finding(row not in problems, f"{row.kind.value} {row.target}", problems.get(row, row.where.value))
+
+
+def machine_findings() -> Iterator[Finding]:
+    """This environment and this machine."""
+    checks: dict[str, Callable[[], tuple[bool | None, str]]] = {
+        "activation": _activation,
+        "GPU": _gpu,
+        "PaddlePaddle": _paddle,
+        "CuPy": _cupy,
+        "copy ops": _ops,
+        "page-locked memory": _memory,
+        "NUMA nodes": _numa,
+    }
+    for name, check in checks.items():
+        try:
+            yield Finding(*_named(name, check()))
+        except (OSError, ImportError, KVCacheError) as error:
+            yield Finding(False, name, " ".join(str(error).split()) or type(error).__name__)
+    for backend, module in STORAGE_MODULES.items():
+        found = importlib.util.find_spec(module) is not None
+        yield Finding(None, f"storage {backend}", f"{module} {'importable' if found else 'not installed'}")
+
+
+def _named(name: str, result: tuple[bool | None, str]) -> tuple[bool | None, str, str]:
+    return result[0], name, result[1]
+
+
+def _activation() -> tuple[bool | None, str]:
+    places = site.getsitepackages()  # Python reads .pth files only there
+    if site.ENABLE_USER_SITE:
+        places.append(site.getusersitepackages())
+    installed = [place for place in places if (Path(place) / BOOTSTRAP).is_file()]
+    switch = "on" if plugin.is_enabled() else "off"
+    if installed:
+        return True, f"{BOOTSTRAP} in {installed[0]}; {plugin.SWITCH} is {switch}"
+    if PLUGIN in os.environ.get("FD_PLUGINS", "").split(","):
+        if PLUGIN not in importlib.metadata.entry_points(group=PLUGIN_GROUP).names:
+            return False, f"FD_PLUGINS names {PLUGIN}, but its entry point is not installed: reinstall"
+        return True, f"FD_PLUGINS={PLUGIN}; {plugin.SWITCH} is {switch}"
+    return False, f"{BOOTSTRAP} is not in site-packages: reinstall, or set FD_PLUGINS={PLUGIN}"
+
+
+def _gpu() -> tuple[bool | None, str]:
+    driver = ctypes.CDLL("libcuda.so.1")
+    if (status := driver.cuInit(0)) != 0:
+        return False, f"the driver answers with CUDA error {status}"
+    count, name = ctypes.c_int(), ctypes.create_string_buffer(128)
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    if count.value < 1:
+        return False, "none"
+    driver.cuDeviceGetName(name, len(name), 0)
+    return True, f"{count.value} x {name.value.decode()}"
+
+
+def _paddle() -> tuple[bool | None, str]:
+    for name in ("paddlepaddle-gpu", "paddlepaddle"):
+        try:
+            return name.endswith("gpu"), f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return False, "not installed"
+
+
+def _cupy() -> tuple[bool | None, str]:
+    cupy = importlib.import_module("cupy")
+    return True, f"{cupy.__version__}"
+
+
+def _ops() -> tuple[bool | None, str]:
+    from . import ops
+
+    return True, ", ".join(f"{op}={name}" for op, name in sorted(ops.live().items()))
+
+
+def _memory() -> tuple[bool | None, str]:
+    from .runtime.base import free_host_memory
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.2f} GiB"
+    # The NVIDIA driver pins without regard to the limit, hence information only.
+    return None, f"limit {limit}, {free_host_memory() / GIB:.1f} GiB of host memory free"
+
+
+def _numa() -> tuple[bool | None, str]:
+    online = Path("/sys/devices/system/node/online")
+    nodes = online.read_text(encoding="ascii").strip() if online.is_file() else "unknown"
+    return None, f"{nodes}; this process may run on {len(os.sched_getaffinity(0))} CPUs"

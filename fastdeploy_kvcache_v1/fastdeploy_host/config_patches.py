@@ -1,0 +1,142 @@
+"""Patches of the host's environment variables, arguments and configuration, and what we refuse to start with."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from ..config import WritePolicy
+from ..errors import ConfigError
+from . import overlay
+from .settings import DEFAULT_POLICY, DEFAULT_THRESHOLD, write_policy, write_through_threshold
+
+logger = logging.getLogger(__name__)
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
+
+
+@dataclasses.dataclass
+class _NewArguments:
+    """Fields for the host's `EngineArgs`."""
+
+    write_through_threshold: int = DEFAULT_THRESHOLD
+
+
+def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:
+    """Extends the host's list of environment variables, so that it shows ours among its own."""
+    environment_variables[SWITCH] = lambda: int(os.getenv(SWITCH, "0"))
+
+
+def add_arguments(engine_args: Any) -> None:
+    """Extends the dataclass `EngineArgs` by the threshold, and gives it our default policy."""
+    for name, field in _NewArguments.__dataclass_fields__.items():
+        engine_args.__dataclass_fields__[name] = field
+        setattr(engine_args, name, field.default)
+    engine_args.write_policy = DEFAULT_POLICY.value
+    wrapt.wrap_function_wrapper(engine_args, "__init__", _init_arguments)
+
+
+def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    instance.write_through_threshold = kwargs.pop("write_through_threshold", DEFAULT_THRESHOLD)
+    wrapped(*args, **{"write_policy": DEFAULT_POLICY.value, **kwargs})
+
+
+def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `EngineArgs.add_cli_args`: the choices of --write-policy, and --write-through-threshold."""
+    parser = wrapped(*args, **kwargs)
+    policy = parser._option_string_actions["--write-policy"]
+    policy.choices = [each.value for each in WritePolicy]
+    policy.default = DEFAULT_POLICY.value
+    policy.help = "When a block gets its copy in host memory (--swap-space)."
+    parser.add_argument(
+        "--write-through-threshold",
+        type=int,
+        default=DEFAULT_THRESHOLD,
+        help="With write_through_selective: hits after which a block gets its host copy.",
+    )
+    return parser
+
+
+def add_cache_fields(cache_config: Any) -> None:
+    """Extends `CacheConfig`: it takes over the arguments whose names it has as attributes."""
+    cache_config.write_through_threshold = None
+
+
+def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `CacheConfig.__init__`: defaults (from the environment in workers) and validation."""
+    wrapped(*args, **kwargs)
+    instance.write_policy = write_policy(instance.write_policy).value
+    instance.write_through_threshold = write_through_threshold(instance.write_through_threshold)
+
+
+def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `FDConfig.postprocess`: refuses what we cannot serve, switches off what host memory does not go with.
+
+    Raises `ConfigError` with every reason.
+    """
+    wrapped(*args, **kwargs)
+    from fastdeploy import envs
+    from fastdeploy.platforms import current_platform
+
+    reasons = refusals(
+        instance,
+        release=overlay.active().table.release,
+        v1_scheduler=bool(int(envs.ENABLE_V1_KVCACHE_SCHEDULER)),
+        attention_backend=envs.FD_ATTENTION_BACKEND,
+        foreign_platform=_foreign_platform(current_platform),
+    )
+    if reasons:
+        raise ConfigError(f"{SWITCH}=1 cannot serve this: {'; '.join(reasons)}. Change it, or unset {SWITCH}")
+    graphs = instance.graph_opt_config
+    if instance.cache_config.num_cpu_blocks > 0 and graphs is not None and graphs.cudagraph_only_prefill:
+        logger.warning("cudagraph_only_prefill is switched off: prefill waits for layers being swapped in")
+        graphs.cudagraph_only_prefill = False
+
+
+def refusals(
+    config: Any, *, release: str, v1_scheduler: bool, attention_backend: str, foreign_platform: str | None
+) -> list[str]:
+    """Why this `FDConfig` cannot be served; empty when it can."""
+    cache, role = config.cache_config, config.scheduler_config.splitwise_role
+    swaps = cache.num_cpu_blocks > 0
+    fp8 = kv_cache_quant_type(config) == "block_wise_fp8"
+    routing = getattr(config.routing_replay_config, "enable_routing_replay", False)
+    checks = {
+        f"--splitwise-role {role} (only mixed)": role != "mixed",
+        f"--kvcache-storage-backend {cache.kvcache_storage_backend}": bool(cache.kvcache_storage_backend),
+        "ENABLE_V1_KVCACHE_SCHEDULER=0 (the V0 scheduler)": not v1_scheduler,
+        f"the {foreign_platform} platform": foreign_platform is not None,
+        "MLA attention with block_wise_fp8": fp8 and attention_backend == "MLA_ATTN",
+        f"{attention_backend} with block_wise_fp8 in FastDeploy {release}": fp8
+        and release == "2.5"
+        and attention_backend != "APPEND_ATTN",
+        "routing replay with --swap-space": bool(routing) and swaps,
+    }
+    return [reason for reason, applies in checks.items() if applies]
+
+
+def kv_cache_quant_type(config: Any) -> str | None:
+    """How the cache is quantized: known to the worker's quantization object, or to the model's own configuration."""
+    found = getattr(config.quant_config, "kv_cache_quant_type", None)
+    for name in ("quantization", "quantization_config"):
+        raw = getattr(config.model_config, name, None)
+        if found is None and isinstance(raw, dict):
+            found = raw.get("kv_cache_quant_type")
+    return found
+
+
+def _foreign_platform(platform: Any) -> str | None:
+    """Devices whose model runners we do not patch: nobody would copy the blocks there."""
+    for name in ("xpu", "intel_hpu", "maca", "iluvatar", "gcu", "dcu"):
+        if getattr(platform, f"is_{name}", bool)():
+            return name
+    return None

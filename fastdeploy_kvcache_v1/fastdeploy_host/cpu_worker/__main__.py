@@ -1,0 +1,19 @@
+"""`python -m fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker FLAGS`: what `serve --fastdeploy-cpu` becomes."""
+
+import sys
+
+from ...errors import KVCacheError
+from .settings import parse
+from .supervisor import supervise
+
+
+def main() -> int:
+    try:
+        return supervise(parse(sys.argv[1:]))
+    except KVCacheError as error:
+        print(f"fastdeploy-kvcache: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Functions that the tables `patches/cpu-worker-*.toml` name: what differs in a host without a GPU, and nothing else.
+
+Module globals of the host are replaced where the host asks a global for something that a CPU does not have.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import ConfigError
+from ..table import Where
+from . import activation
+from .token_channel import get_output, unsupported_output
+
+LAUNCH = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.launch"
+
+_WORKER_COMMAND = re.compile(
+    r"^(?P<variables>(?:\w+=\S* +)*)(?P<python>\S+) (?:-u )? *-m paddle\.distributed\.launch --log_dir (?P<log>\S+) "
+    r"+--devices \S+ \S+/worker_process\.py (?P<arguments>.*) 2>(?P<errors>\S+)$",
+    re.DOTALL,
+)
+
+
+class CudaPlatform:
+    """The host's platform object, but for one answer."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+
+class WorkerLauncher:
+    """The module `subprocess`, but for `Popen`, which starts our worker instead of the host's."""
+
+    def Popen(self, command: str, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(cpu_worker_command(command), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+
+def cpu_worker_command(command: str) -> str:
+    """The shell command that starts our worker with the arguments the host's command has.
+
+    `paddle.distributed.launch` cannot select a device here. Nobody reads the worker's output after its start, so it
+    goes to a file. Raises `ConfigError` for a command of unknown form.
+    """
+    found = _WORKER_COMMAND.match(command)
+    if found is None:
+        raise ConfigError(f"the host starts its worker in an unknown way: {command}")
+    part = found.groupdict()
+    return (
+        f"exec env {part['variables']}{part['python']} -u -m {LAUNCH} worker {part['arguments']} "
+        f">{part['log']}/workerlog.0 2>{part['errors']}"
+    )
+
+
+def as_cuda(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps what switches features off on a platform that is not CUDA."""
+    names = wrapped.__globals__
+    if not isinstance(names["current_platform"], CudaPlatform):
+        names["current_platform"] = CudaPlatform(names["current_platform"])
+    return wrapped(*args, **kwargs)
+
+
+def make_get_worker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces the choice of a worker class by platform."""
+
+    def get_worker(fd_config: Any, local_rank: int, rank: int) -> Any:
+        from .worker import CpuWorker
+
+        return CpuWorker(fd_config, local_rank, rank)
+
+    return get_worker
+
+
+def start_worker_service(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Wraps the start of the worker process."""
+    activation.require_complete(Where.ENGINE)
+    names = wrapped.__globals__
+    names["subprocess"] = WorkerLauncher()
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        names["subprocess"] = subprocess
+
+
+def read_tokens(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps the thread that reads the worker's tokens: gives it the ops it imports."""
+    from fastdeploy.model_executor.ops import gpu
+
+    vars(gpu)["get_output"] = get_output
+    for name in ("get_output_ep", "get_output_topk", "speculate_get_output", "speculate_get_output_topk"):
+        vars(gpu)[name] = unsupported_output
+    return wrapped(*args, **kwargs)
+
+
+def make_cache_shape(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces the question to an attention backend, which cannot be imported. Only printed without swap space."""
+
+    def _get_kv_cache_shape(self: Any, max_block_num: int) -> tuple[list[int], list[int]]:
+        model = self.config.model_config
+        shape = [max_block_num, int(model.num_key_value_heads), self.cache_config.block_size, model.head_dim]
+        return shape, list(shape)
+
+    return _get_kv_cache_shape
+
+
+def launch_cache_manager(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Wraps the start of the host's own cache service, whose transfer process needs a GPU."""
+    if instance.num_cpu_blocks:
+        raise ConfigError("swap space on a CPU needs ENABLE_V1_KVCACHE_MANAGER=1")
+    wrapped.__globals__["get_all_visible_devices"] = str  # none: an empty string
+    return wrapped(*args, **kwargs)

@@ -1,0 +1,199 @@
+"""What computes in the worker: the embedded engine's model over our controller's caches, driven by the host's tasks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...attention.gqa import GQACacheBackend
+from ...batch_request import BatchRequest
+from ...cache_controller import CacheController
+from ...embedded.copy_faults import make_runtime
+from ...embedded.messages import StepTask
+from ...embedded.model.config import load_model_config
+from ...embedded.model.plan import SequenceSlice
+from ...embedded.step_runner import Logits, StepRunner
+from ..transport import SwapInbox
+from .slots import Slot, SlotTable
+from .tasks import apply_task, sampling_params
+from .token_channel import TokenSender
+
+logger = logging.getLogger(__name__)
+
+MAX_RETRIES = 3
+"""Times a sequence is computed again because copies it depends on failed, before it is given up."""
+
+IDLE_SLEEP_S = 0.001
+STATS_FILE = "cpu_worker.json"
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """What the runner needs of the host's configuration."""
+
+    model_path: Path
+    block_size: int
+    num_host_blocks: int
+    cache_dtype: str
+    copy_faults: str = ""
+
+
+class CpuModelRunner:
+    """One rank. Not thread-safe: the worker's event loop uses it.
+
+    The host looks at `not_need_stop`, `is_sleeping` and `device_id`.
+    """
+
+    device_id = 0
+
+    def __init__(self, config: RunnerConfig, sender: TokenSender, *, stats_directory: Path) -> None:
+        self._config = config
+        self._model = load_model_config(config.model_path)
+        self._sender = sender
+        self._stats_file = stats_directory / STATS_FILE
+        self._table = SlotTable(config.block_size)
+        self._sampling: dict[int, Any] = {}
+        self._inbox = SwapInbox()
+        self._pending = BatchRequest()
+        self._decoder: Any = None
+        self._steps: StepRunner | None = None
+        self._num_device_blocks = 0
+        self._num_steps = 0
+        model = self._model
+        self._controller = CacheController(
+            GQACacheBackend(
+                model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, config.cache_dtype
+            ),
+            runtime=make_runtime(config.copy_faults),
+        )
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Weights or caches are put away: nothing can be computed."""
+        return self._decoder is None or self._steps is None
+
+    @property
+    def block_bytes(self) -> int:
+        model, config = self._model, self._config
+        return GQACacheBackend(
+            model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, config.cache_dtype
+        ).layout.block_bytes
+
+    def load_weights(self) -> None:
+        """Read them (again): the directory may hold other ones by now."""
+        from ...embedded.model.decoder import Decoder
+
+        self._decoder = Decoder.load(self._config.model_path, self._model)
+
+    def drop_weights(self) -> None:
+        self._decoder = None
+
+    def create_caches(self, num_device_blocks: int | None = None) -> None:
+        """Both tiers, empty; the number of device blocks of the last time unless one is given."""
+        self._num_device_blocks = num_device_blocks or self._num_device_blocks
+        caches = self._controller.initialize_kv_cache(self._num_device_blocks, self._config.num_host_blocks)
+        self._steps = StepRunner(self._forward, self._controller, caches, block_size=self._config.block_size)
+
+    def drop_caches(self) -> None:
+        """Give both tiers back, and forget every sequence: their KV is gone."""
+        self._table.clear()
+        self._pending = BatchRequest()
+        self._controller.free()
+        self._steps = None
+
+    def restore(self, *, weights: bool, caches: bool) -> None:
+        """Undo `drop_weights` and `drop_caches`. What is there already stays."""
+        if weights and self._decoder is None:
+            self.load_weights()
+        if caches and self._steps is None:
+            self.create_caches()
+
+    def _forward(
+        self, sequences: list[SequenceSlice], caches: list[Any], before_layer: Callable[[int], None]
+    ) -> list[Logits | None]:
+        logits: list[Logits | None] = self._decoder.forward(sequences, caches, before_layer)
+        return logits
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def insert_tasks(self, tasks: Sequence[Any]) -> None:
+        """Take over what the host scheduled. Raises `CacheStateError` for a task that cannot be, and `TransferError`
+        when swap steps were lost on the way: either ends the worker, because its caches cannot be trusted any more.
+        """
+        self._pending.add_swap_steps(self._inbox.take(tasks))
+        for task in tasks:
+            apply_task(self._table, task)
+            if int(task.idx) in self._table.slots and hasattr(task, "prompt_token_ids"):
+                self._sampling[int(task.idx)] = task
+
+    def not_need_stop(self) -> bool:
+        """True when there is something to do (the host's name for it)."""
+        copies_open = self._steps is not None and self._steps.has_open_copies
+        return self._table.has_work or bool(self._pending) or copies_open
+
+    def execute(self, num_rows: int) -> None:
+        """One step. Sends one message unless no row had anything to do."""
+        if self.is_sleeping:
+            time.sleep(IDLE_SLEEP_S)
+            return
+        assert self._steps is not None
+        had_work = self._table.has_work
+        runnable = self._table.runnable()
+        batch, self._pending = self._pending, BatchRequest()
+        batch.requests = [self._step_task(row, slot) for row, slot in runnable.items()]
+        result = self._steps.run(batch)
+        self._num_steps += 1
+        if result.report.transfers:
+            self._write_stats()
+        if not had_work:
+            time.sleep(IDLE_SLEEP_S)
+            return
+        row_of = {slot.request_id: row for row, slot in runnable.items()}
+        ended = {row_of[name]: None for name in result.errors}
+        for name in result.retry:
+            if not self._retry(runnable[row_of[name]], result.retry[name]):
+                ended[row_of[name]] = None
+        skipped = {*ended, *(row_of[name] for name in result.retry)}
+        computed = {row: slot for row, slot in runnable.items() if row not in skipped}
+        message = self._table.end_step(
+            num_rows, computed, {row_of[name]: token for name, token in result.tokens.items()}
+        )
+        for row in ended:
+            message[row] = self._table.fail(row)
+        self._sender.send(message, running=bool(self._table.slots))
+
+    def _step_task(self, row: int, slot: Slot) -> StepTask:
+        banned = () if slot.may_end else slot.rules.end_tokens
+        return StepTask(
+            request_id=slot.request_id,
+            token_ids=slot.tokens[slot.computed : slot.target],
+            start=slot.computed,
+            block_table=slot.block_table,  # type: ignore[arg-type]  # plain integers from the host
+            needs_logits=slot.samples,
+            sampling=sampling_params(self._sampling[row], banned),
+        )
+
+    def _retry(self, slot: Slot, reason: str) -> bool:
+        """Compute the whole sequence again: that writes the blocks whose copy failed. False when it is given up."""
+        slot.num_retries += 1
+        if slot.num_retries > MAX_RETRIES:
+            logger.error("request %s is given up after %d retries: %s", slot.request_id, MAX_RETRIES, reason)
+            return False
+        logger.warning("request %s is computed again from its start: %s", slot.request_id, reason)
+        slot.computed = 0
+        return True
+
+    def _write_stats(self) -> None:
+        """For whoever watches the server from outside. Replaced as a whole: never half written."""
+        content = {"steps": self._num_steps, **asdict(self._controller.stats())}
+        temporary = self._stats_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(content))
+        os.replace(temporary, self._stats_file)

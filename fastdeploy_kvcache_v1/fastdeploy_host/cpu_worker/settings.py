@@ -1,0 +1,128 @@
+"""Flags of `serve --fastdeploy-cpu`: a few of our own, the others are FastDeploy's and pass through."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import ConfigError
+
+SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
+START_TIMEOUT_S = 300.0
+
+REFUSED = {
+    "--enable-logprob": "the CPU worker gives no log probabilities",
+    "--speculative-config": "the CPU worker has no speculative decoding",
+    "--splitwise-role": "the CPU worker has no prefill/decode roles",
+    "--kvcache-storage-backend": "the CPU worker has no storage",
+    "--guided-decoding-backend": "the CPU worker has no guided decoding",
+    "--data-parallel-size": "the CPU worker has one rank",
+    "--tensor-parallel-size": "the CPU worker has one rank",
+}
+"""Flags of the host that would be ignored or fail late, with the reason."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the supervisor runs. Ports are free, or the user's choice."""
+
+    host: str
+    port: int
+    queue_port: int
+    cache_queue_port: int
+    log_directory: Path
+    start_timeout_s: float
+    model: str | None
+    """None: the supervisor writes a random one."""
+    passed_on: tuple[str, ...]
+    """Flags as FastDeploy gets them."""
+    uses_our_manager: bool
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+def parse(words: Sequence[str]) -> Settings:
+    """Raises `ConfigError` for what cannot work, before anything is started."""
+    if importlib.util.find_spec("fastdeploy") is None:
+        raise ConfigError("--fastdeploy-cpu runs FastDeploy's server, and FastDeploy is not installed here")
+    parser = argparse.ArgumentParser(prog="fastdeploy-kvcache serve --fastdeploy-cpu", allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--engine-worker-queue-port", type=int)
+    parser.add_argument("--cache-queue-port", type=int)
+    parser.add_argument("--model")
+    parser.add_argument("--log-dir", type=Path)
+    parser.add_argument("--start-timeout", type=float, default=START_TIMEOUT_S)
+    args, rest = parser.parse_known_args(words)
+    _refuse(rest)
+    if args.start_timeout <= 0:
+        raise ConfigError(f"--start-timeout must be positive, got {args.start_timeout}")
+    free = free_ports(args.host, 3)
+    port = args.port or free[0]
+    _require_free(args.host, port)
+    return Settings(
+        host=args.host,
+        port=port,
+        queue_port=args.engine_worker_queue_port or free[1],
+        cache_queue_port=args.cache_queue_port or free[2],
+        log_directory=_log_directory(args.log_dir, port),
+        start_timeout_s=args.start_timeout,
+        model=args.model,
+        passed_on=tuple(rest),
+        uses_our_manager=_uses_our_manager(rest),
+    )
+
+
+def _refuse(rest: Sequence[str]) -> None:
+    for word in rest:
+        flag = word.split("=", 1)[0].replace("_", "-")
+        if flag in REFUSED:
+            raise ConfigError(f"{flag} cannot be used with --fastdeploy-cpu: {REFUSED[flag]}")
+
+
+def _uses_our_manager(rest: Sequence[str]) -> bool:
+    """On unless the environment says otherwise; FastDeploy's own manager cannot swap without a GPU."""
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{SWITCH} must be 0 or 1, got {value!r}")
+    if value == "0" and any(word.split("=", 1)[0].replace("_", "-") == "--swap-space" for word in rest):
+        raise ConfigError(f"--swap-space needs {SWITCH}=1 on a CPU: the host's own swapping needs a GPU")
+    return value == "1"
+
+
+def _log_directory(given: Path | None, port: int) -> Path:
+    path = given or Path("log") / f"fastdeploy-cpu-{port}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if " " in str(path.resolve()):
+        raise ConfigError(f"FastDeploy cannot write logs to a path with spaces: {path.resolve()}: set --log-dir")
+    return path.resolve()
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Different ones, free now."""
+    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from None
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _require_free(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None

@@ -1,0 +1,167 @@
+"""The batch rows of the worker: what each holds, what it computes next, and when it ends. Knows no host and no paddle.
+
+A row runs through these states; `computed` and `target` count tokens of the sequence:
+
+    computed < target, blocks cover target     computed in the next step
+    computed < target, too few blocks          waits for a decode task with a longer block table
+    computed == target < number of tokens      a chunk is done: waits for the next prefill task
+    closing                                    a stop sequence matched: the next step emits the end token
+    released                                   preempted or aborted: the next step emits RELEASED once
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from ...errors import CacheStateError
+
+NO_TOKEN = -1
+"""The row has nothing to say in this step."""
+
+FAILED = -3
+"""The request cannot be completed: the host ends it with an error message."""
+
+RELEASED = -9
+"""The row is free: the host re-schedules or ends the preempted or aborted request."""
+
+
+class TaskKind(IntEnum):
+    """Values of the host's `RequestType`."""
+
+    PREFILL = 0
+    DECODE = 1
+    PREEMPTED = 2
+    EXTEND = 3
+    ABORT = 4
+
+
+@dataclass(frozen=True)
+class FinishRules:
+    """When a sequence ends, as the host's GPU kernels decide it."""
+
+    end_tokens: tuple[int, ...]
+    """At least one. The first stands for the end of a sequence that ends for another reason."""
+    max_tokens: int
+    """The token with this number is replaced by the end token."""
+    min_tokens: int = 0
+    """This many tokens come before an end token is sampled or a stop sequence counts."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass
+class Slot:
+    """One sequence on its row."""
+
+    request_id: str
+    tokens: list[int]
+    """Prompt and output so far."""
+    prompt_length: int
+    computed: int
+    """Tokens whose KV is in the cache."""
+    target: int
+    """Tokens whose KV shall be in the cache after the next step."""
+    block_table: list[int]
+    rules: FinishRules
+    closing: bool = False
+    num_retries: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def samples(self) -> bool:
+        """The next step computes the last known token: its successor is wanted."""
+        return self.target == len(self.tokens)
+
+    @property
+    def may_end(self) -> bool:
+        """An end token may be sampled now."""
+        return self.num_outputs >= self.rules.min_tokens
+
+    def is_runnable(self, block_size: int) -> bool:
+        return not self.closing and self.computed < self.target <= len(self.block_table) * block_size
+
+    def matches_stop(self) -> bool:
+        outputs = self.tokens[self.prompt_length :]
+        return any(tuple(outputs[-len(stop) :]) == stop for stop in self.rules.stop_sequences if stop)
+
+
+@dataclass
+class SlotTable:
+    """All rows. Not thread-safe: the worker's loop uses it."""
+
+    block_size: int
+    slots: dict[int, Slot] = field(default_factory=dict)
+    released: set[int] = field(default_factory=set)
+
+    def start(self, row: int, slot: Slot) -> None:
+        """A prefill task: the next chunk of the sequence on `row`, or another sequence that takes the row over."""
+        if not 0 <= slot.computed < slot.target <= len(slot.tokens):
+            raise CacheStateError(
+                f"request {slot.request_id} asks for tokens [{slot.computed}, {slot.target}) of {len(slot.tokens)}"
+            )
+        self.released.discard(row)
+        self.slots[row] = slot
+
+    def set_blocks(self, row: int, block_table: Sequence[int]) -> None:
+        """A decode task. Nothing happens when the sequence ended meanwhile: the host did not know yet."""
+        if row in self.slots:
+            self.slots[row].block_table = list(block_table)
+
+    def release(self, row: int) -> None:
+        """A preempt or abort task."""
+        self.slots.pop(row, None)
+        self.released.add(row)
+
+    def clear(self) -> None:
+        self.slots.clear()
+        self.released.clear()
+
+    def runnable(self) -> dict[int, Slot]:
+        """Rows to compute in the next step, in row order."""
+        return {row: slot for row, slot in sorted(self.slots.items()) if slot.is_runnable(self.block_size)}
+
+    @property
+    def has_work(self) -> bool:
+        """The next step has something to compute or to say."""
+        return bool(self.released) or any(
+            slot.closing or slot.is_runnable(self.block_size) for slot in self.slots.values()
+        )
+
+    def end_step(self, num_rows: int, computed: dict[int, Slot], sampled: dict[int, int]) -> list[int]:
+        """Close a step that computed the rows of `computed` and sampled `sampled`. Returns the message by row.
+
+        It has at least `num_rows` rows, more where a row beyond them was released.
+        """
+        message = [NO_TOKEN] * max([num_rows, *(row + 1 for row in self.released)])
+        for row in self.released:
+            message[row] = RELEASED
+        self.released.clear()
+        for row, slot in list(self.slots.items()):
+            if slot.closing:
+                message[row] = slot.rules.end_tokens[0]
+                del self.slots[row]
+        for row, slot in computed.items():
+            slot.computed, slot.num_retries = slot.target, 0
+            if row in sampled:
+                message[row] = self._append(row, slot, sampled[row])
+        return message
+
+    def fail(self, row: int) -> int:
+        """The sequence on `row` cannot go on. Returns what to say."""
+        del self.slots[row]
+        return FAILED
+
+    def _append(self, row: int, slot: Slot, token: int) -> int:
+        if slot.num_outputs + 1 >= slot.rules.max_tokens:
+            token = slot.rules.end_tokens[0]
+        slot.tokens.append(token)
+        slot.target = len(slot.tokens)
+        if token in slot.rules.end_tokens:
+            del self.slots[row]
+        elif slot.num_outputs >= slot.rules.min_tokens and slot.matches_stop():
+            slot.closing = True
+        return token

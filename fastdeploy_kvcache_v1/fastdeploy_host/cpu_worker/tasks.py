@@ -1,0 +1,83 @@
+"""Reading the host's tasks: duck-typed, so that it can be tested without the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ...embedded.sampler import SamplingParams
+from .slots import FinishRules, Slot, SlotTable, TaskKind
+
+logger = logging.getLogger(__name__)
+
+NEUTRAL = {
+    "repetition_penalty": (None, 0, 1),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "top_k": (None, 0, -1, 1),
+    "min_p": (None, 0),
+}
+"""Sampling parameters that this worker does not have, with the values that ask for nothing."""
+
+_warned: set[str] = set()
+
+
+def apply_task(table: SlotTable, task: Any) -> None:
+    """One task of the host's batch. Raises `CacheStateError` when it does not fit."""
+    row = int(task.idx)
+    kind = TaskKind(task.task_type.value)
+    if kind is TaskKind.PREFILL:
+        table.start(row, _slot(task))
+    elif kind is TaskKind.DECODE:
+        table.set_blocks(row, [int(block) for block in task.block_tables])
+    else:  # the host's GPU worker also treats an extend task as the end of the row
+        table.release(row)
+
+
+def _slot(task: Any) -> Slot:
+    prompt = [int(token) for token in task.prompt_token_ids]
+    return Slot(
+        request_id=task.request_id,
+        tokens=prompt + [int(token) for token in task.output_token_ids],
+        prompt_length=len(prompt),
+        computed=int(task.prefill_start_index),
+        target=int(task.prefill_end_index),
+        block_table=[int(block) for block in task.block_tables],
+        rules=_finish_rules(task),
+    )
+
+
+def _finish_rules(task: Any) -> FinishRules:
+    return FinishRules(
+        end_tokens=tuple(int(token) for token in task.eos_token_ids),
+        max_tokens=int(task.get("max_tokens") or 1 << 30),
+        min_tokens=int(task.get("min_tokens") or 0),
+        stop_sequences=_stop_sequences(task.get("stop_token_ids"), task.get("stop_seqs_len")),
+    )
+
+
+def _stop_sequences(
+    padded: Sequence[Sequence[int]] | None, lengths: Sequence[int] | None
+) -> tuple[tuple[int, ...], ...]:
+    """The host pads stop sequences to one length and tells the real ones beside them."""
+    if not padded or not lengths:
+        return ()
+    return tuple(tuple(row[:length]) for row, length in zip(padded, lengths, strict=False) if length)
+
+
+def sampling_params(task: Any, banned: tuple[int, ...]) -> SamplingParams:
+    """How the tokens of a prefill task's sequence are chosen."""
+    for name, values in NEUTRAL.items():
+        if task.get(name) not in values and name not in _warned:
+            _warned.add(name)
+            logger.warning("the CPU worker does not support %s: ignored", name)
+    temperature, top_p, seed = task.get("temperature"), task.get("top_p"), task.get("seed")
+    if task.get("top_k") == 1:  # what the host makes of temperature 0
+        temperature = 0.0
+    return SamplingParams(
+        temperature=1.0 if temperature is None else float(temperature),
+        top_p=min(1.0, float(top_p)) if top_p else 1.0,
+        seed=int(seed or 0),
+        banned_tokens=banned,
+    )

@@ -1,0 +1,102 @@
+"""Tokens from the worker to the engine, in the shape of FastDeploy's `get_output`: one datagram per step.
+
+    x[0]   1 running, -1 no row is left, -2 no message (receiver only)
+    x[1]   number of rows
+    x[2:]  the token of each row, see `slots`
+All int64. The engine makes the socket; a full one holds the worker back.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+RUNNING = 1
+ALL_STOPPED = -1
+NO_MESSAGE = -2
+
+RECEIVE_TIMEOUT_S = 0.2
+"""How long a blocking read waits: the host asks again."""
+
+CONNECT_TIMEOUT_S = 60.0
+MAX_BYTES = 1 << 16
+
+
+def channel_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / f"tokens{rank}"
+
+
+class TokenSender:
+    """The worker's end. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+
+    def connect(self) -> None:
+        """Wait for the engine's end; raises `OSError` when it does not come up."""
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            try:
+                return self._socket.connect(str(self._path))
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    def send(self, rows: Sequence[int], *, running: bool) -> None:
+        """Blocks while the engine is behind. Raises `OSError` when it is gone."""
+        message = np.array([RUNNING if running else ALL_STOPPED, len(rows), *rows], dtype=np.int64)
+        self._socket.send(message.tobytes())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TokenReceiver:
+    """The engine's end. One thread reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        path.unlink(missing_ok=True)
+        self._socket.bind(str(path))
+
+    def receive(self, *, wait: bool) -> NDArray[np.int64] | None:
+        """The next message, or None when there is none (within `RECEIVE_TIMEOUT_S`, with `wait`)."""
+        self._socket.settimeout(RECEIVE_TIMEOUT_S if wait else 0.0)
+        try:
+            return np.frombuffer(self._socket.recv(MAX_BYTES), dtype=np.int64)
+        except (TimeoutError, BlockingIOError):
+            return None
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+_receivers: dict[tuple[int, int], TokenReceiver] = {}
+
+
+def get_output(tensor: Any, rank: int, wait: bool) -> None:
+    """FastDeploy's op: fills `tensor`, int64 `[rows + 2, 1]`."""
+    key = (os.getpid(), rank)
+    if key not in _receivers:
+        from .environment import run_directory
+
+        _receivers[key] = TokenReceiver(channel_path(run_directory(), rank))
+    message = _receivers[key].receive(wait=wait)
+    values = np.full(tensor.shape, NO_MESSAGE, dtype=np.int64)
+    if message is not None:
+        values[: len(message), 0] = message
+    tensor.set_value(values)
+
+
+def unsupported_output(*args: Any, **kwargs: Any) -> None:
+    """Stands for the ops of outputs that the CPU worker does not have."""
+    raise NotImplementedError("the CPU worker gives plain tokens only: no logprobs, no speculative decoding")

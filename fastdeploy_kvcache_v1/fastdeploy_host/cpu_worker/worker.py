@@ -1,0 +1,104 @@
+"""The worker class that FastDeploy's event loop drives. Imported only where FastDeploy is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastdeploy.inter_communicator import IPCSignal
+from fastdeploy.worker.worker_base import WorkerBase
+
+from ...errors import ConfigError
+from ...runtime.base import free_host_memory
+from .environment import COPY_FAULTS, log_directory, run_directory
+from .runner import CpuModelRunner, RunnerConfig
+from .token_channel import TokenSender, channel_path
+
+logger = logging.getLogger(__name__)
+
+PROFILE_SHARE = 0.1
+"""Of the free memory, what the device tier takes when its size is not given."""
+
+MAX_PROFILE_BYTES = 1 << 29
+
+
+class CpuWorker(WorkerBase):  # type: ignore[misc]  # the host has no types
+    """One rank on the CPU. Control requests call methods by name."""
+
+    def __init__(self, fd_config: Any, local_rank: int, rank: int) -> None:
+        super().__init__(fd_config, local_rank, rank)
+        if self.parallel_config.tensor_parallel_size != 1:
+            raise ConfigError("the CPU worker has one rank: --tensor-parallel-size must be 1")
+        self.model_runner: CpuModelRunner
+
+    def init_device(self) -> None:
+        sender = TokenSender(channel_path(run_directory(), self.local_rank))
+        sender.connect()
+        config = RunnerConfig(
+            model_path=Path(self.model_config.model),
+            block_size=self.cache_config.block_size,
+            num_host_blocks=int(self.cache_config.num_cpu_blocks or 0),
+            cache_dtype=str(self.model_config.dtype),
+            copy_faults=os.environ.get(COPY_FAULTS, ""),
+        )
+        self.model_runner = CpuModelRunner(config, sender, stats_directory=log_directory())
+
+    def load_model(self) -> None:
+        self.model_runner.load_weights()
+
+    def get_model(self) -> None:
+        """There is no paddle layer to give."""
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the device tier."""
+        return min(MAX_PROFILE_BYTES, int(free_host_memory() * PROFILE_SHARE))
+
+    def cal_theortical_kvcache(self) -> int:
+        """Bytes of one block (the host's spelling)."""
+        return self.model_runner.block_bytes
+
+    def initialize_cache(self, num_gpu_blocks: int) -> None:
+        self.model_runner.create_caches(int(num_gpu_blocks))
+        # Kept: collecting the signal would unmap the memory under its value.
+        self._cache_ready = IPCSignal(
+            name="cache_ready_signal",
+            array=np.zeros([1], dtype=np.int32),
+            dtype=np.int32,
+            suffix=self.parallel_config.local_engine_worker_queue_port,
+            create=False,
+        )
+        self._cache_ready.value[self.local_rank] = 1
+
+    def graph_optimize_and_warm_up_model(self) -> None:
+        """Nothing to capture."""
+
+    def exist_prefill(self) -> bool:
+        return False
+
+    def check_health(self) -> bool:
+        return True
+
+    def preprocess_new_task(self, req_dicts: Sequence[Any], num_running_requests: int) -> None:
+        self.model_runner.insert_tasks(req_dicts)
+
+    def execute_model(self, model_forward_batch: Any = None, num_running_request: int = 0) -> None:
+        self.model_runner.execute(int(num_running_request or 0))
+
+    def sleep(self, tags: str) -> None:
+        """Control request: put `weight`, `kv_cache` or both away."""
+        if "weight" in tags.split(","):
+            self.model_runner.drop_weights()
+        if "kv_cache" in tags.split(","):
+            self.model_runner.drop_caches()
+
+    def wakeup(self, tags: str) -> None:
+        """Control request: the reverse of `sleep`. Weights are read again from the model's directory."""
+        self.model_runner.restore(weights="weight" in tags.split(","), caches="kv_cache" in tags.split(","))
+
+    def update_weights(self, version: str | None = None, verify_checksum: bool = False) -> None:
+        """Control request: read the weights again from the model's directory."""
+        self.model_runner.load_weights()

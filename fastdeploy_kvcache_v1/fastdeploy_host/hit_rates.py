@@ -1,0 +1,40 @@
+"""Hit rates as the host's cache manager publishes them: over all matches since the start, or since the last window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WINDOW = 10_000
+"""Matches after which the host counts anew."""
+
+
+class HitRates:
+    """Not thread-safe. Every match counts, those that are rolled back too: that is what the host's gauges mean."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.num_requests = 0
+        self.num_hits = 0
+        self.num_tokens = 0
+        self.num_device_tokens = 0
+        self.num_host_tokens = 0
+
+    def count(self, num_tokens: int, *, device: int, host: int) -> None:
+        """A request of `num_tokens` tokens matched `device` and `host` tokens of the two tiers."""
+        if self.num_requests >= WINDOW:
+            self.reset()
+        self.num_requests += 1
+        self.num_hits += device + host > 0
+        self.num_tokens += num_tokens
+        self.num_device_tokens += device
+        self.num_host_tokens += host
+
+    def publish(self, gauges: Any) -> None:
+        """Set the host's gauges."""
+        requests, tokens = max(1, self.num_requests), max(1, self.num_tokens)
+        gauges.hit_req_rate.set(self.num_hits / requests)
+        gauges.hit_token_rate.set((self.num_device_tokens + self.num_host_tokens) / tokens)
+        gauges.gpu_hit_token_rate.set(self.num_device_tokens / tokens)
+        gauges.cpu_hit_token_rate.set(self.num_host_tokens / tokens)

@@ -1,0 +1,172 @@
+"""Overlay: applies a patch table to the host as its modules are imported, all of it or none.
+
+The whole table is checked against the host's source before anything is patched; each target is looked at again when its
+module has been imported. A module that is still being imported when we arrive is patched later: its classes may not
+exist yet. `require_complete` is what makes a half-applied overlay unable to serve.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from ..errors import OverlayError
+from .release import Host, installed_host
+from .source import check_row, expected_parameters, runtime_parameters
+from .table import Kind, PatchRow, PatchTable, Where, table_for
+
+logger = logging.getLogger(__name__)
+
+
+class PointState(enum.Enum):
+    """What became of one row in this process."""
+
+    WAITING = "waiting for its module"
+    DEFERRED = "its module is being imported"
+    APPLIED = "applied"
+    FAILED = "failed"
+
+
+class Overlay:
+    """One table in one process. Thread-safe; import hooks run under the import lock."""
+
+    def __init__(self, table: PatchTable, root: Path) -> None:
+        self.table = table
+        self._root = root
+        self._states = dict.fromkeys(table.rows, PointState.WAITING)
+        self._lock = threading.RLock()
+
+    def start(self) -> None:
+        """Check every row, then patch what is imported and hook what is not.
+
+        Raises `OverlayError`, with nothing patched, naming every target that is missing or drifted.
+        """
+        if problems := self.problems():
+            raise OverlayError(
+                f"FastDeploy at {self._root} is not the {self.table.release} that the patch table was written for "
+                f"({self.table.commit}): {'; '.join(f'{row.target} {problem}' for row, problem in problems.items())}. "
+                "Run `fastdeploy-kvcache doctor`, or unset ENABLE_V1_KVCACHE_MANAGER"
+            )
+        for module in dict.fromkeys(row.module for row in self.table.rows):
+            loaded = sys.modules.get(module)
+            if loaded is None:
+                wrapt.register_post_import_hook(self._module_imported, module)
+            elif _is_half_imported(loaded):
+                self._set_states(module, PointState.DEFERRED)
+            else:
+                self._module_imported(loaded)
+
+    def problems(self) -> dict[PatchRow, str]:
+        """Rows whose target the host's source does not have as expected."""
+        checked = {row: check_row(self._root, row) for row in self.table.rows}
+        return {row: problem for row, problem in checked.items() if problem is not None}
+
+    def states(self) -> dict[PatchRow, PointState]:
+        with self._lock:
+            return dict(self._states)
+
+    def complete(self) -> None:
+        """Patch the modules that were half imported at `start`. Raises `OverlayError` if one still is."""
+        with self._lock:
+            deferred = {row.module for row, state in self._states.items() if state is PointState.DEFERRED}
+            for name in sorted(deferred):
+                module = sys.modules.get(name)
+                if module is None or _is_half_imported(module):
+                    raise OverlayError(f"{name} is still being imported: the overlay cannot be completed")
+                self._module_imported(module)
+
+    def require_complete(self, where: Where) -> None:
+        """Raises `OverlayError` unless every row for `where` is applied, or its module not imported at all."""
+        self.complete()
+        for row, state in self.states().items():
+            waiting = state is PointState.WAITING and row.module in sys.modules
+            if row.where in (where, Where.BOTH) and (waiting or state is PointState.FAILED):
+                raise OverlayError(f"{row.target} is not patched ({state.value}): refusing to serve")
+
+    def _module_imported(self, module: ModuleType) -> None:
+        name = module.__name__
+        with self._lock:
+            for row in self.table.rows:
+                if row.module == name and self._states[row] is not PointState.APPLIED:
+                    self._states[row] = PointState.FAILED  # unless the next line returns
+                    _apply(row, module)
+                    self._states[row] = PointState.APPLIED
+                    logger.debug("%s: %s", row.kind.value, row.target)
+
+    def _set_states(self, module: str, state: PointState) -> None:
+        for row in self.table.rows:
+            if row.module == module:
+                self._states[row] = state
+
+
+def _is_half_imported(module: ModuleType) -> bool:
+    return bool(getattr(module.__spec__, "_initializing", False))
+
+
+def _apply(row: PatchRow, module: ModuleType) -> None:
+    *outer, name = row.qualname.split(".")
+    owner: Any = module
+    try:
+        for part in outer:
+            owner = getattr(owner, part)
+        target = vars(owner)[name]
+    except (AttributeError, KeyError):
+        raise OverlayError(f"{row.target} is missing although the host's source has it") from None
+    ours = _load(row.ours)
+    if row.kind is Kind.EXTEND:
+        ours(target)
+        return
+    found, expected = runtime_parameters(target), expected_parameters(row.signature)
+    if found != expected:
+        raise OverlayError(f"{row.target} takes {found}, not {expected}: did another plugin replace it?")
+    if row.kind is Kind.WRAP:
+        wrapt.wrap_function_wrapper(module, row.qualname, ours)
+    else:
+        setattr(owner, name, ours(target))
+
+
+def _load(reference: str) -> Callable[..., Any]:
+    module, _, name = reference.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+_active: Overlay | None = None
+
+
+def start() -> Overlay | None:
+    """Start the overlay of this process, once. None when there is nothing to patch: no host, or one that needs no help.
+
+    Raises `OverlayError` when the host is not one we know.
+    """
+    global _active
+    if _active is None:
+        host = installed_host()
+        if host is None:
+            return None
+        if host.has_own_manager:
+            logger.warning("this FastDeploy has its own v1 KV-cache manager; fastdeploy-kvcache-v1 leaves it alone")
+            return None
+        _active = overlay_for(host)
+        _active.start()
+    return _active
+
+
+def overlay_for(host: Host) -> Overlay:
+    return Overlay(table_for(host.release), host.root)
+
+
+def active() -> Overlay:
+    """The overlay of this process. Raises `OverlayError` when none was started."""
+    if _active is None:
+        raise OverlayError("the overlay was not started in this process")
+    return _active

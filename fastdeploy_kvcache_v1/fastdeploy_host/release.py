@@ -1,0 +1,79 @@
+"""Which FastDeploy is this? Answered without importing it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import OverlayError
+
+PACKAGE = "fastdeploy"
+DISTRIBUTIONS = ("fastdeploy-gpu", "fastdeploy", "fastdeploy-cpu")
+OVERRIDE = "FASTDEPLOY_KVCACHE_HOST_VERSION"
+"""Environment variable that names the host's version where the host does not."""
+
+_IN_VERSION_FILE = re.compile(r"^fastdeploy version:\s*(\S+)", re.MULTILINE)
+_IN_SETUP = re.compile(r"FASTDEPLOY_VERSION\"?,\s*\"([^\"]+)\"")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A FastDeploy tree. `root` is the directory of its package, `version` as it names itself."""
+
+    root: Path
+    version: str
+
+    @property
+    def release(self) -> str:
+        """The first two numbers of the version."""
+        return ".".join(self.version.split(".")[:2])
+
+    @property
+    def has_own_manager(self) -> bool:
+        """A newer host that ships the v1 manager needs nothing from us."""
+        return (self.root / "cache_manager" / "v1").is_dir()
+
+
+def installed_host() -> Host | None:
+    """The FastDeploy that `import fastdeploy` would load; None when there is none."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return host_at(Path(next(iter(spec.submodule_search_locations))), installed=True)
+
+
+def host_at(directory: Path, *, installed: bool = False) -> Host:
+    """The FastDeploy of a checkout, or of its package directory. Raises `OverlayError` when it is none.
+
+    `installed`: distribution metadata of this environment describes it.
+    """
+    root = directory if directory.name == PACKAGE and (directory / "envs.py").is_file() else directory / PACKAGE
+    if not (root / "envs.py").is_file():
+        raise OverlayError(f"{directory} holds no FastDeploy: name a checkout, or the directory of its package")
+    version = os.environ.get(OVERRIDE) or _written_version(root) or (_metadata_version() if installed else None)
+    if version is None:
+        raise OverlayError(
+            f"the FastDeploy in {root} does not say its version (no version.txt, setup.py or package metadata): "
+            f"set {OVERRIDE}, for example to 2.6.0"
+        )
+    return Host(root, version)
+
+
+def _written_version(root: Path) -> str | None:
+    for path, pattern in ((root / "version.txt", _IN_VERSION_FILE), (root.parent / "setup.py", _IN_SETUP)):
+        if path.is_file() and (found := pattern.findall(path.read_text(encoding="utf-8"))):
+            return str(found[-1])  # the build appends to version.txt
+    return None
+
+
+def _metadata_version() -> str | None:
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

@@ -1,0 +1,33 @@
+"""What the command line says about the cache, and how it reaches the workers: they take no flags of ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+
+from ..config import WritePolicy
+from ..errors import ConfigError
+
+DEFAULT_POLICY = WritePolicy.WRITE_THROUGH_SELECTIVE
+DEFAULT_THRESHOLD = 2
+POLICY_VARIABLE = "FD_KVCACHE_V1_WRITE_POLICY"
+THRESHOLD_VARIABLE = "FD_KVCACHE_V1_WRITE_THROUGH_THRESHOLD"
+
+
+def write_policy(given: str | None) -> WritePolicy:
+    """The policy `given`, else that of the environment, else the default. Raises `ConfigError`."""
+    return WritePolicy.parse(given or os.environ.get(POLICY_VARIABLE) or DEFAULT_POLICY)
+
+
+def write_through_threshold(given: int | None) -> int:
+    """As `write_policy`."""
+    text = str(os.environ.get(THRESHOLD_VARIABLE, DEFAULT_THRESHOLD) if given is None else given)
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--write-through-threshold must be a whole number of at least 1, got {text}")
+    return int(text)
+
+
+def export(policy: WritePolicy, threshold: int, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let the processes started from here on see what the engine was told."""
+    environment[POLICY_VARIABLE] = policy.value
+    environment[THRESHOLD_VARIABLE] = str(threshold)

@@ -1,0 +1,154 @@
+"""Reading the host's source without running it: does a patch target exist, and is its signature the expected one?
+
+Works on a tree that cannot be imported here (another machine's, or one that needs a GPU), and on the whole table before
+the first patch is applied.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from .table import Kind, PatchRow
+
+VALUE = "value"
+"""Signature of what is not callable."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a qualified name stands for in the source."""
+
+    signature: str
+    names: frozenset[str]
+    """Attributes a class body sets, or keys of a dictionary display."""
+
+
+def check_row(root: Path, row: PatchRow) -> str | None:
+    """None when the target is as the row expects, else what is wrong. `root` is the directory of the host's package."""
+    found = find(root, row.module, row.qualname)
+    if found is None:
+        return "missing"
+    if row.kind is Kind.EXTEND:
+        taken = sorted(found.names.intersection(row.adds))
+        return f"drifted: the host has {', '.join(taken)} itself" if taken else None
+    if found.signature != row.signature:
+        return f"drifted: expected {row.signature}, the host has {found.signature}"
+    return None
+
+
+def find(root: Path, module: str, qualname: str) -> Definition | None:
+    """`root` is the directory of the top-level package that `module` starts with."""
+    path = module_path(root, module)
+    return None if path is None else _find(root, path, qualname.split("."))
+
+
+def module_path(root: Path, module: str) -> Path | None:
+    base = root.joinpath(*module.split(".")[1:])
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+def _find(root: Path, path: Path, names: list[str]) -> Definition | None:
+    body: Iterable[ast.stmt] = _parse(path).body
+    for position, name in enumerate(names):
+        node = next((each for each in _statements(body) if name in _bound_names(each)), None)
+        last = position == len(names) - 1
+        match node:
+            case ast.ClassDef():
+                if last:
+                    return Definition(_class_signature(node), frozenset(_body_names(node.body)))
+                body = node.body
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if last:
+                return Definition(_signature(node.args), frozenset())
+            case ast.ImportFrom(module=str(source), level=0) if source.split(".")[0] == root.name:
+                origin = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+                target = module_path(root, source)
+                return None if target is None else _find(root, target, [origin, *names[position + 1 :]])
+            case ast.Assign(value=value) | ast.AnnAssign(value=value) if last:
+                return Definition(VALUE, frozenset(_keys(value)))
+            case _:
+                return None
+    return None
+
+
+@lru_cache(maxsize=64)
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a body, those inside `if` and `try` included."""
+    for node in body:
+        yield node
+        match node:
+            case ast.If():
+                yield from _statements([*node.body, *node.orelse])
+            case ast.Try():
+                handlers = [each for handler in node.handlers for each in handler.body]
+                yield from _statements([*node.body, *handlers, *node.orelse, *node.finalbody])
+
+
+def _bound_names(node: ast.stmt) -> list[str]:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [name]
+        case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
+            return [alias.asname or alias.name for alias in aliases]
+        case ast.Assign(targets=targets):
+            return [target.id for target in targets if isinstance(target, ast.Name)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [name]
+    return []
+
+
+def _body_names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    for node in _statements(body):
+        yield from _bound_names(node)
+
+
+def _keys(value: ast.expr | None) -> Iterator[str]:
+    for key in value.keys if isinstance(value, ast.Dict) else ():
+        if isinstance(key, ast.Constant):
+            yield str(key.value)
+
+
+def _class_signature(node: ast.ClassDef) -> str:
+    for each in _statements(node.body):
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            return _signature(each.args)
+    return VALUE
+
+
+def _signature(arguments: ast.arguments) -> str:
+    """Parameters as written, without annotations."""
+    bare = copy.deepcopy(arguments)
+    for argument in ast.walk(bare):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return f"({ast.unparse(bare)})"
+
+
+def runtime_parameters(target: object) -> list[str] | None:
+    """Parameter names of a live function, or of a live class's `__init__`; None when it is not callable."""
+    if isinstance(target, type):
+        target = inspect.getattr_static(target, "__init__")
+    if isinstance(target, (staticmethod, classmethod)):
+        target = target.__func__
+    if not callable(target):
+        return None
+    return list(inspect.signature(target).parameters)
+
+
+def expected_parameters(signature: str) -> list[str] | None:
+    if signature == VALUE:
+        return None
+    expression = ast.parse(f"lambda {signature[1:-1]}: None", mode="eval").body
+    assert isinstance(expression, ast.Lambda)
+    arguments = expression.args
+    named = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
+    return [argument.arg for argument in named if argument is not None]

@@ -1,0 +1,204 @@
+"""What a worker rank keeps: the controller over its cache tensors, and which copies the next forward pass waits for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..attention.base import AttentionCacheBackend, CacheLayout
+from ..cache_controller import CacheController
+from ..errors import CacheStateError, ConfigError, TransferError
+from ..layer_done_counter import LayerDoneCounter
+from ..runtime import Runtime
+from .transport import SwapInbox
+
+logger = logging.getLogger(__name__)
+
+PREFILL, DECODE, PREEMPTED, EXTEND, ABORT = range(5)
+"""Values of the host's RequestType."""
+
+MAIN, DRAFT = "main", "draft"
+
+
+class RunningTables:
+    """Block tables of the rows of the running batch: which device slots a forward pass may write.
+
+    A row that finished is not announced; its slots stay named until a swap-in or another row takes them, which only
+    makes a pass wait for more than it must.
+    """
+
+    def __init__(self, spare_blocks: int = 3) -> None:
+        self._rows: dict[int, tuple[list[int], int]] = {}
+        self._spare_blocks = spare_blocks
+        """The host extends a table when the current block is nearly full: writes reach back this many blocks."""
+
+    def update(self, tasks: Iterable[Any], block_size: int) -> None:
+        """Take over what a batch says."""
+        for task in tasks:
+            kind = task.task_type.value
+            if kind == PREFILL:
+                self._rows[task.idx] = (list(task.block_tables), task.prefill_start_index // block_size)
+            elif kind == DECODE:
+                before, first = self._rows.get(task.idx, ([], 0))
+                grown = len(before) - self._spare_blocks
+                self._rows[task.idx] = (list(task.block_tables), max(first, grown))
+            elif kind == EXTEND:
+                before, first = self._rows.get(task.idx, ([], 0))
+                self._rows[task.idx] = ([*before, *task.extend_block_tables], first)
+            else:
+                self._rows.pop(task.idx, None)
+
+    def written(self, without: Iterable[int] = ()) -> set[int]:
+        """Slots that the next pass may write, but for `without`: slots being swapped in belong to no old row."""
+        slots = {int(slot) for table, first in self._rows.values() for slot in table[first:]}
+        return slots.difference(without)
+
+    def clear(self) -> None:
+        self._rows.clear()
+
+
+class OffsetCounter:
+    """A `LayerDoneCounter` for a draft model, whose layers count from 0 again."""
+
+    def __init__(self, counter: LayerDoneCounter, first_layer: int) -> None:
+        self._counter = counter
+        self._first_layer = first_layer
+
+    def wait_for_layer(self, layer: int) -> None:
+        self._counter.wait_for_layer(self._first_layer + layer)
+
+
+class _Registered(AttentionCacheBackend):
+    """The layout of tensors that the host's backends have made."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self._layout
+
+
+class WorkerCache:
+    """Not thread-safe: the worker's event loop uses it.
+
+    Tensors are registered in parts, because the host makes those of a draft model apart and in either order; the host
+    tier is allocated when the last part is there. `make_runtime` is called then, in the process that computes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_host_blocks: int,
+        block_size: int,
+        make_runtime: Callable[[], Runtime],
+        parts: Sequence[str] = (MAIN,),
+        layer_timeout_s: float = 30.0,
+    ) -> None:
+        self._num_host_blocks = num_host_blocks
+        self._block_size = block_size
+        self._make_runtime = make_runtime
+        self._layer_timeout_s = layer_timeout_s
+        self._parts = tuple(parts)
+        self._registered: dict[str, tuple[CacheLayout, dict[str, Any], int]] = {}
+        self._runtime: Runtime | None = None
+        self._controller: CacheController | None = None
+        self._inbox = SwapInbox()
+        self._tables = RunningTables()
+        self._counters: list[LayerDoneCounter] = []
+        self._began = False
+        self.current_counter: LayerDoneCounter | None = None
+        """What the running pass waits for layer by layer."""
+
+    # ---- tensors
+
+    def register(self, part: str, layout: CacheLayout, tensors: dict[str, Any], num_blocks: int) -> None:
+        """The tensors of one model exist. Raises `ConfigError` when the models' layouts do not go together."""
+        if part in self._registered:
+            self.unregister(part)
+        self._registered[part] = (layout, tensors, num_blocks)
+        if self._num_host_blocks and all(each in self._registered for each in self._parts):
+            self._build()
+
+    def unregister(self, part: str) -> None:
+        """The host is about to drop the tensors of one model: copies end first, the host tier is given back."""
+        self._registered.pop(part, None)
+        self._counters.clear()
+        self.current_counter = None
+        self._tables.clear()
+        if self._controller is not None:
+            self._controller.free()
+            self._controller = None
+
+    def _build(self) -> None:
+        parts = [self._registered[each] for each in self._parts]
+        layout, _, num_blocks = parts[0]
+        if any(each.roles != layout.roles for each, _, _ in parts):
+            raise ConfigError("swap space needs a draft model whose layers are cached like the main model's")
+        if any(blocks < num_blocks for _, _, blocks in parts):
+            raise ConfigError("the draft model's cache has fewer blocks than the main model's")
+        combined = CacheLayout(sum(each.num_layers for each, _, _ in parts), layout.roles)
+        tensors = {name: tensor for _, part, _ in parts for name, tensor in part.items()}
+        if self._runtime is None:
+            self._runtime = self._make_runtime()
+        self._controller = CacheController(
+            _Registered(combined), runtime=self._runtime, layer_timeout_s=self._layer_timeout_s
+        )
+        self._controller.attach_kv_cache(tensors, num_blocks, self._num_host_blocks)
+        logger.info("host tier: %d blocks of %d bytes", self._num_host_blocks, combined.block_bytes)
+
+    @property
+    def has_host_tier(self) -> bool:
+        return self._controller is not None
+
+    @property
+    def num_main_layers(self) -> int:
+        return self._registered[MAIN][0].num_layers
+
+    # ---- a step
+
+    def receive(self, tasks: Sequence[Any]) -> None:
+        """A batch has arrived: start its copies. Raises `TransferError` when a batch before it was lost."""
+        steps = self._inbox.take(tasks)
+        self._tables.update(tasks, self._block_size)
+        for step in steps:
+            if self._controller is None:
+                raise CacheStateError(f"swap step {step.step} arrived while there are no caches")
+            counter = self._controller.submit_swap_tasks(step.step, step.evict, step.swap_in)
+            if counter is not None:
+                self._counters.append(counter)
+
+    def begin_forward(self, *, layer_by_layer: bool) -> LayerDoneCounter | None:
+        """Before a forward pass: what it writes waits for copies that read it, and so do earlier swap-ins.
+
+        Returns the counter whose layers the pass waits for itself, or None when nothing is left to wait for.
+        """
+        if self._controller is None:
+            return None
+        self._began = True
+        layered = self._counters[-1] if self._counters and layer_by_layer else None
+        for counter in self._counters:
+            if counter is not layered:
+                counter.wait_all()
+        if self._controller.stats().in_flight:
+            arriving = () if layered is None else layered.target_slots
+            self._controller.before_compute((), self._tables.written(without=arriving), counter=layered)
+        self.current_counter = layered
+        return layered
+
+    def end_forward(self) -> None:
+        """After a step: later copies wait for what it computes. Raises `TransferError` when a copy failed, because a
+        block without its content must never be read."""
+        if self._controller is None:
+            return
+        if self._began:
+            self._began = False
+            layered, self.current_counter = self.current_counter, None
+            self._counters.clear()
+            if layered is not None:  # a step without tokens, or without its draft model, runs no layer that waits
+                layered.wait_all()
+            self._controller.after_compute(None, None)
+        failed = [result for result in self._controller.take_results() if not result.ok]
+        if failed:
+            raise TransferError(f"{len(failed)} copies of KV blocks failed, the first one with: {failed[0].error}")

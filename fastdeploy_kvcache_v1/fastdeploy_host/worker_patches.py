@@ -1,0 +1,237 @@
+"""Patches of the GPU worker. Thin on purpose: decisions are in `WorkerCache`, layouts in `backends`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..runtime import CudaRuntime, Runtime
+from . import overlay
+from .backends import cache_layout
+from .table import Where
+from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+COUNTER = "_kvcache_v1_counter"
+"""Attribute of a `ForwardMeta`: whose layers the attention of this pass waits for."""
+
+_worker_cache: WorkerCache | None = None
+
+
+def worker_cache() -> WorkerCache:
+    """The one of this process: a worker process has one model runner."""
+    assert _worker_cache is not None, "the model runner has not been made yet"
+    return _worker_cache
+
+
+def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `GPUModelRunner.__init__`: the proposer it makes asks for our cache, so ours comes first."""
+    global _worker_cache
+    overlay.active().require_complete(Where.WORKER)
+    config = kwargs["fd_config"] if "fd_config" in kwargs else args[0]
+    with_draft = config.speculative_config is not None and config.speculative_config.method == "mtp"
+    cache = config.cache_config
+    _worker_cache = WorkerCache(
+        num_host_blocks=int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0,
+        block_size=int(cache.block_size),
+        make_runtime=_current_gpu,
+        parts=(MAIN, DRAFT) if with_draft else (MAIN,),
+    )
+    wrapped(*args, **kwargs)
+
+
+def _current_gpu() -> Runtime:
+    import paddle
+
+    return CudaRuntime(int(paddle.device.get_device().rpartition(":")[2]))
+
+
+def insert_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `GPUModelRunner.insert_tasks_v1`: copies start before anything else of the batch."""
+    worker_cache().receive(kwargs["req_dicts"] if "req_dicts" in kwargs else args[0])
+    return wrapped(*args, **kwargs)
+
+
+def execute_model(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `GPUModelRunner.execute_model`: when it returns, the pass has been submitted."""
+    result = wrapped(*args, **kwargs)
+    worker_cache().end_forward()
+    return result
+
+
+def initialize_forward_meta(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `GPUModelRunner.initialize_forward_meta`, which knows how the pass will run.
+
+    Captured and static graphs do not run the Python of attention layers: they wait for all layers at once.
+    """
+    wrapped(*args, **kwargs)
+    if kwargs.get("is_dummy_or_profile_run", args[0] if args else False):
+        return
+    meta, graphs = instance.forward_meta, instance.fd_config.graph_opt_config
+    plain = not meta.step_use_cudagraph and graphs.graph_opt_level == 0
+    setattr(meta, COUNTER, worker_cache().begin_forward(layer_by_layer=plain))
+
+
+def initialize_draft_forward_meta(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `MTPProposer._initialize_forward_meta`: draft layers come after the main model's, in one swap-in."""
+    wrapped(*args, **kwargs)
+    cache = worker_cache()
+    if _argument(args, kwargs, 1, "is_dummy_run", False) or (counter := cache.current_counter) is None:
+        return
+    if instance.forward_meta.step_use_cudagraph:
+        counter.wait_all()
+    else:
+        setattr(instance.forward_meta, COUNTER, OffsetCounter(counter, cache.num_main_layers))
+
+
+def _argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
+
+
+def split_batch(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `split_batch_decoder_layers`: half batches wait for what the whole one would have waited for."""
+    halves = wrapped(*args, **kwargs)
+    counter = getattr(_argument(args, kwargs, 0, "forward_meta", None), COUNTER, None)
+    for meta in halves if counter is not None else ():
+        setattr(meta, COUNTER, counter)
+    return halves
+
+
+def make_attention_forward(original: Wrapped) -> Wrapped:
+    """Replaces `Attention.forward`. A plain function: this runs per layer, and graph compilers look into it."""
+
+    def forward(
+        self: Any,
+        q: Any = None,
+        k: Any = None,
+        v: Any = None,
+        qkv: Any = None,
+        compressed_kv: Any = None,
+        k_pe: Any = None,
+        forward_meta: Any = None,
+    ) -> Any:
+        counter = getattr(forward_meta, COUNTER, None)
+        if counter is not None:
+            counter.wait_for_layer(self.layer_id)
+        return original(self, q, k, v, qkv, compressed_kv, k_pe, forward_meta)
+
+    return forward
+
+
+def make_indexer_forward(original: Wrapped) -> Wrapped:
+    """Replaces `Indexer.forward`, which reads its cache before the layer's attention runs."""
+
+    def forward(self: Any, forward_meta: Any, hidden_states: Any, qr: Any, positions: Any, rotary_emb: Any) -> Any:
+        counter = getattr(forward_meta, COUNTER, None)
+        if counter is not None:
+            counter.wait_for_layer(self.layer_id)
+        return original(self, forward_meta, hidden_states, qr, positions, rotary_emb)
+
+    return forward
+
+
+# ---- cache tensors
+
+
+def make_initialize_kv_cache(original: Wrapped) -> Wrapped:
+    """Replaces `GPUModelRunner.initialize_kv_cache`: the worker makes its tensors itself and waits for nobody."""
+
+    def initialize_kv_cache(self: Any, profile: bool = False) -> None:
+        import paddle
+        from fastdeploy import envs
+
+        self.mla_cache = envs.FD_ATTENTION_BACKEND == "MLA_ATTN"
+        self.dsa_cache = envs.FD_ATTENTION_BACKEND == "DSA_ATTN"
+        quant_type = "uint8" if self.dsa_cache else _quant_type(self.quant_config)
+        rank = self.local_rank % self.parallel_config.tensor_parallel_size
+        tensors = _make_tensors(
+            self, MAIN, self.num_gpu_blocks, quant_type=quant_type, rank=rank, first_layer=0, keep=not profile
+        )
+        self.cache_kvs_map.update(tensors)
+        self.share_inputs["caches"] = list(tensors.values())
+        if not profile:
+            self.cache_ready_signal.value[rank] = 1
+        paddle.device.cuda.empty_cache()
+
+    return initialize_kv_cache
+
+
+def make_initialize_draft_kv_cache(original: Wrapped) -> Wrapped:
+    """Replaces `MTPProposer.initialize_kv_cache`."""
+
+    def initialize_kv_cache(self: Any, main_model_num_blocks: int, profile: bool = False) -> None:
+        self.num_gpu_blocks = int(main_model_num_blocks * self.speculative_config.num_gpu_block_expand_ratio)
+        self.cache_kvs = {}
+        tensors = _make_tensors(
+            self,
+            DRAFT,
+            self.num_gpu_blocks,
+            quant_type=_quant_type(self.quant_config),
+            rank=self.local_rank % self.parallel_config.tensor_parallel_size,
+            first_layer=self.num_main_model_layers,
+            keep=not profile,
+        )
+        self.cache_kvs_map.update(tensors)
+        self.model_inputs["caches"] = list(tensors.values())
+        self._empty_cache()
+
+    return initialize_kv_cache
+
+
+def _make_tensors(
+    runner: Any, part: str, num_blocks: int, *, quant_type: str | None, rank: int, first_layer: int, keep: bool
+) -> dict[str, Any]:
+    """`keep`: they stay; those of the profiling run do not."""
+    backend, num_layers = runner.attn_backends[0], runner.model_config.num_hidden_layers
+    dtype = runner.model_config.dtype
+    tensors: dict[str, Any] = backend.create_kv_cache(
+        num_blocks,
+        num_layers,
+        dtype=dtype,
+        quant_type=quant_type,
+        rank=rank,
+        device=runner.device_id,
+        first_layer=first_layer,
+    )
+    if keep:
+        layout = cache_layout(backend, num_layers, dtype=dtype, quant_type=quant_type).layout
+        worker_cache().register(part, layout, tensors, num_blocks)
+    return tensors
+
+
+def _quant_type(quant_config: Any) -> str | None:
+    return getattr(quant_config, "kv_cache_quant_type", None)
+
+
+def make_clear_cache(original: Wrapped) -> Wrapped:
+    """Replaces `GPUModelRunner.clear_cache`: copies end, both tiers are given back, nobody else is waited for."""
+
+    def clear_cache(self: Any, profile: bool = False) -> None:
+        import paddle
+
+        if not profile:
+            worker_cache().unregister(MAIN)
+        self.cache_kvs_map.clear()
+        self.share_inputs.pop("caches", None)
+        if self.forward_meta is not None:
+            self.forward_meta.clear_caches()
+        paddle.device.cuda.empty_cache()
+
+    return clear_cache
+
+
+def make_clear_draft_cache(original: Wrapped) -> Wrapped:
+    """Replaces `MTPProposer.clear_mtp_cache`."""
+
+    def clear_mtp_cache(self: Any, profile: bool = False) -> None:
+        if not profile:
+            worker_cache().unregister(DRAFT)
+        self.cache_kvs_map.clear()
+        self.model_inputs.pop("caches", None)
+        if self.forward_meta is not None:
+            self.forward_meta.caches = None
+
+    return clear_mtp_cache

@@ -1,0 +1,70 @@
+"""Activation inside FastDeploy's processes. `ENABLE_V1_KVCACHE_MANAGER=1` is the one switch.
+
+Two ways lead here: the `.pth` file that installation puts into site-packages, which every process passes before it
+imports anything, and FastDeploy's own plugin groups for users of `FD_PLUGINS`. Both may run; the second does nothing.
+Until `fastdeploy` is imported nothing happens but one entry on `sys.meta_path`.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
+HOST = "fastdeploy"
+
+
+def is_enabled() -> bool:
+    """Raises `ConfigError` for anything but 0 and 1 (unset counts as 0)."""
+    value = os.environ.get(SWITCH, "") or "0"
+    if value not in ("0", "1"):
+        from .errors import ConfigError
+
+        raise ConfigError(f"{SWITCH} must be 0 or 1, got {value!r}")
+    return value == "1"
+
+
+class _Trigger:
+    """Starts the overlay at the moment `fastdeploy` is looked up, so that its errors reach whoever imports it."""
+
+    def __init__(self) -> None:
+        self._busy = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name == HOST and not self._busy:
+            self._busy = True  # finding out what the host is looks it up again
+            try:
+                _start()
+            finally:
+                self._busy = False
+            sys.meta_path.remove(self)
+        return None
+
+
+def _start() -> None:
+    if is_enabled():
+        from .fastdeploy_host import overlay
+
+        overlay.start()
+
+
+def activate() -> None:
+    """Called from the `.pth` file. Cheap, raises nothing, may be called again."""
+    if HOST in sys.modules or any(isinstance(finder, _Trigger) for finder in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Trigger())
+
+
+def stand_by() -> None:
+    """Undo `activate`, for a process that only looks at the host: a host that we refuse must not end it."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Trigger)]
+
+
+def register() -> None:
+    """Entry point of FastDeploy's plugin groups. Raises `OverlayError` when the host cannot be patched."""
+    _start()

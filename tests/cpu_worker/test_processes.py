@@ -1,0 +1,214 @@
+"""What starts, watches and cleans up, as far as it goes without FastDeploy."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import psutil
+import pytest
+
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker import hooks, settings
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.environment import RUN_DIRECTORY
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor import (
+    SESSION_FILE,
+    Estate,
+    end_processes,
+    processes_of,
+    remove_files,
+)
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.token_channel import TokenReceiver, TokenSender
+
+HOST_COMMAND = (
+    "A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m paddle.distributed.launch --log_dir /logs --devices 0 "
+    "/fd/fastdeploy/engine/../worker/worker_process.py --model m --config '{\"a\": 1}' 2>/logs/launch_worker.log"
+)
+
+
+def test_the_workers_command_keeps_its_arguments():
+    assert hooks.cpu_worker_command(HOST_COMMAND) == (
+        "exec env A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m "
+        "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.launch worker --model m --config '{\"a\": 1}' "
+        ">/logs/workerlog.0 2>/logs/launch_worker.log"
+    )
+
+
+def test_an_unknown_command_is_an_error():
+    with pytest.raises(ConfigError, match="unknown way"):
+        hooks.cpu_worker_command("python worker.py")
+
+
+def test_the_platform_changes_one_answer():
+    class Platform:
+        def is_cuda(self):
+            return False
+
+        def is_xpu(self):
+            return False
+
+    platform = hooks.CudaPlatform(Platform())
+    assert platform.is_cuda()
+    assert not platform.is_xpu()
+
+
+@pytest.fixture
+def channel(tmp_path):
+    receiver = TokenReceiver(tmp_path / "s")
+    sender = TokenSender(tmp_path / "s")
+    sender.connect()
+    yield sender, receiver
+    sender.close()
+    receiver.close()
+
+
+def test_tokens_cross_the_channel(channel):
+    sender, receiver = channel
+    assert receiver.receive(wait=False) is None
+    sender.send([5, -1, -9], running=True)
+    sender.send([], running=False)
+    first = receiver.receive(wait=True)
+    assert (first.tolist(), first.dtype) == ([1, 3, 5, -1, -9], np.int64)
+    assert receiver.receive(wait=True).tolist() == [-1, 0]
+    assert receiver.receive(wait=True) is None
+
+
+def test_a_slow_engine_holds_the_worker_back_and_loses_nothing(channel):
+    sender, receiver = channel
+    thread = threading.Thread(target=lambda: [sender.send([number], running=True) for number in range(3000)])
+    thread.start()
+    assert [int(receiver.receive(wait=True)[2]) for _ in range(3000)] == list(range(3000))
+    thread.join()
+
+
+ESTATE = Estate("/tmp/run", 8000, (8001, 8002))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "8000.socket",
+        "router_8000.ipc",
+        "response_8000_w123.pull",
+        "cache_ready_signal.8001",
+        "fd_lock_gpu_cache_lock.8001",
+        "fmq_ctrl_w2e_rank0_8001.ipc",
+        "fmq_ctrl_c2e_rank0_8002.ipc",
+        "fd_task_queue_8002.sock",
+    ],
+)
+def test_files_of_this_server(name):
+    assert ESTATE.owns(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["18000.socket", "router_80001.ipc", "cache_ready_signal.18001", "psm_8001", "fmq_shm_8001", "8003.socket"]
+)
+def test_files_of_others(name):
+    assert not ESTATE.owns(name)
+
+
+def test_estate_survives_the_command_line():
+    assert Estate.loads(ESTATE.dumps()) == ESTATE
+
+
+def test_only_its_own_files_are_removed(tmp_path):
+    shared, run = tmp_path / "shm", tmp_path / "run"
+    shared.mkdir()
+    run.mkdir()
+    (run / "x").touch()
+    for name in ("8000.socket", "exist_task_signal.8001", "exist_task_signal.9001"):
+        (shared / name).touch()
+    removed = remove_files(Estate(str(run), 8000, (8001, 8002)), shared)
+    assert removed == ["8000.socket", "exist_task_signal.8001"]
+    assert [path.name for path in shared.iterdir()] == ["exist_task_signal.9001"]
+    assert not run.exists()
+
+
+SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+
+
+def sleeper(**options):
+    return subprocess.Popen([sys.executable, "-c", SLEEPER], **options)
+
+
+def test_processes_are_found_by_environment_and_by_session(tmp_path):
+    marked = sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})
+    in_session = sleeper(start_new_session=True)
+    stranger = sleeper()
+    (tmp_path / SESSION_FILE).write_text(str(in_session.pid))
+    try:
+        assert {process.pid for process in processes_of(str(tmp_path))} == {marked.pid, in_session.pid}
+        assert end_processes(str(tmp_path)) == 2
+        assert not psutil.pid_exists(marked.pid)
+        assert not psutil.pid_exists(in_session.pid)
+        assert stranger.poll() is None
+    finally:
+        for process in (marked, in_session, stranger):
+            process.kill()
+            process.wait()
+
+
+def test_the_janitor_works_when_its_input_ends(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    victim = sleeper(env={**os.environ, RUN_DIRECTORY: str(run)})
+    module = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor"
+    janitor = subprocess.Popen(
+        [sys.executable, "-m", module, Estate(str(run), 1, (2, 3)).dumps()], stdin=subprocess.PIPE
+    )
+    try:
+        janitor.stdin.close()
+        assert janitor.wait(30) == 0
+        assert victim.wait(10) == -signal.SIGKILL
+        assert not run.exists()
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+@pytest.fixture
+def parse(monkeypatch, tmp_path):
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.delenv(settings.SWITCH, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return settings.parse
+
+
+def test_settings(parse, tmp_path):
+    chosen = parse(["--port", "0", "--log-dir", "here", "--max-num-seqs", "4", "--swap-space", "1"])
+    assert chosen.passed_on == ("--max-num-seqs", "4", "--swap-space", "1")
+    assert len({chosen.port, chosen.queue_port, chosen.cache_queue_port}) == 3
+    assert chosen.uses_our_manager
+    assert chosen.model is None
+    assert chosen.log_directory == tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size cannot be used"),
+        (["--speculative_config={}"], "--speculative-config cannot be used"),
+        (["--start-timeout", "0"], "--start-timeout must be positive"),
+        (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
+        (["--log-dir", "with space"], "path with spaces"),
+    ],
+)
+def test_settings_that_cannot_work(parse, words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse(words)
+
+
+def test_swap_space_needs_our_manager(parse, monkeypatch):
+    monkeypatch.setenv(settings.SWITCH, "0")
+    assert not parse(["--port", "0"]).uses_our_manager
+    with pytest.raises(ConfigError, match="--swap-space needs ENABLE_V1_KVCACHE_MANAGER=1"):
+        parse(["--port", "0", "--swap-space", "1"])
+
+
+def test_without_fastdeploy(monkeypatch):
+    monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="FastDeploy is not installed"):
+        settings.parse([])

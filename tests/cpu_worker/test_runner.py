@@ -1,0 +1,183 @@
+"""The runner with the real model, caches and copies; the host is a few tasks. The reference is the decoder alone."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.batch_request import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.embedded.model.config import load_model_config
+from fastdeploy_kvcache_v1.errors import TransferError
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_random_model, write_random_weights
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.runner import STATS_FILE, CpuModelRunner, RunnerConfig
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.slots import FAILED, RELEASED
+from fastdeploy_kvcache_v1.fastdeploy_host.transport import encode
+from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+
+from .host_tasks import ABORT, DECODE, other, prefill
+
+BLOCK = 8
+PROMPT = list(range(20, 20 + 21))
+
+
+class Messages:
+    """Takes the place of the socket to the engine."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, rows, *, running):
+        self.sent.append((list(rows), running))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_random_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make_runner(model, tmp_path):
+    runners = []
+
+    def make(copy_faults="", path=model):
+        config = RunnerConfig(Path(path), BLOCK, num_host_blocks=8, cache_dtype="float32", copy_faults=copy_faults)
+        runner = CpuModelRunner(config, Messages(), stats_directory=tmp_path)
+        runner.load_weights()
+        runner.create_caches(16)
+        runner.messages = runner._sender.sent
+        runners.append(runner)
+        return runner
+
+    yield make
+    for runner in runners:
+        runner.drop_caches()
+
+
+def decode_alone(model, prompt, count):
+    """Greedy continuation by the decoder, nothing cached."""
+    import paddle
+
+    from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder
+    from fastdeploy_kvcache_v1.embedded.model.plan import SequenceSlice
+
+    config = load_model_config(model)
+    decoder = Decoder.load(model, config)
+    tokens = list(prompt)
+    for _ in range(count):
+        shape = [16, config.num_kv_heads, BLOCK, config.head_dim]
+        caches = [paddle.zeros(shape) for _ in range(2 * config.num_layers)]
+        (logits,) = decoder.forward([SequenceSlice(np.array(tokens), 0, range(16))], caches)
+        tokens.append(int(logits.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return decode_alone(model, PROMPT, 6)
+
+
+def run(runner, steps, rows=1):
+    first = len(runner.messages)
+    for _ in range(steps):
+        runner.execute(rows)
+    return [message[0][0] for message in runner.messages[first:]]
+
+
+def with_swaps(task, number, *, evict=((), ()), swap_in=((), ()), previous=-1):
+    step = SwapStep(
+        number,
+        CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, *evict),
+        CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, *swap_in),
+    )
+    setattr(task, SWAP_ATTRIBUTE, encode(step, previous))
+    return task
+
+
+def test_whole_prompt(make_runner, expected):
+    runner = make_runner()
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
+    assert run(runner, 6) == expected
+
+
+def test_chunks_a_longer_table_and_an_abort(make_runner, expected):
+    runner = make_runner()
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(2), end=16)])
+    assert run(runner, 1) == [-1]
+    assert not runner.not_need_stop()
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(3), start=16)])
+    assert run(runner, 4) == expected[:4]
+    assert not runner.not_need_stop()  # position 24 has no block
+    runner.insert_tasks([other(DECODE, 0, "a", range(4))])
+    assert run(runner, 2) == expected[4:]
+    runner.insert_tasks([other(ABORT, 0, "a")])
+    assert run(runner, 1) == [RELEASED]
+    assert runner.messages[-1] == ([RELEASED], False)
+
+
+def swap_out_and_in(runner):
+    """Compute, back the two full blocks up, lose them, and read them back into other slots for another request."""
+    runner.insert_tasks([prefill(0, "a", PROMPT, [0, 1, 2])])
+    run(runner, 1)
+    runner.insert_tasks([with_swaps(other(ABORT, 0, "a"), 0, evict=((0, 1), (3, 4)))])
+    run(runner, 1)
+    runner.insert_tasks([prefill(0, "b", [50] * 24, [0, 1, 2])])
+    run(runner, 1)
+    runner.insert_tasks([other(ABORT, 0, "b")])
+    run(runner, 1)
+    task = prefill(0, "c", PROMPT, [7, 5, 6, 8], start=16)
+    runner.insert_tasks([with_swaps(task, 1, swap_in=((3, 4), (7, 5)), previous=0)])
+
+
+def test_blocks_go_to_the_host_and_back(make_runner, expected, tmp_path):
+    runner = make_runner()
+    swap_out_and_in(runner)
+    assert run(runner, 6) == expected
+    while runner.not_need_stop() and runner._steps.has_open_copies:
+        runner.execute(1)
+    stats = json.loads((tmp_path / STATS_FILE).read_text())
+    assert (stats["blocks_to_host"], stats["blocks_to_device"], stats["failed_transfers"]) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("faults", ['{"fail": {"input": "all"}}', '{"fail": {"output": "all"}}', '{"max_delay_ms": 5}'])
+def test_a_failed_copy_costs_a_step_but_no_token(make_runner, expected, faults):
+    runner = make_runner(faults)
+    swap_out_and_in(runner)
+    said = run(runner, 8)
+    assert [token for token in said if token >= 0][:6] == expected
+
+
+def test_a_sequence_that_cannot_be_computed_is_given_up(make_runner):
+    runner = make_runner()
+    runner.insert_tasks([prefill(0, "a", PROMPT, [0, 99, 2])])
+    assert run(runner, 1) == [FAILED]
+    assert not runner.not_need_stop()
+
+
+def test_a_lost_batch_ends_the_worker(make_runner):
+    runner = make_runner()
+    with pytest.raises(TransferError, match="a batch was lost"):
+        runner.insert_tasks([with_swaps(prefill(0, "a", PROMPT, range(5)), 4, evict=((9,), (0,)), previous=3)])
+
+
+def test_sleeping_computes_nothing_and_new_weights_are_read(make_runner, tmp_path, expected):
+    path = write_random_model(tmp_path / "model")
+    runner = make_runner(path=path)
+    runner.drop_weights()
+    assert runner.is_sleeping
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
+    assert run(runner, 1) == []
+    runner.drop_caches()
+    write_random_weights(path, seed=1)
+    runner.restore(weights=True, caches=True)
+    assert not runner.is_sleeping
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
+    assert run(runner, 6) == decode_alone(path, PROMPT, 6) != expected
+
+
+def test_min_tokens_keeps_end_tokens_out(make_runner, expected):
+    runner = make_runner()
+    task = prefill(0, "a", PROMPT, range(5), min_tokens=6)
+    task.eos_token_ids = [expected[2]]
+    runner.insert_tasks([task])
+    assert expected[2] not in run(runner, 6)

@@ -1,0 +1,50 @@
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker import tasks
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.slots import FinishRules, SlotTable
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.tasks import apply_task, sampling_params
+
+from .host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
+
+
+def test_a_prefill_task_becomes_a_slot():
+    table = SlotTable(4)
+    stops = {"stop_token_ids": [[5, 6, -1], [7, -1, -1]], "stop_seqs_len": [2, 1, 0, 0]}
+    apply_task(table, prefill(2, "r", [9, 8], [3, 4], outputs=[7], end=2, min_tokens=4, **stops))
+    slot = table.slots[2]
+    assert (slot.request_id, slot.tokens, slot.prompt_length) == ("r", [9, 8, 7], 2)
+    assert (slot.computed, slot.target, slot.block_table) == (0, 2, [3, 4])
+    assert slot.rules == FinishRules((1,), max_tokens=20, min_tokens=4, stop_sequences=((5, 6), (7,)))
+
+
+def test_other_tasks():
+    table = SlotTable(4)
+    for row in range(4):
+        apply_task(table, prefill(row, f"r{row}", [9], [row]))
+    apply_task(table, other(DECODE, 0, "r0", [0, 5]))
+    for row, kind in enumerate((PREEMPTED, EXTEND, ABORT), start=1):
+        apply_task(table, other(kind, row, f"r{row}"))
+    assert table.slots[0].block_table == [0, 5]
+    assert (set(table.slots), table.released) == ({0}, {1, 2, 3})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"top_k": 1, "temperature": 1}, (0.0, 1.0)),
+        ({"top_k": 0, "temperature": 0.5, "top_p": 0.9}, (0.5, 0.9)),
+        ({"top_k": 0, "temperature": None, "top_p": None}, (1.0, 1.0)),
+        ({"top_k": 0, "temperature": 1, "top_p": 0}, (1.0, 1.0)),
+    ],
+)
+def test_sampling_parameters(given, expected):
+    params = sampling_params(prefill(0, "r", [1], [0], **given), (4,))
+    assert (params.temperature, params.top_p) == expected
+    assert (params.seed, params.banned_tokens) == (3, (4,))
+
+
+def test_what_is_not_supported_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(tasks, "_warned", set())
+    for _ in range(3):
+        sampling_params(prefill(0, "r", [1], [0], top_k=40, repetition_penalty=1.0, min_p=0.0), ())
+    assert [record.getMessage() for record in caplog.records] == ["the CPU worker does not support top_k: ignored"]

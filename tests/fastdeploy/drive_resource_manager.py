@@ -1,0 +1,226 @@
+"""Run inside a FastDeploy process: drives its real ResourceManagerV1 through random lives of requests.
+
+The worker is the FAKE one of tests/overlay: it checks what every block holds.
+Usage: script SEED STEPS HOST_BLOCKS POLICY.
+"""
+
+import random
+import sys
+import threading
+from dataclasses import asdict
+from types import SimpleNamespace
+
+from fastdeploy_kvcache_v1 import plugin
+from tests.overlay.fake_worker import FakeWorker
+
+plugin.activate()  # what the .pth file does, for a checkout that is not installed
+
+import fastdeploy  # noqa: E402, F401  (first: its modules import each other in a circle)
+from fastdeploy import envs  # noqa: E402
+from fastdeploy.config import CacheConfig, FDConfig, ParallelConfig  # noqa: E402
+from fastdeploy.engine.args_utils import EngineArgs  # noqa: E402
+from fastdeploy.engine.request import Request, RequestMetrics, RequestStatus  # noqa: E402
+from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1  # noqa: E402
+from fastdeploy.scheduler.config import SchedulerConfig  # noqa: E402
+
+IS_26 = hasattr(RequestStatus, "RUNNING_PREFILL")
+SEATS = 6
+BLOCK_SIZE = 8
+
+
+def make_manager(
+    num_device_blocks, num_host_blocks, policy, *, threshold=2, block_size=BLOCK_SIZE, seats=SEATS, max_tokens=64
+):
+    """ResourceManagerV1 with the configuration objects it needs, made as the host's own tests make them."""
+    engine_args = EngineArgs(
+        max_num_seqs=seats,
+        num_gpu_blocks_override=num_device_blocks,
+        max_num_batched_tokens=max_tokens,
+        write_policy=policy,
+        **({"write_through_threshold": threshold} if plugin.is_enabled() else {}),
+    )
+    if envs.ENABLE_V1_KVCACHE_SCHEDULER == 0:  # the host switches it off where there is no GPU
+        envs.__dict__.pop("ENABLE_V1_KVCACHE_SCHEDULER", None)
+        envs.environment_variables["ENABLE_V1_KVCACHE_SCHEDULER"] = lambda: 1
+    arguments = {**asdict(engine_args), "num_cpu_blocks": num_host_blocks}
+    cache = CacheConfig(arguments)
+    cache.block_size = block_size
+    cache.enc_dec_block_num = 2
+    cache.prealloc_dec_block_slot_num_threshold = 2
+    cache.enable_prefix_caching = cache.enable_output_caching = True
+    cache.max_encoder_cache = cache.max_processor_cache = 0
+    cache.bytes_per_token_per_layer = 1
+    cache.kv_cache_ratio = 1.0
+    model = SimpleNamespace(
+        enable_mm=False,
+        max_model_len=max(block_size * 16, max_tokens),
+        architectures=["test_model"],
+        mm_max_tokens_per_item=None,
+        version=None,
+        print=print,
+    )
+    scheduler = SchedulerConfig(arguments)
+    scheduler.splitwise_role = "mixed"
+    config = FDConfig(
+        model_config=model,
+        cache_config=cache,
+        parallel_config=ParallelConfig(arguments),
+        graph_opt_config=engine_args.create_graph_optimization_config(),
+        speculative_config=SimpleNamespace(method=None, num_speculative_tokens=1),
+        scheduler_config=scheduler,
+        test_mode=True,
+    )
+    return ResourceManagerV1(max_num_seqs=seats, config=config, tensor_parallel_size=1, splitwise_role="mixed")
+
+
+def make_request(request_id, prompt):
+    request = Request.from_dict({"request_id": request_id, "multimodal_inputs": {}})
+    request.prompt_token_ids = list(prompt)
+    request.prompt_token_ids_len = request.need_prefill_tokens = len(prompt)
+    request.output_token_ids = []
+    request.disaggregate_info = {}
+    request.metrics = RequestMetrics()
+    return request
+
+
+class Drive:
+    def __init__(self, rng, manager):
+        self.rng, self.manager, self.cache = rng, manager, manager.cache_manager
+        self.worker = FakeWorker(manager.config.cache_config.block_size)
+        self.requests, self.limits, self.late = {}, {}, []
+        self.finished = self.preempted = self.aborted = self.resets = self.idle = 0
+        self.outputs = {}
+
+    def add(self, request_id, prompt, limit):
+        request = make_request(request_id, prompt)
+        self.requests[request_id], self.limits[request_id] = request, limit
+        self.manager.add_request(request)
+
+    def step(self):
+        tasks, errors = self.manager.schedule()
+        assert not errors, errors
+        self.check()
+        if tasks:
+            self.deliver(tasks)
+        sampled = self.worker.step()
+        self.idle = 0 if tasks or sampled else self.idle + 1
+        if self.idle > 100 and self.stuck_in_prefill():
+            self.finish(self.manager.running[-1].request_id)
+        for request_id, token in sampled.items():
+            request = self.requests.get(request_id)
+            if request is not None and request.status.name.startswith("RUNNING"):
+                request.output_token_ids.append(token)
+                if len(request.output_token_ids) >= self.limits[request_id]:
+                    self.finish(request_id)
+        self.check()
+
+    def stuck_in_prefill(self):
+        """2.6 preempts only decoding requests: with a tiny cache, unfinished prefills can hold all blocks for ever."""
+        return self.manager.running and all(each.status.name == "RUNNING_PREFILL" for each in self.manager.running)
+
+    def deliver(self, tasks):
+        preempted, aborted = self.worker.receive(tasks)
+        for request_id in preempted:
+            self.preempted += 1
+            self.manager.reschedule_preempt_task(request_id)
+        for request_id in aborted:
+            self.aborted += 1
+            self.manager.recycle_abort_task(request_id)
+            del self.requests[request_id]
+
+    def finish(self, request_id):
+        request = self.requests.pop(request_id)
+        self.worker.stop(request_id)
+        self.manager.cache_output_tokens(request)
+        self.outputs[request_id] = list(request.output_token_ids)
+        if self.rng.random() < 0.3:
+            self.manager.finish_requests_async([request_id]).result()
+        else:
+            self.manager.finish_requests([request_id])
+        self.finished += 1
+
+    def abort_one(self):
+        if self.manager.running:
+            self.manager.add_abort_req_ids(self.rng.choice(self.manager.running).request_id)
+
+    def preempt_last(self):
+        """As the host does it for want of blocks, which 2.6 nearly always avoids by holding some back."""
+        with self.manager.lock:
+            decoding = [each for each in self.manager.running if each.num_computed_tokens >= each.need_prefill_tokens]
+            if not decoding or len(self.manager.running) < 2:
+                return
+            request = decoding[-1]
+            self.manager.running.remove(request)
+            request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
+            self.manager._free_blocks(request)
+            request.num_cached_blocks = 0
+            self.manager.to_be_rescheduled_request_id_set.add(request.request_id)
+        self.deliver([self.manager._prepare_preempt_task(request)])
+
+    def reset(self):
+        """As a pause does it: preempt everything (2.6: abort and drain), then empty the cache from another thread."""
+        if self.manager.waiting_abort_req_id_set:
+            return
+        if not IS_26:
+            tasks = self.manager.preempted_all()
+            if tasks:
+                self.deliver(tasks)
+        else:
+            self.manager.add_abort_req_ids(list(self.requests))
+            self.run_dry()
+            self.manager.waiting_abort_req_id_set.clear()
+        thread = threading.Thread(target=self.cache.reset)
+        thread.start()
+        thread.join()
+        self.resets += 1
+
+    def check(self):
+        if plugin.is_enabled():
+            self.cache.check()
+
+    def run_dry(self):
+        for _ in range(5000):
+            if not self.requests:
+                return
+            self.step()
+        self.manager.log_status()
+        states = {each.request_id: (each.status.name, len(each.block_tables)) for each in self.requests.values()}
+        queues = {name: len(getattr(self.manager, name)) for name in ("waiting", "running", "requests")}
+        pending = sorted(self.manager.to_be_rescheduled_request_id_set | self.manager.to_be_aborted_req_id_set)
+        raise AssertionError(f"no progress: {states}, {queues}, pending {pending}, free {self.cache.num_gpu_blocks}")
+
+
+def random_prompt(rng):
+    common = [rng.randrange(4) + 1] * (BLOCK_SIZE * 10)
+    return common[: rng.randrange(len(common))] + [rng.randrange(1, 50) for _ in range(rng.randrange(1, 20))]
+
+
+def main(seed, steps, host_blocks, policy):
+    rng = random.Random(f"{seed} {host_blocks} {policy}")
+    drive = Drive(rng, make_manager(28, host_blocks, policy))
+    for number in range(steps):
+        action = rng.random()
+        if action < 0.4:
+            if len(drive.requests) < 12:
+                drive.add(f"r{number}", random_prompt(rng), rng.randrange(1, 24))
+        elif action < 0.43:
+            drive.abort_one()
+        elif action < 0.435:
+            drive.reset()
+        elif action < 0.445:
+            drive.preempt_last()
+        elif action < 0.45:
+            drive.manager._free_blocks(make_request(f"unknown{number}", [1]))
+        drive.step()
+    drive.manager.waiting_abort_req_id_set.clear()
+    drive.run_dry()
+    drive.cache.manager.check_idle()
+    worker = drive.worker
+    print(
+        f"RESULT finished={drive.finished} preempted={drive.preempted} aborted={drive.aborted} resets={drive.resets} "
+        f"swapped_in={worker.num_swapped_in} swapped_out={worker.num_swapped_out}"
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

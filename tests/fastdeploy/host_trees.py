@@ -1,0 +1,46 @@
+"""Where the FastDeploy trees are, and how to run a script inside one. Each runs in a process of its own: the two
+releases cannot be imported together, and importing one configures logging and warnings for everybody.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+VARIABLES = {"2.5": "FASTDEPLOY_25", "2.6": "FASTDEPLOY_26"}
+COMMAND = "FASTDEPLOY_25=DIR FASTDEPLOY_26=DIR ./scripts/test-fastdeploy"
+
+
+def tree(release):
+    """The checkout of a release, or a skip that says how to get one."""
+    directory = os.environ.get(VARIABLES[release])
+    if not directory:
+        pytest.skip(f"no FastDeploy {release} here: {COMMAND}")
+    return Path(directory).resolve()
+
+
+def run_inside(release, tmp_path, *arguments, manager=True, expect=0):
+    """Run `python *arguments` with FastDeploy `release` importable; returns its output."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree(release)), str(ROOT)]),
+        "ENABLE_V1_KVCACHE_MANAGER": "1" if manager else "0",
+        "ENABLE_V1_KVCACHE_SCHEDULER": "1",
+        "FD_LOG_DIR": str(tmp_path / "log"),
+        "PYTHONHASHSEED": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == expect, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr

@@ -1,0 +1,26 @@
+"""The host's real ResourceManagerV1 over our adapter: thousands of random steps, checked after each.
+
+The worker is a FAKE that keeps what every block holds and fails when a request reads anything else.
+"""
+
+import re
+
+import pytest
+
+from .host_trees import HERE, run_inside
+
+STEPS = 2500
+
+
+@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize(
+    ("host_blocks", "policy"),
+    [(0, "write_through"), (10, "write_through_selective"), (80, "write_through"), (80, "write_back")],
+)
+def test_random_lives(release, tmp_path, host_blocks, policy):
+    script = HERE / "drive_resource_manager.py"
+    output = run_inside(release, tmp_path, script, 1, STEPS, host_blocks, policy)
+    result = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", output.partition("RESULT")[2])}
+    assert result["finished"] > 200
+    assert min(result["preempted"], result["aborted"], result["resets"]) > 3
+    assert (result["swapped_in"] > 0) == (result["swapped_out"] > 0) == (host_blocks > 0)

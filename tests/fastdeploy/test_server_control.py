@@ -1,0 +1,160 @@
+"""What a user can do to a running server: streams, aborts, pause, sleep, new weights, all while the cache is in use."""
+
+import contextlib
+
+import httpx
+import openai
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_random_weights
+
+from .cpu_server import BLOCK_SIZE, started, wait_until
+from .host_trees import tree
+from .server_workload import NUM_DOCUMENTS, document, user
+
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+
+FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.02", "--write-policy", "write_through")
+ENDLESS = {"max_tokens": 440, "extra_body": {"min_tokens": 440}}
+
+
+@pytest.fixture(scope="module", params=["2.5", "2.6"])
+def server(request, tmp_path_factory):
+    tree(request.param)  # or skip
+    environment = {"FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE": "1"}
+    directory = tmp_path_factory.mktemp("server")
+    with started(request.param, directory, *FLAGS, environment=environment) as running:
+        yield running
+        assert running.stop() == 0, running.stderr
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as openai_client:
+        yield openai_client
+
+
+@pytest.fixture
+def ask(server, client):
+    return lambda messages, **options: server.ask(client, messages, **options)
+
+
+def assert_all_blocks_come_back(server):
+    def is_idle():
+        metrics = server.metrics()
+        return metrics["device_free_blocks"] + metrics["device_evictable_blocks"] == 24
+
+    wait_until(is_idle, "all device blocks to be free or evictable")
+
+
+def test_a_repeat_is_cached_and_the_same(server, ask):
+    cold, warm = ask(document(100)), ask(document(100))
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 6 * BLOCK_SIZE)
+    assert cold.tokens == warm.tokens
+
+
+def test_a_stream_says_the_same(server, client, ask):
+    whole = ask(document(100), max_tokens=30)
+    stream = client.chat.completions.create(
+        model="tiny", messages=document(100), max_tokens=30, temperature=0, top_p=0, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.text
+
+
+def test_completions_answer_too(client):
+    options = {"model": "tiny", "prompt": "once upon a time " * 8, "max_tokens": 8, "top_p": 0}
+    first, second = (client.completions.create(**options).choices[0].text for _ in range(2))
+    assert first == second
+
+
+def test_a_disconnected_client_gives_its_blocks_back(server, client, ask):
+    before = ask(document(101)).tokens
+    stream = client.chat.completions.create(model="tiny", messages=document(101), stream=True, top_p=0, **ENDLESS)
+    next(iter(stream))
+    stream.close()
+    assert_all_blocks_come_back(server)
+    assert ask(document(101)).tokens == before
+
+
+def running_streams(client, indices):
+    """Requests that have said something and have much more to say, and their ids."""
+    streams = [
+        client.chat.completions.create(model="tiny", messages=document(index), stream=True, top_p=0, **ENDLESS)
+        for index in indices
+    ]
+    return streams, [next(iter(stream)).id for stream in streams]
+
+
+def num_chunks(stream):
+    """Until its end, which may be an error: releases differ in what an aborted request is."""
+    count = 0
+    with contextlib.suppress(openai.APIError):
+        for _ in stream:
+            count += 1
+    return count
+
+
+def test_abort_requests_ends_them(server, client, ask):
+    before = ask(document(102)).tokens
+    streams, ids = running_streams(client, range(102, 105))
+    # Not abort_all: after a client has disconnected, release 2.5 waits for its request for ever.
+    server.control("abort_requests", req_ids=ids)
+    assert max(num_chunks(stream) for stream in streams) < ENDLESS["max_tokens"] - 10
+    assert_all_blocks_come_back(server)
+    assert ask(document(102)).tokens == before
+
+
+def test_pause_forgets_the_cache_and_resume_serves_again(server, ask):
+    before = [ask(document(index)).tokens for index in range(NUM_DOCUMENTS)]
+    server.control("pause")
+    assert server.control("is_paused")["result"] == {"is_paused": True}
+    server.control("resume")
+    assert server.control("is_paused")["result"] == {"is_paused": False}
+    again = [ask(document(index)) for index in range(NUM_DOCUMENTS)]
+    assert [answer.cached_tokens for answer in again] == [0] * NUM_DOCUMENTS
+    assert [answer.tokens for answer in again] == before
+
+
+def test_pause_while_requests_run(server, client, ask):
+    streams, _ = running_streams(client, range(103, 105))
+    server.control("pause")
+    assert max(num_chunks(stream) for stream in streams) < ENDLESS["max_tokens"] - 10
+    server.control("resume")
+    assert_all_blocks_come_back(server)
+    assert ask(document(103)).cached_tokens == 0
+
+
+@pytest.mark.parametrize("tags", ["kv_cache", "weight", "weight,kv_cache"])
+def test_sleep_and_wakeup(server, ask, tags):
+    before = [ask(document(index)).tokens for index in range(NUM_DOCUMENTS)]
+    server.control("sleep", tags=tags)
+    server.control("wakeup", tags=tags)
+    again = [ask(document(index)) for index in range(NUM_DOCUMENTS)]
+    assert [answer.cached_tokens for answer in again] == [0] * NUM_DOCUMENTS
+    assert [answer.tokens for answer in again] == before
+    warm = [ask(document(index)) for index in range(NUM_DOCUMENTS)]
+    assert min(answer.cached_tokens for answer in warm) > 0
+    assert [answer.tokens for answer in warm] == before
+
+
+def test_nothing_computed_with_old_weights_is_used_with_new_ones(server, ask):
+    old = ask(document(0)).tokens
+    answers = []
+    for seed in (1, 0):
+        write_random_weights(server.model, seed=seed)
+        server.control("pause")
+        server.control("update_weights")
+        server.control("resume")
+        answers.append(ask(document(0)))
+    assert [answer.cached_tokens for answer in answers] == [0, 0]
+    assert answers[0].tokens != old
+    assert answers[1].tokens == old
+
+
+def test_a_request_that_cannot_fit_is_refused_and_the_server_lives(server, ask):
+    reply = httpx.post(
+        f"{server.url}/v1/chat/completions", json={"model": "tiny", "messages": user("x" * 2000)}, timeout=60
+    )
+    assert reply.status_code >= 400
+    assert len(ask(user("still there?")).tokens) > 0

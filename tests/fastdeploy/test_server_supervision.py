@@ -1,0 +1,119 @@
+"""Signals, crashes and wrong settings: the exit status is right and nothing is left behind."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from .cpu_server import FLAGS, CpuServer, started, wait_until
+from .host_trees import run_inside, tree
+
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+
+BLOCKS = ("--num-gpu-blocks-override", "32")
+
+
+@pytest.fixture(params=["2.5", "2.6"])
+def release(request):
+    tree(request.param)  # or skip
+    return request.param
+
+
+@pytest.fixture
+def starting(release, tmp_path):
+    server = CpuServer(release, tmp_path, *FLAGS, *BLOCKS)
+    yield server
+    server.kill()
+
+
+def test_ctrl_c(release, tmp_path):
+    with started(release, tmp_path, *BLOCKS) as server:
+        assert server.stop(signal.SIGINT) == 0, server.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_the_start(starting, number):
+    wait_until((starting.logs / "workerlog.0").exists, "the worker to start", 120)
+    time.sleep(1)
+    assert starting.stop(number) == 0, starting.stderr
+
+
+def test_the_worker_dies(release, tmp_path):
+    with started(release, tmp_path, *BLOCKS) as server:
+        known = server.processes()
+        server.worker().kill()
+        assert server.process.wait(60) == 1
+        assert "FastDeploy's server ended" in server.stderr
+        server.assert_nothing_left(known)
+
+
+def test_the_api_server_dies(release, tmp_path):
+    with started(release, tmp_path, *BLOCKS) as server:
+        known = server.processes()
+        masters = [
+            each for each in psutil.Process(server.process.pid).children() if "janitor" not in str(each.cmdline())
+        ]
+        assert len(masters) == 1
+        masters[0].kill()
+        assert server.process.wait(60) == 1
+        server.assert_nothing_left(known)
+
+
+def test_the_supervisor_is_killed(release, tmp_path):
+    with started(release, tmp_path, *BLOCKS) as server:
+        known = server.processes()
+        server.process.kill()
+        server.process.wait(60)
+        server.assert_nothing_left(known)
+
+
+def test_a_start_that_takes_too_long(release, tmp_path):
+    server = CpuServer(release, tmp_path, *FLAGS, *BLOCKS, "--start-timeout", "3")
+    try:
+        assert server.process.wait(90) == 1
+        assert "was not ready after 3 s" in server.stderr
+        server.assert_nothing_left([])
+    finally:
+        server.kill()
+
+
+def test_an_error_of_the_host_is_shown(release, tmp_path):
+    server = CpuServer(release, tmp_path, *FLAGS, "--num-gpu-blocks-override", "2")
+    try:
+        assert server.process.wait(120) == 1
+        assert "num_gpu_blocks_override" in server.stderr
+        server.assert_nothing_left([])
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "manager", "message"),
+    [
+        (["--tensor-parallel-size", "2"], True, "--tensor-parallel-size cannot be used with --fastdeploy-cpu"),
+        (["--swap-space", "1"], False, "--swap-space needs ENABLE_V1_KVCACHE_MANAGER=1"),
+        (["--embedded"], True, "choose one"),
+    ],
+)
+def test_wrong_settings_are_one_line(release, tmp_path, flags, manager, message):
+    words = ["-m", "fastdeploy_kvcache_v1.cli", "serve", "--fastdeploy-cpu", *flags]
+    output = run_inside(release, tmp_path, *words, manager=manager, expect=2)
+    assert message in output
+    assert output.count("\n") == 1
+
+
+def test_without_fastdeploy_it_says_so(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve", "--fastdeploy-cpu"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "not installed" not in done.stderr:
+        pytest.skip("FastDeploy is installed here")
+    assert done.returncode == 2

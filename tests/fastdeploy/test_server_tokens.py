@@ -1,0 +1,113 @@
+"""Whatever the cache does, the real server's tokens are those of the host without a prefix cache."""
+
+import pytest
+
+from .cpu_server import BLOCK_SIZE, started, wait_until
+from .host_trees import tree
+from .server_workload import NUM_CONVERSATIONS, NUM_DOCUMENTS, TURNS, Workload, document
+
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+
+HOST_TIER = ("--swap-space", "0.02")
+
+
+@pytest.fixture(scope="module", params=["2.5", "2.6"])
+def release(request):
+    tree(request.param)  # or skip
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(release, tmp_path_factory):
+    """The host as it is without us, prefix cache off."""
+    directory = tmp_path_factory.mktemp("reference")
+    flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "256")
+    with started(release, directory, *flags, manager=False) as server, server.client() as client:
+        workload = Workload(server, client)
+        workload.run()
+        assert all(answer.cached_tokens == 0 for answer in workload.answers.values())
+        assert server.stop() == 0, server.stderr
+    return workload
+
+
+def test_the_workload_says_something(expected):
+    answers = expected.answers
+    assert len({answers[f"document {index} round 0"].tokens for index in range(NUM_DOCUMENTS)}) == NUM_DOCUMENTS
+    assert len({answers[f"seed {seed}"].tokens for seed in range(3)}) == 3
+    assert len(answers["minimum"].tokens) == 40
+    assert answers["stop"].finish_reason == "stop"
+    assert len(answers["stop"].tokens) < len(answers["no stop"].tokens)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "policy"),
+    [(16, "write_through"), (16, "write_through_selective"), (16, "write_back"), (64, "write_through")],
+)
+def test_tokens_are_the_same_with_both_tiers(release, expected, tmp_path, blocks, policy):
+    flags = ("--num-gpu-blocks-override", str(blocks), "--write-policy", policy, "--write-through-threshold", "1")
+    with started(release, tmp_path, *flags, *HOST_TIER) as server, server.client() as client:
+        workload = Workload(server, client)
+        workload.run()
+        assert workload.tokens() == expected.tokens()
+        assert_cached(workload, selective=policy == "write_through_selective" and blocks == 16)
+        if blocks < NUM_DOCUMENTS * 6:
+            assert_swapped(server)
+        assert server.stop() == 0, server.stderr
+
+
+def assert_cached(workload, *, selective):
+    """Repeats and later turns find everything but the last, incomplete block; selective, only what was hit before."""
+    documents = [f"document {index}" for index in range(NUM_DOCUMENTS)]
+    names = [f"hot {index}" for index in range(4)] + ([] if selective else documents)
+    for name in names:
+        assert workload.answers[f"{name} round 0"].cached_tokens == 0
+        for each in (1, 2):
+            assert workload.answers[f"{name} round {each}"].cached_tokens >= 5 * BLOCK_SIZE, name
+    for index in range(NUM_CONVERSATIONS):
+        for turn in range(1, TURNS):
+            cached = workload.answers[f"conversation {index} turn {turn}"].cached_tokens
+            assert selective or cached >= turn * BLOCK_SIZE
+
+
+def assert_swapped(server):
+    """Both ways, and the scheduler counts what the worker copied."""
+    stats = server.worker_stats()
+    assert min(stats["blocks_to_host"], stats["blocks_to_device"]) > 0
+    assert stats["failed_transfers"] == 0
+
+    def is_published():  # now and then
+        metrics = server.metrics()
+        counted = metrics["swap_out_blocks_total"], metrics["swap_in_blocks_total"]
+        return counted == (stats["blocks_to_host"], stats["blocks_to_device"])
+
+    wait_until(is_published, "the metrics to agree with the worker")
+
+
+def test_the_smallest_device_tier_and_a_restart(release, expected, tmp_path):
+    """Four blocks, each sequence needs up to two; the second server knows nothing of the first."""
+    flags = ("--num-gpu-blocks-override", "4", "--max-model-len", "128", "--max-num-batched-tokens", "128", *HOST_TIER)
+    outputs = []
+    for _ in range(2):
+        with started(release, tmp_path, *flags, "--write-policy", "write_through") as server, server.client() as client:
+            asked = [server.ask(client, [{"role": "user", "content": f"{each % 6} " + "x" * 70}]) for each in range(12)]
+            outputs.append([answer.tokens for answer in asked])
+            assert [answer.cached_tokens for answer in asked] == [0] * 6 + [BLOCK_SIZE] * 6
+            assert server.worker_stats()["blocks_to_device"] > 0
+            assert server.stop() == 0, server.stderr
+    assert outputs[0] == outputs[1]
+    assert outputs[0][:6] == outputs[0][6:]
+
+
+def test_failing_copies_cost_time_but_no_token(release, expected, tmp_path):
+    """Some swap-ins fail: their sequences are computed again, over the blocks that did not arrive."""
+    faults = '{"seed": 3, "max_delay_ms": 2, "fail": {"input": [1, 30, 77], "output": [5]}}'
+    flags = ("--num-gpu-blocks-override", "16", "--write-policy", "write_through", *HOST_TIER)
+    environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": faults}
+    with started(release, tmp_path, *flags, environment=environment) as server, server.client() as client:
+        workload = Workload(server, client)
+        workload.documents()
+        names = [f"document {index} round {each}" for each in range(3) for index in range(NUM_DOCUMENTS)]
+        assert workload.tokens() == {name: expected.answers[name].tokens for name in names}
+        assert server.worker_stats()["failed_transfers"] > 0
+        assert server.ask(client, document(0)).tokens == expected.answers["document 0 round 0"].tokens
+        assert server.stop() == 0, server.stderr

@@ -1,0 +1,111 @@
+"""Every row of our tables against the real source, and against the real modules where they can be imported here."""
+
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_host.overlay import Overlay
+from fastdeploy_kvcache_v1.fastdeploy_host.release import host_at
+from fastdeploy_kvcache_v1.fastdeploy_host.table import table_for
+
+from .host_trees import run_inside, tree
+
+ENGINE_MODULES = ("envs", "config", "engine.args_utils", "engine.resource_manager", "engine.common_engine")
+
+SHOW = """
+import fastdeploy
+from fastdeploy_kvcache_v1.fastdeploy_host import overlay
+for row, state in overlay.active().states().items():
+    print("ROW", row.target, state.name)
+overlay.active().require_complete(overlay.Where.ENGINE)
+"""
+
+LATE = """
+import fastdeploy, sys
+assert "fastdeploy_kvcache_v1.plugin" not in sys.modules
+from fastdeploy_kvcache_v1 import plugin
+import os
+os.environ["ENABLE_V1_KVCACHE_MANAGER"] = "1"
+plugin.register()
+"""
+
+UNTOUCHED = """
+import sys
+from fastdeploy_kvcache_v1 import plugin
+plugin.activate()
+import fastdeploy
+from fastdeploy import envs
+from fastdeploy.config import CacheConfig, FDConfig
+from fastdeploy.engine.args_utils import EngineArgs
+from fastdeploy.engine import resource_manager
+from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1
+from fastdeploy.utils import FlexibleArgumentParser
+assert resource_manager.PrefixCacheManager.__module__ == "fastdeploy.cache_manager.prefix_cache_manager"
+assert "ENABLE_V1_KVCACHE_MANAGER" not in envs.environment_variables
+assert not hasattr(CacheConfig, "write_through_threshold") and not hasattr(EngineArgs, "write_through_threshold")
+for function in (ResourceManagerV1.schedule, FDConfig.postprocess, CacheConfig.__init__, EngineArgs.__init__):
+    assert type(function).__name__ == "function", function
+assert "--write-through-threshold" not in EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
+assert not any(name.startswith("fastdeploy_kvcache_v1.fastdeploy_host") for name in sys.modules)
+print("UNTOUCHED")
+"""
+
+
+def activated(code):
+    return f"from fastdeploy_kvcache_v1 import plugin\nplugin.activate()\n{code}"
+
+
+@pytest.mark.parametrize("release", ["2.5", "2.6"])
+def test_every_row_fits_the_source(release):
+    host = host_at(tree(release))
+    assert host.release == release
+    assert not host.has_own_manager
+    assert Overlay(table_for(release), host.root).problems() == {}
+
+
+def test_the_tables_are_not_interchangeable():
+    problems = Overlay(table_for("2.6"), host_at(tree("2.5")).root).problems()
+    assert problems, "2.5 passes for 2.6: the release decides nothing"
+
+
+@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("late", [False, True], ids=["before import", "after import"])
+def test_engine_rows_are_applied(release, tmp_path, late):
+    output = run_inside(release, tmp_path, "-c", LATE + SHOW if late else activated(SHOW), manager=not late)
+    states = dict(line.split()[1:] for line in output.splitlines() if line.startswith("ROW"))
+    assert set(states) == {row.target for row in table_for(release).rows}
+    for target, state in states.items():
+        if target.partition(":")[0].removeprefix("fastdeploy.") in ENGINE_MODULES:
+            assert state == "APPLIED", target
+
+
+@pytest.mark.parametrize("release", ["2.5", "2.6"])
+def test_plugin_group_alone_is_enough(release, tmp_path, monkeypatch):
+    """As FD_PLUGINS does it: in the middle of `import fastdeploy`, with modules half imported."""
+    code = """
+import fastdeploy.envs
+from unittest import mock
+import importlib.metadata
+entry = importlib.metadata.EntryPoint("kvcache_v1", "fastdeploy_kvcache_v1.plugin:register", "GROUP")
+real = importlib.metadata.entry_points
+def entry_points(**chosen):
+    found = [each for each in real(**chosen) if each.name != "kvcache_v1"]
+    return found + [entry] * (chosen.get("group") == "fastdeploy.tool_parser_plugins")
+with mock.patch("importlib.metadata.entry_points", entry_points):
+"""
+    monkeypatch.setenv("FD_PLUGINS", "kvcache_v1")
+    body = "import fastdeploy\nfrom fastdeploy_kvcache_v1.fastdeploy_host import overlay\n"
+    body += "overlay.active().complete()\n" + SHOW
+    code = code.replace("import fastdeploy.envs\n", "") + "".join(f"    {line}\n" for line in body.splitlines())
+    output = run_inside(release, tmp_path, "-c", code)
+    assert "EngineService._wait_for_control_responses APPLIED" in output
+
+
+@pytest.mark.parametrize("release", ["2.5", "2.6"])
+def test_without_the_variable_the_host_is_untouched(release, tmp_path):
+    assert "UNTOUCHED" in run_inside(release, tmp_path, "-c", UNTOUCHED, manager=False)
+
+
+def test_a_wrong_release_is_refused_at_import(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTDEPLOY_KVCACHE_HOST_VERSION", "2.6.0")
+    output = run_inside("2.5", tmp_path, "-c", activated("import fastdeploy"), expect=1)
+    assert "OverlayError: FastDeploy at" in output
+    assert "unset ENABLE_V1_KVCACHE_MANAGER" in output

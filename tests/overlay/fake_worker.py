@@ -1,0 +1,92 @@
+"""A FAKE worker: instead of a model it keeps, for every token position of every block, the prefix that was computed
+there. So it notices at once when a request reads a block that holds something else. Takes the host's task objects.
+"""
+
+import pickle
+
+from fastdeploy_kvcache_v1.fastdeploy_host.transport import SwapInbox
+
+PREFILL, DECODE, PREEMPTED, EXTEND, ABORT = range(5)
+VOCABULARY = 7
+
+
+class Row:
+    def __init__(self, request_id, tokens, table):
+        self.request_id = request_id
+        self.tokens = tokens
+        self.table = table
+        self.computed = 0
+
+
+class FakeWorker:
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.device, self.host, self.rows = {}, {}, {}
+        self.inbox = SwapInbox()
+        self.num_swapped_in = self.num_swapped_out = self.num_prefilled = 0
+
+    def receive(self, tasks):
+        """One batch, pickled as on the host's queue. Returns ids of (preempted, aborted) requests."""
+        tasks = pickle.loads(pickle.dumps(list(tasks)))
+        for step in self.inbox.take(tasks):
+            self._copy(step.evict, self.device, self.host)
+            self._copy(step.swap_in, self.host, self.device)
+            self.num_swapped_out += len(step.evict)
+            self.num_swapped_in += len(step.swap_in)
+        preempted, aborted = [], []
+        for task in tasks:
+            kind = task.task_type.value
+            if kind == PREFILL:
+                self._prefill(task)
+            elif kind == DECODE:
+                self.rows[task.idx].table = list(task.block_tables)
+            elif kind in (PREEMPTED, ABORT):
+                self.rows.pop(task.idx, None)
+                (preempted if kind == PREEMPTED else aborted).append(task.request_id)
+        return preempted, aborted
+
+    def _copy(self, metadata, sources, targets):
+        # A slot that was never computed (its batch was dropped) holds nothing that anybody may read.
+        copied = [dict(sources.get(slot, {})) for slot in metadata.source_slots]
+        targets.update(zip(metadata.target_slots, copied, strict=True))
+
+    def _prefill(self, task):
+        tokens = [*task.prompt_token_ids, *task.output_token_ids]
+        row = self.rows.get(task.idx)
+        if row is None or row.request_id != task.request_id or task.prefill_start_index < row.computed:
+            row = self.rows[task.idx] = Row(task.request_id, tokens, [])
+        row.table = list(task.block_tables)
+        row.computed = task.prefill_start_index
+        self._compute(row, task.prefill_end_index)
+        self.num_prefilled += task.prefill_end_index - task.prefill_start_index
+
+    def step(self):
+        """One token for every complete row whose next position has a block. Returns {request id: token}."""
+        sampled = {}
+        for row in self.rows.values():
+            if row.computed == len(row.tokens) - 1 and self._has_block(row):
+                self._compute(row, len(row.tokens))
+            if row.computed == len(row.tokens):
+                token = hash(tuple(row.tokens)) % VOCABULARY + 1
+                row.tokens.append(token)
+                sampled[row.request_id] = token
+        return sampled
+
+    def stop(self, request_id):
+        """The worker itself stops rows that are finished."""
+        self.rows = {idx: row for idx, row in self.rows.items() if row.request_id != request_id}
+
+    def _has_block(self, row):
+        return row.computed // self.block_size < len(row.table)
+
+    def _compute(self, row, end):
+        for position in range(row.computed):
+            block = self.device.get(row.table[position // self.block_size], {})
+            found, expected = block.get(position % self.block_size), tuple(row.tokens[: position + 1])
+            assert found == expected, f"{row.request_id}: position {position} holds the KV of {found}, not {expected}"
+        for position in range(row.computed, end):
+            slot = row.table[position // self.block_size]
+            if position % self.block_size == 0:
+                self.device[slot] = {}
+            self.device[slot][position % self.block_size] = tuple(row.tokens[: position + 1])
+        row.computed = end

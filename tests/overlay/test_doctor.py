@@ -1,0 +1,110 @@
+"""The `doctor` command on FAKE FastDeploy trees, and on this machine."""
+
+import pytest
+
+from fastdeploy_kvcache_v1 import cli, doctor, plugin
+from fastdeploy_kvcache_v1.fastdeploy_host import release
+from fastdeploy_kvcache_v1.fastdeploy_host.release import OVERRIDE, host_at
+from fastdeploy_kvcache_v1.fastdeploy_host.table import table_for
+
+
+@pytest.fixture
+def make_tree(tmp_path):
+    def make(version="2.6.0", files=()):
+        root = tmp_path / "fastdeploy"
+        root.mkdir()
+        for name, text in {"envs.py": "environment_variables = {}\n", **dict(files)}.items():
+            path = root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        if version:
+            (root / "version.txt").write_text(f"fastdeploy version: {version}\n", encoding="utf-8")
+        return tmp_path
+
+    return make
+
+
+def test_every_patch_point_is_named(make_tree, capsys):
+    tree = make_tree(files={"config.py": "class CacheConfig:\n    def __init__(self, changed): ...\n"})
+    assert cli.main(["doctor", "--source", str(tree)]) == 1
+    report = capsys.readouterr().out
+    for row in table_for("2.6").rows:
+        assert row.target in report
+    assert "ok  extend fastdeploy.envs:environment_variables" in report
+    assert "CacheConfig.__init__: drifted: expected (self, args), the host has (self, changed)" in report
+    assert "FAIL  replace fastdeploy.engine.resource_manager:PrefixCacheManager: missing" in report
+    assert f"{len(table_for('2.6').rows) - 2} problems" in report
+
+
+def test_unknown_release(make_tree, capsys):
+    assert cli.main(["doctor", "--source", str(make_tree("3.1.4"))]) == 1
+    assert "FastDeploy 3.1 is not supported" in capsys.readouterr().out
+
+
+def test_a_host_with_its_own_manager_is_left_alone(make_tree, capsys):
+    assert cli.main(["doctor", "--source", str(make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""}))]) == 0
+    assert "not needed" in capsys.readouterr().out
+
+
+def test_no_fastdeploy_there(tmp_path, capsys):
+    assert cli.main(["doctor", "--source", str(tmp_path)]) == 2
+    assert "holds no FastDeploy" in capsys.readouterr().err
+
+
+def test_where_the_version_comes_from(make_tree, monkeypatch):
+    tree = make_tree(version=None)
+    with pytest.raises(doctor.OverlayError, match=f"set {OVERRIDE}"):
+        host_at(tree)
+    (tree / "setup.py").write_text('V = os.environ.get("FASTDEPLOY_VERSION", "2.5.0")\n', encoding="utf-8")
+    assert host_at(tree).release == "2.5"
+    (tree / "fastdeploy" / "version.txt").write_text(
+        "Paddle version: 3.3\nfastdeploy version: 2.5.0\nfastdeploy version: 2.6.1\n", encoding="utf-8"
+    )
+    assert host_at(tree).version == "2.6.1"
+    assert host_at(tree / "fastdeploy").release == "2.6"
+    monkeypatch.setenv(OVERRIDE, "2.5.9")
+    assert host_at(tree).release == "2.5"
+
+
+def test_this_machine_is_described(monkeypatch):
+    monkeypatch.setattr(doctor, "_cupy", lambda: (False, "No module named 'cupy'"))
+    found = {finding.name: finding for finding in doctor.machine_findings()}
+    assert found["CuPy"].ok is False
+    assert found["copy ops"].ok
+    assert "host_alloc.cpu=" in found["copy ops"].detail
+    assert {"GPU", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
+
+
+def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):
+    monkeypatch.delenv("ENABLE_V1_KVCACHE_MANAGER", raising=False)
+    monkeypatch.delenv("FD_PLUGINS", raising=False)
+    user, packages = tmp_path / "user", tmp_path / "packages"
+    for place in (user, packages):
+        place.mkdir()
+    monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(packages)])
+    monkeypatch.setattr(doctor.site, "getusersitepackages", lambda: str(user))
+    monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", False)
+    (user / doctor.BOOTSTRAP).write_text("", encoding="utf-8")
+    assert doctor._activation()[0] is False  # Python does not read that folder here
+    monkeypatch.setenv("FD_PLUGINS", "other,kvcache_v1")
+    assert doctor._activation()[0] is True
+    monkeypatch.delenv("FD_PLUGINS")
+    monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", True)
+    assert doctor._activation()[0] is True
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [("2.6.0", "FAIL  wrap fastdeploy.config:FDConfig.postprocess: missing"), (None, "does not say its version")],
+)
+def test_a_refused_host_is_described_while_the_switch_is_on(make_tree, monkeypatch, capsys, version, line):
+    """The start-up error sends people here, with the variable still set."""
+    monkeypatch.setattr(doctor.sys, "meta_path", list(doctor.sys.meta_path))
+    monkeypatch.syspath_prepend(make_tree(version))
+    monkeypatch.setenv(plugin.SWITCH, "1")
+    monkeypatch.delitem(doctor.sys.modules, plugin.HOST, raising=False)
+    monkeypatch.setattr(doctor, "machine_findings", lambda: iter(()))
+    monkeypatch.setattr(release, "_metadata_version", lambda: None)
+    plugin.activate()
+    assert cli.main(["doctor"]) == 1
+    assert line in capsys.readouterr().out

@@ -1,0 +1,155 @@
+"""The loader against FAKE hosts: drifted, half imported, imported before or after us."""
+
+import asyncio
+import importlib
+import itertools
+import sys
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import OverlayError
+from fastdeploy_kvcache_v1.fastdeploy_host.overlay import Overlay, PointState
+from fastdeploy_kvcache_v1.fastdeploy_host.table import Where, load_table
+
+from . import fake_host
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """A package name never used before: import hooks cannot be taken back."""
+    name = f"fakehost{next(NUMBERS)}"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    fake_host.forget(name)
+
+
+def overlay(tmp_path, package, rows=None, **host):
+    root = fake_host.write(tmp_path, package, **host)
+    path = tmp_path / "table.toml"
+    path.write_text(fake_host.table_text(rows or fake_host.rows(package)), encoding="utf-8")
+    return Overlay(load_table(path), root)
+
+
+def expect_patched(package):
+    engine = importlib.import_module(f"{package}.engine")
+    made = engine.Engine(7)
+    assert made.part[0] == "ours"
+    assert made.part[1].size == 7
+    assert made.schedule() == (["task", made.part], [])
+    assert engine.Engine.helper(True) == ("wrapped", True)
+    assert asyncio.run(made.wait("id", executors=["worker"])) == ("wrapped", ["worker"])
+    assert importlib.import_module(f"{package}.parts").names == {"old": 1, "new": 2}
+
+
+def test_rows_wait_for_their_modules(tmp_path, package):
+    made = overlay(tmp_path, package)
+    made.start()
+    assert set(made.states().values()) == {PointState.WAITING}
+    assert f"{package}.engine" not in sys.modules
+    expect_patched(package)
+    assert set(made.states().values()) == {PointState.APPLIED}
+    made.require_complete(Where.ENGINE)
+
+
+def test_modules_imported_before_us_are_patched_at_once(tmp_path, package):
+    made = overlay(tmp_path, package)
+    importlib.import_module(f"{package}.engine")
+    made.start()
+    assert set(made.states().values()) == {PointState.APPLIED}
+    expect_patched(package)
+
+
+def test_half_imported_modules_are_patched_once_they_are_whole(tmp_path, package, monkeypatch):
+    half = "import builtins\nbuiltins.start_overlay()\n" + fake_host.textwrap.dedent(fake_host.ENGINE)
+    made = overlay(tmp_path, package, engine=half)
+    monkeypatch.setattr("builtins.start_overlay", made.start, raising=False)
+    module = importlib.import_module(f"{package}.engine")
+    in_engine = [state for row, state in made.states().items() if row.module == f"{package}.engine"]
+    assert set(in_engine) == {PointState.DEFERRED}
+    assert module.Engine(7).schedule() == (["task"], [])
+    made.complete()
+    expect_patched(package)
+    made.require_complete(Where.ENGINE)
+
+
+def test_half_imported_modules_cannot_be_completed_yet(tmp_path, package, monkeypatch):
+    half = "import builtins\nbuiltins.start_overlay()\n" + fake_host.textwrap.dedent(fake_host.ENGINE)
+    made = overlay(tmp_path, package, engine=half)
+
+    def start_and_serve():
+        made.start()
+        with pytest.raises(OverlayError, match="still being imported"):
+            made.require_complete(Where.ENGINE)
+
+    monkeypatch.setattr("builtins.start_overlay", start_and_serve, raising=False)
+    importlib.import_module(f"{package}.engine")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("def schedule(self)", "def schedule(self, budget)"), r"schedule drifted: expected \(self\), the host has"),
+        (("def schedule", "def plan"), "Engine.schedule missing"),
+        (("executors=None", "executors=()"), "Engine.wait drifted"),
+    ],
+)
+def test_drifted_host_is_named_and_left_alone(tmp_path, package, change, message):
+    made = overlay(tmp_path, package, engine=fake_host.ENGINE.replace(*change))
+    with pytest.raises(OverlayError, match=message) as caught:
+        made.start()
+    assert "unset ENABLE_V1_KVCACHE_MANAGER" in str(caught.value)
+    module = importlib.import_module(f"{package}.engine")
+    assert module.Engine(7).part.size == 7
+    assert set(made.states().values()) == {PointState.WAITING}
+
+
+def test_all_problems_are_named_at_once(tmp_path, package):
+    engine = fake_host.ENGINE.replace("def schedule", "def plan").replace("flag=False", "flag=True")
+    problems = overlay(tmp_path, package, engine=engine).problems()
+    assert [row.qualname for row in problems] == ["Engine.schedule", "Engine.helper"]
+
+
+def test_missing_module(tmp_path, package):
+    made = overlay(tmp_path, package)
+    (tmp_path / package / "parts.py").unlink()
+    assert {row.qualname: text for row, text in made.problems().items()} == {"Part": "missing", "names": "missing"}
+
+
+def test_what_we_add_must_not_be_there_yet(tmp_path, package):
+    rows = [fake_host.row(package, "names", "extend_names", kind="extend", adds=["old", "new"])]
+    assert list(overlay(tmp_path, package, rows).problems().values()) == ["drifted: the host has old itself"]
+
+
+def test_target_replaced_by_another_plugin(tmp_path, package):
+    made = overlay(tmp_path, package)
+    module = importlib.import_module(f"{package}.engine")
+    module.Engine.schedule = lambda self, extra: None
+    with pytest.raises(OverlayError, match=r"schedule takes \['self', 'extra'\], not \['self'\]"):
+        made.start()
+    with pytest.raises(OverlayError, match="not patched"):
+        made.require_complete(Where.ENGINE)
+
+
+def test_a_failing_hook_reaches_the_importer(tmp_path, package):
+    rows = [fake_host.row(package, "Engine.schedule", "no_such_function", signature="(self)")]
+    made = overlay(tmp_path, package, rows)
+    made.start()
+    with pytest.raises(AttributeError, match="no_such_function"):
+        importlib.import_module(f"{package}.engine")
+    importlib.import_module(package)
+    assert set(made.states().values()) == {PointState.FAILED}
+    with pytest.raises(OverlayError, match="refusing to serve"):
+        made.require_complete(Where.ENGINE)
+
+
+def test_rows_of_the_other_side_do_not_matter(tmp_path, package):
+    rows = [fake_host.row(package, "Engine.schedule", "no_such_function", signature="(self)", where="worker")]
+    made = overlay(tmp_path, package, rows)
+    made.start()
+    with pytest.raises(AttributeError):
+        importlib.import_module(f"{package}.engine")
+    made.require_complete(Where.ENGINE)
+    with pytest.raises(OverlayError):
+        made.require_complete(Where.WORKER)

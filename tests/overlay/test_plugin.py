@@ -1,0 +1,97 @@
+"""Activation: what the `.pth` line does, and that it does nothing unless asked."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_kvcache_v1 import plugin
+from fastdeploy_kvcache_v1.errors import ConfigError
+
+from . import fake_host
+
+ROOT = Path(__file__).parents[2]
+BOOTSTRAP = (ROOT / "fastdeploy_kvcache_v1.pth").read_text(encoding="utf-8")
+
+
+def python(tmp_path, code, switch):
+    """Run the bootstrap line as `site` does, then `code`, with a FAKE package named fastdeploy importable."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    environment.pop(plugin.SWITCH, None)
+    if switch is not None:
+        environment[plugin.SWITCH] = switch
+    return subprocess.run(
+        [sys.executable, "-c", BOOTSTRAP + code],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+SHOW = "\nimport sys; print(sorted(m for m in sys.modules if m.split('.')[0] in ('fastdeploy_kvcache_v1', 'wrapt')))"
+
+
+@pytest.mark.parametrize("switch", [None, "", "0"])
+def test_without_the_switch_nothing_is_loaded(tmp_path, switch):
+    done = python(tmp_path, SHOW, switch)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_with_the_switch_only_the_trigger_is_loaded(tmp_path):
+    done = python(tmp_path, SHOW, "1")
+    assert done.stdout.strip() == "['fastdeploy_kvcache_v1', 'fastdeploy_kvcache_v1.plugin']"
+
+
+def test_the_bootstrap_is_one_import_line():
+    assert BOOTSTRAP.startswith("import ")
+    assert BOOTSTRAP.count("\n") == 1
+
+
+def test_an_unknown_host_cannot_be_imported(tmp_path):
+    fake_host.write(tmp_path, "fastdeploy", version="9.1.0")
+    for _ in range(2):  # not the second time either
+        done = python(
+            tmp_path, "\ntry:\n    import fastdeploy\nexcept Exception as e:\n    print(e)\nimport fastdeploy", "1"
+        )
+        assert done.returncode == 1
+        assert "FastDeploy 9.1 is not supported" in done.stdout
+        assert "OverlayError" in done.stderr
+
+
+def test_the_same_host_is_untouched_without_the_switch(tmp_path):
+    fake_host.write(tmp_path, "fastdeploy", version="9.1.0")
+    assert python(tmp_path, "\nimport fastdeploy", "0").returncode == 0
+
+
+def test_a_host_with_its_own_manager_is_left_alone(tmp_path):
+    root = fake_host.write(tmp_path, "fastdeploy", version="9.1.0")
+    (root / "cache_manager" / "v1").mkdir(parents=True)
+    done = python(tmp_path, "\nimport fastdeploy; print('imported')", "1")
+    assert done.stdout.strip() == "imported"
+    assert "leaves it alone" in done.stderr
+
+
+def test_other_processes_do_not_mind(tmp_path):
+    assert python(tmp_path, "\nimport json", "1").returncode == 0
+
+
+@pytest.mark.parametrize("value", ["2", "true", "yes"])
+def test_the_switch_is_0_or_1(monkeypatch, value):
+    monkeypatch.setenv(plugin.SWITCH, value)
+    with pytest.raises(ConfigError, match=f"must be 0 or 1, got '{value}'"):
+        plugin.is_enabled()
+
+
+def test_activating_twice_leaves_one_trigger(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if type(f).__module__ != plugin.__name__])
+    monkeypatch.delitem(sys.modules, plugin.HOST, raising=False)  # a fake one of another test, perhaps
+    for _ in range(2):
+        plugin.activate()
+    added = [finder for finder in sys.meta_path if type(finder).__module__ == plugin.__name__]
+    assert len(added) == 1
+    assert added[0].find_spec("json") is None
