@@ -93,8 +93,8 @@ KVSWAP_API int kvswap_queue_close(uint64_t queue);
 KVSWAP_API int kvswap_queue_begin(uint64_t queue);
 KVSWAP_API int kvswap_queue_copy(uint64_t queue, const kvswap_rows* targets, const kvswap_rows* sources,
                                  int64_t entries, const kvswap_plan* plan, int path);
-/* Calls fn(context, failed) once, in its turn; a result other than 0 fails the unit with it. `failed` is 1 when the unit
- * has failed already: work is skipped then, but fn can let go of what `context` holds. */
+/* Calls fn(context, failed) once, in its turn; a result other than 0 fails the unit with it. `failed` is 1 when the
+ * unit has failed already: work is skipped then, but fn can let go of what `context` holds. */
 KVSWAP_API int kvswap_queue_call(uint64_t queue, int64_t (*fn)(void*, int), void* context);
 /* Later work waits for `event`. With `needs_data` its failure becomes this unit's, negated where it is positive. */
 KVSWAP_API int kvswap_queue_wait(uint64_t queue, const kvswap_event* event, int needs_data);

@@ -35,7 +35,8 @@ class Event {
 
 class Queue {
  public:
-  using Work = std::function<int64_t(bool failed)>;  // told whether its unit has failed; says what failed, 0 for nothing
+  // Is told whether its unit has failed already; says what failed, 0 for nothing.
+  using Work = std::function<int64_t(bool failed)>;
 
   explicit Queue(const std::string& name);
   // All posting may come from any thread. Throws after `close`.

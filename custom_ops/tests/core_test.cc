@@ -67,6 +67,9 @@ void wrong_arguments_move_nothing() {
   EXPECT(kvswap_plan_slots(sources, sources, 2, &plan) == KVSWAP_OK);
   const kvswap_rows same[] = {target, target}, two[] = {source, source};
   EXPECT_REFUSED(kvswap_copy(same, two, 2, plan, 0), KVSWAP_INVALID, "two of the targets");
+  // The second target's rows start between the first one's and reach into the next of them.
+  const kvswap_rows apart[] = {{target.address, 2, 8, 16}, {target.address + 12, 2, 8, 16}};
+  EXPECT_REFUSED(kvswap_copy(apart, two, 2, plan, 0), KVSWAP_INVALID, "two of the targets");
   kvswap_plan_free(plan);
   EXPECT(to == std::vector<uint8_t>(4 * 8, 1));
 }
@@ -214,22 +217,33 @@ void a_queue_is_not_closed_by_its_own_work() {
 // Last: nothing starts queues again.
 void stopped_queues_leave_memory_alone() {
   const Pair queues = make_queues();
-  constexpr int64_t kBytes = 8 << 20;
+  constexpr int64_t kRows = 8192, kPitch = 1024, kBytes = kRows * kPitch;
   auto* to = new std::vector<uint8_t>(kBytes);
   const std::vector<uint8_t> of(kBytes, 1);
-  const kvswap_rows target{reinterpret_cast<uint64_t>(to->data()), 1, kBytes, kBytes};
-  const kvswap_rows source{reinterpret_cast<uint64_t>(of.data()), 1, kBytes, kBytes};
-  const kvswap_run run{0, 0, 1};
+  const kvswap_rows target{reinterpret_cast<uint64_t>(to->data()), kRows, kPitch - 8, kPitch};
+  const kvswap_rows source{reinterpret_cast<uint64_t>(of.data()), kRows, kPitch - 8, kPitch};
+  const kvswap_run run{0, 0, kRows};
+  const int path = KVSWAP_PATH_MEMCPY;  // many of them, which the address sanitizer sees one by one
   kvswap_plan* plan = nullptr;
   EXPECT(kvswap_plan_runs(&run, 1, &plan) == KVSWAP_OK);
-  for (int i = 0; i < 20; ++i) EXPECT(kvswap_queue_copy(queues.first, &target, &source, 1, plan, 0) == KVSWAP_OK);
+  kvswap_event* started = nullptr;
+  for (int i = 0; i < 300; ++i) {
+    EXPECT(kvswap_queue_copy(queues.first, &target, &source, 1, plan, path) == KVSWAP_OK);
+    if (i == 0) started = record(queues.first);
+  }
   int64_t called = 0;
   EXPECT(kvswap_queue_call(queues.first, count_always, &called) == KVSWAP_OK);
+  EXPECT(kvswap_event_wait(started, -1) == 1);
+  kvswap_event_free(started);
   kvswap_queue_stop();
   delete to;  // the sanitizers see who writes there now
+  std::vector<uint8_t> other(kBytes);
+  const kvswap_rows untouched{reinterpret_cast<uint64_t>(other.data()), kRows, kPitch - 8, kPitch};
+  EXPECT(kvswap_queue_copy(queues.first, &untouched, &source, 1, plan, path) == KVSWAP_OK);
   kvswap_event* event = record(queues.first);
   EXPECT(kvswap_event_wait(event, -1) == 1);
   EXPECT(kvswap_event_failure(event) == KVSWAP_STOPPED && called == 0);
+  EXPECT(other == std::vector<uint8_t>(kBytes));
   kvswap_event_free(event);
   kvswap_plan_free(plan);
   close(queues);

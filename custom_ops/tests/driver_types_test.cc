@@ -20,6 +20,7 @@ SAME_PLACE(Memcpy2D, height, CUDA_MEMCPY2D, Height);
 static_assert(int{kvswap::cuda::kHost} == int{CU_MEMORYTYPE_HOST} && int{kvswap::cuda::kDevice} == int{CU_MEMORYTYPE_DEVICE});
 static_assert(sizeof(kvswap::cuda::DevicePointer) == sizeof(CUdeviceptr));
 static_assert(kvswap::cuda::kNotSupported == CUDA_ERROR_NOT_SUPPORTED);
+static_assert(kvswap::cuda::kDevicePointerAttribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER);
 static_assert(kvswap::cuda::kRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(kvswap::cuda::kRegisterMapped == CU_MEMHOSTREGISTER_DEVICEMAP);
 static_assert(kvswap::cuda::kRegisterPortable == CU_MEMHOSTALLOC_PORTABLE);
