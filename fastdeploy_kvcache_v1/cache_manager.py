@@ -16,19 +16,18 @@ import operator
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import CacheStats, Counters
 from .config import KVCacheConfig
-from .errors import BlockPoolError, CacheStateError, ConfigError, PoolInUseError, UnknownRequestError
+from .errors import BlockPoolError, CacheStateError, ConfigError, UnknownRequestError
 from .event_log import EventLog
 from .metadata import (
     Allocation,
     BlockHashes,
     BlockNode,
     CacheEvent,
-    CacheLevel,
     DeviceSlot,
     MatchResult,
     NoSpace,
@@ -36,52 +35,9 @@ from .metadata import (
     TransferResult,
 )
 from .radix_tree import RadixTree
+from .request_state import RequestState
 from .run import Run, expect
 from .tiering import Tiering
-
-
-@dataclass
-class _Request:
-    """What the manager knows of one request."""
-
-    sequence: BlockHashes
-    leaf: Run
-    """Last cached run of its prefix; the path to it is pinned by this request."""
-    num_cached: int
-    """Leading blocks of its table that the tree knows."""
-    epoch: int
-    step: int = -1
-    """The scheduling step of its last allocation."""
-    num_tokens: int = 0
-    """Tokens it has been allocated for."""
-    num_closed_tokens: int = 0
-    """Those of them that an earlier step than `step` allocated."""
-    table: list[DeviceSlot] = field(default_factory=list)
-    admitted: bool = False
-    has_committed: bool = False
-    duplicates: list[DeviceSlot] = field(default_factory=list)
-    """Own slots among the first `num_cached`: the tree holds another copy of those blocks."""
-    num_device_tokens: int = 0
-    num_host_tokens: int = 0
-    num_query_tokens: int = 0
-
-    def own_slots(self) -> list[DeviceSlot]:
-        return self.table[self.num_cached :] + self.duplicates
-
-    @property
-    def num_own_slots(self) -> int:
-        return max(0, len(self.table) - self.num_cached) + len(self.duplicates)
-
-    def check(self, request_id: str, path: list[Run]) -> None:
-        """Raises `InvariantError` unless its table begins with the blocks of `path`, the cached prefix."""
-        expect(sum(map(len, path)) == self.num_cached, f"manager: {request_id} miscounts its cached blocks")
-        if not self.admitted:
-            expect(not self.table, f"manager: {request_id} has a block table before it was admitted")
-            return
-        own = set(self.duplicates)
-        cached = [slot for run in path for slot in run.device or ()]
-        wrong = [mine for mine, slot in zip(self.table, cached, strict=False) if mine != slot and mine not in own]
-        expect(not wrong and len(cached) == self.num_cached, f"manager: {request_id} reads slots of other blocks")
 
 
 class CacheManager:
@@ -96,10 +52,10 @@ class CacheManager:
         self._host_pool = HostBlockPool(config.num_host_blocks)
         self._tree = RadixTree(self._device_pool, self._host_pool, self._events)
         self._tiering = Tiering(config, self._tree, self._device_pool, self._host_pool, self._counters)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._in_flight: dict[str, int] = {}
         self._lent: set[DeviceSlot] = set()
-        self._uncounted: dict[str, _Request] = {}
+        self._uncounted: dict[str, RequestState] = {}
         """Admitted since the last step was taken, hence perhaps to be rolled back."""
         self._step = 0
         self._epoch = 0
@@ -121,7 +77,7 @@ class CacheManager:
             limit = limit if max_blocks is None else min(limit, max_blocks)
             leaf = self._tree.match(sequence.hashes, limit if self.config.enable_prefix_caching else 0)
             spans = tuple(run.span() for run in self._tree.path(leaf))
-            request = _Request(sequence, leaf, sum(span.length for span in spans), self._epoch)
+            request = RequestState(sequence, leaf, sum(span.length for span in spans), self._epoch)
             self._requests[request_id] = request
             return MatchResult(request_id, spans, block_size)
 
@@ -154,7 +110,9 @@ class CacheManager:
             self._uncounted[request_id] = request
             return self._admit(request, path, swap_ins, slots)
 
-    def _admit(self, request: _Request, path: list[Run], swap_ins: list[Run], slots: list[DeviceSlot]) -> Allocation:
+    def _admit(
+        self, request: RequestState, path: list[Run], swap_ins: list[Run], slots: list[DeviceSlot]
+    ) -> Allocation:
         used = 0
         for run in swap_ins:
             self._tree.start_swap_in(run, slots[used : used + len(run)])
@@ -196,7 +154,7 @@ class CacheManager:
             else:
                 self._commit(request, num_blocks)
 
-    def _commit(self, request: _Request, num_blocks: int) -> None:
+    def _commit(self, request: RequestState, num_blocks: int) -> None:
         first = request.num_cached
         if num_blocks <= first or not self.config.enable_prefix_caching:
             return
@@ -316,20 +274,7 @@ class CacheManager:
             return []
         with self._lock:
             self._counters.failed_transfer_blocks += len(failed)
-            lost: set[Run] = set()
-            for run in list(self._tree.runs()):
-                if run.detached:
-                    continue
-                if result.target is CacheLevel.HOST and run.device is not None and run.open is not CacheLevel.DEVICE:
-                    if run.open is None and run.host is not None and not failed.isdisjoint(run.host):
-                        self._tree.drop_host(run)
-                    continue
-                slots = run.device if result.target is CacheLevel.DEVICE else run.host
-                first = next((index for index, slot in enumerate(slots or ()) if slot in failed), None)
-                if first is not None:
-                    if first:
-                        self._tree.split(run, first)
-                    lost.update(self._tree.detach(run))
+            lost = self._tiering.forget_failed(result.target, failed)
             return self._requests_on(lost)
 
     def _requests_on(self, lost: set[Run]) -> list[str]:
@@ -344,7 +289,7 @@ class CacheManager:
                 self._forget_match(request)
         return affected
 
-    def _forget_match(self, request: _Request) -> None:
+    def _forget_match(self, request: RequestState) -> None:
         self._tree.release(request.leaf, touch=False)
         request.leaf, request.num_cached = self._tree.root, 0
 
@@ -382,21 +327,8 @@ class CacheManager:
             raise ConfigError(f"the device pool needs at least 1 block, got {size}")
         with self._lock:
             if size < self._device_pool.size:
-                self._evict_above(size)
+                self._tiering.evict_above(size)
             self._device_pool.resize(size)
-
-    def _evict_above(self, size: int) -> None:
-        above = self._device_pool.slots_above(size)
-        hit = [run for run in self._tree.runs() if run.device is not None and not above.isdisjoint(run.device)]
-        evictable = {slot for run in hit if not run.pins for slot in run.device or ()}
-        in_use = (above - evictable) | {slot for slot in self._tiering.pending_evict_sources() if slot >= size}
-        if in_use:
-            raise PoolInUseError(
-                f"cannot shrink the device pool to {size} blocks: {len(in_use)} blocks above are in use; "
-                "finish or preempt their requests first"
-            )
-        for run in hit:
-            self._tiering.evict_device_subtree(run, above)
 
     def take_events(self) -> list[CacheEvent]:
         """What was stored in and removed from each tier since the last call, in order.
@@ -487,13 +419,13 @@ class CacheManager:
 
     # ---- inside
 
-    def _request(self, request_id: str) -> _Request:
+    def _request(self, request_id: str) -> RequestState:
         try:
             return self._requests[request_id]
         except KeyError:
             raise UnknownRequestError(f"request {request_id} is unknown, or has been finished already") from None
 
-    def _count_admission(self, request: _Request) -> None:
+    def _count_admission(self, request: RequestState) -> None:
         counters = self._counters
         counters.requests_admitted += 1
         counters.query_tokens += request.num_query_tokens

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Set
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import Counters
 from .config import KVCacheConfig, WritePolicy
-from .errors import InvariantError
+from .errors import InvariantError, PoolInUseError
 from .metadata import CacheLevel, CacheSwapMetadata, DeviceSlot, HostSlot, SwapStep
 from .radix_tree import RadixTree
 from .run import Run, expect
@@ -82,16 +82,51 @@ class Tiering:
         self._tree.close_transfers()
         return SwapStep(step, evict, swap_in)
 
-    def pending_evict_sources(self) -> frozenset[DeviceSlot]:
-        """Device slots whose content still has to be copied to the host when the step is taken."""
-        return frozenset(self._evict_sources)
-
     def abandon(self) -> None:
         """Forget all copies decided but not handed over (after everything has been detached and released)."""
         self._evict_sources, self._evict_targets = [], []
         self._tree.abandon_transfers()
 
-    def evict_device_subtree(self, run: Run, above: Set[int]) -> None:
+    def evict_above(self, size: int) -> None:
+        """Clear the device slots from `size` on of cached blocks, without copies; blocks below them go too.
+
+        Raises `PoolInUseError`, with no change, when a request uses one of them or one still waits to be copied out.
+        O(cache).
+        """
+        above = self._device_pool.slots_above(size)
+        hit = [run for run in self._tree.runs() if run.device is not None and not above.isdisjoint(run.device)]
+        evictable = {slot for run in hit if not run.pins for slot in run.device or ()}
+        in_use = (above - evictable) | {slot for slot in self._evict_sources if slot >= size}
+        if in_use:
+            raise PoolInUseError(
+                f"cannot shrink the device pool to {size} blocks: {len(in_use)} blocks above are in use; "
+                "finish or preempt their requests first"
+            )
+        for run in hit:
+            self._evict_subtree(run, above)
+
+    def forget_failed(self, target: CacheLevel, failed: Set[int]) -> set[Run]:
+        """Forget the copies in the `failed` slots of tier `target`, and the blocks below those that are nowhere else.
+
+        Returns the runs that can no longer be found; some may still be in use. O(cache).
+        """
+        lost: set[Run] = set()
+        for run in list(self._tree.runs()):
+            if run.detached:
+                continue
+            if target is CacheLevel.HOST and run.device is not None and run.open is not CacheLevel.DEVICE:
+                if run.open is None and run.host is not None and not failed.isdisjoint(run.host):
+                    self._tree.drop_host(run)
+                continue
+            slots = run.device if target is CacheLevel.DEVICE else run.host
+            first = next((index for index, slot in enumerate(slots or ()) if slot in failed), None)
+            if first is not None:
+                if first:
+                    self._tree.split(run, first)
+                lost.update(self._tree.detach(run))
+        return lost
+
+    def _evict_subtree(self, run: Run, above: Set[int]) -> None:
         """Evict an unpinned `run` from its first block in `above` on, and every device block below, without copies."""
         if run.detached or run.device is None:
             return  # gone with an earlier run

@@ -19,6 +19,7 @@ SCHEDULER = {
     "radix_tree",
     "tiering",
     "cache_utils",
+    "request_state",
     "cache_manager",
 }
 WORKER = {

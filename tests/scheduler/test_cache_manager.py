@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager, _Request
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import (
@@ -29,6 +29,7 @@ from fastdeploy_kvcache_v1.metadata import (
     SwapStep,
     TransferResult,
 )
+from fastdeploy_kvcache_v1.request_state import RequestState
 from fastdeploy_kvcache_v1.run import Run
 
 
@@ -593,10 +594,10 @@ def test_checks_notice_damage() -> None:
             cache.check()
         return str(caught.value)
 
-    def request(cache: CacheManager) -> _Request:
+    def request(cache: CacheManager) -> RequestState:
         return cache._requests["r"]
 
-    def waiting(cache: CacheManager) -> _Request:
+    def waiting(cache: CacheManager) -> RequestState:
         return cache._requests["waiting"]
 
     def leaf(cache: CacheManager) -> Run:
