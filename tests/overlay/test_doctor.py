@@ -1,5 +1,7 @@
 """The `doctor` command on FAKE FastDeploy trees, and on this machine."""
 
+import importlib.metadata
+
 import pytest
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
@@ -87,7 +89,16 @@ def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):
     (user / doctor.BOOTSTRAP).write_text("", encoding="utf-8")
     assert doctor._activation()[0] is False  # Python does not read that folder here
     monkeypatch.setenv("FD_PLUGINS", "other,kvcache_v1")
+    installed = importlib.metadata.EntryPoints(
+        [importlib.metadata.EntryPoint("kvcache_v1", "a:b", doctor.PLUGIN_GROUP)]
+    )
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: installed.select(group=group))
     assert doctor._activation()[0] is True
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints())
+    assert doctor._activation() == (
+        False,
+        "FD_PLUGINS names kvcache_v1, but its entry point is not installed: reinstall",
+    )
     monkeypatch.delenv("FD_PLUGINS")
     monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", True)
     assert doctor._activation()[0] is True
