@@ -86,6 +86,7 @@ class FakeOps(ModuleType):
 def import_worker_modules():
     gpu = importlib.import_module("fastdeploy.model_executor.ops.gpu")
     gpu.__class__ = FakeOps
+    importlib.import_module("fastdeploy.worker.tbo")
     runner = importlib.import_module("fastdeploy.worker.gpu_model_runner").GPUModelRunner
     proposer = importlib.import_module("fastdeploy.spec_decode.mtp").MTPProposer
     if sys.argv[1] != "2.5":
