@@ -70,6 +70,8 @@ class PrefixCacheAdapter:
         self._kept: OrderedDict[str, TaskTokens] = OrderedDict()
         self._outbox = SwapOutbox()
         self._has_news = False
+        self._published = (-1, 0)
+        """Free device blocks, and all, that the gauges show."""
         gauges.max_cpu_block_num.set(self.num_cpu_blocks)
         self._publish_size()
 
@@ -324,9 +326,11 @@ class PrefixCacheAdapter:
     # ---- metrics
 
     def _publish_free(self) -> None:
-        free = self.manager.num_free_device_blocks
-        self._gauges.free_gpu_block_num.set(free)
-        self._gauges.available_gpu_resource.set(free / self.manager.num_device_blocks)
+        free, total = self.manager.num_free_device_blocks, self.manager.num_device_blocks
+        if (free, total) != self._published:
+            self._published = free, total
+            self._gauges.free_gpu_block_num.set(free)
+            self._gauges.available_gpu_resource.set(free / total)
 
     def _publish_size(self) -> None:
         self._gauges.max_gpu_block_num.set(self.num_gpu_blocks)

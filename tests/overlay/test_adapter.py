@@ -283,6 +283,23 @@ def test_hit_rates_are_published():
     assert (gauges.gpu_hit_token_rate.value, gauges.cpu_hit_token_rate.value) == (0.4, 0)
     scheduler.cache.reset()
     assert scheduler.cache.hit_rates.num_requests == 0
+    scheduler.cache.send_swaps([object()])
+    assert (gauges.hit_req_rate.value, gauges.hit_token_rate.value) == (0, 0)
+
+
+def test_gauges_are_set_only_when_they_change():
+    scheduler = FakeScheduler(make_adapter(40), output_caching=False)
+    serve(scheduler, [1] * 10)
+    scheduler.cache.send_swaps([object()])  # shows what the end of the last request gave back
+    gauges = scheduler.cache._gauges
+    for name in ("hit_req_rate", "free_gpu_block_num"):
+        getattr(gauges, name).value = "as it was"
+    scheduler.cache.send_swaps([object()])
+    assert (gauges.hit_req_rate.value, gauges.free_gpu_block_num.value) == ("as it was", "as it was")
+    scheduler.cache.allocate_gpu_blocks(3, "other")
+    scheduler.cache.send_swaps([])
+    assert gauges.hit_req_rate.value == "as it was"
+    assert gauges.free_gpu_block_num.value == len(scheduler.cache.gpu_free_block_list)
 
 
 def test_hit_rates_start_anew_after_a_window():
