@@ -82,6 +82,19 @@ def test_another_size_is_allocated_anew(runtime, controller, num_host_blocks):
     assert controller.host_pool.num_blocks == num_host_blocks
 
 
+def test_tensors_made_elsewhere_get_the_kept_memory_too(runtime, controller):
+    tensors = controller.caches
+    (address,) = runtime.live
+    controller.free(keep_host_memory=True)
+    controller.attach_kv_cache(tensors, 4, 5)
+    controller.check()
+    assert runtime.live == [address]
+    controller.free(keep_host_memory=True)
+    controller.attach_kv_cache(tensors, 4, 3)
+    controller.check()
+    assert (len(runtime.live), controller.host_pool.num_blocks) == (1, 3)
+
+
 def test_other_blocks_are_allocated_anew(runtime):
     backend = NumpyBackend(num_layers=3)
     controller = CacheController(backend, runtime=runtime)
