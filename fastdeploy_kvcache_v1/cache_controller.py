@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from . import ops
-from .attention.base import AttentionCacheBackend
+from .attention.base import AttentionCacheBackend, CacheLayout
 from .errors import CacheStateError, ConfigError, InvariantError
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
@@ -41,6 +41,8 @@ class CacheController:
         self._rank, self._device = rank, device
         self._caches: dict[str, Any] = {}
         self._host: HostPool | None = None
+        self._kept: HostPool | None = None
+        """Host memory without caches, for the next ones; what is in it means nothing."""
         self._transfers: CacheTransferManager | None = None
         self._last_step = -1
 
@@ -54,9 +56,11 @@ class CacheController:
             raise CacheStateError("the caches exist already: call free() first")
         if num_device_blocks < 1 or num_host_blocks < 0:
             raise ConfigError(f"cannot cache {num_device_blocks} device and {num_host_blocks} host blocks")
-        layout = self._backend.layout
+        block_bytes, kept = self._backend.layout.block_bytes, self._keeps(num_host_blocks)
+        if not kept:
+            self.free()  # memory of another size is of no use, and may be what is missing
         self._runtime.require_memory(
-            device_bytes=num_device_blocks * layout.block_bytes, host_bytes=num_host_blocks * layout.block_bytes
+            device_bytes=num_device_blocks * block_bytes, host_bytes=0 if kept else num_host_blocks * block_bytes
         )
         caches = self._backend.create_kv_cache(num_device_blocks, rank=self._rank, device=self._device)
         return self.attach_kv_cache(caches, num_device_blocks, num_host_blocks)
@@ -68,12 +72,22 @@ class CacheController:
         """
         if self._transfers is not None:
             raise CacheStateError("the caches exist already: call free() first")
-        layout = self._backend.layout
         layers = self._device_rows(list(caches.values()), num_device_blocks)
-        host = HostPool(layout, num_host_blocks, self._runtime)
+        host = self._host_pool_of(num_host_blocks)
         self._transfers = CacheTransferManager(layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s)
-        self._caches, self._host, self._last_step = caches, host, -1
+        self._caches, self._host, self._kept, self._last_step = caches, host, None, -1
         return list(caches.values())
+
+    def _host_pool_of(self, num_blocks: int) -> HostPool:
+        if self._kept is not None and self._keeps(num_blocks):
+            return self._kept
+        self.free()
+        return HostPool(self._backend.layout, num_blocks, self._runtime)
+
+    def _keeps(self, num_blocks: int) -> bool:
+        """Whether the host memory of before is what `num_blocks` blocks need now."""
+        kept = self._kept
+        return kept is not None and (kept.num_blocks, kept.layout) == (num_blocks, self._backend.layout)
 
     def _device_rows(self, tensors: list[Any], num_blocks: int) -> list[LayerRows]:
         layout = self._backend.layout
@@ -89,6 +103,11 @@ class CacheController:
                 raise ConfigError("the cache tensors are not on the device of the runtime")
             layers.append(rows)
         return layers
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Of the caches, whether they are allocated or not."""
+        return self._backend.layout
 
     @property
     def caches(self) -> dict[str, Any]:
@@ -177,19 +196,23 @@ class CacheController:
         self._finish_copies()
         self._manager.forget()
 
-    def free(self) -> None:
+    def free(self, *, keep_host_memory: bool = False) -> None:
         """Give both tiers back once running copies ended; `initialize_kv_cache` may follow. Idempotent.
 
+        With `keep_host_memory` only the device tier: allocating and page-locking many GiB takes long, so a next start
+        of the same size gets the same memory. Its content counts as lost either way.
         Raises `LayerSwapTimeoutError`, nothing freed, when copies do not end within `layer_timeout_s`: the memory is
         still being written.
         """
-        if self._transfers is None:
-            return
-        self._finish_copies()
-        self._transfers.close()
-        self.host_pool.free()
-        self._transfers, self._host = None, None
-        self._caches = {}
+        if self._transfers is not None:
+            self._finish_copies()
+            self._transfers.close()
+            self._kept = self._host
+            self._transfers, self._host = None, None
+            self._caches = {}
+        if self._kept is not None and not keep_host_memory:
+            self._kept.free()
+            self._kept = None
 
     def _finish_copies(self) -> None:
         self._manager.drain(self._layer_timeout_s)
@@ -199,6 +222,10 @@ class CacheController:
         """Raises `InvariantError`."""
         if (self._transfers is None) != (self._host is None) or bool(self._caches) != (self._host is not None):
             raise InvariantError("the caches are half initialized")
+        if self._host is not None and self._kept is not None:
+            raise InvariantError("host memory is kept for the next caches while there are some")
+        if self._kept is not None:
+            self._kept.check()
         if self._transfers is not None and self._host is not None:
             self._transfers.check()
             self._host.check()

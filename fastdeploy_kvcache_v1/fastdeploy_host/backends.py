@@ -13,6 +13,11 @@ from ..errors import ConfigError
 
 BLOCK_WISE_FP8 = "block_wise_fp8"
 
+MLA, DSA = "MLA_ATTN", "DSA_ATTN"
+"""Attention backends by the host's names. All others keep a key and a value per head."""
+
+_KINDS = {"MLAAttentionBackend": MLA, "DSAAttentionBackend": DSA}
+
 
 def add_create_kv_cache(attention_backend: Any) -> None:
     """Extends the host's base class of attention backends."""
@@ -42,24 +47,30 @@ def create_kv_cache(
 def cache_layout(backend: Any, num_layers: int, *, dtype: str, quant_type: str | None) -> AttentionCacheBackend:
     """Our layout for a host's backend object. Raises `ConfigError`."""
     name = type(backend).__name__
-    stored = dtype if quant_type is None else "uint8"
-    made: AttentionCacheBackend
-    if name == "DSAAttentionBackend":
-        made = DSACacheBackend(
-            num_layers, backend.kv_lora_rank, backend.qk_rope_head_dim, backend.index_head_dim, backend.block_size
-        )
-    elif name == "MLAAttentionBackend":
-        if quant_type == BLOCK_WISE_FP8:
-            raise ConfigError("MLA attention with block_wise_fp8: its kernels expect one tensor per layer")
-        made = MLACacheBackend(num_layers, backend.kv_lora_rank, backend.qk_rope_head_dim, backend.block_size, stored)
-    else:
-        scale_dtype = _default_dtype() if quant_type == BLOCK_WISE_FP8 else None
-        head_dim = backend.head_dim // 2 if quant_type == "int4_zp" else backend.head_dim
-        made = GQACacheBackend(
-            num_layers, backend.kv_num_heads, head_dim, backend.block_size, stored, scale_dtype=scale_dtype
-        )
+    scale_dtype = _default_dtype() if quant_type == BLOCK_WISE_FP8 else dtype
+    made = make_backend(
+        _KINDS.get(name, name), backend, num_layers, dtype=dtype, quant_type=quant_type, scale_dtype=scale_dtype
+    )
     _expect_host_shapes(name, made.layout, backend.get_kv_cache_shape(max_num_blocks=1, kv_cache_quant_type=quant_type))
     return made
+
+
+def make_backend(
+    kind: str, sizes: Any, num_layers: int, *, dtype: str, quant_type: str | None, scale_dtype: str
+) -> AttentionCacheBackend:
+    """Our layout for one rank. `sizes` has the attributes of the host's backend of that kind. Raises `ConfigError`."""
+    stored = dtype if quant_type is None else "uint8"
+    if kind == DSA:
+        return DSACacheBackend(
+            num_layers, sizes.kv_lora_rank, sizes.qk_rope_head_dim, sizes.index_head_dim, sizes.block_size
+        )
+    if kind == MLA:
+        if quant_type == BLOCK_WISE_FP8:
+            raise ConfigError("MLA attention with block_wise_fp8: its kernels expect one tensor per layer")
+        return MLACacheBackend(num_layers, sizes.kv_lora_rank, sizes.qk_rope_head_dim, sizes.block_size, stored)
+    head_dim = sizes.head_dim // 2 if quant_type == "int4_zp" else sizes.head_dim
+    scales = scale_dtype if quant_type == BLOCK_WISE_FP8 else None
+    return GQACacheBackend(num_layers, sizes.kv_num_heads, head_dim, sizes.block_size, stored, scale_dtype=scales)
 
 
 def _default_dtype() -> str:

@@ -13,7 +13,9 @@ import wrapt
 from ..config import WritePolicy
 from ..errors import ConfigError
 from . import overlay
+from .backends import BLOCK_WISE_FP8, DSA, MLA
 from .settings import DEFAULT_POLICY, DEFAULT_THRESHOLD, write_policy, write_through_threshold
+from .swap_space import has_draft_layer, kv_cache_quant_type, size_host_tier
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +71,22 @@ def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 def add_cache_fields(cache_config: Any) -> None:
     """Extends `CacheConfig`: it takes over the arguments whose names it has as attributes."""
     cache_config.write_through_threshold = None
+    cache_config.sized_by_swap_space = False
+    cache_config.host_block_bytes = None
 
 
 def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Wraps `CacheConfig.__init__`: defaults (from the environment in workers) and validation."""
     wrapped(*args, **kwargs)
+    given = kwargs["args"] if "args" in kwargs else args[0]
+    instance.sized_by_swap_space = bool(instance.swap_space) and given.get("num_cpu_blocks") is None
     instance.write_policy = write_policy(instance.write_policy).value
     instance.write_through_threshold = write_through_threshold(instance.write_through_threshold)
 
 
 def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `FDConfig.postprocess`: refuses what we cannot serve, switches off what host memory does not go with.
+    """Wraps `FDConfig.postprocess`: refuses what we cannot serve, sizes the host tier, switches off what does not go
+    with it.
 
     Raises `ConfigError` with every reason.
     """
@@ -96,6 +103,7 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
     )
     if reasons:
         raise ConfigError(f"{SWITCH}=1 cannot serve this: {'; '.join(reasons)}. Change it, or unset {SWITCH}")
+    size_host_tier(instance, envs.FD_ATTENTION_BACKEND)
     graphs = instance.graph_opt_config
     if instance.cache_config.num_cpu_blocks > 0 and graphs is not None and graphs.cudagraph_only_prefill:
         logger.warning("cudagraph_only_prefill is switched off: prefill waits for layers being swapped in")
@@ -107,31 +115,23 @@ def refusals(
 ) -> list[str]:
     """Why this `FDConfig` cannot be served; empty when it can."""
     cache, role = config.cache_config, config.scheduler_config.splitwise_role
-    swaps = cache.num_cpu_blocks > 0
-    fp8 = kv_cache_quant_type(config) == "block_wise_fp8"
+    swaps = cache.num_cpu_blocks > 0 or cache.sized_by_swap_space
+    fp8 = kv_cache_quant_type(config) == BLOCK_WISE_FP8
     routing = getattr(config.routing_replay_config, "enable_routing_replay", False)
     checks = {
         f"--splitwise-role {role} (only mixed)": role != "mixed",
         f"--kvcache-storage-backend {cache.kvcache_storage_backend}": bool(cache.kvcache_storage_backend),
         "ENABLE_V1_KVCACHE_SCHEDULER=0 (the V0 scheduler)": not v1_scheduler,
         f"the {foreign_platform} platform": foreign_platform is not None,
-        "MLA attention with block_wise_fp8": fp8 and attention_backend == "MLA_ATTN",
+        "MLA attention with block_wise_fp8": fp8 and attention_backend == MLA,
+        f"speculative method mtp with {DSA} (FastDeploy has no draft model for it)": attention_backend == DSA
+        and has_draft_layer(config),
         f"{attention_backend} with block_wise_fp8 in FastDeploy {release}": fp8
         and release == "2.5"
         and attention_backend != "APPEND_ATTN",
         "routing replay with --swap-space": bool(routing) and swaps,
     }
     return [reason for reason, applies in checks.items() if applies]
-
-
-def kv_cache_quant_type(config: Any) -> str | None:
-    """How the cache is quantized: known to the worker's quantization object, or to the model's own configuration."""
-    found = getattr(config.quant_config, "kv_cache_quant_type", None)
-    for name in ("quantization", "quantization_config"):
-        raw = getattr(config.model_config, name, None)
-        if found is None and isinstance(raw, dict):
-            found = raw.get("kv_cache_quant_type")
-    return found
 
 
 def _foreign_platform(platform: Any) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..config import KVCacheConfig
-from . import overlay, settings
+from . import overlay, settings, swap_space
 from .adapter import PrefixCacheAdapter
 from .metrics import CacheMetricsPublisher
 from .status_signals import StatusAnswers
@@ -36,7 +36,7 @@ class HostedPrefixCache(PrefixCacheAdapter):
         cache = config.cache_config
         policy = settings.write_policy(cache.write_policy)
         threshold = settings.write_through_threshold(cache.write_through_threshold)
-        settings.export(policy, threshold)
+        settings.export(policy, threshold, cache.host_block_bytes)
         super().__init__(
             KVCacheConfig(
                 num_device_blocks=int(cache.total_block_num),
@@ -52,6 +52,8 @@ class HostedPrefixCache(PrefixCacheAdapter):
         )
         self.publisher = CacheMetricsPublisher(self)
         self._answers: StatusAnswers | None = None
+        if cache.host_block_bytes is not None:
+            _log_host_tier(cache, config.parallel_config.tensor_parallel_size)
 
     def launch_cache_manager(
         self,
@@ -73,6 +75,14 @@ class HostedPrefixCache(PrefixCacheAdapter):
             )
             self._answers.start()
         return []
+
+
+def _log_host_tier(cache: Any, num_ranks: int) -> None:
+    from fastdeploy.utils import llm_logger  # where operators look; the host shows nothing of other loggers
+
+    llm_logger.info(swap_space.describe(cache.swap_space, cache.num_cpu_blocks, cache.host_block_bytes, num_ranks))
+    if not cache.enable_prefix_caching:
+        llm_logger.warning("--swap-space has no effect: prefix caching is off")
 
 
 def _open_signal(name: str, suffix: int) -> Any:

@@ -12,6 +12,7 @@ DEFAULT_POLICY = WritePolicy.WRITE_THROUGH_SELECTIVE
 DEFAULT_THRESHOLD = 2
 POLICY_VARIABLE = "FD_KVCACHE_V1_WRITE_POLICY"
 THRESHOLD_VARIABLE = "FD_KVCACHE_V1_WRITE_THROUGH_THRESHOLD"
+BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
 
 
 def write_policy(given: str | None) -> WritePolicy:
@@ -27,7 +28,19 @@ def write_through_threshold(given: int | None) -> int:
     return int(text)
 
 
-def export(policy: WritePolicy, threshold: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let the processes started from here on see what the engine was told."""
+def host_block_bytes() -> int | None:
+    """Bytes of a host block by which the engine sized the tier; None when it did not."""
+    text = os.environ.get(BLOCK_BYTES_VARIABLE)
+    return int(text) if text else None
+
+
+def export(
+    policy: WritePolicy,
+    threshold: int,
+    block_bytes: int | None = None,
+    environment: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Let the processes started from here on see what the engine was told, and what it expects."""
     environment[POLICY_VARIABLE] = policy.value
     environment[THRESHOLD_VARIABLE] = str(threshold)
+    environment[BLOCK_BYTES_VARIABLE] = "" if block_bytes is None else str(block_bytes)

@@ -11,6 +11,7 @@ from ..cache_controller import CacheController
 from ..errors import CacheStateError, ConfigError, TransferError
 from ..layer_done_counter import LayerDoneCounter
 from ..runtime import Runtime
+from .swap_space import compare
 from .transport import SwapInbox
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,8 @@ class WorkerCache:
 
     Tensors are registered in parts, because the host makes those of a draft model apart and in either order; the host
     tier is allocated when the last part is there. `make_runtime` is called then, in the process that computes.
+    `keep_host_memory`: it stays allocated, its content void, while tensors are dropped and made again.
+    `expected_block_bytes`: what the engine sized the host tier by.
     """
 
     def __init__(
@@ -95,15 +98,21 @@ class WorkerCache:
         make_runtime: Callable[[], Runtime],
         parts: Sequence[str] = (MAIN,),
         layer_timeout_s: float = 30.0,
+        expected_block_bytes: int | None = None,
+        keep_host_memory: bool = False,
     ) -> None:
         self._num_host_blocks = num_host_blocks
         self._block_size = block_size
         self._make_runtime = make_runtime
         self._layer_timeout_s = layer_timeout_s
         self._parts = tuple(parts)
+        self._expected_block_bytes = expected_block_bytes
+        self._keep_host_memory = keep_host_memory
         self._registered: dict[str, tuple[CacheLayout, dict[str, Any], int]] = {}
         self._runtime: Runtime | None = None
         self._controller: CacheController | None = None
+        self._idle: CacheController | None = None
+        """A controller whose tensors are gone, kept because it keeps host memory."""
         self._inbox = SwapInbox()
         self._tables = RunningTables()
         self._counters: list[LayerDoneCounter] = []
@@ -122,14 +131,14 @@ class WorkerCache:
             self._build()
 
     def unregister(self, part: str) -> None:
-        """The host is about to drop the tensors of one model: copies end first, the host tier is given back."""
+        """The host is about to drop the tensors of one model: copies end first, and the host tier's content is void."""
         self._registered.pop(part, None)
         self._counters.clear()
         self.current_counter = None
         self._tables.clear()
         if self._controller is not None:
-            self._controller.free()
-            self._controller = None
+            self._controller.free(keep_host_memory=self._keep_host_memory)
+            self._controller, self._idle = None, self._controller
 
     def _build(self) -> None:
         parts = [self._registered[each] for each in self._parts]
@@ -140,13 +149,22 @@ class WorkerCache:
             raise ConfigError("the draft model's cache has fewer blocks than the main model's")
         combined = CacheLayout(sum(each.num_layers for each, _, _ in parts), layout.roles)
         tensors = {name: tensor for _, part, _ in parts for name, tensor in part.items()}
+        controller = self._controller_for(combined)
+        controller.attach_kv_cache(tensors, num_blocks, self._num_host_blocks)
+        self._controller, self._idle = controller, None
+        logger.info("host tier: %d blocks of %d bytes", self._num_host_blocks, combined.block_bytes)
+        compare(combined.block_bytes, self._expected_block_bytes, self._num_host_blocks)
+
+    def _controller_for(self, layout: CacheLayout) -> CacheController:
+        """The idle one, with the host memory it keeps, unless blocks look different now."""
+        if self._idle is not None and self._idle.layout == layout:
+            return self._idle
+        if self._idle is not None:
+            self._idle.free()
+            self._idle = None
         if self._runtime is None:
             self._runtime = self._make_runtime()
-        self._controller = CacheController(
-            _Registered(combined), runtime=self._runtime, layer_timeout_s=self._layer_timeout_s
-        )
-        self._controller.attach_kv_cache(tensors, num_blocks, self._num_host_blocks)
-        logger.info("host tier: %d blocks of %d bytes", self._num_host_blocks, combined.block_bytes)
+        return CacheController(_Registered(layout), runtime=self._runtime, layer_timeout_s=self._layer_timeout_s)
 
     @property
     def has_host_tier(self) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..runtime import CudaRuntime, Runtime
-from . import overlay
+from . import overlay, settings
 from .backends import cache_layout
+from .swap_space import has_draft_layer
 from .table import Where
 from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
 
@@ -32,13 +33,16 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     global _worker_cache
     overlay.active().require_complete(Where.WORKER)
     config = kwargs["fd_config"] if "fd_config" in kwargs else args[0]
-    with_draft = config.speculative_config is not None and config.speculative_config.method == "mtp"
+    from fastdeploy import envs
+
     cache = config.cache_config
     _worker_cache = WorkerCache(
         num_host_blocks=int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0,
         block_size=int(cache.block_size),
         make_runtime=_current_gpu,
-        parts=(MAIN, DRAFT) if with_draft else (MAIN,),
+        parts=(MAIN, DRAFT) if has_draft_layer(config) else (MAIN,),
+        expected_block_bytes=settings.host_block_bytes(),
+        keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
     )
     wrapped(*args, **kwargs)
 
@@ -207,7 +211,7 @@ def _quant_type(quant_config: Any) -> str | None:
 
 
 def make_clear_cache(original: Wrapped) -> Wrapped:
-    """Replaces `GPUModelRunner.clear_cache`: copies end, both tiers are given back, nobody else is waited for."""
+    """Replaces `GPUModelRunner.clear_cache`: copies end, its tensors are given back, nobody else is waited for."""
 
     def clear_cache(self: Any, profile: bool = False) -> None:
         import paddle

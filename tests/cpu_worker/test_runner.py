@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.runner import STATS_FILE, 
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.slots import FAILED, RELEASED
 from fastdeploy_kvcache_v1.fastdeploy_host.transport import encode
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.runtime import CpuRuntime
 
 from .host_tasks import ABORT, DECODE, other, prefill
 
@@ -40,8 +41,10 @@ def model(tmp_path_factory):
 def make_runner(model, tmp_path):
     runners = []
 
-    def make(copy_faults="", path=model):
-        config = RunnerConfig(Path(path), BLOCK, num_host_blocks=8, cache_dtype="float32", copy_faults=copy_faults)
+    def make(copy_faults="", path=model, **options):
+        config = RunnerConfig(
+            Path(path), BLOCK, num_host_blocks=8, cache_dtype="float32", copy_faults=copy_faults, **options
+        )
         runner = CpuModelRunner(config, Messages(), stats_directory=tmp_path)
         runner.load_weights()
         runner.create_caches(16)
@@ -52,6 +55,7 @@ def make_runner(model, tmp_path):
     yield make
     for runner in runners:
         runner.drop_caches()
+        runner._controller.free()  # what it keeps
 
 
 def decode_alone(model, prompt, count):
@@ -173,6 +177,21 @@ def test_sleeping_computes_nothing_and_new_weights_are_read(make_runner, tmp_pat
     assert not runner.is_sleeping
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
     assert run(runner, 6) == decode_alone(path, PROMPT, 6) != expected
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_host_memory_while_the_caches_are_away(make_runner, monkeypatch, expected, keep):
+    freed, free_host = [], CpuRuntime.free_host
+    monkeypatch.setattr(
+        CpuRuntime, "free_host", lambda self, buffer: freed.append(buffer.nbytes) or free_host(self, buffer)
+    )
+    runner = make_runner(keep_host_memory=keep)
+    swap_out_and_in(runner)
+    runner.drop_caches()
+    assert freed == ([] if keep else [8 * runner.block_bytes])
+    runner.restore(weights=True, caches=True)
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
+    assert run(runner, 6) == expected
 
 
 def test_min_tokens_keeps_end_tokens_out(make_runner, expected):

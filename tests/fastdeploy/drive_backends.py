@@ -3,6 +3,7 @@ model runner and proposer classes. Only what allocates is run; no kernel is.
 """
 
 import importlib
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -125,10 +126,12 @@ def run_initialization(runner_class, proposer_class):
         cache_kvs_map={},
         _empty_cache=lambda: None,
     )
-    cache = worker_patches.WorkerCache(
-        num_host_blocks=5, block_size=4, make_runtime=CpuRuntime, parts=(worker_patches.MAIN, worker_patches.DRAFT)
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(num_cpu_blocks=5, block_size=4, enable_prefix_caching=True),
+        speculative_config=SimpleNamespace(method="mtp"),
     )
-    worker_patches._worker_cache = cache
+    worker_patches.init_runner(lambda **_: None, None, (), {"fd_config": config})
+    cache = worker_patches.worker_cache()
     runner.initialize_kv_cache(profile=True)
     proposer.initialize_kv_cache(main_model_num_blocks=6, profile=True)
     proposer.clear_mtp_cache(profile=True)
@@ -152,13 +155,25 @@ def run_initialization(runner_class, proposer_class):
     print("INITIALIZED")
 
 
+def count_host_allocations(classes):
+    """What FD_ENABLE_SWAP_SPACE_CLEARING says about host memory while the tensors are put away."""
+    allocate = CpuRuntime.allocate_host
+    for clearing in ("0", "1"):
+        os.environ["FD_ENABLE_SWAP_SPACE_CLEARING"] = clearing
+        sizes = []
+        CpuRuntime.allocate_host = lambda self, nbytes, sizes=sizes: sizes.append(nbytes) or allocate(self, nbytes)
+        run_initialization(*classes)
+        print("HOST_MEMORY", clearing, *sizes)
+
+
 def main():
     show_layouts()
     classes = import_worker_modules()
     overlay.active().require_complete(Where.WORKER)
     for row, state in overlay.active().states().items():
         print("ROW", row.target, state.name)
-    run_initialization(*classes)
+    worker_patches._current_gpu = CpuRuntime
+    count_host_allocations(classes)
 
 
 if __name__ == "__main__":

@@ -44,4 +44,11 @@ def test_the_runner_makes_and_drops_its_tensors_in_both_orders(report):
     assert "INITIALIZED" in lines
     names = [line.split()[2:] for line in lines if line.startswith("NAMES")]
     expected = [f"{kind}_caches_{layer}_rank1.device3" for layer in range(3) for kind in ("key", "value")]
-    assert names == [expected, expected]
+    assert names == [expected] * 4
+
+
+def test_host_memory_stays_allocated_unless_the_host_is_told_to_clear_it(report):
+    _, lines = report
+    allocated = dict(line.split(maxsplit=2)[1:] for line in lines if line.startswith("HOST_MEMORY"))
+    tier = str(5 * 3 * 2 * 2 * 4 * 16 * 4)
+    assert allocated == {"0": tier, "1": f"{tier} {tier}"}

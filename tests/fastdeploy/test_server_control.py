@@ -53,6 +53,18 @@ def test_a_repeat_is_cached_and_the_same(server, ask):
     assert cold.tokens == warm.tokens
 
 
+def test_a_repeat_finds_a_host_tier_as_large_as_asked(server, ask):
+    ask(document(100))
+    ask(document(100))
+    wait_until(server.worker_stats, "the worker to copy a block")
+    copied = server.worker_stats()
+    block_bytes = copied["bytes_to_host"] // copied["blocks_to_host"]
+    assert server.metrics()["host_blocks"] == int(0.02 * 1024**3) // block_bytes
+    logs = [path.read_text(errors="replace") for path in server.logs.rglob("*log*") if path.is_file()]
+    assert any(f" host blocks of {block_bytes} bytes on each of 1 tensor-parallel ranks" in text for text in logs)
+    assert not any("the engine expected" in text for text in logs), "the worker allocates what the engine counted"
+
+
 def test_a_stream_says_the_same(server, client, ask):
     whole = ask(document(100), max_tokens=30)
     stream = client.chat.completions.create(

@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.fastdeploy_host.status_signals import CLEARED, CLEARI
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for name in (settings.POLICY_VARIABLE, settings.THRESHOLD_VARIABLE):
+    for name in (settings.POLICY_VARIABLE, settings.THRESHOLD_VARIABLE, settings.BLOCK_BYTES_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -51,20 +51,42 @@ def test_command_line():
 
 
 def cache_config(**given):
-    config = SimpleNamespace(write_policy=None, write_through_threshold=None, **given)
-    config_patches.init_cache_config(lambda: None, config, (), {})
+    """Made as the host makes its own: arguments become attributes."""
+    config = SimpleNamespace(write_policy=None, write_through_threshold=None, swap_space=None)
+    config_patches.init_cache_config(vars(config).update, config, (given,), {})
     return config
 
 
 def test_workers_read_the_settings_from_the_environment(monkeypatch):
     assert cache_config().write_policy == "write_through_selective"
+    assert settings.host_block_bytes() is None
     environment = {}
-    settings.export(WritePolicy.WRITE_BACK, 3, environment)
+    settings.export(WritePolicy.WRITE_BACK, 3, 4096, environment)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     config = cache_config()
     assert (config.write_policy, config.write_through_threshold) == ("write_back", 3)
     assert settings.write_policy("write_through") is WritePolicy.WRITE_THROUGH
+    assert settings.host_block_bytes() == 4096
+    settings.export(WritePolicy.WRITE_BACK, 3, None, environment)
+    monkeypatch.setenv(settings.BLOCK_BYTES_VARIABLE, environment[settings.BLOCK_BYTES_VARIABLE])
+    assert settings.host_block_bytes() is None, "an engine that sizes nothing leaves nothing of one before it"
+
+
+@pytest.mark.parametrize(
+    ("given", "sized"),
+    [
+        ({}, False),
+        ({"swap_space": None}, False),
+        ({"swap_space": 0.0}, False),
+        ({"swap_space": 4.0}, True),
+        ({"swap_space": 4.0, "num_cpu_blocks": None}, True),
+        ({"swap_space": 4.0, "num_cpu_blocks": 7}, False),
+        ({"num_cpu_blocks": 7}, False),
+    ],
+)
+def test_who_decides_the_number_of_host_blocks(given, sized):
+    assert cache_config(**given).sized_by_swap_space is sized
 
 
 @pytest.mark.parametrize("threshold", [0, -1, "many"])
@@ -73,9 +95,12 @@ def test_thresholds_that_cannot_work(threshold):
         settings.write_through_threshold(threshold)
 
 
-def fd_config(*, role="mixed", storage=None, host_blocks=0, quant=None, routing=False):
+def fd_config(*, role="mixed", storage=None, host_blocks=0, swap=False, quant=None, routing=False, method=None):
     return SimpleNamespace(
-        cache_config=SimpleNamespace(num_cpu_blocks=host_blocks, kvcache_storage_backend=storage),
+        cache_config=SimpleNamespace(
+            num_cpu_blocks=host_blocks, kvcache_storage_backend=storage, sized_by_swap_space=swap
+        ),
+        speculative_config=SimpleNamespace(method=method),
         scheduler_config=SimpleNamespace(splitwise_role=role),
         quant_config=None,
         model_config=SimpleNamespace(quantization={"kv_cache_quant_type": quant} if quant else None),
@@ -97,6 +122,8 @@ FACTS = {"release": "2.6", "v1_scheduler": True, "attention_backend": "APPEND_AT
         ({"quant": "block_wise_fp8"}, {"attention_backend": "MLA_ATTN"}, "MLA attention with block_wise_fp8"),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN", "release": "2.5"}, "FLASH_ATTN with block"),
         ({"routing": True, "host_blocks": 4}, {}, "routing replay with --swap-space"),
+        ({"routing": True, "swap": True}, {}, "routing replay with --swap-space"),
+        ({"method": "mtp"}, {"attention_backend": "DSA_ATTN"}, "speculative method mtp with DSA_ATTN"),
     ],
 )
 def test_what_is_refused(config, facts, reason):
@@ -112,6 +139,9 @@ def test_what_is_refused(config, facts, reason):
         ({"quant": "block_wise_fp8"}, {"release": "2.5"}),
         ({"quant": "int8"}, {"attention_backend": "MLA_ATTN"}),
         ({"routing": True}, {}),
+        ({"method": "mtp"}, {"attention_backend": "MLA_ATTN"}),
+        ({"method": "ngram", "swap": True}, {"attention_backend": "DSA_ATTN"}),
+        ({}, {"attention_backend": "DSA_ATTN"}),
     ],
 )
 def test_what_is_served(config, facts):

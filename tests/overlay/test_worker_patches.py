@@ -163,6 +163,62 @@ def test_tensors_may_be_made_again():
     cache.unregister(MAIN)
 
 
+def addresses(cache):
+    """Where the host tier is."""
+    return cache._controller.host_pool.block(0).ctypes.data
+
+
+def test_host_memory_stays_while_tensors_are_made_again():
+    cache = make_cache(parts=(MAIN, DRAFT), keep_host_memory=True)
+    register(cache)
+    register(cache, DRAFT, 1, 9, 2)
+    before = addresses(cache)
+    for order in ((MAIN, DRAFT), (DRAFT, MAIN)):
+        for part in order:
+            cache.unregister(part)
+        assert not cache.has_host_tier
+        with pytest.raises(CacheStateError, match="while there are no caches"):
+            cache.receive([task(SwapStep(0, evict((0, 0))))])
+        tensors = {part: register(cache, part, *((2, 6, 0) if part is MAIN else (1, 9, 2))) for part in order}
+        assert addresses(cache) == before
+        fill(tensors[MAIN], 0, 7)
+        fill(tensors[DRAFT], 0, 30)
+        cache.receive([task(SwapStep(1, evict((0, 0)), swap_in((0, 4))))])
+        cache.begin_forward(layer_by_layer=False)
+        assert content(tensors[MAIN], 4) + content(tensors[DRAFT], 4) == [7, 8, 9, 10, 30, 31]
+        cache.end_forward()
+    cache.unregister(DRAFT)
+    cache.unregister(MAIN)
+
+
+@pytest.mark.parametrize(("keep", "num_freed"), [(True, 0), (False, 1)])
+def test_who_gives_host_memory_back(monkeypatch, keep, num_freed):
+    freed, free_host = [], CpuRuntime.free_host
+
+    def count(runtime, buffer):
+        freed.append(buffer.nbytes)
+        free_host(runtime, buffer)
+
+    monkeypatch.setattr(CpuRuntime, "free_host", count)
+    cache = make_cache(keep_host_memory=keep)
+    register(cache)
+    cache.unregister(MAIN)
+    assert len(freed) == num_freed
+    register(cache, heads=2)  # blocks look different now: kept memory is of no use
+    assert len(freed) == 1
+    assert cache._controller.host_pool.layout.block_bytes == 2 * freed[0] // 4
+    cache.unregister(MAIN)
+
+
+@pytest.mark.parametrize(("expected", "num_warnings"), [(None, 0), (96, 0), (97, 1)])
+def test_memory_that_the_engine_did_not_expect_is_reported(caplog, expected, num_warnings):
+    cache = make_cache(expected_block_bytes=expected)
+    with caplog.at_level("WARNING"):
+        register(cache)
+    assert len(caplog.messages) == num_warnings
+    cache.unregister(MAIN)
+
+
 def test_swaps_without_caches_are_an_error():
     cache = make_cache()
     with pytest.raises(CacheStateError, match="while there are no caches"):

@@ -42,6 +42,8 @@ class RunnerConfig:
     num_host_blocks: int
     cache_dtype: str
     copy_faults: str = ""
+    keep_host_memory: bool = False
+    """While caches are put away."""
 
 
 class CpuModelRunner:
@@ -82,10 +84,7 @@ class CpuModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        model, config = self._model, self._config
-        return GQACacheBackend(
-            model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, config.cache_dtype
-        ).layout.block_bytes
+        return self._controller.layout.block_bytes
 
     def load_weights(self) -> None:
         """Read them (again): the directory may hold other ones by now."""
@@ -103,10 +102,10 @@ class CpuModelRunner:
         self._steps = StepRunner(self._forward, self._controller, caches, block_size=self._config.block_size)
 
     def drop_caches(self) -> None:
-        """Give both tiers back, and forget every sequence: their KV is gone."""
+        """Give the caches back, and forget every sequence: their KV is gone."""
         self._table.clear()
         self._pending = BatchRequest()
-        self._controller.free()
+        self._controller.free(keep_host_memory=self._config.keep_host_memory)
         self._steps = None
 
     def restore(self, *, weights: bool, caches: bool) -> None:

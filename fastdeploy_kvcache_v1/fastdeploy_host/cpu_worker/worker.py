@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fastdeploy import envs
 from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.worker.worker_base import WorkerBase
 
 from ...errors import ConfigError
 from ...runtime.base import free_host_memory
+from .. import settings, swap_space
 from .environment import COPY_FAULTS, log_directory, run_directory
 from .runner import CpuModelRunner, RunnerConfig
 from .token_channel import TokenSender, channel_path
@@ -44,8 +46,10 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # the host has no types
             num_host_blocks=int(self.cache_config.num_cpu_blocks or 0),
             cache_dtype=str(self.model_config.dtype),
             copy_faults=os.environ.get(COPY_FAULTS, ""),
+            keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         )
         self.model_runner = CpuModelRunner(config, sender, stats_directory=log_directory())
+        swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
     def load_model(self) -> None:
         self.model_runner.load_weights()

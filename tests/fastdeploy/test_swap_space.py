@@ -1,0 +1,66 @@
+"""--swap-space through the host's real command line and configuration, against the shapes of its real backends."""
+
+import json
+
+import pytest
+
+from .host_trees import HERE, run_inside
+
+SWAP_BYTES = int(1.5 * 1024**3)
+GQA_BLOCK = 6 * 2 * 4 * 64 * 64 * 2
+LATENT_BLOCK = 6 * 576 * 64 * 2
+
+EXPECTED = {
+    "gqa": GQA_BLOCK,
+    "gqa_4_ranks": GQA_BLOCK // 4,
+    "gqa_8_ranks": GQA_BLOCK // 4,
+    "gqa_mtp": GQA_BLOCK // 6 * 7,
+    "gqa_fp8": 6 * 2 * 2 * 64 * (64 + 2),
+    "gqa_int4": GQA_BLOCK // 4,
+    "mla": LATENT_BLOCK,
+    "mla_mtp": LATENT_BLOCK // 6 * 7,
+    "dsa": 6 * (656 + 132) * 64,
+}
+
+
+@pytest.fixture(scope="module", params=["2.5", "2.6"])
+def report(request, tmp_path_factory):
+    release = request.param
+    script = HERE / "drive_swap_space.py"
+    return release, run_inside(release, tmp_path_factory.mktemp("host"), script, release).splitlines()
+
+
+def cases(lines):
+    found = [json.loads(line.removeprefix("CASE ")) for line in lines if line.startswith("CASE ")]
+    return {case["name"]: case for case in found}
+
+
+def test_the_tier_is_as_large_as_asked_in_real_bytes_of_all_ranks(report):
+    release, lines = report
+    found = cases(lines)
+    assert found.pop("none")["blocks"] == 0
+    assert set(found) == set(EXPECTED) - ({"dsa"} if release == "2.5" else set())
+    for name, case in found.items():
+        assert case["real_bytes"] == case["expected_bytes"] == EXPECTED[name], name
+        assert case["blocks"] == SWAP_BYTES // (EXPECTED[name] * case["ranks"]), name
+
+
+def test_a_worker_takes_the_engines_number(report):
+    _, lines = report
+    assert all(case["told"] == case["blocks"] for case in cases(lines).values())
+
+
+def test_the_hosts_formula_is_right_only_for_plain_heads(report):
+    """Why we count ourselves: if the host's own number becomes right, ours can go."""
+    _, lines = report
+    right = {name for name, case in cases(lines).items() if case["blocks"] == case["hosts_formula"]}
+    assert right == {"gqa", "gqa_4_ranks"}
+
+
+def test_what_cannot_work_is_one_line_at_start(report):
+    release, lines = report
+    refused = {line.split()[1]: line for line in lines if line.startswith("REFUSED")}
+    assert "--swap-space 0.0001 GiB is less than one block: it takes 393216 bytes" in refused.pop("too_small")
+    if release == "2.6":
+        assert "speculative method mtp with DSA_ATTN" in refused.pop("dsa_mtp")
+    assert refused == {}

@@ -1,0 +1,151 @@
+"""How many host blocks --swap-space buys, for every cache layout, without FastDeploy: FAKE configurations."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.fastdeploy_host import swap_space
+from fastdeploy_kvcache_v1.fastdeploy_host.swap_space import GIB
+
+BLOCK = 64
+GQA = {"num_key_value_heads": 8, "head_dim": 128}
+LATENT = {"num_key_value_heads": 128, "head_dim": 192, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+SPARSE = {**LATENT, "index_head_dim": 128}
+
+GQA_BYTES = 2 * 8 * 128 * BLOCK * 2
+"""Key and value, all heads, bfloat16, one layer."""
+
+
+def fd_config(sizes, *, layers=10, ranks=1, dtype="bfloat16", quant=None, method=None, swap=None, **cache):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            num_hidden_layers=layers,
+            dtype=dtype,
+            quantization=None,
+            quantization_config={"kv_cache_quant_type": quant} if quant else None,
+            **sizes,
+        ),
+        cache_config=SimpleNamespace(
+            **{"block_size": BLOCK, "swap_space": swap, "sized_by_swap_space": swap is not None, **cache}
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        speculative_config=SimpleNamespace(method=method),
+        quant_config=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "backend", "expected"),
+    [
+        (GQA, {}, "APPEND_ATTN", 10 * GQA_BYTES),
+        (GQA, {}, "FLASH_ATTN", 10 * GQA_BYTES),
+        (GQA, {"dtype": "float32"}, "APPEND_ATTN", 10 * GQA_BYTES * 2),
+        (GQA, {"ranks": 4}, "APPEND_ATTN", 10 * GQA_BYTES // 4),
+        (GQA, {"ranks": 16}, "APPEND_ATTN", 10 * GQA_BYTES // 8),  # one head on each rank, each head on two
+        (GQA, {"method": "mtp"}, "APPEND_ATTN", 11 * GQA_BYTES),
+        (GQA, {"method": "ngram"}, "APPEND_ATTN", 10 * GQA_BYTES),
+        (GQA, {"quant": "int8"}, "APPEND_ATTN", 10 * GQA_BYTES // 2),
+        (GQA, {"quant": "float8_e4m3fn_zp"}, "APPEND_ATTN", 10 * GQA_BYTES // 2),
+        (GQA, {"quant": "int4_zp"}, "APPEND_ATTN", 10 * GQA_BYTES // 4),
+        # A scale per token and head for each of key and value, in the model's dtype.
+        (GQA, {"quant": "block_wise_fp8"}, "APPEND_ATTN", 10 * (GQA_BYTES // 2 + 2 * 8 * BLOCK * 2)),
+        (GQA, {"quant": "block_wise_fp8", "ranks": 2, "method": "mtp"}, "APPEND_ATTN", 11 * (GQA_BYTES + 4096) // 4),
+        (LATENT, {}, "MLA_ATTN", 10 * 576 * BLOCK * 2),
+        (LATENT, {"ranks": 8}, "MLA_ATTN", 10 * 576 * BLOCK * 2),  # the latent vector is not split
+        (LATENT, {"quant": "int8", "method": "mtp"}, "MLA_ATTN", 11 * 576 * BLOCK),
+        (LATENT, {}, "APPEND_ATTN", 10 * 2 * 128 * 192 * BLOCK * 2),  # a latent model run without its backend
+        (SPARSE, {"ranks": 8}, "DSA_ATTN", 10 * (656 + 132) * BLOCK),
+        (SPARSE, {"quant": "int8"}, "DSA_ATTN", 10 * (656 + 132) * BLOCK),
+    ],
+)
+def test_bytes_of_a_block_on_one_rank(sizes, options, backend, expected):
+    assert swap_space.cached_model(fd_config(sizes, **options), backend).block_bytes == expected
+
+
+def test_swap_space_is_what_all_ranks_take_together():
+    for ranks in (1, 2, 4, 8, 16):
+        for sizes, backend in ((GQA, "APPEND_ATTN"), (LATENT, "MLA_ATTN"), (SPARSE, "DSA_ATTN")):
+            config = fd_config(sizes, ranks=ranks, swap=3.7)
+            swap_space.size_host_tier(config, backend)
+            cache = config.cache_config
+            block = cache.host_block_bytes * ranks
+            assert cache.num_cpu_blocks * block <= 3.7 * GIB < (cache.num_cpu_blocks + 1) * block
+
+
+def test_an_explicit_number_is_kept():
+    config = fd_config(GQA, swap=4.0, num_cpu_blocks=7, host_block_bytes=None, sized_by_swap_space=False)
+    swap_space.size_host_tier(config, "APPEND_ATTN")
+    assert (config.cache_config.num_cpu_blocks, config.cache_config.host_block_bytes) == (7, None)
+
+
+def test_sizing_again_gives_the_same():
+    config = fd_config(GQA, swap=1.0)
+    numbers = set()
+    for _ in range(3):
+        swap_space.size_host_tier(config, "APPEND_ATTN")
+        numbers.add(config.cache_config.num_cpu_blocks)
+    assert numbers == {GIB // (10 * GQA_BYTES)}
+
+
+def test_exactly_one_block_is_enough_and_one_byte_less_is_an_error():
+    assert swap_space.num_host_blocks(1.0, GIB // 4, 4) == 1
+    with pytest.raises(ConfigError, match=r"--swap-space 1 GiB is less than one block.*each of 4 .* 1 GiB") as caught:
+        swap_space.num_host_blocks(1.0, GIB // 4 + 1, 4)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("gib", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_amount_of_memory(gib):
+    with pytest.raises(ConfigError, match="--swap-space must be a number of GiB"):
+        swap_space.num_host_blocks(gib, 1024, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backend", "missing"),
+    [
+        (GQA, "MLA_ATTN", "kv_lora_rank, qk_rope_head_dim"),
+        (LATENT, "DSA_ATTN", "index_head_dim"),
+        ({"head_dim": 8}, "APPEND_ATTN", "num_key_value_heads"),
+    ],
+)
+def test_a_model_without_the_sizes_of_its_backend(sizes, backend, missing):
+    with pytest.raises(ConfigError, match=f"{backend} needs the model's {missing}, which"):
+        swap_space.cached_model(fd_config(sizes), backend)
+
+
+@pytest.mark.parametrize(
+    ("worker", "model", "command_line", "expected"),
+    [
+        (None, None, None, None),
+        (None, None, {"quantization": "wint8"}, None),
+        (None, None, {"quantization": "mix_quant", "kv_cache_quant_type": "int8"}, "int8"),
+        (None, {"kv_cache_quant_type": "int4_zp"}, {"kv_cache_quant_type": "int8"}, "int4_zp"),
+        (None, {"quantization": "mix_quant"}, {"kv_cache_quant_type": "int8"}, None),
+        (SimpleNamespace(kv_cache_quant_type="int8"), {"kv_cache_quant_type": "int4_zp"}, None, "int8"),
+        (SimpleNamespace(), {"kv_cache_quant_type": "int4_zp"}, None, None),
+    ],
+)
+def test_how_the_cache_is_quantized(worker, model, command_line, expected):
+    config = fd_config(GQA)
+    config.quant_config = worker
+    config.model_config.quantization_config, config.model_config.quantization = model, command_line
+    assert swap_space.kv_cache_quant_type(config) == expected
+
+
+def test_the_log_says_what_was_asked_and_what_it_bought():
+    assert swap_space.describe(16.0, 3200, 655360, 8) == (
+        "--swap-space 16 GiB: 3200 host blocks of 655360 bytes on each of 8 tensor-parallel ranks, 15.625 GiB in all"
+    )
+
+
+@pytest.mark.parametrize(("expected", "warned"), [(None, False), (1024, False), (512, True), (2048, True)])
+def test_a_rank_that_takes_other_memory_says_so(caplog, expected, warned):
+    with caplog.at_level(logging.WARNING):
+        swap_space.compare(1024, expected, 2048)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    if warned:
+        (line,) = caplog.messages
+        assert "takes 0.002 GiB on this rank" in line
+        assert f"has 1024 bytes, the engine expected {expected}" in line
