@@ -45,9 +45,11 @@ class BuildNative(build_ext):
 
 
 class BuildPy(build_py):
-    """Adds the tables and the bootstrap file to a wheel."""
+    """Adds the tables and the bootstrap file to a wheel, and leaves out what only an earlier build had."""
 
     def run(self) -> None:
+        if not self.editable_mode:  # pip builds in the checkout, and setuptools keeps what it finds in build/
+            shutil.rmtree(Path(self.build_lib) / "fastdeploy_kvcache_v1", ignore_errors=True)
         super().run()
         if not self.editable_mode:  # a checkout has its tables in patches/
             target = Path(self.build_lib)

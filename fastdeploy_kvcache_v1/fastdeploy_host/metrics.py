@@ -9,7 +9,7 @@ from typing import Any
 from .adapter import PrefixCacheAdapter
 
 PREFIX = "fastdeploy:kvcache_v1_"
-PUBLISH_EVERY_S = 1.0
+PUBLISH_EVERY_S = 0.1
 
 GAUGES = {
     "device_free_blocks": "Device blocks that are neither used nor cached",
@@ -45,7 +45,7 @@ def _registered() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class CacheMetricsPublisher:
-    """Publishes one adapter's numbers, at most once a second: a snapshot costs time in the schedule loop."""
+    """Publishes one adapter's numbers, at most ten times a second: a snapshot costs some 20 us in the schedule loop."""
 
     def __init__(self, adapter: PrefixCacheAdapter) -> None:
         self._adapter = adapter

@@ -5,13 +5,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import uuid
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker import hooks, settings
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker import hooks, janitor, settings
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.environment import RUN_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor import (
     SESSION_FILE,
@@ -130,6 +133,13 @@ def test_only_its_own_files_are_removed(tmp_path):
 SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def sleeper(**options):
     return subprocess.Popen([sys.executable, "-c", SLEEPER], **options)
 
@@ -151,17 +161,63 @@ def test_processes_are_found_by_environment_and_by_session(tmp_path):
             process.wait()
 
 
+FORGETFUL = """
+import sys, time
+from multiprocessing import shared_memory
+shared_memory.SharedMemory(name=sys.argv[1], create=True, size=1).close()
+print("made", flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_with_random_names_goes_with_its_maker(tmp_path):
+    """What FastDeploy's large messages are: made, closed, and in nobody's hands until the other side opens them."""
+    names = [f"fmq_shm_{uuid.uuid4().hex}" for _ in range(2)]
+    environments = [{**os.environ, RUN_DIRECTORY: str(tmp_path / "run")}, dict(os.environ)]
+    makers = [
+        subprocess.Popen([sys.executable, "-c", FORGETFUL, name], env=environment, stdout=subprocess.PIPE)
+        for name, environment in zip(names, environments, strict=True)
+    ]
+    try:
+        assert [maker.stdout.readline() for maker in makers] == [b"made\n"] * 2
+        trackers = [process.pid for process in processes_of(str(tmp_path / "run")) if process.pid != makers[0].pid]
+        assert end_processes(str(tmp_path / "run")) == 1, "the tracker ended by itself"
+        assert [Path("/dev/shm", name).exists() for name in names] == [False, True]
+        assert len(trackers) == 1
+        assert makers[1].poll() is None
+    finally:
+        for maker in makers:
+            maker.kill()
+            maker.wait()
+            maker.stdout.close()
+        wait_until(lambda: not Path("/dev/shm", names[1]).exists())
+
+
+def test_a_resource_tracker_that_does_not_end_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(janitor, "TRACKER_TIMEOUT_S", 0.2)
+    stuck = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)", janitor.TRACKER],
+        env={**os.environ, RUN_DIRECTORY: str(tmp_path)},
+    )
+    try:
+        assert end_processes(str(tmp_path)) == 1
+        assert not psutil.pid_exists(stuck.pid)
+    finally:
+        stuck.kill()
+        stuck.wait()
+
+
 def test_the_janitor_works_when_its_input_ends(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     victim = sleeper(env={**os.environ, RUN_DIRECTORY: str(run)})
     module = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor"
-    janitor = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", module, Estate(str(run), 1, (2, 3)).dumps()], stdin=subprocess.PIPE
     )
     try:
-        janitor.stdin.close()
-        assert janitor.wait(30) == 0
+        process.stdin.close()
+        assert process.wait(30) == 0
         assert victim.wait(10) == -signal.SIGKILL
         assert not run.exists()
     finally:

@@ -175,7 +175,8 @@ class CpuServer:
         wait_until(lambda: not list(self.temp_dir.iterdir()), "temporary files to go", EXIT_TIMEOUT_S)
         # Somebody else's may come and go meanwhile.
         wait_until(lambda: _names(SHARED_MEMORY) <= self._shared_memory, "shared memory to go", EXIT_TIMEOUT_S)
-        assert not [name for name in _names(LOCKS) - self._locks if name.startswith("fd_weight")]
+        new_locks = lambda: {name for name in _names(LOCKS) - self._locks if name.startswith("fd_weight")}  # noqa: E731
+        wait_until(lambda: not new_locks(), "locks to go", EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
         """Whatever state it is in: used on the way out of a test."""

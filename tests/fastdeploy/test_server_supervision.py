@@ -1,5 +1,6 @@
 """Signals, crashes and wrong settings: the exit status is right and nothing is left behind."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,10 @@ import time
 import psutil
 import pytest
 
-from .cpu_server import FLAGS, CpuServer, started, wait_until
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.environment import RUN_DIRECTORY
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor import end_processes
+
+from .cpu_server import FLAGS, SHARED_MEMORY, CpuServer, started, wait_until
 from .host_trees import run_inside, tree
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
@@ -68,6 +72,30 @@ def test_the_supervisor_is_killed(release, tmp_path):
         server.process.kill()
         server.process.wait(60)
         server.assert_nothing_left(known)
+
+
+MESSAGE = """
+import sys, time
+from fastdeploy.inter_communicator.fmq import Descriptor
+open(sys.argv[1], "w").write(Descriptor.create(b"x").shm_name)
+time.sleep(600)
+"""
+
+
+def test_a_large_message_that_nobody_received_goes_with_its_sender(release, tmp_path):
+    """Its name is random, and nobody has it open: the janitor leaves it to the sender's resource tracker."""
+    run, name_file = tmp_path / "run", tmp_path / "name"
+    environment = {**os.environ, "PYTHONPATH": str(tree(release)), "FD_LOG_DIR": str(tmp_path), RUN_DIRECTORY: str(run)}
+    sender = subprocess.Popen([sys.executable, "-c", MESSAGE, str(name_file)], cwd=tmp_path, env=environment)
+    try:
+        wait_until(lambda: name_file.exists() and name_file.read_text() != "", "the message", 120)
+        memory = SHARED_MEMORY / name_file.read_text()
+        assert memory.exists()
+        end_processes(str(run))
+        assert not memory.exists()
+    finally:
+        sender.kill()
+        sender.wait()
 
 
 def test_a_start_that_takes_too_long(release, tmp_path):

@@ -4,7 +4,8 @@ removes its files.
 
 Processes are known by the variable `FASTDEPLOY_KVCACHE_CPU_RUN` of their environment, which children inherit, and by
 their session: gunicorn overwrites the environment that others see of the API server and what it forks, which all stay
-in its session. Files in /dev/shm are known by the server's ports in their names.
+in its session. Files in /dev/shm are known by the server's ports in their names; those with random names only by
+Python's resource trackers, which run beside the processes that made them and outlive these for a moment.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .environment import RUN_DIRECTORY
 
 SHARED_MEMORY = Path("/dev/shm")
 KILL_TIMEOUT_S = 10.0
+TRACKER = "multiprocessing.resource_tracker"
+TRACKER_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,24 @@ def processes_of(run_directory: str) -> list[psutil.Process]:
 
 
 def end_processes(run_directory: str) -> int:
-    """Kill them, and those they start meanwhile. Returns how many there were."""
+    """Kill them, and those they start meanwhile. Returns how many there were.
+
+    Resource trackers of `multiprocessing` come last: with nobody left to work for they end by themselves, and before
+    that remove the shared memory and semaphores that were never given back, whatever their names.
+    """
+    count = _kill(run_directory, trackers=False)
+    deadline = time.monotonic() + TRACKER_TIMEOUT_S
+    while any(map(_is_tracker, processes_of(run_directory))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return count + _kill(run_directory, trackers=True)
+
+
+def _kill(run_directory: str, *, trackers: bool) -> int:
     count, deadline = 0, time.monotonic() + KILL_TIMEOUT_S
-    while (processes := processes_of(run_directory)) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        processes = [each for each in processes_of(run_directory) if trackers or not _is_tracker(each)]
+        if not processes:
+            break
         count += len(processes)
         for process in processes:
             try:
@@ -96,6 +114,13 @@ def end_processes(run_directory: str) -> int:
         if all(process.status() == psutil.STATUS_ZOMBIE for process in processes if process.is_running()):
             break  # their parent has not looked yet
     return count
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return TRACKER in " ".join(process.cmdline())
+    except psutil.Error:  # gone, or a zombie
+        return False
 
 
 def remove_files(estate: Estate, shared_memory: Path = SHARED_MEMORY) -> list[str]:

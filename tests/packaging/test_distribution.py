@@ -1,0 +1,190 @@
+"""What users install: the sdist, the wheel made of it, and that wheel alone in a fresh environment."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import wrapt
+
+from fastdeploy_kvcache_v1 import __version__
+from tests.ops.native import compiler
+
+if sys.version_info >= (3, 11):
+    import tomllib
+
+    OVERLAY_NEEDS = (wrapt,)
+else:
+    import tomli as tomllib
+
+    OVERLAY_NEEDS = (wrapt, tomllib)
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "fastdeploy_kvcache_v1"
+PARTS = (PACKAGE, "custom_ops", "patches", f"{PACKAGE}.pth", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+CORE = f"{PACKAGE}/ops/_core.so"
+OURS = "\nimport sys; print(sorted(name for name in sys.modules if name.startswith('fastdeploy_kvcache_v1')))"
+
+
+def run(*command, expect=0, **options):
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL, **options
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+class Environment:
+    """A virtual environment with nothing in it, not even pip."""
+
+    def __init__(self, directory):
+        run(sys.executable, "-m", "venv", "--without-pip", directory)
+        self.python = directory / "bin/python"
+        self.site_packages = next(directory.glob("lib/python*/site-packages"))
+
+    def pip(self, *arguments):
+        return run(sys.executable, "-m", "pip", "--python", self.python, *arguments)
+
+    def files(self):
+        return {path for path in self.python.parents[1].rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    """`build("sdist", source)` calls the hook that every installer calls, and returns the file that it made."""
+    environment = Environment(tmp_path_factory.mktemp("builder") / "venv")
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    try:
+        environment.pip("install", "-q", *requires)
+    except AssertionError as error:
+        pytest.skip(f"needs PyPI: {str(error).splitlines()[-1]}")
+
+    def hook(kind, source, native="none"):
+        target = tmp_path_factory.mktemp(kind)
+        code = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
+        settings = {**os.environ, "FASTDEPLOY_KVCACHE_BUILD": native}
+        run(environment.python, "-c", code, cwd=source, env=settings)
+        (made,) = target.iterdir()
+        return made
+
+    return hook
+
+
+@pytest.fixture(scope="module")
+def sdist(build, tmp_path_factory):
+    """Made of a copy: building leaves directories behind."""
+    copy = tmp_path_factory.mktemp("checkout")
+    for part in (*PARTS, "MANIFEST.in"):
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / part, copy / part)
+    return build("sdist", copy)
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist, tmp_path_factory):
+    target = tmp_path_factory.mktemp("unpacked")
+    run("tar", "xf", sdist, "-C", target)
+    (tree,) = target.iterdir()
+    return tree
+
+
+@pytest.fixture(scope="module")
+def wheel(build, unpacked):
+    return build("wheel", unpacked, native="core")
+
+
+def relative(directory, pattern):
+    return {str(path.relative_to(directory)) for path in directory.rglob(pattern)}
+
+
+def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert archive.read(f"{PACKAGE}.pth") == (ROOT / f"{PACKAGE}.pth").read_bytes()
+    modules = {f"{PACKAGE}/{name}" for name in relative(ROOT / PACKAGE, "*.py")}
+    tables = {f"{PACKAGE}/fastdeploy_host/patches/{name}" for name in relative(ROOT / "patches", "*.toml")}
+    assert len(tables) == 4
+    assert names - {CORE} == modules | tables | {f"{PACKAGE}/py.typed", f"{PACKAGE}.pth"}
+
+
+def test_the_sdist_builds_the_native_core(wheel):
+    compiler()
+    with zipfile.ZipFile(wheel) as archive:
+        assert CORE in archive.namelist()
+
+
+def test_the_sdist_holds_every_native_source(unpacked):
+    sources = {name for name in relative(ROOT / "custom_ops", "*.*") if not name.endswith((".pyc", ".so"))}
+    assert relative(unpacked / "custom_ops", "*.*") == sources
+
+
+def test_what_was_deleted_is_not_in_the_next_wheel(build, unpacked, tmp_path):
+    """Installers build in the checkout itself, where the last build has left its files."""
+    tree = tmp_path / "checkout"
+    shutil.copytree(unpacked, tree)
+    old = [tree / PACKAGE / "old.py", tree / "patches/fastdeploy-0.1.toml"]
+    for path in old:
+        path.touch()
+    for expected in (2, 0):
+        with zipfile.ZipFile(build("wheel", tree)) as archive:
+            names = [Path(name).name for name in archive.namelist()]
+        assert sum(path.name in names for path in old) == expected
+        for path in old:
+            path.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The wheel and nothing else, not even what it depends on; uninstalled at the end."""
+    environment = Environment(tmp_path_factory.mktemp("user") / "venv")
+    before = environment.files()
+    environment.pip("install", "-q", "--no-deps", "--no-index", wheel)
+    yield environment
+    environment.pip("uninstall", "-q", "-y", "fastdeploy-kvcache-v1")
+    assert environment.files() == before
+
+
+@pytest.fixture
+def python(installed, tmp_path):
+    """Runs code in that environment, with a FAKE package named fastdeploy of an unknown release in reach."""
+    fake = tmp_path / "fastdeploy"
+    fake.mkdir()
+    for name in ("__init__.py", "envs.py"):
+        (fake / name).touch()
+    (fake / "version.txt").write_text("fastdeploy version: 9.1.0\n")
+    for dependency in OVERLAY_NEEDS:
+        (tmp_path / dependency.__name__).symlink_to(Path(dependency.__file__).parent)
+
+    def run_code(code, switch, expect=0):
+        environment = {**os.environ, "ENABLE_V1_KVCACHE_MANAGER": switch}
+        environment.pop("PYTHONPATH", None)
+        return run(installed.python, "-c", code, cwd=tmp_path, env=environment, expect=expect).strip()
+
+    return run_code
+
+
+def test_the_bootstrap_file_lies_in_site_packages(installed):
+    assert (installed.site_packages / f"{PACKAGE}.pth").is_file()
+
+
+@pytest.mark.parametrize(("switch", "loaded"), [("", []), ("0", []), ("1", [PACKAGE, f"{PACKAGE}.plugin"])])
+def test_a_process_loads_no_more_than_the_switch_asks_for(python, switch, loaded):
+    assert python(OURS, switch) == str(loaded)
+
+
+def test_switched_off_the_host_is_imported_as_if_nothing_were_installed(python):
+    assert python(f"import fastdeploy{OURS}", "0") == "[]"
+
+
+def test_switched_on_the_tables_decide_whether_the_host_is_imported(python):
+    output = python("import fastdeploy", "1", expect=1)
+    assert "FastDeploy 9.1 is not supported by this version of fastdeploy-kvcache-v1 (supported: 2.5, 2.6)" in output
+
+
+def test_the_command_is_installed(installed):
+    assert run(installed.python.parent / "fastdeploy-kvcache", "--version").split()[-1] == __version__
