@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,10 +173,14 @@ class CpuServer:
         alive = lambda each: each.is_running() and each.status() != psutil.STATUS_ZOMBIE  # noqa: E731
         wait_until(lambda: not any(alive(each) for each in known), "processes to end", EXIT_TIMEOUT_S)
         wait_until(lambda: not list(self.temp_dir.iterdir()), "temporary files to go", EXIT_TIMEOUT_S)
-        # Somebody else's may come and go meanwhile.
-        wait_until(lambda: _names(SHARED_MEMORY) <= self._shared_memory, "shared memory to go", EXIT_TIMEOUT_S)
-        new_locks = lambda: {name for name in _names(LOCKS) - self._locks if name.startswith("fd_weight")}  # noqa: E731
-        wait_until(lambda: not new_locks(), "locks to go", EXIT_TIMEOUT_S)
+        wait_until(lambda: not self._left_over(), "shared memory and locks to go", EXIT_TIMEOUT_S)
+
+    def _left_over(self) -> set[Path]:
+        """New files that no process uses: none of ours lives any more, and other servers may run beside it."""
+        memory = {SHARED_MEMORY / name for name in _names(SHARED_MEMORY) - self._shared_memory}
+        locks = {LOCKS / name for name in _names(LOCKS) - self._locks if name.startswith("fd_weight")}
+        new = memory | locks
+        return new - _in_use() if new else new
 
     def kill(self) -> None:
         """Whatever state it is in: used on the way out of a test."""
@@ -192,6 +196,18 @@ class CpuServer:
 
 def _names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
+
+
+def _in_use() -> set[Path]:
+    """Files that some process has open or mapped."""
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile
+            used |= {
+                Path(line.split(maxsplit=5)[5]) for line in (process / "maps").read_text().splitlines() if "/" in line
+            }
+            used |= {link.readlink() for link in (process / "fd").iterdir()}
+    return used
 
 
 @contextmanager
