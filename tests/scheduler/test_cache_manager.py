@@ -283,6 +283,25 @@ def test_the_duplicate_of_a_block_stays_private() -> None:
     cache.check_idle()
 
 
+def test_blocks_of_one_fate_used_at_different_times_are_evicted_one_by_one() -> None:
+    """Two requests computed `a` at the same time; another one ended between them."""
+    cache = manager(4)
+    for name, text in (("first", "ab!"), ("second", "a?")):
+        cache.match_prefix(name, prompt(text))
+        cache.allocate(name, len(text) - 1)
+    cache.take_swap_step()
+    cache.commit("first", 2)
+    cache.commit("second", 1)
+    cache.finish("first")
+    run(cache, "c!")
+    cache.finish("second")
+    cache.check()
+    run(cache, "12!")
+    assert (cached(cache, "ab"), cached(cache, "c")) == (["device"], ["device"])
+    run(cache, "3!")
+    assert (cached(cache, "ab"), cached(cache, "c")) == (["device"], [])
+
+
 def test_contract_breaches_change_nothing() -> None:
     cache = manager(4)
     cache.match_prefix("r", prompt("ab!"))
