@@ -206,7 +206,7 @@ def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
 
 
 def test_slot_that_the_second_step_took_away_may_be_written(start):
-    """The first step filled it for a request that was preempted meanwhile: only the last step's slots are off limits."""
+    """The first step filled it for a request that is gone: only slots of the last step are off limits."""
     worker = start()
     batch = BatchRequest([task("a", [3], tokens=4)], swap_steps=[swap_in(0, 3), evict(1, 3)])
     result = worker.runner.run(batch)
