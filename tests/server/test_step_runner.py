@@ -47,7 +47,14 @@ class Worker:
             GQACacheBackend(LAYERS, 1, 4, BLOCK, "float32"), runtime=runtime, layer_timeout_s=layer_timeout_s
         )
         caches = self.controller.initialize_kv_cache(8, 8)
-        self.runner = StepRunner(self.forward, self.controller, caches, block_size=BLOCK)
+        self.progress = []
+        self.runner = StepRunner(
+            self.forward,
+            self.controller,
+            caches,
+            block_size=BLOCK,
+            on_progress=lambda: self.progress.append(len(getattr(self.forward, "layers", ()))),
+        )
 
     def close(self):
         self.controller.drain()
@@ -142,8 +149,20 @@ def test_late_swap_in_drops_the_request_and_the_next_step_goes_on(start):
         assert result.tokens == {"other": 1}
         assert [each.target_slots for each in result.report.transfers] == [(3,)]
         assert worker.runner.run(BatchRequest([task("next", [6])])).tokens == {"next": 1}
+        assert not worker.runner.has_open_copies
+        assert worker.controller.copy_progress() == (0, 0), "it was given up and reported, and runs all the same"
     finally:
         gate.set()
+    worker.controller.drain()
+    assert worker.controller.copy_progress() == (1, -1)
+
+
+def test_every_layer_of_a_step_is_a_sign_of_life(start):
+    worker = start()
+    worker.runner.run(BatchRequest([task("a", [0], tokens=4)]))
+    assert worker.progress == [0, *range(LAYERS), LAYERS], "taken, layer by layer, done"
+    worker.runner.run(BatchRequest(swap_steps=[evict(0, 1)]))
+    assert len(worker.progress) == 2 + LAYERS + 2
 
 
 def test_failed_swap_in_that_nobody_reads_drops_nobody(start):

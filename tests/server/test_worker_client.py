@@ -5,6 +5,7 @@ import os
 import tempfile
 import threading
 
+import psutil
 import pytest
 import zmq
 
@@ -98,6 +99,48 @@ def test_worker_that_dies_after_it_connected(temp_dir, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", write_fatal_paddle(temp_dir))
     with pytest.raises(WorkerDiedError, match="the worker process exited with status 7 while starting"):
         ProcessWorkerClient(CONFIG)
+
+
+def test_full_disk_under_the_progress_board_is_one_line(temp_dir, monkeypatch):
+    def no_space(directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+
+    monkeypatch.setattr(worker_client, "make_page", no_space)
+    with pytest.raises(ConfigError, match=r"cannot write to .*No space left on device"):
+        ProcessWorkerClient(CONFIG)
+    assert os.listdir(temp_dir) == []
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 0.0])
+def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
+    """Without a limit it is told of when somebody kills it."""
+    client = ProcessWorkerClient(CONFIG, timeout_s=timeout_s)
+    try:
+        died, reasons = threading.Event(), []
+
+        def on_death(reason):
+            reasons.append(reason)
+            died.set()
+
+        worker = psutil.Process(client.pid)
+        client.listen(lambda message: None, on_death)
+        worker.suspend()
+        client.send(BatchRequest())
+        if timeout_s:
+            assert died.wait(30)
+            reason = f"the worker process {worker.pid} is stuck: step 1 has computed nothing for 1 s"
+        else:
+            assert not died.wait(2.5)
+            worker.kill()
+            assert died.wait(30)
+            reason = f"the worker process {worker.pid} was killed by SIGKILL"
+        for thread in client._threads:
+            thread.join(1.0)
+        assert not client._threads[0].is_alive(), "the watcher has seen the end, and had nothing to add"
+        assert reasons == [reason]
+        assert [record.getMessage() for record in caplog.records] == [reason]
+    finally:
+        client.close()
 
 
 def write_fatal_paddle(directory):
