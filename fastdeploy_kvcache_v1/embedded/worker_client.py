@@ -247,7 +247,7 @@ class ProcessWorkerClient:
                     message = pickle.loads(self._results.recv())
                     self._num_answered += isinstance(message, StepResult)
                     on_message(message)
-                elif process is not None and (stuck := self._stuck()):
+                if process is not None and (stuck := self._stuck()):
                     self._tell_death(f"the worker process {process.pid} is stuck: {stuck}", on_death)
                     process.kill()
                     return

@@ -4,6 +4,7 @@ import errno
 import os
 import tempfile
 import threading
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.embedded import worker_client
 from fastdeploy_kvcache_v1.embedded.worker_client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
+from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 
 CONFIG = WorkerConfig(None, 16, "float32", 8, 0, "warning")
 
@@ -139,6 +141,31 @@ def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
         assert not client._threads[0].is_alive(), "the watcher has seen the end, and had nothing to add"
         assert reasons == [reason]
         assert [record.getMessage() for record in caplog.records] == [reason]
+    finally:
+        client.close()
+
+
+def test_copy_that_never_ends_is_noticed_while_steps_come_and_go(temp_dir):
+    config = replace(CONFIG, num_host_blocks=4, copy_faults='{"hang": {"output": [0]}}')
+    client = ProcessWorkerClient(config, timeout_s=1.0)
+    try:
+        died, reasons, answers = threading.Event(), [], []
+
+        def on_message(message):
+            answers.append(message)
+            client.send(BatchRequest())
+
+        def on_death(reason):
+            reasons.append(reason)
+            died.set()
+
+        pid = client.pid
+        client.listen(on_message, on_death)
+        evict = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, (1,), (2,))
+        client.send(BatchRequest(swap_steps=[SwapStep(6, evict=evict)]))
+        assert died.wait(30)
+        assert reasons == [f"the worker process {pid} is stuck: the copy of swap step 6 has not ended for 1 s"]
+        assert len(answers) > 10
     finally:
         client.close()
 
