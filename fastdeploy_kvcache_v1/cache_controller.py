@@ -13,7 +13,7 @@ from .layer_done_counter import LayerDoneCounter
 from .metadata import CacheLevel, CacheSwapMetadata, TransferResult
 from .ops import LayerRows
 from .runtime import Runtime
-from .transfer_manager import CacheTransferManager, TransferStats
+from .transfer_manager import CacheTransferManager, CopyProgress, TransferStats
 
 
 class CacheController:
@@ -180,6 +180,10 @@ class CacheController:
     def take_results(self) -> list[TransferResult]:
         """Copies that finished or failed since the last call, each exactly once. Never blocks."""
         return self._manager.take_results()
+
+    def copy_progress(self) -> CopyProgress:
+        """To tell slow copies from one that never ends."""
+        return self._manager.progress()
 
     def stats(self) -> TransferStats:
         return self._manager.stats()

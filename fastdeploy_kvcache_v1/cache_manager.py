@@ -28,6 +28,7 @@ from .metadata import (
     BlockHashes,
     BlockNode,
     CacheEvent,
+    CacheLevel,
     DeviceSlot,
     MatchResult,
     NoSpace,
@@ -57,6 +58,8 @@ class CacheManager:
         self._lent: set[DeviceSlot] = set()
         self._uncounted: dict[str, RequestState] = {}
         """Admitted since the last step was taken, hence perhaps to be rolled back."""
+        self._unsettled: dict[str, RequestState] = {}
+        """Admitted in the step that was taken last: a swap-in may still fail, and its hits would be none."""
         self._step = 0
         self._epoch = 0
 
@@ -202,8 +205,9 @@ class CacheManager:
         request = self._request(request_id)
         del self._requests[request_id]
         self._in_flight.pop(request_id, None)
-        if request_id in self._uncounted:
-            self._count_admission(self._uncounted.pop(request_id))
+        for admissions in (self._uncounted, self._unsettled):
+            if request_id in admissions:
+                self._count_admission(admissions.pop(request_id))
         self._device_pool.free(request.own_slots())
         self._tree.release(request.leaf, touch=touch)
 
@@ -256,9 +260,9 @@ class CacheManager:
         with self._lock:
             step = self._tiering.take_step(self._step)
             self._step += 1
-            for request in self._uncounted.values():
+            for request in self._unsettled.values():
                 self._count_admission(request)
-            self._uncounted.clear()
+            self._unsettled, self._uncounted = self._uncounted, {}
             in_flight, self._in_flight = self._in_flight, {}
             for request_id, num_blocks in in_flight.items():
                 self._commit(self._requests[request_id], num_blocks)
@@ -275,7 +279,13 @@ class CacheManager:
         with self._lock:
             self._counters.failed_transfer_blocks += len(failed)
             lost = self._tiering.forget_failed(result.target, failed)
-            return self._requests_on(lost)
+            affected = self._requests_on(lost)
+            slots = failed if result.target is CacheLevel.DEVICE else frozenset()
+            for admissions in (self._uncounted, self._unsettled):
+                for request_id, request in list(admissions.items()):
+                    if request_id in affected or not slots.isdisjoint(request.table):
+                        del admissions[request_id]  # it served nothing; the next attempt is counted
+            return affected
 
     def _requests_on(self, lost: set[Run]) -> list[str]:
         """Admitted requests that use a run of `lost`; matches that were not admitted yet simply become empty."""
@@ -405,7 +415,8 @@ class CacheManager:
             for request_id, request in self._requests.items():
                 request.check(request_id, paths[request_id])
             expect(
-                self._requests.keys() >= self._in_flight.keys() | self._uncounted.keys(), "manager: a request lives on"
+                self._requests.keys() >= self._in_flight.keys() | self._uncounted.keys() | self._unsettled.keys(),
+                "manager: a request lives on",
             )
 
     def check_idle(self) -> None:

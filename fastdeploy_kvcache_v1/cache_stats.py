@@ -10,7 +10,9 @@ class Counters:
     """Counts since start that never fall. Units are in the names: tokens, blocks, or events."""
 
     requests_admitted: int = 0
-    """Requests whose first allocation was scheduled: counted when the step is taken, with their tokens below."""
+    """Requests whose first allocation was scheduled: counted, with their tokens below, when the step after that is
+    taken or when they end. One that lost a swap-in until then was not served, and counts when it is admitted again.
+    """
     requests_finished: int = 0
     requests_preempted: int = 0
     requests_rolled_back: int = 0
@@ -20,6 +22,7 @@ class Counters:
     """Tokens of admitted requests at admission."""
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    """Tokens that a swap-in brought; one that failed brought none."""
     device_evicted_blocks: int = 0
     """Blocks whose device copy was given up to make room (with or without a host copy)."""
     device_lost_blocks: int = 0

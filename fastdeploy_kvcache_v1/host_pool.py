@@ -1,4 +1,7 @@
-"""The bytes of the host tier: one allocation, block-major, so that a block is one contiguous range."""
+"""The bytes of the host tier: one allocation, block-major, so that a block is one contiguous range.
+
+Where its pages lie, and that they are there before the first copy, is the runtime's part (`runtime/placement.py`).
+"""
 
 from __future__ import annotations
 

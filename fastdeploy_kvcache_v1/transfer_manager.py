@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import ops
 from .errors import CacheStateError, InvariantError, LayerSwapTimeoutError
@@ -51,6 +52,15 @@ class Transfer:
         )
 
 
+class CopyProgress(NamedTuple):
+    """How far the copies are, whether somebody was told or not."""
+
+    ended: int
+    """Copies that ended since the start, well or not."""
+    oldest: int
+    """Step of the oldest one that still runs, given up or not; -1 for none."""
+
+
 @dataclass(frozen=True)
 class TransferStats:
     """Counters since the start. Bytes and seconds count copies that succeeded and were reported."""
@@ -91,6 +101,7 @@ class CacheTransferManager:
         self._meter = WaitMeter()
         self._totals = {level: [0, 0.0, 0] for level in (CacheLevel.DEVICE, CacheLevel.HOST)}
         self._failed_transfers = 0
+        self._num_submitted = 0
 
     # ---- copies
 
@@ -147,6 +158,7 @@ class CacheTransferManager:
         self._table(metadata.target).after(actor, finished, writes=metadata.target_slots)
         transfer = Transfer(step, metadata, len(metadata) * self._host.layout.block_bytes, started, finished)
         self._unreported.append(transfer)
+        self._num_submitted += 1
         return transfer
 
     def _table(self, level: CacheLevel) -> SlotTable:
@@ -224,6 +236,11 @@ class CacheTransferManager:
         totals[0] += result.num_bytes
         totals[1] += result.seconds
         totals[2] += result.num_blocks
+
+    def progress(self) -> CopyProgress:
+        """O(copies that run or were not reported)."""
+        running = [transfer.step for transfer in (*self._stale, *self._unreported) if not transfer.finished.done()]
+        return CopyProgress(self._num_submitted - len(running), min(running, default=-1))
 
     def stats(self) -> TransferStats:
         to_device, to_host = self._totals[CacheLevel.DEVICE], self._totals[CacheLevel.HOST]

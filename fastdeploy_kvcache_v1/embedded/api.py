@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..errors import InvariantError, KVCacheError
+from .body_limit import BodyLimit
 from .engine import Engine
 from .engine_core import EngineCore
 from .errors_http import ApiError, error_body, install_error_handlers
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 def create_app(service: Service, metrics: Metrics) -> FastAPI:
     app = FastAPI(title="fastdeploy-kvcache embedded server", docs_url=None, redoc_url=None)
+    app.add_middleware(BodyLimit, max_mib=service.config.max_request_mib)
     install_error_handlers(app)
     _add_openai_routes(app, service)
     _add_operator_routes(app, service, metrics)

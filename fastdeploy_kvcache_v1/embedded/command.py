@@ -21,8 +21,9 @@ COPY_FAULTS_VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
 
 
 EPILOG = """\
-Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, after every open request was answered with 503
-and the reason (run the server under a supervisor that restarts it); 2 for a wrong setting or model.
+Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, or was stuck for --worker-timeout seconds, after
+every open request was answered with 503 and the reason (run the server under a supervisor that restarts it); 2 for a
+wrong setting or model.
 
 Beside the OpenAI endpoints and /health and /metrics, the embedded server has POST /reset_prefix_cache, which forgets
 every cached block, and GET /debug/check, which proves the cache's invariants and, when idle, that nothing leaked.

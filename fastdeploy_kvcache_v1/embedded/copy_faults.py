@@ -1,14 +1,16 @@
 """Test hook: make the worker's copies slow or failing, as real links are now and then.
 
 The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
-`{"seed": 1, "max_delay_ms": 5, "fail": {"input": [0, 9], "output": "all"}}`: every copy first sleeps a random time;
-the named calls on a stream, counted from 0, fail. Streams are `input` (swap-in) and `output` (swap-out).
+`{"seed": 1, "max_delay_ms": 5, "fail": {"input": [0, 9], "output": "all"}, "hang": {"output": [3]}}`: every copy first
+sleeps a random time; the named calls on a stream, counted from 0, fail, or never end. Streams are `input` (swap-in) and
+`output` (swap-out).
 """
 
 from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections import Counter
 from typing import Any
@@ -24,9 +26,17 @@ class InjectedCopyError(RuntimeError):
 class CopyFaults:
     """A `CpuRuntime` delay hook. Each stream calls it from its own thread, with its own counter and random numbers."""
 
-    def __init__(self, *, seed: int = 0, max_delay_ms: float = 0.0, fail: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        max_delay_ms: float = 0.0,
+        fail: dict[str, Any] | None = None,
+        hang: dict[str, Any] | None = None,
+    ) -> None:
         self._max_delay_s = max_delay_ms / 1000
         self._fail = fail or {}
+        self._hang = hang or {}
         self._random = random.Random(seed)
         self._calls: Counter[str] = Counter()
 
@@ -36,9 +46,14 @@ class CopyFaults:
         self._calls[stream] += 1
         if self._max_delay_s:
             time.sleep(self._random.uniform(0.0, self._max_delay_s))
-        failing = self._fail.get(stream, ())
-        if failing == "all" or call in failing:
+        if _names(self._hang.get(stream, ()), call):
+            threading.Event().wait()
+        if _names(self._fail.get(stream, ()), call):
             raise InjectedCopyError(f"injected failure of call {call} on stream {stream}")
+
+
+def _names(calls: Any, call: int) -> bool:
+    return calls == "all" or call in calls
 
 
 def make_runtime(faults: str) -> CpuRuntime:

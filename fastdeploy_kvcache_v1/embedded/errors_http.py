@@ -15,6 +15,10 @@ from .generation import Failure
 TYPES = {404: "not_found_error", 409: "conflict_error", 500: "internal_error", 503: "service_unavailable_error"}
 
 
+MAX_MESSAGE = 1000
+"""Characters."""
+
+
 class ApiError(Exception):
     """A request that cannot be answered; becomes an HTTP status and an OpenAI-style body."""
 
@@ -29,9 +33,11 @@ class ApiError(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """`{"error": {...}}` with a one-line message."""
+    """`{"error": {...}}` with a one-line message, cut where it repeats too much of the request."""
     kind = TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}}
+    line = " ".join(message.split())
+    line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."
+    return {"error": {"message": line, "type": kind, "param": param, "code": code}}
 
 
 def install_error_handlers(app: FastAPI) -> None:

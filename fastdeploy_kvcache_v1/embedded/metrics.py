@@ -82,7 +82,10 @@ class _EngineCollector(Collector):
 def _cache_metrics(cache: CacheStats) -> Iterator[Metric]:
     counters = cache.counters
     yield _labelled_counter(
-        "prompt_tokens", "Tokens of admitted requests by where their KV came from", "source",
+        "prompt_tokens",
+        "Tokens of admitted requests by where their KV came from; a request whose copy failed counts only when it is "
+        "admitted again",
+        "source",
         device=counters.device_hit_tokens, host=counters.host_hit_tokens, recomputed=cache.recomputed_tokens,
     )  # fmt: skip
     blocks = GaugeMetricFamily(f"{PREFIX}blocks", "Blocks by tier and use", labels=["tier", "state"])

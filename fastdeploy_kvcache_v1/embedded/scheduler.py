@@ -70,7 +70,7 @@ class Scheduler:
         self._plan = {}
         self._budget = self._max_num_batched_tokens
         preemptions = self.num_preemptions
-        for generation in sorted(self._running, key=lambda g: (g.num_pending > 1, g.arrival)):
+        for generation in sorted(self._running, key=lambda g: g.num_pending > 1):  # stable: then by arrival
             self._continue(generation)
         if self.num_preemptions == preemptions:  # whoever was just preempted would only take the space back
             while self._waiting and self._admit(self._waiting[0]):

@@ -27,7 +27,7 @@ from .worker_client import ProcessWorkerClient, StartInterruptedError, WorkerCon
 logger = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-"""After the worker died, /health shows the reason this long before the server ends."""
+"""After the worker was lost, /health shows the reason this long before the server ends."""
 
 EXIT_OK = 0
 EXIT_WORKER_DIED = 1
@@ -62,13 +62,15 @@ class NotedSignals:
 
 
 def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") -> int:
-    """Serve until SIGINT or SIGTERM: 0. Returns 1 when the worker died: run the server under a supervisor.
+    """Serve until SIGINT or SIGTERM: 0. Returns 1 when the worker died or was stuck: run it under a supervisor.
 
     Main thread only. Raises `KVCacheError` when the port or the worker cannot be had; nothing is left behind.
     """
     with NotedSignals() as signals, _listening_socket(config.host, config.port) as listener:
         try:
-            worker = ProcessWorkerClient(_worker_config(config, copy_faults), stop_requested=signals.noted)
+            worker = ProcessWorkerClient(
+                _worker_config(config, copy_faults), stop_requested=signals.noted, timeout_s=config.worker_timeout_s
+            )
         except StartInterruptedError:
             return EXIT_OK
         try:

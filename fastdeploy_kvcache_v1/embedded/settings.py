@@ -26,6 +26,8 @@ DEFAULTS: dict[str, object] = {
     "seed": 0,
     "cache_dtype": "float32",
     "log_level": "warning",
+    "worker_timeout": 120.0,
+    "max_request_mib": 16.0,
 }
 """Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
 
@@ -52,6 +54,9 @@ class ServerConfig:
     cache_dtype: str
     seed: int
     log_level: str
+    worker_timeout_s: float = 120.0
+    """0 waits for ever."""
+    max_request_mib: float = 16.0
 
     @property
     def is_random_model(self) -> bool:
@@ -97,6 +102,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--served-model-name", "name the API shows (default: the directory's name)", metavar="NAME")
     add("--seed", "seed for requests that give none", type=int)
     add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16", metavar="DTYPE")
+    add(
+        "--worker-timeout",
+        "the server ends when its worker computes no layer, or ends no copy, for so long; 0 waits for ever",
+        type=float,
+        metavar="SECONDS",
+    )
+    add("--max-request-mib", "largest request body in MiB", type=float, metavar="MIB")
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
 
 
@@ -110,6 +122,10 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         raise ConfigError(f"--port must be at most 65535, got {values.port}")
     if values.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
+    if not 0 <= values.worker_timeout < float("inf"):
+        raise ConfigError(f"--worker-timeout must be 0 or a number of seconds, got {values.worker_timeout:g}")
+    if not 0 < values.max_request_mib < float("inf"):
+        raise ConfigError(f"--max-request-mib must be positive, got {values.max_request_mib:g}")
     max_model_len = given.get("max_model_len", model.max_position)
     if not 1 < max_model_len <= model.max_position:
         raise ConfigError(f"--max-model-len must be 2 to {model.max_position} for this model, got {max_model_len}")
@@ -128,6 +144,8 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         cache_dtype=values.cache_dtype,
         seed=values.seed,
         log_level=values.log_level,
+        worker_timeout_s=values.worker_timeout,
+        max_request_mib=values.max_request_mib,
     )
 
 

@@ -37,11 +37,21 @@ class StepRunner:
     and reported for a retry, the others are computed again without them.
     """
 
-    def __init__(self, forward: Forward, controller: CacheController, caches: list[Any], *, block_size: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        controller: CacheController,
+        caches: list[Any],
+        *,
+        block_size: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_progress` is called when a batch was taken, before each layer is computed, and when all of it is done."""
         self._forward = forward
         self._controller = controller
         self._caches = caches
         self._block_size = block_size
+        self._on_progress = on_progress
         self._reported_wait_s = 0.0
 
     @property
@@ -51,11 +61,13 @@ class StepRunner:
 
     def run(self, batch: BatchRequest) -> StepResult:
         """Raises only when the copies of the batch could not be submitted: the caches are then unusable."""
+        self._on_progress()
         counter: LayerDoneCounter | None = None
         for step in batch.swap_steps:
             counter = self._controller.submit_swap_tasks(step.step, step.evict, step.swap_in)
         result = StepResult()
         self._compute(list(batch.requests), counter, result)
+        self._on_progress()
         return StepResult(result.tokens, result.retry, result.errors, self.take_report())
 
     def take_report(self) -> TransferReport:
@@ -101,9 +113,15 @@ class StepRunner:
             SequenceSlice(np.asarray(task.token_ids, dtype=np.int64), task.start, task.block_table, task.needs_logits)
             for task in tasks
         ]
+
+        def before_layer(layer: int) -> None:
+            if counter is not None:
+                counter.wait_for_layer(layer)
+            self._on_progress()
+
         self._controller.before_compute(read, written, counter=counter)
         try:
-            return self._forward(slices, self._caches, _no_wait if counter is None else counter.wait_for_layer)
+            return self._forward(slices, self._caches, before_layer)
         finally:
             self._controller.after_compute(read, written)
 
@@ -112,10 +130,6 @@ class StepRunner:
         end = task.start + len(task.token_ids)
         read = [int(slot) for slot in task.block_table[: -(-end // self._block_size)]]
         return read, read[task.start // self._block_size :]
-
-
-def _no_wait(layer: int) -> None:
-    """Nothing to wait for in a step without swap-ins."""
 
 
 def _sample_all(tasks: Sequence[StepTask], logits: Sequence[Logits | None], result: StepResult) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ import zmq
 
 from ..batch_request import BatchRequest
 from ..errors import ConfigError, WorkerDiedError
+from .liveness import ProgressBoard, Watchdog, make_page
 from .messages import StepResult, TransferReport, WorkerConnected, WorkerFailed, WorkerReady
 
 FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
@@ -56,6 +58,8 @@ class WorkerLaunch:
     tasks_address: str
     results_address: str
     parent_pid: int
+    progress_fd: int
+    """Inherited; see `liveness.py`."""
 
 
 class StartInterruptedError(Exception):
@@ -68,8 +72,13 @@ class ProcessWorkerClient:
     Construct and `close` on the main thread: the worker dies with the thread that started it.
     """
 
-    def __init__(self, config: WorkerConfig, *, stop_requested: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self, config: WorkerConfig, *, stop_requested: Callable[[], bool] = lambda: False, timeout_s: float = 0.0
+    ) -> None:
         """Starts the worker and returns when it can take batches.
+
+        A worker that makes no progress for `timeout_s` although there is something to do counts as dead, and is killed;
+        0 waits for ever. Until it is ready, only `stop_requested` ends the wait.
 
         Raises `ConfigError` when it refuses its settings or model, `WorkerDiedError` when it ends for another reason,
         `StartInterruptedError` soon after `stop_requested` became true.
@@ -81,6 +90,11 @@ class ProcessWorkerClient:
         self._context = zmq.Context()
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
+        self._watchdog = Watchdog(timeout_s)
+        self._board: ProgressBoard | None = None
+        self._num_sent = self._num_answered = 0
+        self._death = threading.Lock()
+        """Held by whoever tells of it."""
         self.ops: dict[str, str] = {}
         """Name of the implementation behind every copy op of the worker."""
         try:
@@ -104,15 +118,16 @@ class ProcessWorkerClient:
         self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
     ) -> None:
         assert not self._threads, "listen once"
-        for target, name, argument in (
-            (self._watch, "worker-watch", on_death),
-            (self._receive, "worker-results", on_message),
+        for target, name, arguments in (
+            (self._watch, "worker-watch", (on_death,)),
+            (self._receive, "worker-results", (on_message, on_death)),
         ):
-            thread = threading.Thread(target=target, args=(argument,), name=name, daemon=True)
+            thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
             self._threads.append(thread)
             thread.start()
 
     def send(self, batch: BatchRequest) -> None:
+        self._num_sent += 1
         self._send(batch)
 
     def close(self) -> None:
@@ -121,7 +136,10 @@ class ProcessWorkerClient:
         if process is not None:
             self._stop(process)
         for thread in self._threads:
-            thread.join()
+            thread.join(STOP_TIMEOUT_S)  # a process that not even SIGKILL ends must not keep us
+        if self._board is not None:
+            self._board.close()
+            self._board = None
         self._context.destroy(linger=0)
         self._remove_directory()
 
@@ -136,7 +154,10 @@ class ProcessWorkerClient:
                 return
             logger.warning("worker process %d does not stop, killing it", process.pid)
         process.kill()  # while it starts it has nothing to finish, and hears nobody
-        process.wait()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.error("worker process %d does not end even when killed, leaving it behind", process.pid)
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -150,20 +171,32 @@ class ProcessWorkerClient:
         package_root = str(Path(__file__).resolve().parents[2])
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.worker_process"],
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
-        )
-        launch = WorkerLaunch(
-            config, f"ipc://{self._directory / 'tasks'}", f"ipc://{self._directory / 'results'}", os.getpid()
-        )
+        page = self._make_board()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.worker_process"],
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
+                pass_fds=(page,),
+            )
+        finally:
+            os.close(page)
+        tasks, results = (f"ipc://{self._directory / name}" for name in ("tasks", "results"))
+        launch = WorkerLaunch(config, tasks, results, os.getpid(), page)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(pickle.dumps(launch))
         return process
+
+    def _make_board(self) -> int:
+        try:
+            page = make_page(self._directory)
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self._directory}: {error}") from None
+        self._board = ProgressBoard(page)
+        return page
 
     def _wait_until_connected(self, process: subprocess.Popen[bytes]) -> None:
         """Both sockets have a peer. The worker connects first and loads its model then."""
@@ -197,21 +230,36 @@ class ProcessWorkerClient:
         if process is None:
             return
         status = process.wait()
-        if not self._closing.is_set():
-            reason = f"the worker process {process.pid} {_describe_exit(status)}"
+        self._tell_death(f"the worker process {process.pid} {_describe_exit(status)}", on_death)
+
+    def _tell_death(self, reason: str, on_death: Callable[[str], None]) -> None:
+        if not self._closing.is_set() and self._death.acquire(blocking=False):
             logger.error("%s", reason)
             on_death(reason)
 
-    def _receive(self, on_message: Callable[[StepResult | TransferReport], None]) -> None:
+    def _receive(
+        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+    ) -> None:
         process = self._process
         try:
             while not self._closing.is_set():
                 if self._results.poll(POLL_MS):
-                    on_message(pickle.loads(self._results.recv()))
+                    message = pickle.loads(self._results.recv())
+                    self._num_answered += isinstance(message, StepResult)
+                    on_message(message)
+                if process is not None and (stuck := self._stuck()):
+                    self._tell_death(f"the worker process {process.pid} is stuck: {stuck}", on_death)
+                    process.kill()
+                    return
         except Exception:  # the edge of the thread: without answers every request would hang
             logger.exception("an answer of the worker cannot be read, killing it")
             if process is not None:
                 process.kill()  # the watcher reports its end
+
+    def _stuck(self) -> str | None:
+        assert self._board is not None
+        step = self._num_sent if self._num_sent > self._num_answered else None
+        return self._watchdog.look(time.monotonic(), self._board.read(), step=step)
 
 
 def _private_directory() -> Path:

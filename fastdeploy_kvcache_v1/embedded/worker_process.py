@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 import zmq
 
@@ -23,6 +23,7 @@ from .. import ops
 from ..cache_controller import CacheController
 from ..errors import ConfigError, KVCacheError, ModelError
 from .copy_faults import make_runtime
+from .liveness import ProgressBoard
 from .messages import WorkerConnected, WorkerFailed, WorkerReady
 from .model import configure_reproducible_math, load_model_config
 from .step_runner import StepRunner
@@ -58,7 +59,8 @@ def main() -> int:
 
 def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> int:
     try:
-        runner, controller = _build(launch)
+        board = ProgressBoard(launch.progress_fd)
+        runner, controller = _build(launch, board)
     except Exception as error:  # the edge of the process: the engine process reports it
         is_user_error = isinstance(error, ConfigError | ModelError)
         if not isinstance(error, KVCacheError):
@@ -68,14 +70,14 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
         return 1
     _send(results, WorkerReady(os.getpid(), ops.live()))
     try:
-        _loop(runner, tasks, results)
+        _loop(runner, tasks, results, lambda: _show_copies(controller, board))
         controller.drain(DRAIN_TIMEOUT_S)
     finally:
         controller.free()
     return 0
 
 
-def _build(launch: WorkerLaunch) -> tuple[StepRunner, Any]:
+def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, CacheController]:
     config = launch.config
     configure_reproducible_math()
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
@@ -92,13 +94,25 @@ def _build(launch: WorkerLaunch) -> tuple[StepRunner, Any]:
         backend, runtime=make_runtime(config.copy_faults), layer_timeout_s=config.layer_timeout_s
     )
     caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
-    return StepRunner(decoder.forward, controller, caches, block_size=config.block_size), controller
+
+    def on_progress() -> None:
+        board.advance()
+        _show_copies(controller, board)
+
+    runner = StepRunner(decoder.forward, controller, caches, block_size=config.block_size, on_progress=on_progress)
+    return runner, controller
 
 
-def _loop(runner: StepRunner, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes]) -> None:
-    """Answer batches until the engine says `None`; between them, tell it how open copies ended."""
+def _loop(
+    runner: StepRunner, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes], show_copies: Callable[[], bool]
+) -> None:
+    """Answer batches until the engine says `None`; between them, tell it how open copies ended.
+
+    `show_copies` is called as long as it says that one runs: one that was given up runs on unreported.
+    """
     while True:
-        if not tasks.poll(OPEN_COPIES_POLL_MS if runner.has_open_copies else None):
+        busy = show_copies() or runner.has_open_copies
+        if not tasks.poll(OPEN_COPIES_POLL_MS if busy else None):
             report = runner.take_report()
             if report.transfers:
                 _send(results, report)
@@ -107,6 +121,12 @@ def _loop(runner: StepRunner, tasks: zmq.Socket[bytes], results: zmq.Socket[byte
         if batch is None:
             return
         _send(results, runner.run(batch))
+
+
+def _show_copies(controller: CacheController, board: ProgressBoard) -> bool:
+    progress = controller.copy_progress()
+    board.set_copies(progress.ended, progress.oldest)
+    return progress.oldest >= 0
 
 
 def _send(socket: zmq.Socket[bytes], message: object) -> None:

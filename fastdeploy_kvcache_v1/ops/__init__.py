@@ -129,9 +129,12 @@ def swap_cache_all_layers(
     _LIVE["swap_cache_all_layers", platform].run(targets, sources, runs, stream)
 
 
-def host_alloc(nbytes: int) -> HostBuffer:
-    """Zeroed, page-aligned host memory. Raises `MemoryError` where the system refuses."""
-    buffer: HostBuffer = _LIVE["host_alloc", "cpu"].run(nbytes)
+def host_alloc(nbytes: int, *, numa_node: int = -1) -> HostBuffer:
+    """Zeroed, page-aligned host memory, from `numa_node` (-1: any) as far as the system lets us.
+
+    Raises `MemoryError` where it refuses.
+    """
+    buffer: HostBuffer = _LIVE["host_alloc", "cpu"].run(nbytes, numa_node)
     return buffer
 
 

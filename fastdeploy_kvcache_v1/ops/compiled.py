@@ -74,9 +74,9 @@ class CompiledOps:
     def _plan(self, runs: Runs) -> Plan:
         return Plan(self.library, runs)
 
-    def host_alloc(self, nbytes: int) -> HostBuffer:
+    def host_alloc(self, nbytes: int, numa_node: int = -1) -> HostBuffer:
         address = ctypes.c_void_p()
-        self.library.call("kvswap_host_alloc", nbytes, -1, ctypes.byref(address))
+        self.library.call("kvswap_host_alloc", nbytes, numa_node, ctypes.byref(address))
         assert address.value is not None
         memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
         # Views keep `memory` alive, so the pages go with the last of them; the process's end takes them anyway.

@@ -45,8 +45,10 @@ class HostBuffer:
         self._array = None
 
 
-def host_alloc(nbytes: int) -> HostBuffer:
-    """Raises `MemoryError` where the system refuses, `CacheStateError` for `nbytes < 1`. Pages come at first touch."""
+def host_alloc(nbytes: int, numa_node: int = -1) -> HostBuffer:
+    """Raises `MemoryError` where the system refuses, `CacheStateError` for `nbytes < 1`. Pages come at first touch, and
+    without the compiled core from the node of who touches them, whatever `numa_node` says.
+    """
     if nbytes < 1:
         raise CacheStateError(f"a host buffer needs at least one byte, got {nbytes}")
     try:

@@ -113,7 +113,10 @@ class Runtime(ABC):
 
     @abstractmethod
     def allocate_host(self, nbytes: int) -> HostBuffer:
-        """Zeroed host memory, page-locked where there is a GPU. `free_host` gives it back."""
+        """Zeroed host memory whose pages are there, near the device, page-locked where there is a GPU.
+
+        `free_host` gives it back.
+        """
 
     @abstractmethod
     def free_host(self, buffer: HostBuffer) -> None:

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from .. import ops
 from ..errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
+from .placement import allocate_near, node_of_this_process
 from .queues import QueueStream
 
 logger = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ class CpuRuntime(Runtime):
         return stream
 
     def allocate_host(self, nbytes: int) -> ops.HostBuffer:
-        return ops.host_alloc(nbytes)
+        return allocate_near(nbytes, node_of_this_process)
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
         ops.host_free(buffer)

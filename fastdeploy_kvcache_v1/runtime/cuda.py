@@ -11,6 +11,7 @@ from typing import Any
 from .. import ops
 from ..errors import CacheStateError, ConfigError, TransferError
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
+from .placement import Nodes, allocate_near, node_of_pci_device, node_of_this_process
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class CudaRuntime(Runtime):
         import cupy
 
         self._cupy: Any = cupy
+        self._device = device
         cupy.cuda.Device(device).use()
         if compute_handle is None:
             import paddle
@@ -166,13 +168,18 @@ class CudaRuntime(Runtime):
         return stream
 
     def allocate_host(self, nbytes: int) -> ops.HostBuffer:
-        buffer = ops.host_alloc(nbytes)
+        buffer = allocate_near(nbytes, self._choose_node)
         # Registering keeps the huge pages of the mapping, which cudaHostAlloc would not give.
         try:
             self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, 0)
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             raise ConfigError(f"{nbytes} bytes of host cache cannot be page-locked: {describe(error)}") from error
         return buffer
+
+    def _choose_node(self, nodes: Nodes) -> int | None:
+        """That of the GPU, else that of the CPUs we may run on."""
+        near_gpu = node_of_pci_device(self._cupy.cuda.runtime.deviceGetPCIBusId(self._device))
+        return node_of_this_process(nodes) if near_gpu is None else near_gpu
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
         self._cupy.cuda.runtime.hostUnregister(buffer.address)

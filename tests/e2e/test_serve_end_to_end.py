@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 
@@ -78,6 +79,17 @@ def test_errors_have_the_types_of_the_client(client):
         client.completions.create(model="random-tiny", prompt="x" * 1000, max_tokens=100)
     with pytest.raises(openai.NotFoundError, match="model 'other' does not exist"):
         client.completions.create(model="other", prompt="x")
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_body_beyond_the_limit_is_answered_while_it_is_sent(server, client, declared):
+    chunks = [b"x" * 2**20] * 17
+    content = b"".join(chunks) if declared else iter(chunks)
+    response = httpx.post(f"{server.url}/v1/completions", content=content, timeout=60.0)
+    assert response.status_code == 413
+    assert "--max-request-mib 16" in response.json()["error"]["message"]
+    assert client.completions.create(model="random-tiny", prompt="x", max_tokens=1).usage.completion_tokens == 1
+    assert "Traceback" not in server.stderr
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -160,6 +172,38 @@ def test_killed_worker_fails_requests_with_a_reason_and_ends_the_server(tmp_path
         assert health.status_code == 503
         assert "was killed by SIGKILL" in health.json()["error"]["message"]
         assert running.wait_exit() == 1
+        running.assert_nothing_left()
+
+
+def test_stopped_worker_fails_requests_with_a_reason_and_ends_the_server(tmp_path):
+    with started(tmp_path, *SMALL, "--worker-timeout", "2") as running, running.client() as client:
+        worker = running.worker
+        stream = client.completions.create(model="random-tiny", prompt="go on", stream=True, **ENDLESS)
+        next(iter(stream))
+        worker.suspend()
+        stuck = rf"the worker process {worker.pid} is stuck: step \d+ has computed nothing for 2 s"
+        with pytest.raises(openai.APIError, match=stuck):
+            list(stream)
+        health = httpx.get(f"{running.url}/health")
+        assert health.status_code == 503
+        assert re.fullmatch(stuck, health.json()["error"]["message"])
+        with pytest.raises(openai.InternalServerError, match=stuck):
+            client.completions.create(model="random-tiny", prompt="and on", **ENDLESS)
+        assert running.wait_exit() == 1
+        assert len(re.findall(f"{stuck}$", running.stderr, re.MULTILINE)) == 2, "by who saw it and by who ends for it"
+        assert "Traceback" not in running.stderr
+        running.assert_nothing_left()
+
+
+def test_copy_that_never_ends_ends_the_server(tmp_path):
+    faults = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": '{"hang": {"output": [0]}}'}
+    flags = ("--worker-timeout", "2", "--write-policy", "write_through")
+    with started(tmp_path, *SMALL, *flags, environment=faults) as running, running.client() as client:
+        answer = client.completions.create(model="random-tiny", prompt="x" * 40, max_tokens=2)
+        assert answer.usage.completion_tokens == 2, "nobody needs the copy yet"
+        assert running.wait_exit() == 1
+        stuck = r"the worker process \d+ is stuck: the copy of swap step \d+ has not ended for 2 s"
+        assert re.search(stuck, running.stderr)
         running.assert_nothing_left()
 
 

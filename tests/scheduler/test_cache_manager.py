@@ -283,6 +283,25 @@ def test_the_duplicate_of_a_block_stays_private() -> None:
     cache.check_idle()
 
 
+def test_blocks_of_one_fate_used_at_different_times_are_evicted_one_by_one() -> None:
+    """Two requests computed `a` at the same time; another one ended between them."""
+    cache = manager(4)
+    for name, text in (("first", "ab!"), ("second", "a?")):
+        cache.match_prefix(name, prompt(text))
+        cache.allocate(name, len(text) - 1)
+    cache.take_swap_step()
+    cache.commit("first", 2)
+    cache.commit("second", 1)
+    cache.finish("first")
+    run(cache, "c!")
+    cache.finish("second")
+    cache.check()
+    run(cache, "12!")
+    assert (cached(cache, "ab"), cached(cache, "c")) == (["device"], ["device"])
+    run(cache, "3!")
+    assert (cached(cache, "ab"), cached(cache, "c")) == (["device"], [])
+
+
 def test_contract_breaches_change_nothing() -> None:
     cache = manager(4)
     cache.match_prefix("r", prompt("ab!"))
@@ -404,6 +423,79 @@ def test_a_failed_swap_in_names_the_requests_and_forgets_the_blocks() -> None:
     assert cached(cache, "abc") == ["device"]
     cache.take_swap_step()
     cache.check_idle()
+
+
+def hits(cache: CacheManager) -> tuple[int, int, int, int]:
+    counters = cache.stats().counters
+    return counters.requests_admitted, counters.device_hit_tokens, counters.host_hit_tokens, counters.query_tokens
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_hit_whose_swap_in_failed_is_none(reset: bool) -> None:
+    """Not even when nobody can find the block any more that the copy was to fill."""
+    cache = manager(4, 4)
+    run(cache, "abc!")
+    run(cache, "1234!")
+    before = hits(cache)
+    for name in ("r", "shares"):
+        cache.match_prefix(name, prompt("abc!"))
+        cache.allocate(name, 3)
+    step = cache.take_swap_step()
+    assert hits(cache) == before, "nobody knows yet"
+    if reset:
+        cache.reset_cache()
+    failed = TransferResult(
+        step.step, CacheLevel.HOST, CacheLevel.DEVICE, 3, 0, 0.0, step.swap_in.target_slots, "injected"
+    )
+    assert cache.transfer_failed(failed) == ([] if reset else ["r", "shares"])
+    cache.preempt("r")
+    cache.take_swap_step()
+    cache.preempt("shares")
+    cache.check()
+    assert hits(cache) == before
+    run(cache, "abc!", "again")
+    cache.take_swap_step()
+    assert hits(cache) == (before[0] + 1, before[1], before[2], before[3] + 4)
+
+
+@pytest.mark.parametrize("end", ["next step", "finish", "preempt"])
+def test_hits_are_counted_once_when_they_are_certain(end: str) -> None:
+    cache = manager(4, 4)
+    run(cache, "abc!")
+    run(cache, "1234!")
+    before = hits(cache)
+    cache.match_prefix("r", prompt("abc!"))
+    cache.allocate("r", 3)
+    cache.take_swap_step()
+    assert hits(cache) == before
+    if end == "next step":
+        cache.take_swap_step()
+    else:
+        getattr(cache, end)("r")
+    after = (before[0] + 1, before[1], before[2] + 3, before[3] + 4)
+    assert hits(cache) == after
+    cache.take_swap_step()
+    if end == "next step":
+        cache.finish("r")
+    assert hits(cache) == after
+
+
+def test_a_failed_copy_of_others_takes_no_hits_away() -> None:
+    cache = manager(6, 12)
+    run(cache, "abc!")
+    run(cache, "xyz!")
+    run(cache, "123456!")
+    before = hits(cache)
+    for name in ("abc!", "xyz!"):
+        cache.match_prefix(name, prompt(name))
+        cache.allocate(name, 3)
+    step = cache.take_swap_step()
+    slots = step.swap_in.target_slots[:3]
+    failed = TransferResult(step.step, CacheLevel.HOST, CacheLevel.DEVICE, 3, 0, 0.0, slots, "injected")
+    (lost,) = cache.transfer_failed(failed)
+    cache.preempt(lost)
+    cache.take_swap_step()
+    assert hits(cache) == (before[0] + 1, before[1], before[2] + 3, before[3] + 4)
 
 
 def test_a_failed_backup_forgets_only_the_host_copy() -> None:
@@ -684,9 +776,11 @@ def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
     cache.match_prefix("r", prompt("abc!"))
     cache.allocate("r", 3)
     slots = step.evict.target_slots
+    before = hits(cache)
     failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 3, 0, 0.0, slots, "injected")
     assert cache.transfer_failed(failed) == ["r"]
     cache.preempt("r")
+    assert hits(cache) == before
     assert not cache.take_swap_step().swap_in
     assert cached(cache, "abc") == []
     cache.check_idle()

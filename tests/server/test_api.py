@@ -26,8 +26,10 @@ BOS = ByteTokenizer.BOS
 
 
 class Server:
-    def __init__(self, cache):
-        config = ServerConfig(None, "tiny", BYTE_VOCAB_SIZE, "127.0.0.1", 0, 200, 8, 64, cache, "float32", 0, "warning")
+    def __init__(self, cache, options):
+        config = ServerConfig(
+            None, "tiny", BYTE_VOCAB_SIZE, "127.0.0.1", 0, 200, 8, 64, cache, "float32", 0, "warning", **options
+        )
         manager = CacheManager(cache)
         scheduler = Scheduler(manager, block_size=cache.block_size, max_num_seqs=8, max_num_batched_tokens=64)
         self.worker = ShadowWorkerClient(ShadowWorker(cache))
@@ -61,8 +63,8 @@ class Server:
 
 
 @contextmanager
-def running(cache=None):
-    server = Server(cache or KVCacheConfig(64, 16, block_size=4))
+def running(cache=None, **options):
+    server = Server(cache or KVCacheConfig(64, 16, block_size=4), options)
     server.engine.start()
     try:
         yield server
@@ -237,6 +239,62 @@ def test_malformed_bodies(server, content, message):
     response = server.client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert message in error_of(response)["message"]
+
+
+LIMIT_MIB = 0.01
+LIMIT = int(LIMIT_MIB * 2**20)
+
+
+def body_of(size):
+    """A valid body of `size` bytes that is answered whatever its size: padding is ignored."""
+    body = json.dumps({"prompt": "hello", "max_tokens": 2, "padding": ""}).encode()
+    return body.replace(b'""', b'"' + b"x" * (size - len(body)) + b'"')
+
+
+def chunks_of(body):
+    """Without a declared length."""
+    yield from (body[start : start + 1000] for start in range(0, len(body), 1000))
+
+
+@pytest.mark.parametrize("send", [bytes, chunks_of], ids=["declared", "chunked"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_request_body_has_a_limit(path, send):
+    with running(max_request_mib=LIMIT_MIB) as server:
+        headers = {"content-type": "application/json"}
+        response = server.client.post(path, content=send(body_of(LIMIT + 1)), headers=headers)
+        assert response.status_code == 413
+        assert error_of(response)["message"] == "the request body is larger than --max-request-mib 0.01"
+        assert response.headers["connection"] == "close"
+        response = server.client.post("/v1/completions", content=send(body_of(LIMIT)), headers=headers)
+        assert response.status_code == 200
+
+
+def test_body_of_declared_length_is_refused_unread():
+    with running(max_request_mib=LIMIT_MIB) as server:
+        headers = {"content-type": "application/json", "content-length": str(LIMIT + 1)}
+        response = server.client.post("/v1/completions", content=b"{", headers=headers)
+        assert response.status_code == 413
+
+
+def test_messages_do_not_repeat_a_whole_request(server):
+    for body in ({"prompt": "x", "model": "m" * 10**6}, {"prompt": "x", "logit_bias": {"1": "m" * 10**6}}):
+        response = server.complete(**body)
+        assert response.status_code in (400, 404)
+        assert len(error_of(response)["message"]) == 1003
+
+
+def test_deeply_nested_body_is_one_clear_line(server):
+    headers = {"content-type": "application/json"}
+    response = server.client.post("/v1/completions", content=b"[" * 10**6, headers=headers)
+    assert response.status_code == 400
+    assert error_of(response)["message"]
+
+
+@pytest.mark.parametrize("value", [10**9, 10**30])
+def test_endless_outputs_are_refused(server, value):
+    assert server.complete(prompt="x", max_tokens=value).status_code == 400
+    assert server.complete(prompt="x", n=value).status_code == 400
+    assert server.complete(prompt="x", best_of=value).status_code == 400
 
 
 def test_unknown_model_and_path(server):

@@ -67,7 +67,10 @@ def test_fastdeploy_gets_every_flag_that_was_given_and_its_own(monkeypatch):
     monkeypatch.setattr(command, "exec_fastdeploy", exec_fastdeploy)
     with pytest.raises(SystemExit):
         cli.main(
-            ["serve", "--seed", "3", "--model", "/m", "--swap-space", "2", "--no-enable-prefix-caching", "--tp", "2"]
+            [
+                *("serve", "--seed", "3", "--worker-timeout", "9", "--max-request-mib", "1"),
+                *("--model", "/m", "--swap-space", "2", "--no-enable-prefix-caching", "--tp", "2"),
+            ]
         )
     given = ["--model", "/m", "--swap-space", "2.0", "--no-enable-prefix-caching", "--tp", "2"]
     assert commands == [[sys.executable, "-m", "fastdeploy.entrypoints.openai.api_server", *given]]

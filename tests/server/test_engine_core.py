@@ -190,6 +190,9 @@ def test_failed_swap_in_does_not_count_as_cached():
     usage = again.deltas[-1].usage
     assert usage is not None
     assert usage.cached_tokens == 0, "all of it was computed in the end"
+    stats = harness.manager.stats()
+    assert (stats.counters.device_hit_tokens, stats.counters.host_hit_tokens) == (0, 0)
+    assert (stats.counters.requests_admitted, stats.recomputed_tokens) == (4, 4 * 18)
 
 
 def test_generated_tokens_are_found_by_the_next_turn():

@@ -2,6 +2,7 @@
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.generation import State
+from fastdeploy_kvcache_v1.embedded.messages import StepResult
 from tests.server.shadow import Harness, expected_outputs
 
 
@@ -38,6 +39,49 @@ def test_decoding_requests_are_served_before_an_earlier_prefill():
     ]
     harness.submit("longer", range(50, 70), 1)
     assert tokens_of(harness.step()) == [("short", 1), ("shorter", 1), ("longer", 6)]
+
+
+def lose_copy_of(harness, name):
+    """One step in which every request but `name` advances: a copy that it needs fails."""
+    harness.core.step()
+    result = harness.worker.run(harness.sent.pop())
+    tokens = {request: token for request, token in result.tokens.items() if request != name}
+    harness.core.on_step_result(StepResult(tokens=tokens, retry={name: "torn"}, report=result.report))
+
+
+def decoder_beside_an_earlier_prefill(num_device_blocks):
+    """The only way there: the earlier arrival lost a copy, and has to compute its 15 tokens again."""
+    config = KVCacheConfig(num_device_blocks, block_size=4, enable_prefix_caching=False)
+    harness = Harness(config, max_num_batched_tokens=8)
+    prefill = harness.submit("prefill", range(11), 6)
+    assert [tokens_of(harness.step()) for _ in range(2)] == [[("prefill", 8)], [("prefill", 3)]]
+    decoder = harness.submit("decoder", [96, 97, 98, 99], 9)
+    assert tokens_of(harness.step()) == [("prefill", 1), ("decoder", 4)]
+    assert [tokens_of(harness.step()) for _ in range(2)] == [[("prefill", 1), ("decoder", 1)]] * 2
+    lose_copy_of(harness, "prefill")
+    return harness, prefill, decoder
+
+
+def test_decoding_request_is_not_stalled_by_an_earlier_prefill():
+    harness, prefill, decoder = decoder_beside_an_earlier_prefill(64)
+    assert [tokens_of(harness.step()) for _ in range(3)] == [
+        [("decoder", 1), ("prefill", 7)],
+        [("decoder", 1), ("prefill", 7)],
+        [("prefill", 1), ("decoder", 1)],
+    ]
+    harness.run()
+    assert prefill.tokens == expected_outputs(range(11), 6)
+    assert decoder.tokens == expected_outputs([96, 97, 98, 99], 9)
+
+
+def test_tokens_of_a_request_preempted_in_the_same_step_go_to_the_one_that_needed_its_blocks():
+    """The decoder has been planned with its third block when the prefill finds none for its fourth."""
+    harness, prefill, decoder = decoder_beside_an_earlier_prefill(6)
+    assert [tokens_of(harness.step()) for _ in range(2)] == [[("decoder", 1), ("prefill", 7)], [("prefill", 8)]]
+    assert harness.scheduler.num_preemptions == 2, "one for the lost copy, one for the blocks"
+    harness.run()
+    assert prefill.tokens == expected_outputs(range(11), 6)
+    assert decoder.tokens == expected_outputs([96, 97, 98, 99], 9)
 
 
 def test_max_num_seqs_bounds_the_running_requests_in_order_of_arrival():
@@ -80,6 +124,25 @@ def test_preempted_request_does_not_take_its_space_back_in_the_same_step():
     assert before == {"first", "second"}
     assert [task.request_id for task in batch.requests] == ["first"]
     harness.run()
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    """The first chunk of the preempted request has room at once; what it lacked is missing after it all the same."""
+    config = KVCacheConfig(6, block_size=4, enable_prefix_caching=False)
+    harness = Harness(config, max_num_batched_tokens=8)
+    first = harness.submit("first", range(8), 8)
+    harness.step()
+    second = harness.submit("second", range(50, 62), 4)
+    assert [tokens_of(harness.step()) for _ in range(4)] == [
+        [("first", 1), ("second", 7)],
+        [("first", 1), ("second", 5)],
+        [("first", 1)],
+        [("first", 1), ("second", 7)],
+    ]
+    assert harness.scheduler.num_preemptions == 1
+    harness.run()
+    assert first.tokens == expected_outputs(range(8), 8)
+    assert second.tokens == expected_outputs(range(50, 62), 4)
 
 
 def test_newcomer_waits_while_running_requests_need_the_last_blocks():

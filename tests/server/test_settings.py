@@ -27,6 +27,7 @@ def test_defaults():
     assert config.cache.write_policy.value == "write_through_selective"
     assert config.cache.num_host_blocks == GIB // BLOCK_BYTES
     assert config.cache.num_device_blocks == GIB // 2 // BLOCK_BYTES
+    assert (config.worker_timeout_s, config.max_request_mib) == (120, 16)
 
 
 def test_defaults_shrink_with_the_free_memory():
@@ -39,6 +40,8 @@ def test_sizes():
     assert config.cache.num_host_blocks == GIB // 2 // BLOCK_BYTES
     assert config.cache.num_device_blocks == 7
     assert config.max_model_len == 100
+    config = configure("--worker-timeout", "0", "--max-request-mib", "0.5")
+    assert (config.worker_timeout_s, config.max_request_mib) == (0, 0.5)
 
 
 def test_cache_dtype_decides_the_block_size():
@@ -75,6 +78,10 @@ def test_model_name_comes_from_the_directory(tmp_path):
         (["--port", "70000"], "--port must be at most 65535, got 70000"),
         (["--port", "-1"], "--port must be at least 0, got -1"),
         (["--cache-dtype", "int3"], "unsupported cache dtype 'int3'"),
+        (["--worker-timeout", "-1"], "--worker-timeout must be 0 or a number of seconds, got -1"),
+        (["--worker-timeout", "inf"], "--worker-timeout must be 0 or a number of seconds, got inf"),
+        (["--max-request-mib", "0"], "--max-request-mib must be positive, got 0"),
+        (["--max-request-mib", "nan"], "--max-request-mib must be positive, got nan"),
         (["--log-level", "loud"], "--log-level must be debug, info, warning or error, got 'loud'"),
     ],
 )

@@ -47,7 +47,14 @@ class Worker:
             GQACacheBackend(LAYERS, 1, 4, BLOCK, "float32"), runtime=runtime, layer_timeout_s=layer_timeout_s
         )
         caches = self.controller.initialize_kv_cache(8, 8)
-        self.runner = StepRunner(self.forward, self.controller, caches, block_size=BLOCK)
+        self.progress = []
+        self.runner = StepRunner(
+            self.forward,
+            self.controller,
+            caches,
+            block_size=BLOCK,
+            on_progress=lambda: self.progress.append(len(getattr(self.forward, "layers", ()))),
+        )
 
     def close(self):
         self.controller.drain()
@@ -142,8 +149,87 @@ def test_late_swap_in_drops_the_request_and_the_next_step_goes_on(start):
         assert result.tokens == {"other": 1}
         assert [each.target_slots for each in result.report.transfers] == [(3,)]
         assert worker.runner.run(BatchRequest([task("next", [6])])).tokens == {"next": 1}
+        assert not worker.runner.has_open_copies
+        assert worker.controller.copy_progress() == (0, 0), "it was given up and reported, and runs all the same"
     finally:
         gate.set()
+    worker.controller.drain()
+    assert worker.controller.copy_progress() == (1, -1)
+
+
+def test_every_layer_of_a_step_is_a_sign_of_life(start):
+    worker = start()
+    worker.runner.run(BatchRequest([task("a", [0], tokens=4)]))
+    assert worker.progress == [0, *range(LAYERS), LAYERS], "taken, layer by layer, done"
+    worker.runner.run(BatchRequest(swap_steps=[evict(0, 1)]))
+    assert len(worker.progress) == 2 + LAYERS + 2
+
+
+def test_failed_swap_in_that_nobody_reads_drops_nobody(start):
+    worker = start(make_runtime('{"fail": {"input": [1]}}'))
+    result = worker.runner.run(BatchRequest([task("a", [4]), task("b", [5])], swap_steps=[swap_in(0, 3)]))
+    assert (result.tokens, result.retry, result.errors) == ({"a": 1, "b": 1}, {}, {})
+    assert [len(call) for call in worker.forward.calls] == [2, 2], "once more, without waiting for the copy"
+
+
+def test_pass_that_fails_for_everybody_is_not_repeated(start, monkeypatch):
+    """Nothing was lost: the slot that is written still waits to be copied out. So nobody can be told apart."""
+    gate = threading.Event()
+    worker = start(CpuRuntime(delay=lambda stream: gate.wait()), layer_timeout_s=0.05)
+    passes = []
+    before_compute = worker.controller.before_compute
+
+    def count_passes(*slots, counter):
+        passes.append(slots)
+        assert len(passes) < 3, "the same pass is tried for ever"
+        before_compute(*slots, counter=counter)
+
+    monkeypatch.setattr(worker.controller, "before_compute", count_passes)
+    try:
+        result = worker.runner.run(BatchRequest([task("writes", [3]), task("other", [5])], swap_steps=[evict(0, 3)]))
+        assert (set(result.retry), result.tokens, result.errors) == ({"writes", "other"}, {}, {})
+        assert passes == [([3, 5], [3, 5])]
+    finally:
+        gate.set()
+
+
+class OpensGate(LookingForward):
+    """Lets the copy go on that is held back until the first layer is computed."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self._gate = gate
+
+    def __call__(self, sequences, caches, before_layer):
+        def wait(layer):
+            before_layer(layer)
+            self._gate.set()
+
+        return super().__call__(sequences, caches, wait)
+
+
+def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
+    """The first step's copies are waited for before; else the last step's would be, and with them no overlap."""
+    gate, copies = threading.Event(), []
+
+    def hold_the_last_layer_of_the_second_step(stream):
+        copies.append(stream)
+        if len(copies) == 2 * LAYERS:
+            assert gate.wait(10)
+
+    worker = start(CpuRuntime(delay=hold_the_last_layer_of_the_second_step), forward=OpensGate(gate), layer_timeout_s=5)
+    batch = BatchRequest([task("a", [3, 4, 5], start=8)], swap_steps=[swap_in(0, 3), swap_in(1, 4)])
+    result = worker.runner.run(batch)
+    assert (result.tokens, result.retry, result.errors) == ({"a": 9}, {}, {})
+    assert len(copies) == 2 * LAYERS
+
+
+def test_slot_that_the_second_step_took_away_may_be_written(start):
+    """The first step filled it for a request that is gone: only slots of the last step are off limits."""
+    worker = start()
+    batch = BatchRequest([task("a", [3], tokens=4)], swap_steps=[swap_in(0, 3), evict(1, 3)])
+    result = worker.runner.run(batch)
+    assert (result.tokens, result.retry, result.errors) == ({"a": 4}, {}, {})
 
 
 def test_slot_of_an_earlier_failed_swap_in_concerns_its_readers_until_it_is_written(start):

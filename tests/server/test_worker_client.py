@@ -4,7 +4,9 @@ import errno
 import os
 import tempfile
 import threading
+from dataclasses import replace
 
+import psutil
 import pytest
 import zmq
 
@@ -12,6 +14,7 @@ from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.embedded import worker_client
 from fastdeploy_kvcache_v1.embedded.worker_client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
+from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 
 CONFIG = WorkerConfig(None, 16, "float32", 8, 0, "warning")
 
@@ -98,6 +101,73 @@ def test_worker_that_dies_after_it_connected(temp_dir, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", write_fatal_paddle(temp_dir))
     with pytest.raises(WorkerDiedError, match="the worker process exited with status 7 while starting"):
         ProcessWorkerClient(CONFIG)
+
+
+def test_full_disk_under_the_progress_board_is_one_line(temp_dir, monkeypatch):
+    def no_space(directory):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+
+    monkeypatch.setattr(worker_client, "make_page", no_space)
+    with pytest.raises(ConfigError, match=r"cannot write to .*No space left on device"):
+        ProcessWorkerClient(CONFIG)
+    assert os.listdir(temp_dir) == []
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 0.0])
+def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
+    """Without a limit it is told of when somebody kills it."""
+    client = ProcessWorkerClient(CONFIG, timeout_s=timeout_s)
+    try:
+        died, reasons = threading.Event(), []
+
+        def on_death(reason):
+            reasons.append(reason)
+            died.set()
+
+        worker = psutil.Process(client.pid)
+        client.listen(lambda message: None, on_death)
+        worker.suspend()
+        client.send(BatchRequest())
+        if timeout_s:
+            assert died.wait(30)
+            reason = f"the worker process {worker.pid} is stuck: step 1 has computed nothing for 1 s"
+        else:
+            assert not died.wait(2.5)
+            worker.kill()
+            assert died.wait(30)
+            reason = f"the worker process {worker.pid} was killed by SIGKILL"
+        for thread in client._threads:
+            thread.join(1.0)
+        assert not client._threads[0].is_alive(), "the watcher has seen the end, and had nothing to add"
+        assert reasons == [reason]
+        assert [record.getMessage() for record in caplog.records] == [reason]
+    finally:
+        client.close()
+
+
+def test_copy_that_never_ends_is_noticed_while_steps_come_and_go(temp_dir):
+    config = replace(CONFIG, num_host_blocks=4, copy_faults='{"hang": {"output": [0]}}')
+    client = ProcessWorkerClient(config, timeout_s=1.0)
+    try:
+        died, reasons, answers = threading.Event(), [], []
+
+        def on_message(message):
+            answers.append(message)
+            client.send(BatchRequest())
+
+        def on_death(reason):
+            reasons.append(reason)
+            died.set()
+
+        pid = client.pid
+        client.listen(on_message, on_death)
+        evict = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, (1,), (2,))
+        client.send(BatchRequest(swap_steps=[SwapStep(6, evict=evict)]))
+        assert died.wait(30)
+        assert reasons == [f"the worker process {pid} is stuck: the copy of swap step 6 has not ended for 1 s"]
+        assert len(answers) > 10
+    finally:
+        client.close()
 
 
 def write_fatal_paddle(directory):

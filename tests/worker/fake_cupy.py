@@ -141,6 +141,7 @@ def make_cupy(gpu: FakeGpu) -> dict[str, types.ModuleType]:
         "eventQuery": query,
         "hostRegister": register,
         "hostUnregister": gpu.registered.__delitem__,
+        "deviceGetPCIBusId": lambda device: f"0000:A{device}:00.0",
         "memGetInfo": lambda: (gpu.free_bytes, 2 << 30),
         "CUDARuntimeError": CUDARuntimeError,
     }

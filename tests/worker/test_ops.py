@@ -143,6 +143,13 @@ def test_another_implementation_can_take_over():
         ops.install("swap_cache_per_layer", "tpu", previous)
 
 
+def test_host_memory_may_be_asked_for_on_a_numa_node(cpu_ops):
+    assert not ops.host_alloc(10_000, numa_node=0).array.any()
+    if cpu_ops == "compiled":
+        with pytest.raises(CacheStateError, match="there is no NUMA node 5000"):
+            ops.host_alloc(10_000, numa_node=5000)
+
+
 def test_host_memory_is_zeroed_aligned_and_given_back_once():
     buffer = ops.host_alloc(10_000)
     view = buffer.array[5_000:]

@@ -5,13 +5,15 @@ Nothing in this file shows that CUDA does what its documentation says.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.runtime import CudaRuntime
+from fastdeploy_kvcache_v1.ops import host_alloc
+from fastdeploy_kvcache_v1.runtime import CudaRuntime, cuda
 from fastdeploy_kvcache_v1.runtime.cuda import CudaStream
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
 from tests.worker.fake_cupy import COMPUTE, FakeGpu, FakeGpuBackend, make_cupy
@@ -179,6 +181,17 @@ def test_host_memory_is_page_locked_as_long_as_it_is_used(gpu, rig):
         runtime.require_memory(device_bytes=101, host_bytes=0)
     with pytest.raises(ConfigError, match="swap space"):
         runtime.require_memory(device_bytes=0, host_bytes=1 << 60)
+
+
+@pytest.mark.parametrize(("node_of_gpu", "chosen"), [(1, 1), (None, 0)])
+def test_host_memory_is_near_the_gpu_or_else_near_the_process(gpu, monkeypatch, node_of_gpu, chosen):
+    asked, found = [], []
+    monkeypatch.setattr(cuda, "node_of_pci_device", lambda bus_id: asked.append(bus_id) or node_of_gpu)
+    monkeypatch.setattr(cuda, "allocate_near", lambda nbytes, choose: found.append(choose(nodes)) or host_alloc(nbytes))
+    nodes = {0: os.sched_getaffinity(0), 1: {10_000}}
+    runtime = CudaRuntime(3, compute_handle=COMPUTE)
+    runtime.free_host(runtime.allocate_host(4096))
+    assert (asked, found) == (["0000:A3:00.0"], [chosen])
 
 
 def test_tensors_of_the_wrong_device_are_refused(gpu):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_kvcache_v1 import ops
 from fastdeploy_kvcache_v1.cache_controller import CacheController
 from fastdeploy_kvcache_v1.errors import (
     CacheStateError,
@@ -13,6 +14,7 @@ from fastdeploy_kvcache_v1.errors import (
     TransferError,
 )
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata
+from fastdeploy_kvcache_v1.ops import Run
 from fastdeploy_kvcache_v1.runtime import CpuRuntime
 from tests.worker.worker_fakes import LIMIT_S, Gates, NumpyBackend, Rig, evict, swap_in
 
@@ -69,6 +71,17 @@ def test_a_round_trip_over_the_host(rig):
     assert (stats.failed_transfers, stats.in_flight) == (0, 0)
     assert stats.exposed_wait_seconds >= counter.exposed_wait_s > 0
     assert stats.seconds_to_device > 0
+
+
+def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch):
+    copied = []
+    for op in ("swap_cache_all_layers", "swap_cache_per_layer"):
+        monkeypatch.setattr(ops, op, lambda to, of, runs, *, stream=0, op=op: copied.append((op, list(runs))))
+    rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (3, 5)))
+    rig.controller.drain(LIMIT_S)
+    evicted = [("swap_cache_all_layers", [Run(0, 2, 3), Run(4, 5, 1)])]
+    swapped_in = [("swap_cache_per_layer", [Run(0, 3, 1), Run(1, 5, 1)])]
+    assert sorted(copied) == evicted + swapped_in * rig.layout.num_layers
 
 
 def test_one_step_evicts_a_slot_and_swaps_into_it(rig, gates):

@@ -1,0 +1,53 @@
+"""What the first copy into host memory costs when its pages come with it, and when they were touched before."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from _support import median, save
+
+from fastdeploy_kvcache_v1 import ops
+from fastdeploy_kvcache_v1.ops import BlockRows, LayerRows
+from fastdeploy_kvcache_v1.ops.rows import plan_runs
+from fastdeploy_kvcache_v1.runtime.placement import touch
+
+BLOCK = 1 << 20
+BLOCKS = 512
+TURNS = 15
+
+
+def one_turn(source: LayerRows, *, touched: bool) -> tuple[float, float]:
+    """Milliseconds of touching new memory, and of the first copy into it."""
+    runs = plan_runs(range(BLOCKS), range(BLOCKS), num_sources=BLOCKS, num_targets=BLOCKS)
+    memory = ops.host_alloc(BLOCKS * BLOCK)
+    times = [time.perf_counter()]
+    if touched:
+        touch(memory.array)
+    times.append(time.perf_counter())
+    ops.swap_cache_per_layer((BlockRows(memory.address, BLOCKS, BLOCK, BLOCK, owner=memory.array),), source, runs)
+    times.append(time.perf_counter())
+    touch_s, copy_s = np.diff(times).tolist()
+    return 1e3 * touch_s, 1e3 * copy_s
+
+
+def main() -> None:
+    device = np.ones((BLOCKS, BLOCK), np.uint8)
+    source = (BlockRows(device.ctypes.data, BLOCKS, BLOCK, BLOCK, owner=device),)
+    turns = [(one_turn(source, touched=False)[1], *one_turn(source, touched=True)) for _ in range(TURNS)]
+    save(
+        "first_touch",
+        {
+            "bytes": BLOCK * BLOCKS,
+            "turns": TURNS,
+            "copy_with_first_touch_ms": median(untouched for untouched, _, _ in turns),
+            "copy_ms": median(copy for _, _, copy in turns),
+            "touch_ms": median(touching for _, touching, _ in turns),
+            "ratios": sorted(untouched / copy for untouched, _, copy in turns),
+            "median_ratio": median(untouched / copy for untouched, _, copy in turns),
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Is the worker getting on? It counts what it has done in memory that the engine process reads.
+
+Counting progress tells more than a beating heart: a thread of its own would go on beating beside one that hangs. And
+it is patient where patience is due: however long a step takes on a slow machine, each of its layers is a sign of life.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Hashable
+from pathlib import Path
+from typing import NamedTuple
+
+LONGEST_TICK_S = 1.0
+"""Longer since the last look: whoever looks stood still itself (a stopped container), and proves nothing."""
+
+
+class Progress(NamedTuple):
+    """One look at the worker."""
+
+    computed: int = 0
+    """Grows with every step taken, layer computed and step answered."""
+    copies_ended: int = 0
+    """Grows with every copy that ends, well or not."""
+    oldest_copy: int = -1
+    """Swap step of the oldest copy that still runs, -1 for none."""
+
+
+class ProgressBoard:
+    """A `Progress` in a shared page. The worker's thread writes it; the engine process reads, without a lock: each
+    number is one aligned word, and a look that falls between two of them is followed by another.
+    """
+
+    def __init__(self, fd: int) -> None:
+        """Over the page behind `fd`, which stays the caller's."""
+        self._page = mmap.mmap(fd, mmap.PAGESIZE)
+        self._words = memoryview(self._page).cast("q")
+
+    def advance(self) -> None:
+        """Something was computed."""
+        self._words[0] += 1
+
+    def set_copies(self, ended: int, oldest: int) -> None:
+        self._words[1], self._words[2] = ended, oldest
+
+    def read(self) -> Progress:
+        return Progress(*self._words[:3].tolist())
+
+    def close(self) -> None:
+        self._words.release()
+        self._page.close()
+
+
+def make_page(directory: Path) -> int:
+    """Descriptor of a page for a `ProgressBoard`, a file without a name in `directory`. Raises `OSError`."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(memoryview(bytearray(mmap.PAGESIZE)))  # now, for a full disk would be a SIGBUS later
+        file.flush()
+        fd = os.dup(file.fileno())
+    board = ProgressBoard(fd)
+    board.set_copies(0, Progress().oldest_copy)
+    board.close()
+    return fd
+
+
+class _Wait:
+    """How long something has been expected to change."""
+
+    def __init__(self) -> None:
+        self._state: Hashable | None = None
+        self._seconds = 0.0
+
+    def seconds(self, state: Hashable | None, elapsed: float) -> float:
+        """`state` None: nothing is expected. `elapsed` is the time since the last call."""
+        self._seconds = self._seconds + elapsed if state is not None and state == self._state else 0.0
+        self._state = state
+        return self._seconds
+
+
+class Watchdog:
+    """Decides from one look after another whether the worker is stuck. Pure, one thread."""
+
+    def __init__(self, limit_s: float) -> None:
+        """Seconds without any progress that are too many; 0 never finds anything."""
+        self._limit_s = limit_s
+        self._last: float | None = None
+        self._compute, self._copies = _Wait(), _Wait()
+
+    def look(self, now: float, progress: Progress, *, step: int | None) -> str | None:
+        """What is stuck and for how long, or None. `step` is the one that the worker owes an answer to."""
+        elapsed = 0.0 if self._last is None else min(now - self._last, LONGEST_TICK_S)
+        self._last = now
+        compute_s = self._compute.seconds(None if step is None else (step, progress.computed), elapsed)
+        copies_s = self._copies.seconds(None if progress.oldest_copy < 0 else progress.copies_ended, elapsed)
+        if not self._limit_s:
+            return None
+        if compute_s >= self._limit_s:
+            return f"step {step} has computed nothing for {compute_s:.0f} s"
+        if copies_s >= self._limit_s:
+            return f"the copy of swap step {progress.oldest_copy} has not ended for {copies_s:.0f} s"
+        return None

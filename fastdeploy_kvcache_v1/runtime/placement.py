@@ -1,0 +1,143 @@
+"""Where the pages of the host tier lie: near the GPU or the CPUs that use them, and there before the first copy.
+
+A page gets its place when it is first touched. Left to the copies, each page's first copy waits for the kernel to find
+and clear it, on whichever node it happens to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from .. import ops
+from ..ops.rows import ByteRows
+
+logger = logging.getLogger(__name__)
+
+SYSFS = Path("/sys")
+NUMA_MAPS = Path("/proc/self/numa_maps")
+
+CHUNK = 64 << 20
+"""Bytes that a thread touches at a time."""
+
+MAX_THREADS = 16
+REPORT_EVERY_S = 5.0
+NEAR_ENOUGH = 0.95
+
+Nodes = Mapping[int, Set[int]]
+"""CPUs by NUMA node."""
+
+
+def allocate_near(nbytes: int, choose: Callable[[Nodes], int | None]) -> ops.HostBuffer:
+    """Host memory with all its pages, on the NUMA node that `choose` names: only asked where there are several.
+
+    Best effort: what a container forbids, or a full node cannot give, is one log line. Raises as `ops.host_alloc`.
+    """
+    nodes = numa_nodes()
+    node = choose(nodes) if len(nodes) > 1 else None
+    buffer = ops.host_alloc(nbytes, numa_node=-1 if node is None else node)
+    touch(buffer.array, frozenset() if node is None else nodes.get(node, frozenset()))
+    if node is not None:
+        _report_place(buffer, node)
+    return buffer
+
+
+def numa_nodes(sysfs: Path = SYSFS) -> dict[int, frozenset[int]]:
+    """Nodes that have CPUs; empty where the system does not tell."""
+    nodes = {}
+    for directory in sysfs.glob("devices/system/node/node[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if cpus := _parse_cpus((directory / "cpulist").read_text(encoding="ascii")):
+                nodes[int(directory.name.removeprefix("node"))] = cpus
+    return nodes
+
+
+def _parse_cpus(text: str) -> frozenset[int]:
+    """The kernel's lists: `0-3,8`."""
+    cpus: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
+
+
+def node_of_this_process(nodes: Nodes) -> int | None:
+    """The node that has every CPU this process may run on; None when they are of several."""
+    allowed = os.sched_getaffinity(0)
+    return next((node for node, cpus in nodes.items() if allowed <= cpus), None)
+
+
+def node_of_pci_device(bus_id: str, sysfs: Path = SYSFS) -> int | None:
+    """None where the system does not tell."""
+    try:
+        node = int((sysfs / "bus/pci/devices" / bus_id.lower() / "numa_node").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def touch(memory: ByteRows, cpus: Set[int] = frozenset()) -> None:
+    """Have the system give every page of `memory`, which is all zero, now; from `cpus` where given and allowed."""
+    chunks = [memory[start : start + CHUNK] for start in range(0, memory.size, CHUNK)]
+    num_threads = min(len(chunks), MAX_THREADS, len(cpus or os.sched_getaffinity(0)))
+    started = time.monotonic()
+    report_at, touched = started + REPORT_EVERY_S, 0
+    with ThreadPoolExecutor(num_threads, "host-pages", initializer=_run_on, initargs=(cpus,)) as threads:
+        for done in as_completed([threads.submit(_touch, chunk) for chunk in chunks]):
+            touched += done.result()
+            if time.monotonic() >= report_at:
+                report_at += REPORT_EVERY_S
+                logger.info("host memory: %d of %d MiB are there", touched >> 20, memory.size >> 20)
+    logger.info("host memory: %d MiB in %.1f s", memory.size >> 20, time.monotonic() - started)
+
+
+def _run_on(cpus: Set[int]) -> None:
+    """This thread's pages come from the node of `cpus`; forbidden in some containers, and told by `_report_place`."""
+    if cpus:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(threading.get_native_id(), cpus)
+
+
+def _touch(chunk: ByteRows) -> int:
+    chunk[:: mmap.PAGESIZE] = 0  # NumPy gives up the GIL for it
+    return chunk.size
+
+
+def _report_place(buffer: ops.HostBuffer, node: int) -> None:
+    pages = pages_by_node(buffer.address)
+    total = sum(pages.values())
+    near = pages.get(node, 0) / total if total else 0.0
+    if near < NEAR_ENOUGH:
+        reason = f"only {near:.0%} of the pages are" if total else "the system does not tell where its pages are"
+        logger.warning("host memory was asked for on NUMA node %d: %s", node, reason)
+    else:
+        logger.info("host memory: %.0f%% on NUMA node %d", 100 * near, node)
+
+
+def pages_by_node(address: int, maps: Path = NUMA_MAPS) -> dict[int, int]:
+    """How many pages of the mapping that holds `address` each node has; empty where the system does not tell."""
+    found: list[str] = []
+    for start, fields in _mappings(maps):
+        if start > address:
+            break
+        found = fields
+    counts = (field[1:].split("=") for field in found if field[0] == "N" and "=" in field)
+    return {int(node): int(pages) for node, pages in counts}
+
+
+def _mappings(maps: Path) -> Iterator[tuple[int, list[str]]]:
+    """Start and fields of each mapping of this process, in order of address."""
+    try:
+        lines = maps.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        start, *fields = line.split()
+        yield int(start, 16), fields

@@ -1,0 +1,46 @@
+"""The worker's loop between two batches."""
+
+import pickle
+
+from fastdeploy_kvcache_v1.embedded.messages import TransferReport
+from fastdeploy_kvcache_v1.embedded.worker_process import OPEN_COPIES_POLL_MS, _loop
+
+
+class Idle:
+    """A runner without reports, and a socket over which nothing comes until a wait without end: then the stop."""
+
+    has_open_copies = False
+
+    def __init__(self):
+        self.waits = []
+
+    def take_report(self):
+        return TransferReport()
+
+    def poll(self, timeout):
+        self.waits.append(timeout)
+        return timeout is None
+
+    def recv(self):
+        return pickle.dumps(None)
+
+
+def test_copies_that_were_given_up_are_watched_until_they_end():
+    """Else the engine would take one that ended unseen for one that never ends."""
+    idle, running = Idle(), [True, True, False]
+    _loop(idle, idle, idle, lambda: running.pop(0))
+    assert idle.waits == [OPEN_COPIES_POLL_MS, OPEN_COPIES_POLL_MS, None]
+
+
+def test_ended_copies_are_waited_for_until_they_are_reported():
+    idle = Idle()
+    idle.has_open_copies = True
+    reports = iter([True, False])
+
+    def take_report():
+        idle.has_open_copies = next(reports)
+        return TransferReport()
+
+    idle.take_report = take_report
+    _loop(idle, idle, idle, lambda: False)
+    assert idle.waits == [OPEN_COPIES_POLL_MS, OPEN_COPIES_POLL_MS, None]

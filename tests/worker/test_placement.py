@@ -1,0 +1,173 @@
+"""Where the pages of the host tier lie, and that they are there."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1 import ops
+from fastdeploy_kvcache_v1.runtime import placement
+from fastdeploy_kvcache_v1.runtime.placement import (
+    allocate_near,
+    node_of_pci_device,
+    node_of_this_process,
+    numa_nodes,
+    pages_by_node,
+    touch,
+)
+
+NODES = {0: frozenset({0, 1}), 1: frozenset({2, 3})}
+PAGE = mmap.PAGESIZE
+
+
+def resident_pages(address: int, nbytes: int) -> int:
+    pages = (ctypes.c_ubyte * -(-nbytes // PAGE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages) == 0, os.strerror(ctypes.get_errno())
+    return sum(page & 1 for page in pages)
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.mark.usefixtures("cpu_ops")
+def test_every_page_is_there_and_zero(monkeypatch):
+    monkeypatch.setattr(placement, "CHUNK", 4 * PAGE)
+    nbytes = 30 * PAGE + 1
+    untouched = ops.host_alloc(nbytes)
+    assert resident_pages(untouched.address, nbytes) == 0
+    buffer = allocate_near(nbytes, lambda nodes: None)
+    assert resident_pages(buffer.address, nbytes) == 31
+    assert not buffer.array.any()
+
+
+def test_the_kernel_tells_where_they_are():
+    buffer = allocate_near(64 * PAGE, lambda nodes: None)
+    pages = pages_by_node(buffer.address)
+    assert not placement.NUMA_MAPS.exists() or sum(pages.values()) >= 64
+
+
+def test_nodes_with_cpus_are_found(tmp_path):
+    for node, cpus in (("node0", "0-1,8\n"), ("node1", "2-3\n"), ("node2", "\n"), ("node3", "what\n")):
+        write(tmp_path / "devices/system/node" / node / "cpulist", cpus)
+    assert numa_nodes(tmp_path) == {0: {0, 1, 8}, 1: {2, 3}}
+    assert numa_nodes(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize(("allowed", "node"), [({2}, 1), ({0, 1}, 0), ({1, 2}, None), ({7}, None)])
+def test_node_of_a_process_that_stays_in_one(monkeypatch, allowed, node):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: allowed)
+    assert node_of_this_process(NODES) == node
+
+
+def test_node_of_a_pci_device(tmp_path):
+    devices = tmp_path / "bus/pci/devices"
+    write(devices / "0000:af:00.0/numa_node", "1\n")
+    write(devices / "0000:b0:00.0/numa_node", "-1\n")
+    assert node_of_pci_device("0000:AF:00.0", tmp_path) == 1
+    assert node_of_pci_device("0000:B0:00.0", tmp_path) is None
+    assert node_of_pci_device("0000:C0:00.0", tmp_path) is None
+
+
+def test_pages_of_a_mapping_are_counted_by_node(tmp_path):
+    maps = tmp_path / "numa_maps"
+    maps.write_text(
+        "00400000 default file=/usr/bin/python mapped=7 N0=7 kernelpagesize_kB=4\n"
+        "7f0000000000 prefer:1 anon=10 dirty=10 active=0 N0=3 N1=7 kernelpagesize_kB=4\n"
+        "7f0000100000 default\n"
+    )
+    assert pages_by_node(0x7F0000000000, maps) == pages_by_node(0x7F0000001000, maps) == {0: 3, 1: 7}
+    assert pages_by_node(0x7F0000100000, maps) == {}
+    assert pages_by_node(0x7F0000000000, tmp_path / "missing") == {}
+
+
+class Machine:
+    """Two nodes, and what is asked of it."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.pinned, self.num_threads = [], [], []
+        host_alloc = ops.host_alloc
+
+        def alloc(nbytes, *, numa_node=-1):
+            self.asked.append(numa_node)
+            return host_alloc(nbytes)
+
+        def pin(thread, cpus):
+            self.pinned.append(cpus)
+            if self.refuses:
+                raise PermissionError("no")
+
+        def make_pool(num_threads, *args, **options):
+            self.num_threads.append(num_threads)
+            return ThreadPoolExecutor(num_threads, *args, **options)
+
+        self.refuses = False
+        self.nodes = dict(NODES)
+        self.pages = {1: 4}
+        monkeypatch.setattr(placement, "CHUNK", PAGE)
+        monkeypatch.setattr(placement, "numa_nodes", lambda: self.nodes)
+        monkeypatch.setattr(placement, "pages_by_node", lambda address: self.pages)
+        monkeypatch.setattr(placement, "ThreadPoolExecutor", make_pool)
+        monkeypatch.setattr(ops, "host_alloc", alloc)
+        monkeypatch.setattr(os, "sched_setaffinity", pin)
+
+
+@pytest.fixture
+def machine(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    return Machine(monkeypatch)
+
+
+def test_memory_is_bound_and_touched_on_the_chosen_node(machine, caplog):
+    offered = []
+
+    def choose(nodes):
+        offered.append(nodes)
+        return 1
+
+    buffer = allocate_near(4 * PAGE, choose)
+    assert (offered, machine.asked) == ([NODES], [1])
+    assert set(machine.pinned) == {NODES[1]}
+    assert machine.num_threads == [2], "as many as the node has CPUs"
+    assert resident_pages(buffer.address, 4 * PAGE) == 4
+    assert caplog.records == []
+
+
+def test_one_node_or_no_choice_binds_nothing(machine, caplog):
+    allocate_near(4 * PAGE, lambda nodes: None)
+    machine.nodes = {0: frozenset({0, 1})}
+    allocate_near(4 * PAGE, lambda nodes: pytest.fail("there is nothing to choose"))
+    assert (machine.asked, machine.pinned, caplog.records) == ([-1, -1], [], [])
+
+
+@pytest.mark.parametrize(
+    ("pages", "line"),
+    [
+        ({0: 3, 1: 1}, "host memory was asked for on NUMA node 1: only 25% of the pages are"),
+        ({}, "host memory was asked for on NUMA node 1: the system does not tell where its pages are"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(machine, caplog, pages, line):
+    machine.refuses, machine.pages = True, pages
+    buffer = allocate_near(4 * PAGE, lambda nodes: 1)
+    assert [record.getMessage() for record in caplog.records] == [line]
+    assert resident_pages(buffer.address, 4 * PAGE) == 4
+
+
+def test_large_memory_reports_its_progress(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(placement, "CHUNK", 1 << 20)
+    monkeypatch.setattr(placement, "REPORT_EVERY_S", 0.0)
+    touch(np.zeros(3 << 20, np.uint8))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:3] == [f"host memory: {done} of 3 MiB are there" for done in (1, 2, 3)]
+    assert len(lines) == 4
+    assert lines[3].startswith("host memory: 3 MiB in ")
