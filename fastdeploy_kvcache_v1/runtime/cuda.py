@@ -173,6 +173,7 @@ class CudaRuntime(Runtime):
         try:
             self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, 0)
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            ops.host_free(buffer)
             raise ConfigError(f"{nbytes} bytes of host cache cannot be page-locked: {describe(error)}") from error
         return buffer
 

@@ -12,7 +12,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.ops import host_alloc
+from fastdeploy_kvcache_v1.ops import host_alloc, host_free
 from fastdeploy_kvcache_v1.runtime import CudaRuntime, cuda
 from fastdeploy_kvcache_v1.runtime.cuda import CudaStream
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
@@ -169,14 +169,17 @@ def test_a_host_wait_can_time_out(gpu, rig):
     rig.close()
 
 
-def test_host_memory_is_page_locked_as_long_as_it_is_used(gpu, rig):
+def test_host_memory_is_page_locked_as_long_as_it_is_used(gpu, rig, monkeypatch):
     assert list(gpu.registered.values()) == [rig.controller.host_pool.nbytes]
     rig.close()
+    freed = []
+    monkeypatch.setattr(cuda.ops, "host_free", lambda buffer: freed.append(buffer) or host_free(buffer))
     assert gpu.registered == {}
     gpu.free_bytes = 100
     runtime = CudaRuntime(compute_handle=COMPUTE)
     with pytest.raises(ConfigError, match="cannot be page-locked: CUDARuntimeError: cudaErrorMemoryAllocation"):
         runtime.allocate_host(4096)
+    assert len(freed) == 1
     with pytest.raises(ConfigError, match="the device cache needs"):
         runtime.require_memory(device_bytes=101, host_bytes=0)
     with pytest.raises(ConfigError, match="swap space"):
