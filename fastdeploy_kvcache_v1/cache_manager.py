@@ -21,8 +21,10 @@ from dataclasses import replace
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import CacheStats, Counters
 from .config import KVCacheConfig
-from .errors import BlockPoolError, CacheStateError, ConfigError, UnknownRequestError
+from .errors import CacheStateError, ConfigError, UnknownRequestError
 from .event_log import EventLog
+from .invariants import expect
+from .lent_slots import LentSlots
 from .metadata import (
     Allocation,
     BlockHashes,
@@ -34,9 +36,11 @@ from .metadata import (
     SwapStep,
     TransferResult,
 )
+from .open_step import OpenStep
 from .radix_tree import RadixTree
 from .request_state import RequestState
-from .run import Run, expect
+from .residency import Residency
+from .run import Run
 from .tiering import Tiering
 
 
@@ -50,15 +54,14 @@ class CacheManager:
         self._events = EventLog(config.max_queued_events)
         self._device_pool = DeviceBlockPool(config.num_device_blocks)
         self._host_pool = HostBlockPool(config.num_host_blocks)
-        self._tree = RadixTree(self._device_pool, self._host_pool, self._events)
-        self._tiering = Tiering(config, self._tree, self._device_pool, self._host_pool, self._counters)
+        self._residency = Residency(self._device_pool, self._host_pool, self._events)
+        self._tree = RadixTree(self._residency)
+        self._tiering = Tiering(config, self._tree, self._residency, self._device_pool, self._host_pool, self._counters)
         self._requests: dict[str, RequestState] = {}
-        self._in_flight: dict[str, int] = {}
-        self._lent: set[DeviceSlot] = set()
-        self._uncounted: dict[str, RequestState] = {}
-        """Admitted since the last step was taken, hence perhaps to be rolled back."""
-        self._step = 0
+        self._lent = LentSlots()
+        self._step = OpenStep(self._counters)
         self._epoch = 0
+        """How often the cache was reset: what a request of an earlier epoch computes is never found."""
 
     # ---- the life of a request
 
@@ -77,7 +80,8 @@ class CacheManager:
             limit = limit if max_blocks is None else min(limit, max_blocks)
             leaf = self._tree.match(sequence.hashes, limit if self.config.enable_prefix_caching else 0)
             spans = tuple(run.span() for run in self._tree.path(leaf))
-            request = RequestState(sequence, leaf, sum(span.length for span in spans), self._epoch)
+            num_cached = sum(len(span.hashes) for span in spans)
+            request = RequestState(request_id, sequence, leaf, num_cached, self._epoch)
             self._requests[request_id] = request
             return MatchResult(request_id, spans, block_size)
 
@@ -89,47 +93,36 @@ class CacheManager:
         """
         with self._lock:
             request = self._request(request_id)
-            wanted = -(-num_tokens // self.config.block_size)
-            have = len(request.table) if request.admitted else request.num_cached
-            if not request.admitted and wanted < have:
-                raise CacheStateError(f"request {request_id}: {num_tokens} tokens are fewer than its cached prefix")
-            path = [] if request.admitted else self._tree.path(request.leaf)
-            swap_ins = [run for run in path if run.device is None]
-            num_swap_in = sum(map(len, swap_ins))
-            needed = num_swap_in + max(0, wanted - have)
-            if needed > (available := self._tiering.num_available_device):
-                self._counters.allocations_refused += 1
-                return NoSpace(needed, available)
-            slots = self._tiering.allocate_device(needed)
-            if request.step != self._step:
-                request.step, request.num_closed_tokens = self._step, request.num_tokens
-            request.num_tokens = max(request.num_tokens, num_tokens)
-            if request.admitted:
-                request.table += slots
-                return Allocation(list(request.table), slots, 0, 0)
-            self._uncounted[request_id] = request
-            return self._admit(request, path, swap_ins, slots)
+            num_blocks = -(-num_tokens // self.config.block_size)
+            if not request.admitted:
+                return self._admit(request, num_blocks, num_tokens)
+            slots = self._tiering.allocate_device(max(0, num_blocks - len(request.table)))
+            if isinstance(slots, NoSpace):
+                return slots
+            request.grow(slots, num_tokens, self._step.number)
+            return Allocation(list(request.table), slots, 0, 0)
 
-    def _admit(
-        self, request: RequestState, path: list[Run], swap_ins: list[Run], slots: list[DeviceSlot]
-    ) -> Allocation:
-        used = 0
-        for run in swap_ins:
-            self._tree.start_swap_in(run, slots[used : used + len(run)])
-            used += len(run)
+    def _admit(self, request: RequestState, num_blocks: int, num_tokens: int) -> Allocation | NoSpace:
+        if num_blocks < request.num_cached:
+            raise CacheStateError(f"request {request.request_id}: {num_tokens} tokens are fewer than its cached prefix")
+        path = self._tree.path(request.leaf)
+        num_swap_in = sum(len(run.hashes) for run in path if run.device is None)
+        slots = self._tiering.allocate_device(num_swap_in + num_blocks - request.num_cached)
+        if isinstance(slots, NoSpace):
+            return slots
+        table, used = request.table, 0
         for run in path:
+            if run.device is None:
+                self._residency.start_swap_in(run, slots[used : used + len(run.hashes)])
+                used += len(run.hashes)
             assert run.device is not None
-            request.table += run.device
-        new_blocks = slots[used:]
-        request.table += new_blocks
-        request.admitted = True
+            table += run.device
+        request.grow(slots[used:], num_tokens, self._step.number)
+        request.admit(used * self.config.block_size, self.config.block_size)
+        self._step.admit(request)
         self._tree.hit(request.leaf)
         self._tiering.back_up_hit(path)
-        size = self.config.block_size
-        request.num_host_tokens = used * size
-        request.num_device_tokens = request.num_cached * size - request.num_host_tokens
-        request.num_query_tokens = request.sequence.num_tokens
-        return Allocation(list(request.table), new_blocks, request.num_device_tokens, request.num_host_tokens)
+        return Allocation(list(table), slots[used:], request.num_device_tokens, request.num_host_tokens)
 
     def commit(self, request_id: str, num_computed_tokens: int, *, in_flight: bool = False) -> None:
         """Make the full blocks among the first `num_computed_tokens` tokens matchable.
@@ -142,15 +135,10 @@ class CacheManager:
         """
         with self._lock:
             request = self._request(request_id)
-            num_blocks = min(num_computed_tokens, request.sequence.num_tokens - 1) // self.config.block_size
-            if request.step == self._step and num_computed_tokens > request.num_closed_tokens and not in_flight:
-                raise CacheStateError(f"request {request_id}: committed before take_swap_step closed its step")
-            if num_computed_tokens > len(request.table) * self.config.block_size:
-                raise CacheStateError(f"request {request_id}: {num_computed_tokens} tokens committed, fewer allocated")
-            if num_blocks > len(request.sequence.hashes):
-                raise CacheStateError(f"request {request_id}: {num_blocks} blocks committed, fewer hashed")
+            open_step = None if in_flight else self._step.number
+            num_blocks = request.committable_blocks(num_computed_tokens, self.config.block_size, open_step=open_step)
             if in_flight:
-                self._in_flight[request_id] = max(num_blocks, self._in_flight.get(request_id, 0))
+                self._step.commit_later(request_id, num_blocks)
             else:
                 self._commit(request, num_blocks)
 
@@ -194,16 +182,13 @@ class CacheManager:
                 raise CacheStateError(f"request {request_id} has computed blocks: finish or preempt it instead")
             if request.admitted:
                 self._tree.hit(request.leaf, -1)
-                self._counters.requests_rolled_back += 1
-                self._uncounted.pop(request_id, None)
+                self._step.roll_back(request_id)
             self._give_back(request_id, touch=False)
 
     def _give_back(self, request_id: str, *, touch: bool) -> None:
         request = self._request(request_id)
         del self._requests[request_id]
-        self._in_flight.pop(request_id, None)
-        if request_id in self._uncounted:
-            self._count_admission(self._uncounted.pop(request_id))
+        self._step.end(request_id)
         self._device_pool.free(request.own_slots())
         self._tree.release(request.leaf, touch=touch)
 
@@ -212,19 +197,16 @@ class CacheManager:
     def lend(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` device slots for the caller to own, outside any block table. Atomic: `NoSpace` changes nothing."""
         with self._lock:
-            if count > (available := self._tiering.num_available_device):
-                self._counters.allocations_refused += 1
-                return NoSpace(count, available)
             slots = self._tiering.allocate_device(count)
-            self._lent.update(slots)
+            if not isinstance(slots, NoSpace):
+                self._lent.lend(slots)
             return slots
 
     def take_back(self, slots: Sequence[DeviceSlot]) -> None:
         """The caller owns `slots` no longer. Raises `BlockPoolError`, changing nothing, if one of them is not lent."""
         with self._lock:
-            self._expect_lent(slots)
+            self._lent.end(slots)
             self._device_pool.free(slots)
-            self._lent.difference_update(slots)
 
     def adopt(self, request_id: str, slots: Sequence[DeviceSlot]) -> None:
         """Lent `slots` become the next entries of an admitted request's block table, to be committed and given back
@@ -234,8 +216,7 @@ class CacheManager:
             request = self._request(request_id)
             if not request.admitted:
                 raise CacheStateError(f"request {request_id} has no block table yet: allocate first")
-            self._expect_lent(slots)
-            self._lent.difference_update(slots)
+            self._lent.end(slots)
             request.table += slots
 
     def lent_slots(self) -> frozenset[DeviceSlot]:
@@ -243,24 +224,13 @@ class CacheManager:
         with self._lock:
             return frozenset(self._lent)
 
-    def _expect_lent(self, slots: Sequence[DeviceSlot]) -> None:
-        if wrong := set(slots) - self._lent:
-            raise BlockPoolError(f"slots that are not lent: {sorted(wrong)}")
-        if len(set(slots)) != len(slots):
-            raise BlockPoolError("a lent slot was named twice")
-
     # ---- the worker
 
     def take_swap_step(self) -> SwapStep:
         """Every copy decided since the last call. Steps are numbered without gaps and reach the worker in order."""
         with self._lock:
-            step = self._tiering.take_step(self._step)
-            self._step += 1
-            for request in self._uncounted.values():
-                self._count_admission(request)
-            self._uncounted.clear()
-            in_flight, self._in_flight = self._in_flight, {}
-            for request_id, num_blocks in in_flight.items():
+            step = self._tiering.take_step(self._step.number)
+            for request_id, num_blocks in self._step.close().items():
                 self._commit(self._requests[request_id], num_blocks)
             return step
 
@@ -305,6 +275,7 @@ class CacheManager:
         with self._lock:
             self._epoch += 1
             self._tree.detach_all()
+            self._events.cleared()
             for request_id, request in list(self._requests.items()):
                 if force:
                     self._give_back(request_id, touch=False)
@@ -312,8 +283,7 @@ class CacheManager:
                     self._forget_match(request)
                     request.epoch = self._epoch
             if force:
-                self._device_pool.free(list(self._lent))
-                self._lent.clear()
+                self._device_pool.free(self._lent.end_all())
                 self._tiering.abandon()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
@@ -381,7 +351,7 @@ class CacheManager:
                 device_blocks=self._device_pool.size,
                 device_free_blocks=self._device_pool.num_free,
                 device_cached_blocks=self._device_pool.num_allocated - owned,
-                device_evictable_blocks=self._tree.num_device_evictable,
+                device_evictable_blocks=self._residency.num_device_evictable,
                 host_blocks=self._host_pool.size,
                 host_free_blocks=self._host_pool.num_free,
                 host_cached_blocks=self._host_pool.num_allocated,
@@ -391,29 +361,27 @@ class CacheManager:
     def check(self) -> None:
         """Raises `InvariantError` unless every slot has exactly one owner and every pin a request; O(cache)."""
         with self._lock:
-            self._tree.check()
+            self._residency.check(self._tree.runs())
             self._tiering.check()
-            runs = [*self._tree.runs(), *self._tree.detached_runs()]
+            runs = [*self._tree.runs(), *self._residency.detached_runs()]
             cached = [slot for run in runs for slot in run.device or ()]
             owned = [slot for request in self._requests.values() for slot in request.own_slots()]
             self._device_pool.check_owners([*cached, *owned, *self._lent])
-            self._host_pool.check_owners([slot for run in runs for slot in run.host or ()])
+            self._host_pool.check_owners([slot for run in runs for slot in run.host_slots or ()])
             paths = {request_id: self._tree.path(request.leaf) for request_id, request in self._requests.items()}
             pins = Counter(run for path in paths.values() for run in path)
             for run in runs:
                 expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
             for request_id, request in self._requests.items():
-                request.check(request_id, paths[request_id])
-            expect(
-                self._requests.keys() >= self._in_flight.keys() | self._uncounted.keys(), "manager: a request lives on"
-            )
+                request.check(paths[request_id])
+            expect(self._requests.keys() >= self._step.named_requests(), "manager: a request lives on")
 
     def check_idle(self) -> None:
         """`check`, and nobody holds anything: every allocated slot is cached and evictable."""
         with self._lock:
             self.check()
             expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")
-            forgotten = any(True for _ in self._tree.detached_runs())
+            forgotten = any(True for _ in self._residency.detached_runs())
             expect(not forgotten, "manager: forgotten blocks still hold slots; take the swap step first")
             expect(self._tiering.num_available_device == self._device_pool.size, "manager: device slots leaked")
 
@@ -424,10 +392,3 @@ class CacheManager:
             return self._requests[request_id]
         except KeyError:
             raise UnknownRequestError(f"request {request_id} is unknown, or has been finished already") from None
-
-    def _count_admission(self, request: RequestState) -> None:
-        counters = self._counters
-        counters.requests_admitted += 1
-        counters.query_tokens += request.num_query_tokens
-        counters.device_hit_tokens += request.num_device_tokens
-        counters.host_hit_tokens += request.num_host_tokens

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
 
 import pytest
 
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes
-from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.errors import (
     CacheStateError,
     ConfigError,
-    InvariantError,
     PoolInUseError,
     UnknownRequestError,
 )
@@ -24,45 +23,11 @@ from fastdeploy_kvcache_v1.metadata import (
     BlockHash,
     CacheLevel,
     CacheStatus,
-    HostSlot,
     NoSpace,
-    SwapStep,
     TransferResult,
 )
-from fastdeploy_kvcache_v1.request_state import RequestState
-from fastdeploy_kvcache_v1.run import Run
 
-
-def manager(device: int, host: int = 0, policy: str = "write_back", **options: int) -> CacheManager:
-    return CacheManager(KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), **options))
-
-
-def prompt(text: str) -> GivenHashes:
-    """One block per character; the last character is the token that is always computed."""
-    return GivenHashes([BlockHash(text[: end + 1].encode()) for end in range(len(text))], len(text))
-
-
-def run(cache: CacheManager, text: str, name: str = "") -> SwapStep:
-    """A whole request: its blocks, all but the last one, end up cached."""
-    name = name or text
-    cache.match_prefix(name, prompt(text))
-    assert isinstance(cache.allocate(name, len(text) - 1), Allocation)
-    step = cache.take_swap_step()
-    cache.commit(name, len(text) - 1)
-    cache.finish(name)
-    cache.check()
-    return step
-
-
-def cached(cache: CacheManager, text: str) -> list[str]:
-    """Tier of each block of the longest cached prefix."""
-    nodes = cache.match_prefix("probe", prompt(text + "!")).nodes
-    cache.release("probe")
-    return [node.status.value for node in nodes]
-
-
-def pairs(swap: object) -> list[tuple[int, int]]:
-    return list(zip(swap.source_slots, swap.target_slots, strict=True))  # type: ignore[attr-defined]
+from .scenario import cached, manager, pairs, prompt, run
 
 
 def test_leaves_go_first_and_the_least_recently_used_request_before_others() -> None:
@@ -575,57 +540,6 @@ def test_the_first_of_many_children_is_not_preferred_by_eviction() -> None:
     run(cache, "sa!", "again")
     run(cache, "1234!")
     assert [cached(cache, text) == ["device"] * 2 for text in ("sa", "sb", "sc", "sd")] == [True, False, True, True]
-
-
-def test_checks_notice_damage() -> None:
-    """Each invariant is there to be broken once."""
-
-    def damaged(damage: Callable[[CacheManager], object]) -> str:
-        cache = manager(8, 8, "write_through")
-        run(cache, "ab!")
-        cache.match_prefix("r", prompt("abcd!"))
-        cache.allocate("r", 5)
-        cache.take_swap_step()
-        cache.commit("r", 3)
-        cache.match_prefix("waiting", prompt("abc!"))
-        cache.check()
-        damage(cache)
-        with pytest.raises(InvariantError) as caught:
-            cache.check()
-        return str(caught.value)
-
-    def request(cache: CacheManager) -> RequestState:
-        return cache._requests["r"]
-
-    def waiting(cache: CacheManager) -> RequestState:
-        return cache._requests["waiting"]
-
-    def leaf(cache: CacheManager) -> Run:
-        return request(cache).leaf
-
-    damages: dict[str, Callable[[CacheManager], object]] = {
-        "miscounts": lambda cache: setattr(waiting(cache), "num_cached", 1),
-        "before it was admitted": lambda cache: waiting(cache).table.extend(request(cache).table[:2]),
-        "slots of other": lambda cache: request(cache).table.insert(0, request(cache).table.pop(1)),
-        "two owners": lambda cache: request(cache).table.append(request(cache).table[-1]),
-        "leaked": lambda cache: request(cache).table.pop(),
-        "that is free": lambda cache: cache._device_pool.free(request(cache).table[-1:]),
-        "lives on": lambda cache: cache._in_flight.update(gone=1),
-        "pinned 3 times by 2": lambda cache: setattr(cache._tree.path(leaf(cache))[0], "pins", 3),
-        "pinned less": lambda cache: setattr(cache._tree.path(leaf(cache))[0], "pins", 0),
-        "evictable": lambda cache: setattr(cache._tree, "num_device_evictable", 1),
-        "host blocks evictable": lambda cache: setattr(cache._tree, "num_host_evictable", 1),
-        "lost count": lambda cache: setattr(cache._tree._device_queue, "_length", 9),
-        "open transfers": lambda cache: cache._tree._open.clear(),
-        "without a source": lambda cache: cache._tiering._evict_targets.pop(),
-        "open copies": lambda cache: cache._tiering._evict_targets.__setitem__(0, HostSlot(7)),
-        "is findable": lambda cache: setattr(leaf(cache), "detached", True),
-        "first hash": lambda cache: leaf(cache).hashes.__setitem__(0, BlockHash(b"x")),
-        "differ in number": lambda cache: leaf(cache).hashes.append(BlockHash(b"x")),
-        "in no tier": lambda cache: (setattr(leaf(cache), "device", None), setattr(leaf(cache), "host", None)),
-    }
-    found = {expected: damaged(damage) for expected, damage in damages.items()}
-    assert {expected: text for expected, text in found.items() if expected not in text} == {}
 
 
 def test_a_smaller_allocation_takes_nothing_back() -> None:

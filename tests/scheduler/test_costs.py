@@ -11,13 +11,11 @@ import pytest
 from fastdeploy_kvcache_v1 import cache_utils
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes, MultimodalItem
-from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash
-from fastdeploy_kvcache_v1.run import Run, RunQueue
+from fastdeploy_kvcache_v1.run import Run
+from fastdeploy_kvcache_v1.run_queue import RunQueue
 
-
-def manager(device: int, host: int = 0, policy: str = "write_back", **options: int) -> CacheManager:
-    return CacheManager(KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), **options))
+from .scenario import manager
 
 
 def chain(*names: object) -> list[BlockHash]:
@@ -64,7 +62,7 @@ def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[Ru
     looks.clear()
     run(cache, "long", chain(*range(1000, 1301)))  # everything is evicted again, in the order it was used last
     assert len(looks) == 301
-    assert [found.hashes for found in looks[:2]] == [chain("short 99"), chain(0)]
+    assert [list(found.hashes) for found in looks[:2]] == [chain("short 99"), chain(0)]
 
 
 def test_host_blocks_in_use_are_passed_over_once(looks: list[Run]) -> None:
@@ -105,7 +103,7 @@ def test_blocks_being_copied_are_passed_over_once(looks: list[Run]) -> None:
     cache.check_idle()
 
 
-@pytest.mark.parametrize(("policy", "host", "limit"), [("write_back", 0, 500), ("write_through", 20_000, 700)])
+@pytest.mark.parametrize(("policy", "host", "limit"), [("write_back", 0, 400), ("write_through", 20_000, 560)])
 def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
     """Every request has one block of its own and shares none: a tree node for each."""
     hashes = [BlockHash(bytes(28) + number.to_bytes(4, "big")) for number in range(4000)]
