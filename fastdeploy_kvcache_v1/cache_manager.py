@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import CacheStats, Counters
 from .config import KVCacheConfig
-from .errors import CacheStateError, ConfigError, UnknownRequestError
+from .errors import CacheStateError, ConfigError
 from .event_log import EventLog
 from .invariants import expect
 from .lent_slots import LentSlots
@@ -36,11 +35,9 @@ from .metadata import (
     SwapStep,
     TransferResult,
 )
-from .open_step import OpenStep
 from .radix_tree import RadixTree
-from .request_state import RequestState
+from .request_table import RequestTable
 from .residency import Residency
-from .run import Run
 from .tiering import Tiering
 
 
@@ -57,11 +54,10 @@ class CacheManager:
         self._residency = Residency(self._device_pool, self._host_pool, self._events)
         self._tree = RadixTree(self._residency)
         self._tiering = Tiering(config, self._tree, self._residency, self._device_pool, self._host_pool, self._counters)
-        self._requests: dict[str, RequestState] = {}
+        self._requests = RequestTable(
+            config, self._tree, self._residency, self._tiering, self._device_pool, self._counters
+        )
         self._lent = LentSlots()
-        self._step = OpenStep(self._counters)
-        self._epoch = 0
-        """How often the cache was reset: what a request of an earlier epoch computes is never found."""
 
     # ---- the life of a request
 
@@ -72,18 +68,8 @@ class CacheManager:
         The manager keeps `sequence` and reads its growing hashes in `commit`. Raises `CacheStateError` if the request
         is already known: release, preempt or finish it first.
         """
-        block_size = self.config.block_size
         with self._lock:
-            if request_id in self._requests:
-                raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
-            limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // block_size)
-            limit = limit if max_blocks is None else min(limit, max_blocks)
-            leaf = self._tree.match(sequence.hashes, limit if self.config.enable_prefix_caching else 0)
-            spans = tuple(run.span() for run in self._tree.path(leaf))
-            num_cached = sum(len(span.hashes) for span in spans)
-            request = RequestState(request_id, sequence, leaf, num_cached, self._epoch)
-            self._requests[request_id] = request
-            return MatchResult(request_id, spans, block_size)
+            return self._requests.match(request_id, sequence, max_blocks)
 
     def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
         """Grow the request's block table to hold `num_tokens` tokens. Atomic: `NoSpace` changes nothing.
@@ -92,37 +78,7 @@ class CacheManager:
         Raises `UnknownRequestError`, or `CacheStateError` if `num_tokens` does not cover the matched prefix.
         """
         with self._lock:
-            request = self._request(request_id)
-            num_blocks = -(-num_tokens // self.config.block_size)
-            if not request.admitted:
-                return self._admit(request, num_blocks, num_tokens)
-            slots = self._tiering.allocate_device(max(0, num_blocks - len(request.table)))
-            if isinstance(slots, NoSpace):
-                return slots
-            request.grow(slots, num_tokens, self._step.number)
-            return Allocation(list(request.table), slots, 0, 0)
-
-    def _admit(self, request: RequestState, num_blocks: int, num_tokens: int) -> Allocation | NoSpace:
-        if num_blocks < request.num_cached:
-            raise CacheStateError(f"request {request.request_id}: {num_tokens} tokens are fewer than its cached prefix")
-        path = self._tree.path(request.leaf)
-        num_swap_in = sum(len(run.hashes) for run in path if run.device is None)
-        slots = self._tiering.allocate_device(num_swap_in + num_blocks - request.num_cached)
-        if isinstance(slots, NoSpace):
-            return slots
-        table, used = request.table, 0
-        for run in path:
-            if run.device is None:
-                self._residency.start_swap_in(run, slots[used : used + len(run.hashes)])
-                used += len(run.hashes)
-            assert run.device is not None
-            table += run.device
-        request.grow(slots[used:], num_tokens, self._step.number)
-        request.admit(used * self.config.block_size, self.config.block_size)
-        self._step.admit(request)
-        self._tree.hit(request.leaf)
-        self._tiering.back_up_hit(path)
-        return Allocation(list(table), slots[used:], request.num_device_tokens, request.num_host_tokens)
+            return self._requests.allocate(request_id, num_tokens)
 
     def commit(self, request_id: str, num_computed_tokens: int, *, in_flight: bool = False) -> None:
         """Make the full blocks among the first `num_computed_tokens` tokens matchable.
@@ -134,26 +90,7 @@ class CacheManager:
         that cannot have been computed because the step that allocated them has not been taken.
         """
         with self._lock:
-            request = self._request(request_id)
-            open_step = None if in_flight else self._step.number
-            num_blocks = request.committable_blocks(num_computed_tokens, self.config.block_size, open_step=open_step)
-            if in_flight:
-                self._step.commit_later(request_id, num_blocks)
-            else:
-                self._commit(request, num_blocks)
-
-    def _commit(self, request: RequestState, num_blocks: int) -> None:
-        first = request.num_cached
-        if num_blocks <= first or not self.config.enable_prefix_caching:
-            return
-        if request.epoch != self._epoch or request.leaf.detached:
-            return  # computed on top of blocks that were reset or lost: never to be found
-        hashes = request.sequence.hashes[first:num_blocks]
-        leaf, duplicates = self._tree.insert(request.leaf, hashes, request.table[first:num_blocks])
-        request.leaf, request.num_cached, request.has_committed = leaf, num_blocks, True
-        request.duplicates += duplicates
-        self._counters.duplicate_blocks += len(duplicates)
-        self._tiering.back_up_completed(self._tree.path(leaf), num_blocks - first)
+            self._requests.commit(request_id, num_computed_tokens, in_flight=in_flight)
 
     def finish(self, request_id: str) -> None:
         """The request is done (or aborted): its committed blocks stay cached, everything else is free again.
@@ -161,13 +98,13 @@ class CacheManager:
         Raises `UnknownRequestError`, freeing nothing, when it was finished before.
         """
         with self._lock:
-            self._give_back(request_id, touch=True)
+            self._requests.end(request_id, touch=True)
             self._counters.requests_finished += 1
 
     def preempt(self, request_id: str) -> None:
         """Take everything from a running request; it resumes by a new match. Raises `UnknownRequestError`."""
         with self._lock:
-            self._give_back(request_id, touch=True)
+            self._requests.end(request_id, touch=True)
             self._counters.requests_preempted += 1
 
     def release(self, request_id: str) -> None:
@@ -177,20 +114,7 @@ class CacheManager:
         committed blocks: finish or preempt it then.
         """
         with self._lock:
-            request = self._request(request_id)
-            if request.has_committed:
-                raise CacheStateError(f"request {request_id} has computed blocks: finish or preempt it instead")
-            if request.admitted:
-                self._tree.hit(request.leaf, -1)
-                self._step.roll_back(request_id)
-            self._give_back(request_id, touch=False)
-
-    def _give_back(self, request_id: str, *, touch: bool) -> None:
-        request = self._request(request_id)
-        del self._requests[request_id]
-        self._step.end(request_id)
-        self._device_pool.free(request.own_slots())
-        self._tree.release(request.leaf, touch=touch)
+            self._requests.roll_back(request_id)
 
     # ---- slots of a scheduler that keeps its own block tables
 
@@ -213,7 +137,7 @@ class CacheManager:
         with it. Raises `BlockPoolError`, changing nothing, if one of them is not lent.
         """
         with self._lock:
-            request = self._request(request_id)
+            request = self._requests[request_id]
             if not request.admitted:
                 raise CacheStateError(f"request {request_id} has no block table yet: allocate first")
             self._lent.end(slots)
@@ -229,9 +153,8 @@ class CacheManager:
     def take_swap_step(self) -> SwapStep:
         """Every copy decided since the last call. Steps are numbered without gaps and reach the worker in order."""
         with self._lock:
-            step = self._tiering.take_step(self._step.number)
-            for request_id, num_blocks in self._step.close().items():
-                self._commit(self._requests[request_id], num_blocks)
+            step = self._tiering.take_step(self._requests.step)
+            self._requests.close_step()
             return step
 
     def transfer_failed(self, result: TransferResult) -> list[str]:
@@ -245,23 +168,7 @@ class CacheManager:
         with self._lock:
             self._counters.failed_transfer_blocks += len(failed)
             lost = self._tiering.forget_failed(result.target, failed)
-            return self._requests_on(lost)
-
-    def _requests_on(self, lost: set[Run]) -> list[str]:
-        """Admitted requests that use a run of `lost`; matches that were not admitted yet simply become empty."""
-        affected = []
-        for request_id, request in self._requests.items():
-            if request.leaf not in lost:
-                continue
-            if request.admitted:
-                affected.append(request_id)
-            else:
-                self._forget_match(request)
-        return affected
-
-    def _forget_match(self, request: RequestState) -> None:
-        self._tree.release(request.leaf, touch=False)
-        request.leaf, request.num_cached = self._tree.root, 0
+            return self._requests.drop_lost(lost)
 
     # ---- administration
 
@@ -273,15 +180,9 @@ class CacheManager:
         worker's use of them. O(cache).
         """
         with self._lock:
-            self._epoch += 1
             self._tree.detach_all()
             self._events.cleared()
-            for request_id, request in list(self._requests.items()):
-                if force:
-                    self._give_back(request_id, touch=False)
-                elif not request.admitted:
-                    self._forget_match(request)
-                    request.epoch = self._epoch
+            self._requests.start_epoch(end_all=force)
             if force:
                 self._device_pool.free(self._lent.end_all())
                 self._tiering.abandon()
@@ -316,13 +217,13 @@ class CacheManager:
     def nodes(self, request_id: str) -> tuple[BlockNode, ...]:
         """The cached blocks the request uses, in prompt order. Raises `UnknownRequestError`."""
         with self._lock:
-            path = self._tree.path(self._request(request_id).leaf)
+            path = self._tree.path(self._requests[request_id].leaf)
             return tuple(node for run in path for node in run.nodes())
 
     def block_table(self, request_id: str) -> list[DeviceSlot]:
         """A copy of the request's block table. Raises `UnknownRequestError`."""
         with self._lock:
-            return list(self._request(request_id).table)
+            return list(self._requests[request_id].table)
 
     @property
     def num_device_blocks(self) -> int:
@@ -344,7 +245,7 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """O(requests)."""
         with self._lock:
-            owned = sum(request.num_own_slots for request in self._requests.values()) + len(self._lent)
+            owned = self._requests.num_own_slots + len(self._lent)
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),
@@ -365,30 +266,15 @@ class CacheManager:
             self._tiering.check()
             runs = [*self._tree.runs(), *self._residency.detached_runs()]
             cached = [slot for run in runs for slot in run.device or ()]
-            owned = [slot for request in self._requests.values() for slot in request.own_slots()]
-            self._device_pool.check_owners([*cached, *owned, *self._lent])
+            self._device_pool.check_owners([*cached, *self._requests.own_slots(), *self._lent])
             self._host_pool.check_owners([slot for run in runs for slot in run.host_slots or ()])
-            paths = {request_id: self._tree.path(request.leaf) for request_id, request in self._requests.items()}
-            pins = Counter(run for path in paths.values() for run in path)
-            for run in runs:
-                expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
-            for request_id, request in self._requests.items():
-                request.check(paths[request_id])
-            expect(self._requests.keys() >= self._step.named_requests(), "manager: a request lives on")
+            self._requests.check(runs)
 
     def check_idle(self) -> None:
         """`check`, and nobody holds anything: every allocated slot is cached and evictable."""
         with self._lock:
             self.check()
-            expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")
+            self._requests.check_none()
             forgotten = any(True for _ in self._residency.detached_runs())
             expect(not forgotten, "manager: forgotten blocks still hold slots; take the swap step first")
             expect(self._tiering.num_available_device == self._device_pool.size, "manager: device slots leaked")
-
-    # ---- inside
-
-    def _request(self, request_id: str) -> RequestState:
-        try:
-            return self._requests[request_id]
-        except KeyError:
-            raise UnknownRequestError(f"request {request_id} is unknown, or has been finished already") from None

@@ -24,6 +24,7 @@ SCHEDULER = {
     "cache_utils",
     "request_state",
     "open_step",
+    "request_table",
     "lent_slots",
     "cache_manager",
 }

@@ -69,7 +69,7 @@ DAMAGES: dict[str, Damage] = {
     "waiting miscounts its cached blocks": lambda cache: setattr(waiting(cache), "num_cached", 1),
     "waiting has a block table before it was admitted": lambda cache: waiting(cache).table.append(DeviceSlot(0)),
     "r reads slots of other blocks": lambda cache: request(cache).table.insert(0, request(cache).table.pop(1)),
-    "a request lives on": lambda cache: cache._step.commit_later("gone", 1),
+    "a request lives on": lambda cache: cache._requests._step.commit_later("gone", 1),
     "a run is pinned 3 times by 2 requests": lambda cache: setattr(top(cache), "pins", 3),
     # The slots
     "device pool: a slot has two owners": lambda cache: request(cache).table.append(request(cache).table[-1]),
