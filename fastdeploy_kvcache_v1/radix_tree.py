@@ -107,8 +107,6 @@ class RadixTree:
 
     def host_victim(self, most: int) -> Run | None:
         """The least recently used run whose host copy can go, split to at most `most` blocks."""
-        if not self._residency.num_host_evictable:
-            return None
         for run in self._residency.host_queue:
             victim = run
             while victim.is_host_evictable and victim.device is None and victim.children:
@@ -136,11 +134,10 @@ class RadixTree:
     def split(self, run: Run, count: int) -> Run:
         """Cut after `count` blocks. `run` keeps its identity as the lower part; returns the new upper part."""
         assert 0 < count < len(run.hashes), "a split leaves blocks on both sides"
-        assert run.parent is not None
-        head = Run(run.hashes[:count], parent=run.parent)
-        head.pins, head.hits, head.open, head.detached = run.pins, run.hits, run.open, run.detached
-        if not run.detached:
-            run.parent.add_child(head)
+        assert run.parent is not None and not run.detached, "what cannot be found is not split"
+        head = Run(run.hashes[:count])
+        head.pins, head.hits, head.open = run.pins, run.hits, run.open
+        run.parent.add_child(head)
         run.hashes = run.hashes[count:]
         head.add_child(run)
         self._residency.split(head, run)

@@ -140,8 +140,6 @@ class Residency:
                 self.host_queue.insert_after(head.host, run.host)
         if run.open is not None:
             self._open[head] = None
-        if run.detached:
-            self._detached[head] = None
 
     def join(self, run: Run, parent: Run) -> None:
         """`run` takes over the slots of `parent`, which is in the same tiers; their places in the queues go."""
@@ -223,8 +221,7 @@ class Residency:
 
     def _put_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         assert run.pins and run.device is None and len(slots) == len(run.hashes), "a run in use gets one slot per block"
-        run.device = tuple(slots)
-        self.device_queue.touch(run)
+        run.device = tuple(slots)  # queued when its last user leaves
 
     def _take_device(self, run: Run) -> None:
         slots, run.device = run.device, None

@@ -53,14 +53,12 @@ class Run(Link):
 
     __slots__ = ("children", "detached", "device", "hashes", "hits", "host", "open", "parent", "pins")
 
-    def __init__(
-        self, hashes: tuple[BlockHash, ...], device: tuple[DeviceSlot, ...] | None = None, parent: Run | None = None
-    ) -> None:
+    def __init__(self, hashes: tuple[BlockHash, ...]) -> None:
         self.older = self.younger = None
         self.hashes = hashes
-        self.device = device
+        self.device: tuple[DeviceSlot, ...] | None = None
         self.host: HostCopy | None = None
-        self.parent = parent
+        self.parent: Run | None = None
         self.children = _NO_CHILDREN
         """By the hash of their first block; read-only, see `add_child`."""
         self.pins = 0
@@ -119,11 +117,10 @@ class Run(Link):
             stack.extend(run.children.values())
 
     def fits_parent(self) -> bool:
-        """Could it be one run with its parent?"""
+        """Could it be one run with its parent? Never with the root, which is in no tier."""
         parent = self.parent
         return (
             parent is not None
-            and parent.parent is not None
             and len(parent.children) == 1
             and parent.pins == self.pins
             and parent.hits == self.hits

@@ -65,3 +65,11 @@ def fail(cache: CacheManager, step: SwapStep, target: CacheLevel, slots: Iterabl
     """The copies of `step` into `slots` of tier `target` failed."""
     source = CacheLevel.HOST if target is CacheLevel.DEVICE else CacheLevel.DEVICE
     return cache.transfer_failed(TransferResult(step.step, source, target, 1, 0, 0.0, tuple(slots), "injected"))
+
+
+def on_host(cache: CacheManager, text: str) -> list[bool]:
+    """Which blocks of `text`, all of them cached, have a host copy."""
+    nodes = cache.match_prefix("probe", prompt(text + "!")).nodes
+    cache.release("probe")
+    assert len(nodes) == len(text)
+    return [node.host_slot is not None for node in nodes]

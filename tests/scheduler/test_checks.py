@@ -100,8 +100,10 @@ DAMAGES: dict[str, Damage] = {
     ),
     "a swap-in is open that nobody waits for": lambda cache: setattr(unused(cache), "open", CacheLevel.DEVICE),
     # Detached runs
-    "a detached run has no user left": lambda cache: cache._residency._detached.update(
-        {Run((block("y"),), (DeviceSlot(7),)): None}
+    "a detached run has no user left": lambda cache: (
+        cache._residency._detached.update({unused(cache): None}),
+        setattr(unused(cache), "detached", True),
+        detach(unused(cache)),
     ),
     "a detached run is queued": lambda cache: (
         cache._residency._detached.update({leaf(cache): None}),

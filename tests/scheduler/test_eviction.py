@@ -1,0 +1,102 @@
+"""Who leaves the host tier first, and what happens to blocks whose copy is open when somebody looks for a victim."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.metadata import CacheLevel
+
+from .scenario import cached, fail, manager, on_host, run, start
+
+
+def test_a_hit_makes_the_host_copy_young_too() -> None:
+    cache = manager(8, 2, "write_through")
+    run(cache, "a!")
+    run(cache, "b!")
+    run(cache, "a!", "again")
+    run(cache, "c!")
+    assert (on_host(cache, "a"), on_host(cache, "b")) == ([True], [False])
+
+
+def passed_over(texts: tuple[str, ...], device: int) -> CacheManager:
+    """`texts`, unused, were passed over because their copies are open; `e` had to go for `n` instead of them."""
+    cache = manager(device, 1 + sum(map(len, texts)), "write_through")
+    run(cache, "e!")
+    cache.take_swap_step()
+    for text in (*texts, "n"):
+        start(cache, text + "!", text)
+    cache.take_swap_step()
+    for text in texts:
+        cache.commit(text, len(text))
+        cache.finish(text)
+    start(cache, "e!", "hit")
+    cache.finish("hit")  # now the youngest
+    cache.commit("n", 1)
+    cache.finish("n")
+    cache.check()
+    assert on_host(cache, "e") == [False]
+    return cache
+
+
+def test_copies_that_were_passed_over_are_still_the_oldest() -> None:
+    cache = passed_over(("p", "q"), 8)
+    cache.take_swap_step()
+    cache.check()
+    run(cache, "k!")
+    assert [on_host(cache, text) for text in "pqnk"] == [[False], [True], [True], [True]]
+    run(cache, "m!")
+    assert [on_host(cache, text) for text in "qnkm"] == [[False], [True], [True], [True]]
+
+
+def test_a_copy_that_was_passed_over_may_be_cut_and_used_before_its_step() -> None:
+    cache = passed_over(("pq",), 5)
+    start(cache, "12!")  # one free block, and `q`, the oldest leaf
+    cache.check()
+    cache.finish("12!")
+    cache.take_swap_step()
+    cache.check()
+    assert cached(cache, "pq") == ["device", "host"]
+    run(cache, "k!")
+    assert cached(cache, "pq") == ["device"]  # its host copy was the oldest
+
+
+def test_a_copy_that_was_passed_over_is_young_after_a_hit() -> None:
+    cache = passed_over(("p", "q"), 8)
+    start(cache, "p!", "hit")
+    cache.finish("hit")
+    cache.take_swap_step()
+    run(cache, "k!")
+    assert [on_host(cache, text) for text in "pqn"] == [[True], [False], [True]]
+
+
+def test_a_copy_that_was_passed_over_can_be_forgotten() -> None:
+    cache = passed_over(("p", "q"), 8)
+    cache.reset_cache()
+    cache.check()
+    cache.take_swap_step()
+    cache.check_idle()
+    assert cache.stats().host_free_blocks == 3
+
+
+def test_a_run_whose_copy_is_open_is_not_joined_with_one_whose_copy_is_done() -> None:
+    cache = manager(8, 4, "write_through")
+    run(cache, "ab!")
+    step = cache.take_swap_step()
+    start(cache, "a!", "first")  # cuts `a` from `b`
+    assert fail(cache, step, CacheLevel.HOST, step.evict.target_slots[:1]) == []
+    cache.release("first")
+    assert on_host(cache, "ab") == [False, True]
+    start(cache, "ab!", "second")  # backs `a` up again
+    cache.release("second")
+    cache.check()
+    assert len(cache.take_swap_step().evict) == 1
+    cache.check()
+    assert on_host(cache, "ab") == [True, True]
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through", "write_through_selective"])
+def test_nothing_is_copied_that_has_no_room(policy: str) -> None:
+    cache = manager(2, 0, policy)
+    for text in ("ab!", "cd!", "cd!", "cd!", "ab!"):
+        assert not run(cache, text, text).evict
