@@ -143,10 +143,12 @@ class Residency:
 
     def join(self, run: Run, parent: Run) -> None:
         """`run` takes over the slots of `parent`, which is in the same tiers; their places in the queues go."""
-        if run.device is not None and parent.device is not None:
+        if run.device is not None:
+            assert parent.device is not None
             run.device = parent.device + run.device
             self.device_queue.discard(parent)
-        if run.host is not None and parent.host is not None:
+        if run.host is not None:
+            assert parent.host is not None
             run.host.slots = parent.host.slots + run.host.slots
             self.host_queue.discard(parent.host)
             parent.host = None  # no garbage that refers to itself

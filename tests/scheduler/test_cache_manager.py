@@ -599,7 +599,12 @@ def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
     cache.allocate("r", 3)
     slots = step.evict.target_slots
     failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 3, 0, 0.0, slots, "injected")
+    cache.take_events()
     assert cache.transfer_failed(failed) == ["r"]
+    removed = cache.take_events()  # its device copy had never been announced
+    assert [(event.kind, event.level, event.hashes[-1]) for event in removed] == [
+        ("removed", CacheLevel.HOST, BlockHash(b"abc"))
+    ]
     cache.preempt("r")
     assert not cache.take_swap_step().swap_in
     assert cached(cache, "abc") == []

@@ -153,3 +153,21 @@ def test_the_bound_on_events_starts_anew_when_the_queue_is_emptied(empty: Callab
         run(cache, str(number), chain(number, 1, 2, 3))
         empty(cache)
     assert cache.stats().events_overflowed == 0
+
+
+def test_what_is_forgotten_is_freed_at_once_and_not_by_the_garbage_collector() -> None:
+    cache = manager(6, 3, "write_through")
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(20):
+            run(cache, f"long {turn}", chain(turn % 3, 1, 2))
+            cache.take_swap_step()  # its backup is done
+            for name, length in (("cut", 1), ("cut again", 2)):
+                cache.match_prefix(name, GivenHashes(chain(turn % 3, 1, 2)[:length], length + 1))
+            for name in ("cut", "cut again"):
+                cache.release(name)  # joins what the matches cut
+        assert cache.stats().counters.host_evicted_blocks
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
