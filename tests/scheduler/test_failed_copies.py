@@ -1,0 +1,79 @@
+"""A copy failed in the worker: what it was to fill is forgotten, and nothing else."""
+
+from __future__ import annotations
+
+from fastdeploy_kvcache_v1.metadata import (
+    BlockHash,
+    CacheLevel,
+    CacheStatus,
+    TransferResult,
+)
+
+from .scenario import cached, manager, prompt, run
+
+
+def test_a_failed_swap_in_names_the_requests_and_forgets_the_blocks() -> None:
+    cache = manager(4, 4)
+    run(cache, "abc!")
+    run(cache, "1234!")
+    cache.match_prefix("r", prompt("abc!"))
+    cache.allocate("r", 3)
+    step = cache.take_swap_step()
+    slots = (step.swap_in.target_slots[1],)
+    result = TransferResult(step.step, CacheLevel.HOST, CacheLevel.DEVICE, 1, 0, 0.0, slots, "injected")
+    assert cache.transfer_failed(result) == ["r"]
+    assert [node.status for node in cache.nodes("r")][1:] == [CacheStatus.DELETING] * 2
+    cache.check()
+    cache.commit("r", 3)  # ignored
+    cache.preempt("r")
+    assert cached(cache, "abc") == ["device"]
+    cache.take_swap_step()
+    cache.check_idle()
+
+
+def test_a_failed_backup_forgets_only_the_host_copy() -> None:
+    cache = manager(4, 4, "write_through")
+    run(cache, "ab!")
+    step = cache.take_swap_step()
+    result = TransferResult(
+        step.step, CacheLevel.DEVICE, CacheLevel.HOST, 2, 0, 0.0, step.evict.target_slots, "injected"
+    )
+    assert cache.transfer_failed(result) == []
+    assert cached(cache, "ab") == ["device", "device"]
+    assert cache.stats().host_free_blocks == 4
+
+
+def test_nothing_is_cached_below_a_block_that_was_lost() -> None:
+    cache = manager(6, 4)
+    run(cache, "abc!")
+    run(cache, "123456!")
+    cache.match_prefix("r", prompt("abcde!"))
+    cache.allocate("r", 5)
+    step = cache.take_swap_step()
+    slots = step.swap_in.target_slots[2:]
+    failed = TransferResult(step.step, CacheLevel.HOST, CacheLevel.DEVICE, 1, 0, 0.0, slots, "injected")
+    assert cache.transfer_failed(failed) == ["r"]
+    cache.commit("r", 5)
+    cache.check()
+    assert cached(cache, "abcde") == ["device", "device"]
+    cache.finish("r")
+
+
+def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
+    cache = manager(3, 6)
+    run(cache, "abc!")
+    step = run(cache, "123!")
+    cache.match_prefix("r", prompt("abc!"))
+    cache.allocate("r", 3)
+    slots = step.evict.target_slots
+    failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 3, 0, 0.0, slots, "injected")
+    cache.take_events()
+    assert cache.transfer_failed(failed) == ["r"]
+    removed = cache.take_events()  # its device copy had never been announced
+    assert [(event.kind, event.level, event.hashes[-1]) for event in removed] == [
+        ("removed", CacheLevel.HOST, BlockHash(b"abc"))
+    ]
+    cache.preempt("r")
+    assert not cache.take_swap_step().swap_in
+    assert cached(cache, "abc") == []
+    cache.check_idle()
