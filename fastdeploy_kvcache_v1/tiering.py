@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence, Set
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import Counters
 from .config import KVCacheConfig, WritePolicy
-from .errors import InvariantError, PoolInUseError
+from .errors import PoolInUseError
 from .invariants import expect
 from .metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata, DeviceSlot, HostSlot, NoSpace, SwapStep
 from .radix_tree import RadixTree
@@ -53,8 +53,7 @@ class Tiering:
             return NoSpace(count, self.num_available_device)
         while (short := count - pool.num_free) > 0:
             victim = self._tree.device_victim(short)
-            if victim is None:
-                raise InvariantError(f"{short} device blocks counted as evictable could not be evicted")
+            assert victim is not None, "blocks counted as evictable can be evicted"
             self._evict_device(victim)
         return pool.allocate(count)
 

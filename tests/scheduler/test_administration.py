@@ -12,9 +12,10 @@ from fastdeploy_kvcache_v1.metadata import (
     Allocation,
     BlockHash,
     CacheLevel,
+    NoSpace,
 )
 
-from .scenario import cached, manager, prompt, run
+from .scenario import cached, manager, prompt, run, start
 
 
 def test_reset_while_requests_run() -> None:
@@ -121,3 +122,32 @@ def test_too_many_events_collapse_into_a_snapshot() -> None:
     assert {event.hashes[0] for event in events[1:]} == {BlockHash(text.encode()) for text in "abcd"}
     assert cache.stats().events_overflowed == 1
     assert cache.take_events() == []
+
+
+@pytest.mark.parametrize(("host", "kept"), [(0, []), (4, ["host", "host"])])
+def test_shrinking_clears_every_run_of_a_path_once(host: int, kept: list[str]) -> None:
+    cache = manager(4, host, "write_through")
+    run(cache, "x!")
+    run(cache, "ab!")
+    run(cache, "a!", "cut")
+    cache.take_swap_step()
+    cache.resize_device_pool(1)
+    cache.check()
+    assert (cached(cache, "x"), cached(cache, "ab")) == (["device"], kept)
+    assert cache.stats().counters.device_evicted_blocks == 2
+
+
+def test_a_snapshot_leaves_out_what_is_still_being_copied() -> None:
+    cache = manager(8, 8, "write_through", max_queued_events=1)
+    run(cache, "ab!")  # two blocks: lost, and their host copies are open
+    events = cache.take_events()
+    assert [(event.kind, event.level) for event in events] == [("cleared", None), ("stored", CacheLevel.DEVICE)]
+
+
+def test_refused_allocations_are_counted() -> None:
+    cache = manager(2)
+    start(cache, "ab!")
+    cache.match_prefix("r", prompt("12!"))
+    assert isinstance(cache.allocate("r", 2), NoSpace)
+    assert isinstance(cache.lend(1), NoSpace)
+    assert cache.stats().counters.allocations_refused == 2

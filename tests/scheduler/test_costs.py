@@ -52,6 +52,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[Run]) -> None:
     cache = manager(301)
     for number in range(300):
+        run(cache, f"first {number}", chain(number))
         start(cache, f"running {number}", chain(number))
     for number in range(100):
         run(cache, f"short {number}", chain(f"short {number}"))

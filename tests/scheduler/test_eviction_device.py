@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.metadata import (
     Allocation,
 )
 
-from .scenario import cached, manager, prompt, run
+from .scenario import cached, manager, prompt, run, start
 
 
 def test_leaves_go_first_and_the_least_recently_used_request_before_others() -> None:
@@ -73,3 +73,17 @@ def test_the_first_of_many_children_is_not_preferred_by_eviction() -> None:
     run(cache, "sa!", "again")
     run(cache, "1234!")
     assert [cached(cache, text) == ["device"] * 2 for text in ("sa", "sb", "sc", "sd")] == [True, False, True, True]
+
+
+def test_a_leaf_goes_before_its_root_even_if_it_came_back_later() -> None:
+    cache = manager(3)
+    run(cache, "pc!")
+    run(cache, "x!")
+    run(cache, "p!", "hit")
+    cache.match_prefix("waits", prompt("pc!"))
+    start(cache, "y!")  # passes over `c`, which waits, and takes the place of `x`
+    cache.finish("y!")
+    cache.release("waits")
+    start(cache, "12!")
+    assert cached(cache, "pc") == ["device"]
+    cache.check()

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 
-from .scenario import cached, fail, manager, on_host, run, start
+from .scenario import cached, fail, manager, on_host, prompt, run, start
 
 
 def test_a_hit_makes_the_host_copy_young_too() -> None:
@@ -100,3 +100,47 @@ def test_nothing_is_copied_that_has_no_room(policy: str) -> None:
     cache = manager(2, 0, policy)
     for text in ("ab!", "cd!", "cd!", "cd!", "ab!"):
         assert not run(cache, text, text).evict
+
+
+def root_older_than_leaf() -> CacheManager:
+    """`p` is the oldest block on the host; `c`, below it, was in use while somebody looked for room, and came back."""
+    cache = manager(2, 4)
+    run(cache, "pc!")
+    run(cache, "xy!")
+    run(cache, "p!", "hit")
+    run(cache, "12!")
+    cache.take_swap_step()  # on the host, oldest first: `c`, `y`, `p`, `x`
+    cache.match_prefix("waits", prompt("pc!"))
+    run(cache, "3!")  # passes over `c`; `y` makes room for `2`
+    assert cached(cache, "xy") == ["host"]
+    cache.release("waits")
+    return cache
+
+
+def test_a_leaf_leaves_the_host_before_its_root_even_if_it_came_back_later() -> None:
+    cache = root_older_than_leaf()
+    run(cache, "4!")
+    assert cached(cache, "pc") == ["host"]
+    assert cache.stats().counters.host_evicted_blocks == 2
+    cache.check()
+
+
+def test_a_root_that_is_on_the_device_gives_up_its_host_copy_before_a_younger_leaf() -> None:
+    cache = root_older_than_leaf()
+    cache.resize_device_pool(4)
+    start(cache, "p!", "swapped in")
+    cache.take_swap_step()
+    cache.release("swapped in")
+    assert on_host(cache, "pc") == [True, True]
+    run(cache, "45!")  # evicts `1`
+    assert cached(cache, "pc") == ["device", "host"]
+    assert on_host(cache, "pc") == [False, True]
+
+
+def test_blocks_below_one_that_is_waited_for_go_when_it_is_their_turn() -> None:
+    cache = root_older_than_leaf()
+    cache.match_prefix("waits", prompt("p!"))
+    run(cache, "4!")  # `x` is older than `c`
+    cache.release("waits")
+    assert cached(cache, "pc") == ["host", "host"]
+    assert cached(cache, "x") == []

@@ -6,11 +6,12 @@ import pytest
 
 from fastdeploy_kvcache_v1.metadata import (
     Allocation,
+    CacheLevel,
     CacheStatus,
     NoSpace,
 )
 
-from .scenario import cached, manager, pairs, prompt, run
+from .scenario import cached, fail, manager, pairs, prompt, run, start
 
 
 def test_write_back_copies_on_eviction_and_swaps_in_what_is_matched() -> None:
@@ -136,3 +137,47 @@ def test_a_cancelled_swap_in_leaves_no_trace() -> None:
     assert after.counters.host_hit_tokens == before.counters.host_hit_tokens
     assert after.counters.requests_admitted == before.counters.requests_admitted
     assert cached(cache, "ab") == ["host", "host"]
+
+
+def test_write_back_copies_nothing_that_stays() -> None:
+    cache = manager(8, 8, "write_back", write_through_threshold=1)
+    for turn in range(4):
+        assert not run(cache, "ab!", f"{turn}").evict
+
+
+def test_copies_are_counted_when_they_are_handed_over() -> None:
+    cache = manager(3, 3)
+    run(cache, "abc!")
+    start(cache, "xyz!")
+    assert cache.stats().counters.swap_out_blocks == 0
+    cache.take_swap_step()
+    cache.finish("xyz!")
+    start(cache, "ab!")
+    assert cache.stats().counters.swap_in_blocks == 0
+    cache.take_swap_step()
+    counters = cache.stats().counters
+    assert (counters.swap_out_blocks, counters.swap_in_blocks) == (3, 2)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_a_hit_that_wants_a_copy_without_room_is_counted(policy: str) -> None:
+    cache = manager(8, 1, policy, write_through_threshold=1)
+    run(cache, "ab!")
+    before = cache.stats().counters.backup_skipped_blocks
+    start(cache, "ab!")
+    assert cache.stats().counters.backup_skipped_blocks == before + 1
+
+
+def test_host_blocks_that_become_unreachable_are_counted_as_evicted() -> None:
+    cache = manager(2, 4, "write_through")
+    run(cache, "pc!")
+    step = cache.take_swap_step()
+    cache.match_prefix("cuts", prompt("p!"))
+    fail(cache, step, CacheLevel.HOST, step.evict.target_slots[:1])
+    cache.release("cuts")
+    start(cache, "12!")  # `c` leaves the device, then `p`, which is nowhere else
+    assert cached(cache, "pc") == []
+    counters = cache.stats().counters
+    assert counters.device_evicted_blocks == 2
+    assert (counters.device_lost_blocks, counters.host_evicted_blocks) == (1, 1)
+    assert cache.stats().host_free_blocks == 4
