@@ -205,7 +205,7 @@ class Residency:
         check_runs(runs, self._detached.keys(), self._open.keys())
         check_queue([self.device_queue], {run for run in runs if run.device is not None}, "device")
         check_queue([self.host_queue, self._parked], {run for run in runs if run.host is not None}, "host")
-        device = sum(len(run.hashes) for run in runs if run.is_device_evictable)
+        device = sum(len(run.hashes) for run in runs if run.device is not None and not run.pins)
         host = sum(len(run.hashes) for run in runs if run.is_host_evictable)
         expect(
             device == self.num_device_evictable, f"{device} device blocks evictable, not {self.num_device_evictable}"

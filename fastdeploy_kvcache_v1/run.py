@@ -32,6 +32,10 @@ class Link:
     def is_queued(self) -> bool:
         return self.younger is not None
 
+    def is_next_to(self, other: Link) -> bool:
+        """Is `other` the next younger one, or are both in no queue?"""
+        return self.younger is (other if other.is_queued else None)
+
 
 class HostCopy(Link):
     """The host slots of a run, and its place in the host queue."""
@@ -87,12 +91,9 @@ class Run(Link):
         return self.parent.hashes[-1] if self.parent and self.parent.hashes else None
 
     @property
-    def is_device_evictable(self) -> bool:
-        return not self.pins and self.device is not None and not self.detached
-
-    @property
     def is_host_evictable(self) -> bool:
-        return not self.pins and self.host is not None and self.open is None and not self.detached
+        """Of a run that can be found: may its host copy go?"""
+        return not self.pins and self.host is not None and self.open is None
 
     def add_child(self, child: Run) -> None:
         """Hang `child` below this run, in place of the one that starts with the same block."""
@@ -132,14 +133,15 @@ class Run(Link):
         )
 
     def is_queued_next_to_parent(self) -> bool:
-        """Is the parent the next younger one in every queue of either? They must be in the same tiers."""
+        """Is the parent the next younger one in each tier's queue? They must be in the same tiers."""
         parent = self.parent
         assert parent is not None
-        if self.younger is not (parent if parent.is_queued else None):
+        if not self.is_next_to(parent):
             return False
-        if self.host is None or parent.host is None:
+        if self.host is None:
             return True
-        return self.host.younger is (parent.host if parent.host.is_queued else None)
+        assert parent.host is not None
+        return self.host.is_next_to(parent.host)
 
     def span(self) -> NodeSpan:
         return NodeSpan(self.hashes, self.device, self.host_slots, self.open, self.detached, self.hits, self.pins)

@@ -130,7 +130,7 @@ class Tiering:
 
     def _evict_subtree(self, run: Run, above: Set[int]) -> None:
         """Evict an unpinned `run` from its first block in `above` on, and every device block below, without copies."""
-        if run.detached or run.device is None:
+        if run.device is None:
             return  # gone with an earlier run
         first = next(index for index, slot in enumerate(run.device) if slot in above)
         if first:
@@ -163,10 +163,10 @@ class Tiering:
         self._counters.host_evicted_blocks += sum(len(run.hashes) for run in below)
 
     def _back_up(self, path: Iterable[Run]) -> int:
-        """Start copies of the blocks of `path` that are on the device only; returns for how many there was no room."""
+        """Start copies of the blocks of `path`, all on the device; returns for how many there was no room."""
         skipped = 0
         for run in path:
-            if run.host is not None or run.device is None:
+            if run.host is not None:
                 continue
             room = self._make_host_room(len(run.hashes))
             skipped += len(run.hashes) - room

@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.metadata import (
     TransferResult,
 )
 
-from .scenario import cached, manager, prompt, run
+from .scenario import cached, fail, manager, on_host, prompt, run
 
 
 def test_a_failed_swap_in_names_the_requests_and_forgets_the_blocks() -> None:
@@ -77,3 +77,15 @@ def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
     assert not cache.take_swap_step().swap_in
     assert cached(cache, "abc") == []
     cache.check_idle()
+
+
+def test_a_late_report_does_not_touch_a_block_whose_copy_into_that_slot_is_still_to_be_made() -> None:
+    cache = manager(4, 1, "write_through")
+    run(cache, "a!")
+    late = cache.take_swap_step()
+    run(cache, "b!")  # its copy goes into the slot that `a` had
+    assert fail(cache, late, CacheLevel.HOST, late.evict.target_slots) == []
+    cache.check()
+    assert cached(cache, "b") == ["swap_to_host"]
+    cache.take_swap_step()
+    assert on_host(cache, "b") == [True]

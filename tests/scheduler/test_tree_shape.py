@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.metadata import Allocation
 
-from .scenario import block, manager, prompt, run, start
+from .scenario import block, cached, manager, prompt, run, start
 
 
 def shape(cache: CacheManager) -> list[str]:
@@ -49,9 +51,11 @@ def test_two_users_of_a_run_do_not_share_what_one_of_them_adds() -> None:
     assert shape(cache) == ["a..abcd"]
 
 
-def test_runs_cut_by_a_match_are_joined_when_the_request_that_cut_them_is_rolled_back() -> None:
-    cache = manager(8)
+@pytest.mark.parametrize("host", [0, 8])
+def test_runs_cut_by_a_match_are_joined_when_the_request_that_cut_them_is_rolled_back(host: int) -> None:
+    cache = manager(8, host, "write_through")
     run(cache, "abcd!")
+    cache.take_swap_step()
     for text in ("ab!", "abc!", "a!"):
         start(cache, text)
     assert shape(cache) == ["a..a", "ab..ab", "abc..abc", "abcd..abcd"]
@@ -98,14 +102,70 @@ def test_runs_that_are_not_neighbours_in_eviction_order_stay_apart() -> None:
     assert shape(cache) == ["a..a", "ab..ab", "x..x"]
 
 
+def test_runs_that_are_neighbours_on_the_device_only_stay_apart() -> None:
+    cache = manager(3, 3, "write_through")
+    run(cache, "ab!")
+    cache.match_prefix("cut", prompt("a!"))
+    run(cache, "x!")
+    cache.finish("cut")  # eviction order `b`, `x`, `a`
+    cache.take_swap_step()
+    cache.resize_device_pool(2)  # on the device without `x`
+    cache.match_prefix("again", prompt("ab!"))
+    cache.release("again")
+    cache.check()
+    assert shape(cache) == ["a..a", "ab..ab", "x..x"]
+
+
+def test_a_run_on_the_host_is_not_joined_with_one_that_was_swapped_in() -> None:
+    cache = manager(2, 4)
+    run(cache, "pc!")
+    run(cache, "xy!")
+    start(cache, "p!", "swaps in")
+    cache.take_swap_step()
+    cache.match_prefix("waits", prompt("pc!"))
+    cache.release("swaps in")
+    cache.check()
+    assert cached(cache, "pc") == ["device", "host"]
+    cache.release("waits")
+
+
 def test_a_request_joins_its_runs_when_nothing_keeps_them_apart_any_more() -> None:
-    """Else a long generation below a prefix that was matched for a moment leaves a chain of runs."""
+    """Else a long generation whose prefix others look up leaves a chain of runs."""
     cache = manager(16)
     cache.match_prefix("r", prompt("abcdefgh!"))
-    for tokens in range(1, 9):
+    grow(cache, "r", 2)
+    for tokens in range(3, 9):
+        cache.match_prefix("aborted", prompt("abcdefgh"[: tokens - 2] + "!"))
+        cache.finish("aborted")
         grow(cache, "r", tokens)
-        cache.match_prefix("probe", prompt("abcdefgh"[:tokens] + "!"))
-        cache.release("probe")
-    assert len(cache._tree.path(cache._requests["r"].leaf)) == 1
-    cache.finish("r")
-    assert shape(cache) == ["a..abcdefgh"]
+        assert shape(cache) == [f"a..{'abcdefgh'[:tokens]}"]
+
+
+def test_a_request_whose_blocks_others_continue_does_not_grow_between_them() -> None:
+    """`abx` was computed beside `ab`, not found: nobody hit the run that `r` is about to continue."""
+    cache = manager(16)
+    for name, text in (("r", "aby!"), ("other", "abx!")):
+        cache.match_prefix(name, prompt(text))
+        cache.allocate(name, 3)
+    cache.take_swap_step()
+    cache.commit("r", 2)
+    cache.commit("other", 3)
+    cache.finish("other")
+    cache.commit("r", 3)
+    cache.check()
+    assert shape(cache) == ["a..ab", "abx..abx", "aby..aby"]
+    assert cached(cache, "abx") == cached(cache, "aby") == ["device"] * 3
+
+
+def test_blocks_that_others_cached_first_are_walked_over_run_by_run() -> None:
+    cache = manager(16)
+    for name in ("first", "second"):
+        cache.match_prefix(name, prompt("abcd!"))
+        cache.allocate(name, 4)
+    cache.take_swap_step()
+    cache.commit("first", 4)
+    start(cache, "a!")  # cuts `a` from `bcd`
+    cache.commit("second", 3)
+    assert [node.hash.decode() for node in cache.nodes("second")] == ["a", "ab", "abc"]
+    assert shape(cache) == ["a..a", "ab..abc", "abcd..abcd"]
+    cache.check()
