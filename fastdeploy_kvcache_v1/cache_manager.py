@@ -110,8 +110,9 @@ class CacheManager:
     def release(self, request_id: str) -> None:
         """Undo the match (and allocation) of a request that was not scheduled: pins, hits and LRU order as before.
 
-        Swap-ins planned for it alone are cancelled. Raises `UnknownRequestError`, or `CacheStateError` if it has
-        committed blocks: finish or preempt it then.
+        Only blocks that an eviction had to pass over meanwhile are the most recently used ones now. Swap-ins planned
+        for it alone are cancelled. Raises `UnknownRequestError`, or `CacheStateError` if it has committed blocks:
+        finish or preempt it then.
         """
         with self._lock:
             self._requests.roll_back(request_id)

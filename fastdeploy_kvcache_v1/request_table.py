@@ -62,7 +62,7 @@ class RequestTable:
             raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
         limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // self._block_size)
         limit = limit if max_blocks is None else min(limit, max_blocks)
-        leaf = self._tree.match(sequence.hashes, limit if self._caching else 0)
+        leaf = self._tree.match(sequence.hashes, limit)
         spans = tuple(run.span() for run in self._tree.path(leaf))
         num_cached = sum(len(span.hashes) for span in spans)
         self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, self._epoch)

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import BlockHasher
-from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import (
     CacheStateError,
     UnknownRequestError,
@@ -242,3 +242,35 @@ def test_a_smaller_allocation_takes_nothing_back() -> None:
     cache.commit("r", 4)  # allocated in the first step
     assert cached(cache, "abcd") == ["device"] * 4
     cache.finish("r")
+
+
+def test_a_sequence_may_have_fewer_hashes_than_full_blocks() -> None:
+    cache = manager(8)
+    run(cache, "abc!")
+    found = cache.match_prefix("r", GivenHashes(prompt("ab").hashes, 6))
+    assert found.num_blocks == 2
+    assert isinstance(cache.allocate("r", 5), Allocation)
+    cache.take_swap_step()
+    with pytest.raises(CacheStateError, match="fewer hashed"):
+        cache.commit("r", 5)
+    cache.finish("r")
+
+
+def test_host_hits_are_reported_in_tokens_and_once() -> None:
+    cache = CacheManager(KVCacheConfig(4, 4, block_size=2, write_policy=WritePolicy.WRITE_BACK))
+    prompts = [BlockHasher(2), BlockHasher(2)]
+    for number, hasher in enumerate(prompts):
+        hasher.extend([number] * 7)
+    for name, hasher in (("a", prompts[0]), ("b", prompts[1]), ("a again", prompts[0])):
+        cache.match_prefix(name, hasher)
+        first = cache.allocate(name, 6)
+        second = cache.allocate(name, 7)
+        assert isinstance(first, Allocation)
+        assert isinstance(second, Allocation)
+        assert (second.num_device_tokens, second.num_host_tokens) == (0, 0)
+        cache.take_swap_step()
+        cache.commit(name, 6)
+        cache.finish(name)
+    assert (first.num_device_tokens, first.num_host_tokens) == (0, 6)
+    counters = cache.stats().counters
+    assert (counters.query_tokens, counters.device_hit_tokens, counters.host_hit_tokens) == (21, 0, 6)

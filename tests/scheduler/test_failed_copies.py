@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_kvcache_v1.metadata import (
+    Allocation,
     BlockHash,
     CacheLevel,
     CacheStatus,
@@ -89,3 +90,17 @@ def test_a_late_report_does_not_touch_a_block_whose_copy_into_that_slot_is_still
     assert cached(cache, "b") == ["swap_to_host"]
     cache.take_swap_step()
     assert on_host(cache, "b") == [True]
+
+
+def test_a_match_that_waits_on_a_lost_block_becomes_empty_and_is_not_named() -> None:
+    cache = manager(4, 4)
+    run(cache, "ab!")
+    step = run(cache, "1234!")
+    cache.match_prefix("waits", prompt("ab!"))
+    assert fail(cache, step, CacheLevel.HOST, step.evict.target_slots) == []
+    assert cache.nodes("waits") == ()
+    cache.check()
+    result = cache.allocate("waits", 3)
+    assert isinstance(result, Allocation)
+    assert result.num_cached_tokens == 0
+    cache.finish("waits")
