@@ -35,7 +35,8 @@ class RunQueue:
             return
         assert newest is not None
         older, younger = link.older, link.younger
-        if older is not None and younger is not None:
+        if younger is not None:
+            assert older is not None
             older.younger, younger.older = younger, older
         link.older, link.younger = newest, end
         newest.younger = end.older = link
@@ -52,7 +53,8 @@ class RunQueue:
     def discard(link: Link) -> None:
         """Take it out of the queue it is in, if any."""
         older, younger = link.older, link.younger
-        if older is not None and younger is not None:
+        if younger is not None:
+            assert older is not None
             older.younger, younger.older = younger, older
             link.older = link.younger = None
 
