@@ -228,6 +228,7 @@ def test_no_counter_ever_falls() -> None:
     # Admitted: the first run, the release that came too late, and both ways to end a request, twice each.
     counters = seen[-1]
     assert (counters.requests_admitted, counters.requests_rolled_back) == (6, 2)
+    assert (counters.requests_finished, counters.requests_preempted) == (3, 2)
     assert counters.device_hit_tokens == 5 * 3
     assert counters.query_tokens == 4 + 5 * 5
 

@@ -11,7 +11,7 @@ import pytest
 from fastdeploy_kvcache_v1 import cache_utils
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes, MultimodalItem
-from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash
+from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, TransferResult
 from fastdeploy_kvcache_v1.run import Run
 from fastdeploy_kvcache_v1.run_queue import RunQueue
 
@@ -172,3 +172,12 @@ def test_what_is_forgotten_is_freed_at_once_and_not_by_the_garbage_collector() -
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_a_copy_that_did_not_fail_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = manager(4, 4, "write_through")
+    run(cache, "r", chain(1))
+    step = cache.take_swap_step()
+    monkeypatch.setattr(Run, "subtree", None)
+    assert cache.transfer_failed(TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 1, 64, 0.1)) == []
+    assert cache.stats().counters.failed_transfer_blocks == 0
