@@ -192,14 +192,13 @@ class CacheManager:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
 
         Raises `ConfigError` for a size below 1, and `PoolInUseError`, with no change, when a request uses a slot above
-        the new end or such a slot still waits to be copied out. O(cache) when shrinking.
+        the new end or such a slot still waits to be copied out. O(cache).
         """
         size = operator.index(num_device_blocks)
         if size < 1:
             raise ConfigError(f"the device pool needs at least 1 block, got {size}")
         with self._lock:
-            if size < self._device_pool.size:
-                self._tiering.evict_above(size)
+            self._tiering.evict_above(size)
             self._device_pool.resize(size)
 
     def take_events(self) -> list[CacheEvent]:

@@ -42,6 +42,7 @@ def test_a_failed_backup_forgets_only_the_host_copy() -> None:
     assert cache.transfer_failed(result) == []
     assert cached(cache, "ab") == ["device", "device"]
     assert cache.stats().host_free_blocks == 4
+    assert cache.stats().counters.failed_transfer_blocks == 2
 
 
 def test_nothing_is_cached_below_a_block_that_was_lost() -> None:
