@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import CacheStats, Counters
 from .config import KVCacheConfig
-from .errors import BlockPoolError, CacheStateError, ConfigError, UnknownRequestError
+from .errors import CacheStateError, ConfigError
 from .event_log import EventLog
+from .invariants import expect
+from .lent_slots import LentSlots
 from .metadata import (
     Allocation,
     BlockHashes,
@@ -36,8 +37,8 @@ from .metadata import (
     TransferResult,
 )
 from .radix_tree import RadixTree
-from .request_state import RequestState
-from .run import Run, expect
+from .request_table import RequestTable
+from .residency import Residency
 from .tiering import Tiering
 
 
@@ -51,17 +52,13 @@ class CacheManager:
         self._events = EventLog(config.max_queued_events)
         self._device_pool = DeviceBlockPool(config.num_device_blocks)
         self._host_pool = HostBlockPool(config.num_host_blocks)
-        self._tree = RadixTree(self._device_pool, self._host_pool, self._events)
-        self._tiering = Tiering(config, self._tree, self._device_pool, self._host_pool, self._counters)
-        self._requests: dict[str, RequestState] = {}
-        self._in_flight: dict[str, int] = {}
-        self._lent: set[DeviceSlot] = set()
-        self._uncounted: dict[str, RequestState] = {}
-        """Admitted since the last step was taken, hence perhaps to be rolled back."""
-        self._unsettled: dict[str, RequestState] = {}
-        """Admitted in the step that was taken last: a swap-in may still fail, and its hits would be none."""
-        self._step = 0
-        self._epoch = 0
+        self._residency = Residency(self._device_pool, self._host_pool, self._events)
+        self._tree = RadixTree(self._residency)
+        self._tiering = Tiering(config, self._tree, self._residency, self._device_pool, self._host_pool, self._counters)
+        self._requests = RequestTable(
+            config, self._tree, self._residency, self._tiering, self._device_pool, self._counters
+        )
+        self._lent = LentSlots()
 
     # ---- the life of a request
 
@@ -72,17 +69,8 @@ class CacheManager:
         The manager keeps `sequence` and reads its growing hashes in `commit`. Raises `CacheStateError` if the request
         is already known: release, preempt or finish it first.
         """
-        block_size = self.config.block_size
         with self._lock:
-            if request_id in self._requests:
-                raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
-            limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // block_size)
-            limit = limit if max_blocks is None else min(limit, max_blocks)
-            leaf = self._tree.match(sequence.hashes, limit if self.config.enable_prefix_caching else 0)
-            spans = tuple(run.span() for run in self._tree.path(leaf))
-            request = RequestState(sequence, leaf, sum(span.length for span in spans), self._epoch)
-            self._requests[request_id] = request
-            return MatchResult(request_id, spans, block_size)
+            return self._requests.match(request_id, sequence, max_blocks)
 
     def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
         """Grow the request's block table to hold `num_tokens` tokens. Atomic: `NoSpace` changes nothing.
@@ -91,48 +79,7 @@ class CacheManager:
         Raises `UnknownRequestError`, or `CacheStateError` if `num_tokens` does not cover the matched prefix.
         """
         with self._lock:
-            request = self._request(request_id)
-            wanted = -(-num_tokens // self.config.block_size)
-            have = len(request.table) if request.admitted else request.num_cached
-            if not request.admitted and wanted < have:
-                raise CacheStateError(f"request {request_id}: {num_tokens} tokens are fewer than its cached prefix")
-            path = [] if request.admitted else self._tree.path(request.leaf)
-            swap_ins = [run for run in path if run.device is None]
-            num_swap_in = sum(map(len, swap_ins))
-            needed = num_swap_in + max(0, wanted - have)
-            if needed > (available := self._tiering.num_available_device):
-                self._counters.allocations_refused += 1
-                return NoSpace(needed, available)
-            slots = self._tiering.allocate_device(needed)
-            if request.step != self._step:
-                request.step, request.num_closed_tokens = self._step, request.num_tokens
-            request.num_tokens = max(request.num_tokens, num_tokens)
-            if request.admitted:
-                request.table += slots
-                return Allocation(list(request.table), slots, 0, 0)
-            self._uncounted[request_id] = request
-            return self._admit(request, path, swap_ins, slots)
-
-    def _admit(
-        self, request: RequestState, path: list[Run], swap_ins: list[Run], slots: list[DeviceSlot]
-    ) -> Allocation:
-        used = 0
-        for run in swap_ins:
-            self._tree.start_swap_in(run, slots[used : used + len(run)])
-            used += len(run)
-        for run in path:
-            assert run.device is not None
-            request.table += run.device
-        new_blocks = slots[used:]
-        request.table += new_blocks
-        request.admitted = True
-        self._tree.hit(request.leaf)
-        self._tiering.back_up_hit(path)
-        size = self.config.block_size
-        request.num_host_tokens = used * size
-        request.num_device_tokens = request.num_cached * size - request.num_host_tokens
-        request.num_query_tokens = request.sequence.num_tokens
-        return Allocation(list(request.table), new_blocks, request.num_device_tokens, request.num_host_tokens)
+            return self._requests.allocate(request_id, num_tokens)
 
     def commit(self, request_id: str, num_computed_tokens: int, *, in_flight: bool = False) -> None:
         """Make the full blocks among the first `num_computed_tokens` tokens matchable.
@@ -144,31 +91,7 @@ class CacheManager:
         that cannot have been computed because the step that allocated them has not been taken.
         """
         with self._lock:
-            request = self._request(request_id)
-            num_blocks = min(num_computed_tokens, request.sequence.num_tokens - 1) // self.config.block_size
-            if request.step == self._step and num_computed_tokens > request.num_closed_tokens and not in_flight:
-                raise CacheStateError(f"request {request_id}: committed before take_swap_step closed its step")
-            if num_computed_tokens > len(request.table) * self.config.block_size:
-                raise CacheStateError(f"request {request_id}: {num_computed_tokens} tokens committed, fewer allocated")
-            if num_blocks > len(request.sequence.hashes):
-                raise CacheStateError(f"request {request_id}: {num_blocks} blocks committed, fewer hashed")
-            if in_flight:
-                self._in_flight[request_id] = max(num_blocks, self._in_flight.get(request_id, 0))
-            else:
-                self._commit(request, num_blocks)
-
-    def _commit(self, request: RequestState, num_blocks: int) -> None:
-        first = request.num_cached
-        if num_blocks <= first or not self.config.enable_prefix_caching:
-            return
-        if request.epoch != self._epoch or request.leaf.detached:
-            return  # computed on top of blocks that were reset or lost: never to be found
-        hashes = request.sequence.hashes[first:num_blocks]
-        leaf, duplicates = self._tree.insert(request.leaf, hashes, request.table[first:num_blocks])
-        request.leaf, request.num_cached, request.has_committed = leaf, num_blocks, True
-        request.duplicates += duplicates
-        self._counters.duplicate_blocks += len(duplicates)
-        self._tiering.back_up_completed(self._tree.path(leaf), num_blocks - first)
+            self._requests.commit(request_id, num_computed_tokens, in_flight=in_flight)
 
     def finish(self, request_id: str) -> None:
         """The request is done (or aborted): its committed blocks stay cached, everything else is free again.
@@ -176,70 +99,50 @@ class CacheManager:
         Raises `UnknownRequestError`, freeing nothing, when it was finished before.
         """
         with self._lock:
-            self._give_back(request_id, touch=True)
+            self._requests.end(request_id, touch=True)
             self._counters.requests_finished += 1
 
     def preempt(self, request_id: str) -> None:
         """Take everything from a running request; it resumes by a new match. Raises `UnknownRequestError`."""
         with self._lock:
-            self._give_back(request_id, touch=True)
+            self._requests.end(request_id, touch=True)
             self._counters.requests_preempted += 1
 
     def release(self, request_id: str) -> None:
         """Undo the match (and allocation) of a request that was not scheduled: pins, hits and LRU order as before.
 
-        Swap-ins planned for it alone are cancelled. Raises `UnknownRequestError`, or `CacheStateError` if it has
-        committed blocks: finish or preempt it then.
+        Only blocks that an eviction had to pass over meanwhile are the most recently used ones now. Swap-ins planned
+        for it alone are cancelled. Raises `UnknownRequestError`, or `CacheStateError` if it has committed blocks:
+        finish or preempt it then.
         """
         with self._lock:
-            request = self._request(request_id)
-            if request.has_committed:
-                raise CacheStateError(f"request {request_id} has computed blocks: finish or preempt it instead")
-            if request.admitted:
-                self._tree.hit(request.leaf, -1)
-                self._counters.requests_rolled_back += 1
-                self._uncounted.pop(request_id, None)
-            self._give_back(request_id, touch=False)
-
-    def _give_back(self, request_id: str, *, touch: bool) -> None:
-        request = self._request(request_id)
-        del self._requests[request_id]
-        self._in_flight.pop(request_id, None)
-        for admissions in (self._uncounted, self._unsettled):
-            if request_id in admissions:
-                self._count_admission(admissions.pop(request_id))
-        self._device_pool.free(request.own_slots())
-        self._tree.release(request.leaf, touch=touch)
+            self._requests.roll_back(request_id)
 
     # ---- slots of a scheduler that keeps its own block tables
 
     def lend(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` device slots for the caller to own, outside any block table. Atomic: `NoSpace` changes nothing."""
         with self._lock:
-            if count > (available := self._tiering.num_available_device):
-                self._counters.allocations_refused += 1
-                return NoSpace(count, available)
             slots = self._tiering.allocate_device(count)
-            self._lent.update(slots)
+            if not isinstance(slots, NoSpace):
+                self._lent.lend(slots)
             return slots
 
     def take_back(self, slots: Sequence[DeviceSlot]) -> None:
         """The caller owns `slots` no longer. Raises `BlockPoolError`, changing nothing, if one of them is not lent."""
         with self._lock:
-            self._expect_lent(slots)
+            self._lent.end(slots)
             self._device_pool.free(slots)
-            self._lent.difference_update(slots)
 
     def adopt(self, request_id: str, slots: Sequence[DeviceSlot]) -> None:
         """Lent `slots` become the next entries of an admitted request's block table, to be committed and given back
         with it. Raises `BlockPoolError`, changing nothing, if one of them is not lent.
         """
         with self._lock:
-            request = self._request(request_id)
+            request = self._requests[request_id]
             if not request.admitted:
                 raise CacheStateError(f"request {request_id} has no block table yet: allocate first")
-            self._expect_lent(slots)
-            self._lent.difference_update(slots)
+            self._lent.end(slots)
             request.table += slots
 
     def lent_slots(self) -> frozenset[DeviceSlot]:
@@ -247,25 +150,13 @@ class CacheManager:
         with self._lock:
             return frozenset(self._lent)
 
-    def _expect_lent(self, slots: Sequence[DeviceSlot]) -> None:
-        if wrong := set(slots) - self._lent:
-            raise BlockPoolError(f"slots that are not lent: {sorted(wrong)}")
-        if len(set(slots)) != len(slots):
-            raise BlockPoolError("a lent slot was named twice")
-
     # ---- the worker
 
     def take_swap_step(self) -> SwapStep:
         """Every copy decided since the last call. Steps are numbered without gaps and reach the worker in order."""
         with self._lock:
-            step = self._tiering.take_step(self._step)
-            self._step += 1
-            for request in self._unsettled.values():
-                self._count_admission(request)
-            self._unsettled, self._uncounted = self._uncounted, {}
-            in_flight, self._in_flight = self._in_flight, {}
-            for request_id, num_blocks in in_flight.items():
-                self._commit(self._requests[request_id], num_blocks)
+            step = self._tiering.take_step(self._requests.step)
+            self._requests.close_step()
             return step
 
     def transfer_failed(self, result: TransferResult) -> list[str]:
@@ -279,29 +170,8 @@ class CacheManager:
         with self._lock:
             self._counters.failed_transfer_blocks += len(failed)
             lost = self._tiering.forget_failed(result.target, failed)
-            affected = self._requests_on(lost)
-            slots = failed if result.target is CacheLevel.DEVICE else frozenset()
-            for admissions in (self._uncounted, self._unsettled):
-                for request_id, request in list(admissions.items()):
-                    if request_id in affected or not slots.isdisjoint(request.table):
-                        del admissions[request_id]  # it served nothing; the next attempt is counted
-            return affected
-
-    def _requests_on(self, lost: set[Run]) -> list[str]:
-        """Admitted requests that use a run of `lost`; matches that were not admitted yet simply become empty."""
-        affected = []
-        for request_id, request in self._requests.items():
-            if request.leaf not in lost:
-                continue
-            if request.admitted:
-                affected.append(request_id)
-            else:
-                self._forget_match(request)
-        return affected
-
-    def _forget_match(self, request: RequestState) -> None:
-        self._tree.release(request.leaf, touch=False)
-        request.leaf, request.num_cached = self._tree.root, 0
+            unfilled = failed if result.target is CacheLevel.DEVICE else frozenset()
+            return self._requests.drop_lost(lost, unfilled)
 
     # ---- administration
 
@@ -313,31 +183,24 @@ class CacheManager:
         worker's use of them. O(cache).
         """
         with self._lock:
-            self._epoch += 1
             self._tree.detach_all()
-            for request_id, request in list(self._requests.items()):
-                if force:
-                    self._give_back(request_id, touch=False)
-                elif not request.admitted:
-                    self._forget_match(request)
-                    request.epoch = self._epoch
+            self._events.cleared()
+            self._requests.start_epoch(end_all=force)
             if force:
-                self._device_pool.free(list(self._lent))
-                self._lent.clear()
+                self._device_pool.free(self._lent.end_all())
                 self._tiering.abandon()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
 
         Raises `ConfigError` for a size below 1, and `PoolInUseError`, with no change, when a request uses a slot above
-        the new end or such a slot still waits to be copied out. O(cache) when shrinking.
+        the new end or such a slot still waits to be copied out. O(cache).
         """
         size = operator.index(num_device_blocks)
         if size < 1:
             raise ConfigError(f"the device pool needs at least 1 block, got {size}")
         with self._lock:
-            if size < self._device_pool.size:
-                self._tiering.evict_above(size)
+            self._tiering.evict_above(size)
             self._device_pool.resize(size)
 
     def take_events(self) -> list[CacheEvent]:
@@ -356,13 +219,13 @@ class CacheManager:
     def nodes(self, request_id: str) -> tuple[BlockNode, ...]:
         """The cached blocks the request uses, in prompt order. Raises `UnknownRequestError`."""
         with self._lock:
-            path = self._tree.path(self._request(request_id).leaf)
+            path = self._tree.path(self._requests[request_id].leaf)
             return tuple(node for run in path for node in run.nodes())
 
     def block_table(self, request_id: str) -> list[DeviceSlot]:
         """A copy of the request's block table. Raises `UnknownRequestError`."""
         with self._lock:
-            return list(self._request(request_id).table)
+            return list(self._requests[request_id].table)
 
     @property
     def num_device_blocks(self) -> int:
@@ -384,14 +247,14 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """O(requests)."""
         with self._lock:
-            owned = sum(request.num_own_slots for request in self._requests.values()) + len(self._lent)
+            owned = self._requests.num_own_slots + len(self._lent)
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),
                 device_blocks=self._device_pool.size,
                 device_free_blocks=self._device_pool.num_free,
                 device_cached_blocks=self._device_pool.num_allocated - owned,
-                device_evictable_blocks=self._tree.num_device_evictable,
+                device_evictable_blocks=self._residency.num_device_evictable,
                 host_blocks=self._host_pool.size,
                 host_free_blocks=self._host_pool.num_free,
                 host_cached_blocks=self._host_pool.num_allocated,
@@ -401,44 +264,19 @@ class CacheManager:
     def check(self) -> None:
         """Raises `InvariantError` unless every slot has exactly one owner and every pin a request; O(cache)."""
         with self._lock:
-            self._tree.check()
+            self._residency.check(self._tree.runs())
             self._tiering.check()
-            runs = [*self._tree.runs(), *self._tree.detached_runs()]
+            runs = [*self._tree.runs(), *self._residency.detached_runs()]
             cached = [slot for run in runs for slot in run.device or ()]
-            owned = [slot for request in self._requests.values() for slot in request.own_slots()]
-            self._device_pool.check_owners([*cached, *owned, *self._lent])
-            self._host_pool.check_owners([slot for run in runs for slot in run.host or ()])
-            paths = {request_id: self._tree.path(request.leaf) for request_id, request in self._requests.items()}
-            pins = Counter(run for path in paths.values() for run in path)
-            for run in runs:
-                expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
-            for request_id, request in self._requests.items():
-                request.check(request_id, paths[request_id])
-            expect(
-                self._requests.keys() >= self._in_flight.keys() | self._uncounted.keys() | self._unsettled.keys(),
-                "manager: a request lives on",
-            )
+            self._device_pool.check_owners([*cached, *self._requests.own_slots(), *self._lent])
+            self._host_pool.check_owners([slot for run in runs for slot in run.host_slots or ()])
+            self._requests.check(runs)
 
     def check_idle(self) -> None:
         """`check`, and nobody holds anything: every allocated slot is cached and evictable."""
         with self._lock:
             self.check()
-            expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")
-            forgotten = any(True for _ in self._tree.detached_runs())
+            self._requests.check_none()
+            forgotten = any(True for _ in self._residency.detached_runs())
             expect(not forgotten, "manager: forgotten blocks still hold slots; take the swap step first")
             expect(self._tiering.num_available_device == self._device_pool.size, "manager: device slots leaked")
-
-    # ---- inside
-
-    def _request(self, request_id: str) -> RequestState:
-        try:
-            return self._requests[request_id]
-        except KeyError:
-            raise UnknownRequestError(f"request {request_id} is unknown, or has been finished already") from None
-
-    def _count_admission(self, request: RequestState) -> None:
-        counters = self._counters
-        counters.requests_admitted += 1
-        counters.query_tokens += request.num_query_tokens
-        counters.device_hit_tokens += request.num_device_tokens
-        counters.host_hit_tokens += request.num_host_tokens

@@ -82,16 +82,19 @@ class BlockHashes(Protocol):
 
 
 class NodeSpan(NamedTuple):
-    """Consecutive blocks of equal state: the first `length` entries of each list. Read-only."""
+    """Consecutive blocks of equal state, as they were when it was made."""
 
-    hashes: Sequence[BlockHash]
-    device_slots: Sequence[DeviceSlot] | None
-    host_slots: Sequence[HostSlot] | None
-    length: int
+    hashes: tuple[BlockHash, ...]
+    device_slots: tuple[DeviceSlot, ...] | None
+    host_slots: tuple[HostSlot, ...] | None
     open_transfer: CacheLevel | None
     detached: bool
     hits: int
     pins: int
+
+    @property
+    def length(self) -> int:
+        return len(self.hashes)
 
     @property
     def level(self) -> CacheLevel:
@@ -100,9 +103,9 @@ class NodeSpan(NamedTuple):
         return CacheLevel.DEVICE if on_device else CacheLevel.HOST
 
     def nodes(self) -> Iterator[BlockNode]:
-        for index in range(self.length):
+        for index, block in enumerate(self.hashes):
             yield BlockNode(
-                self.hashes[index],
+                block,
                 None if self.device_slots is None else self.device_slots[index],
                 None if self.host_slots is None else self.host_slots[index],
                 self.open_transfer,

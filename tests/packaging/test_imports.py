@@ -14,12 +14,18 @@ FOUNDATION = {"metadata", "config", "errors", "batch_request"}
 SCHEDULER = {
     "block_pool",
     "run",
+    "run_queue",
+    "invariants",
     "event_log",
     "cache_stats",
+    "residency",
     "radix_tree",
     "tiering",
     "cache_utils",
     "request_state",
+    "open_step",
+    "request_table",
+    "lent_slots",
     "cache_manager",
 }
 WORKER = {

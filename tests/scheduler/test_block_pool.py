@@ -37,7 +37,7 @@ def test_slots_are_ascending_and_last_freed_first_reused() -> None:
     assert pool.allocate(3) == [1, 2, 5]
 
 
-@pytest.mark.parametrize("wrong", [[5], [0, 0], [0, 99], [-1], [-8], [1, 5]])
+@pytest.mark.parametrize("wrong", [[5], [0, 0], [8], [0, 99], [-1], [-8], [1, 5]])
 def test_wrong_free_changes_nothing(wrong: list[int]) -> None:
     pool = DeviceBlockPool(8)
     pool.allocate(3)

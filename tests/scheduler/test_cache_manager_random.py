@@ -130,13 +130,13 @@ class Driver:
         assert self.fingerprint() == before
 
     def fingerprint(self) -> object:
-        tree = self.manager._tree
+        tree, residency = self.manager._tree, self.manager._residency
         blocks = [node for run in tree.runs() for node in run.nodes()]
         state = {node.hash: (node.device_slot, node.host_slot, node.hits, node.pins) for node in blocks}
         stats = self.manager.stats()
         queues = [
             [node.hash for run in queue for node in reversed(list(run.nodes()))]
-            for queue in (tree._device_queue, tree._host_queue)
+            for queue in (residency.device_queue, residency.host_queue, residency._parked)
         ]
         return state, queues, stats.device_free_blocks, stats.host_free_blocks, stats.device_evictable_blocks
 

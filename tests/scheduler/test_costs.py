@@ -11,13 +11,11 @@ import pytest
 from fastdeploy_kvcache_v1 import cache_utils
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes, MultimodalItem
-from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash
-from fastdeploy_kvcache_v1.run import Run, RunQueue
+from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, TransferResult
+from fastdeploy_kvcache_v1.run import Run
+from fastdeploy_kvcache_v1.run_queue import RunQueue
 
-
-def manager(device: int, host: int = 0, policy: str = "write_back", **options: int) -> CacheManager:
-    return CacheManager(KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), **options))
+from .scenario import manager
 
 
 def chain(*names: object) -> list[BlockHash]:
@@ -54,6 +52,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[Run]) -> None:
     cache = manager(301)
     for number in range(300):
+        run(cache, f"first {number}", chain(number))
         start(cache, f"running {number}", chain(number))
     for number in range(100):
         run(cache, f"short {number}", chain(f"short {number}"))
@@ -64,7 +63,7 @@ def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[Ru
     looks.clear()
     run(cache, "long", chain(*range(1000, 1301)))  # everything is evicted again, in the order it was used last
     assert len(looks) == 301
-    assert [found.hashes for found in looks[:2]] == [chain("short 99"), chain(0)]
+    assert [list(found.hashes) for found in looks[:2]] == [chain("short 99"), chain(0)]
 
 
 def test_host_blocks_in_use_are_passed_over_once(looks: list[Run]) -> None:
@@ -105,7 +104,7 @@ def test_blocks_being_copied_are_passed_over_once(looks: list[Run]) -> None:
     cache.check_idle()
 
 
-@pytest.mark.parametrize(("policy", "host", "limit"), [("write_back", 0, 500), ("write_through", 20_000, 700)])
+@pytest.mark.parametrize(("policy", "host", "limit"), [("write_back", 0, 400), ("write_through", 20_000, 560)])
 def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
     """Every request has one block of its own and shares none: a tree node for each."""
     hashes = [BlockHash(bytes(28) + number.to_bytes(4, "big")) for number in range(4000)]
@@ -155,3 +154,30 @@ def test_the_bound_on_events_starts_anew_when_the_queue_is_emptied(empty: Callab
         run(cache, str(number), chain(number, 1, 2, 3))
         empty(cache)
     assert cache.stats().events_overflowed == 0
+
+
+def test_what_is_forgotten_is_freed_at_once_and_not_by_the_garbage_collector() -> None:
+    cache = manager(6, 3, "write_through")
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(20):
+            run(cache, f"long {turn}", chain(turn % 3, 1, 2))
+            cache.take_swap_step()  # its backup is done
+            for name, length in (("cut", 1), ("cut again", 2)):
+                cache.match_prefix(name, GivenHashes(chain(turn % 3, 1, 2)[:length], length + 1))
+            for name in ("cut", "cut again"):
+                cache.release(name)  # joins what the matches cut
+        assert cache.stats().counters.host_evicted_blocks
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_copy_that_did_not_fail_is_not_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = manager(4, 4, "write_through")
+    run(cache, "r", chain(1))
+    step = cache.take_swap_step()
+    monkeypatch.setattr(Run, "subtree", None)
+    assert cache.transfer_failed(TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 1, 64, 0.1)) == []
+    assert cache.stats().counters.failed_transfer_blocks == 0

@@ -47,6 +47,12 @@ def test_lent_slots_belong_to_the_borrower(manager):
     manager.check_idle()
 
 
+def test_a_refused_loan_lends_nothing(manager):
+    assert manager.lend(7) == NoSpace(needed=7, available=6)
+    assert manager.lent_slots() == frozenset()
+    manager.check_idle()
+
+
 def test_lending_evicts(manager):
     cache(manager, "a", *range(1, 8))
     assert manager.num_free_device_blocks == 3

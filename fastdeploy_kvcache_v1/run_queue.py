@@ -1,0 +1,80 @@
+"""RunQueue: the LRU order of a tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .run import Link, Run
+
+
+class RunQueue:
+    """Places of runs, least recently used first: a linked list, so that the half of a split run gets its place.
+
+    A run that cannot be evicted now may be taken out when it gets in the way, and comes back when that changes. So
+    looking for a victim costs O(1) amortized, however many runs are in use. Every method is O(1).
+    """
+
+    def __init__(self) -> None:
+        end = self._end = Link()
+        end.older = end.younger = end
+
+    def __iter__(self) -> Iterator[Run]:
+        """Oldest first. The run just yielded may be removed or moved by the caller."""
+        link = self._end.younger
+        while link is not self._end:
+            assert link is not None
+            following = link.younger
+            yield link.run
+            link = following
+
+    def touch(self, link: Link) -> None:
+        """Make it the most recently used, whatever queue it is in, or none."""
+        end = self._end
+        newest = end.older
+        if newest is link:
+            return
+        assert newest is not None
+        older, younger = link.older, link.younger
+        if younger is not None:
+            assert older is not None
+            older.younger, younger.older = younger, older
+        link.older, link.younger = newest, end
+        newest.younger = end.older = link
+
+    @staticmethod
+    def insert_after(link: Link, other: Link) -> None:
+        """Put `link`, which is in no queue, one place younger than `other`, in the queue that holds `other`."""
+        younger = other.younger
+        assert younger is not None and not link.is_queued
+        link.older, link.younger = other, younger
+        other.younger = younger.older = link
+
+    @staticmethod
+    def discard(link: Link) -> None:
+        """Take it out of the queue it is in, if any."""
+        older, younger = link.older, link.younger
+        if younger is not None:
+            assert older is not None
+            older.younger, younger.older = younger, older
+            link.older = link.younger = None
+
+    def put_back(self, taken: RunQueue) -> None:
+        """All of `taken` become the least recently used ones here, in their order, and leave it empty."""
+        first, last, oldest = taken._end.younger, taken._end.older, self._end.younger
+        if first is taken._end:
+            return
+        assert first is not None and last is not None and oldest is not None
+        first.older, self._end.younger = self._end, first
+        last.younger, oldest.older = oldest, last
+        taken._end.older = taken._end.younger = taken._end
+
+    def check_links(self) -> bool:
+        """Do all links agree with their neighbours, and does the way back meet the same ones?"""
+        link = self._end
+        while True:
+            younger = link.younger
+            if younger is None or younger.older is not link:
+                return False
+            link = younger
+            if link is self._end:
+                return True

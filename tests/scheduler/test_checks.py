@@ -1,0 +1,158 @@
+"""Each invariant is there to be broken once: the checks must notice, and say what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.errors import InvariantError
+from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, HostSlot
+from fastdeploy_kvcache_v1.request_state import RequestState
+from fastdeploy_kvcache_v1.run import HostCopy, Run
+
+from .scenario import block, manager, prompt, run, start
+
+Damage = Callable[[CacheManager], object]
+
+
+def damaged_by(damage: Damage) -> str:
+    """What `check` says. Before: `ab` and `c` in use, `x` not, all on both tiers, the copy of `c` still open."""
+    cache = manager(8, 8, "write_through")
+    run(cache, "ab!")
+    run(cache, "x!")
+    start(cache, "abcde!", "r")
+    cache.take_swap_step()
+    cache.commit("r", 3)
+    cache.match_prefix("waiting", prompt("abc!"))
+    cache.check()
+    damage(cache)
+    with pytest.raises(InvariantError) as caught:
+        cache.check()
+    return str(caught.value)
+
+
+def request(cache: CacheManager) -> RequestState:
+    return cache._requests["r"]
+
+
+def waiting(cache: CacheManager) -> RequestState:
+    return cache._requests["waiting"]
+
+
+def top(cache: CacheManager) -> Run:
+    return cache._tree.root.children[block("a")]
+
+
+def leaf(cache: CacheManager) -> Run:
+    return request(cache).leaf
+
+
+def unused(cache: CacheManager) -> Run:
+    return cache._tree.root.children[block("x")]
+
+
+def host_copy(run: Run) -> HostCopy:
+    assert run.host is not None
+    return run.host
+
+
+def detach(run: Run) -> None:
+    """Take it out of the tree without telling anybody."""
+    assert run.parent is not None
+    run.parent.remove_child(run)
+
+
+DAMAGES: dict[str, Damage] = {
+    # The requests
+    "waiting miscounts its cached blocks": lambda cache: setattr(waiting(cache), "num_cached", 1),
+    "waiting has a block table before it was admitted": lambda cache: waiting(cache).table.append(DeviceSlot(0)),
+    "r reads slots of other blocks": lambda cache: request(cache).table.insert(0, request(cache).table.pop(1)),
+    "a request lives on": lambda cache: cache._requests._step.commit_later("gone", 1),
+    "a run is pinned 3 times by 2 requests": lambda cache: setattr(top(cache), "pins", 3),
+    # The slots
+    "device pool: a slot has two owners": lambda cache: request(cache).table.append(request(cache).table[-1]),
+    "device pool: 1 slots leaked": lambda cache: request(cache).table.pop(),
+    "device pool: a slot is used that is free": lambda cache: cache._device_pool.free(request(cache).table[-1:]),
+    "host pool: a slot is used that is free": lambda cache: cache._host_pool.free(host_copy(unused(cache)).slots),
+    "device pool: a slot is on the free list twice": lambda cache: cache._device_pool._free.append(
+        cache._device_pool._free[0]
+    ),
+    "device pool: slots both free and allocated": lambda cache: cache._device_pool._free.append(0),
+    "device pool: slots lost or out of range": lambda cache: cache._device_pool._free.pop(),
+    # The tree
+    "a run is not its parent's child": lambda cache: setattr(top(cache), "hashes", (block("x"), block("ab"))),
+    "a run is pinned less than its children": lambda cache: setattr(top(cache), "pins", 0),
+    "a device block hangs below a block that is not": lambda cache: setattr(top(cache), "device", None),
+    "a detached run is findable": lambda cache: setattr(leaf(cache), "detached", True),
+    "one block is in the tree twice": lambda cache: setattr(top(cache), "hashes", (block("a"), block("x"))),
+    # The tiers of a run
+    "a run has no blocks": lambda cache: setattr(leaf(cache), "hashes", ()),
+    "a run is in no tier": lambda cache: (setattr(leaf(cache), "device", None), setattr(leaf(cache), "host", None)),
+    "device slots and hashes differ in number": lambda cache: setattr(leaf(cache), "device", ()),
+    "host slots and hashes differ in number": lambda cache: setattr(host_copy(leaf(cache)), "slots", ()),
+    "a host copy belongs to another run": lambda cache: setattr(host_copy(leaf(cache)), "run", unused(cache)),
+    "an open copy has no host slots": lambda cache: setattr(leaf(cache), "host", None),
+    "a swap-in has no device slots": lambda cache: (
+        setattr(leaf(cache), "device", None),
+        setattr(leaf(cache), "open", CacheLevel.DEVICE),
+    ),
+    "a swap-in is open that nobody waits for": lambda cache: setattr(unused(cache), "open", CacheLevel.DEVICE),
+    # Detached runs
+    "a detached run has no user left": lambda cache: (
+        cache._residency._detached.update({unused(cache): None}),
+        setattr(unused(cache), "detached", True),
+        detach(unused(cache)),
+    ),
+    "a detached run is queued": lambda cache: (
+        cache._residency._detached.update({leaf(cache): None}),
+        setattr(leaf(cache), "detached", True),
+        detach(leaf(cache)),
+    ),
+    # Queues and counts
+    "the device queue is torn": lambda cache: setattr(unused(cache), "older", unused(cache)),
+    "the host queue is torn": lambda cache: setattr(host_copy(unused(cache)), "older", host_copy(leaf(cache))),
+    "the device queue holds runs that are not in its tier": lambda cache: cache._residency.device_queue.touch(
+        Run((block("y"),))
+    ),
+    "the host queue holds a run twice": lambda cache: cache._residency.host_queue.touch(HostCopy(unused(cache), ())),
+    "the device queue misses runs": lambda cache: cache._residency.device_queue.discard(unused(cache)),
+    "the host queue misses runs": lambda cache: cache._residency.host_queue.discard(host_copy(unused(cache))),
+    "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
+    "1 host blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_host_evictable", 9),
+    # Copies
+    "open transfers and runs disagree": lambda cache: cache._residency._open.clear(),
+    "copies without a source or a target": lambda cache: cache._tiering._evict_targets.pop(),
+    "open copies and host slots disagree": lambda cache: cache._tiering._evict_targets.__setitem__(0, HostSlot(7)),
+}
+
+
+@pytest.mark.parametrize("expected", DAMAGES)
+def test_check_names_the_damage(expected: str) -> None:
+    assert expected in damaged_by(DAMAGES[expected])
+
+
+def test_idle_means_that_nobody_holds_anything() -> None:
+    cache = manager(4)
+    cache.check_idle()
+    start(cache, "ab!")
+    with pytest.raises(InvariantError, match="never ended: ab!"):
+        cache.check_idle()
+    cache.finish("ab!")
+    cache.check_idle()
+    slots = cache.lend(1)
+    with pytest.raises(InvariantError, match="device slots leaked"):
+        cache.check_idle()
+    assert isinstance(slots, list)
+    cache.take_back(slots)
+
+
+def test_idle_means_that_forgotten_blocks_have_been_let_go() -> None:
+    cache = manager(4, 4, "write_through")
+    run(cache, "ab!")  # its backup is open
+    cache.reset_cache()
+    with pytest.raises(InvariantError, match="take the swap step first"):
+        cache.check_idle()
+    cache.take_swap_step()
+    cache.check_idle()

@@ -1,0 +1,83 @@
+"""When a hit counts: once its copies cannot fail any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
+
+from .scenario import manager, prompt, run
+
+
+def hits(cache: CacheManager) -> tuple[int, int, int, int]:
+    counters = cache.stats().counters
+    return counters.requests_admitted, counters.device_hit_tokens, counters.host_hit_tokens, counters.query_tokens
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_hit_whose_swap_in_failed_is_none(reset: bool) -> None:
+    """Not even when nobody can find the block any more that the copy was to fill."""
+    cache = manager(4, 4)
+    run(cache, "abc!")
+    run(cache, "1234!")
+    before = hits(cache)
+    for name in ("r", "shares"):
+        cache.match_prefix(name, prompt("abc!"))
+        cache.allocate(name, 3)
+    step = cache.take_swap_step()
+    assert hits(cache) == before, "nobody knows yet"
+    if reset:
+        cache.reset_cache()
+    failed = TransferResult(
+        step.step, CacheLevel.HOST, CacheLevel.DEVICE, 3, 0, 0.0, step.swap_in.target_slots, "injected"
+    )
+    assert cache.transfer_failed(failed) == ([] if reset else ["r", "shares"])
+    cache.preempt("r")
+    cache.take_swap_step()
+    cache.preempt("shares")
+    cache.check()
+    assert hits(cache) == before
+    run(cache, "abc!", "again")
+    cache.take_swap_step()
+    assert hits(cache) == (before[0] + 1, before[1], before[2], before[3] + 4)
+
+
+@pytest.mark.parametrize("end", ["next step", "finish", "preempt"])
+def test_hits_are_counted_once_when_they_are_certain(end: str) -> None:
+    cache = manager(4, 4)
+    run(cache, "abc!")
+    run(cache, "1234!")
+    before = hits(cache)
+    cache.match_prefix("r", prompt("abc!"))
+    cache.allocate("r", 3)
+    cache.take_swap_step()
+    assert hits(cache) == before
+    if end == "next step":
+        cache.take_swap_step()
+    else:
+        getattr(cache, end)("r")
+    after = (before[0] + 1, before[1], before[2] + 3, before[3] + 4)
+    assert hits(cache) == after
+    cache.take_swap_step()
+    if end == "next step":
+        cache.finish("r")
+    assert hits(cache) == after
+
+
+def test_a_failed_copy_of_others_takes_no_hits_away() -> None:
+    cache = manager(6, 12)
+    run(cache, "abc!")
+    run(cache, "xyz!")
+    run(cache, "123456!")
+    before = hits(cache)
+    for name in ("abc!", "xyz!"):
+        cache.match_prefix(name, prompt(name))
+        cache.allocate(name, 3)
+    step = cache.take_swap_step()
+    slots = step.swap_in.target_slots[:3]
+    failed = TransferResult(step.step, CacheLevel.HOST, CacheLevel.DEVICE, 3, 0, 0.0, slots, "injected")
+    (lost,) = cache.transfer_failed(failed)
+    cache.preempt(lost)
+    cache.take_swap_step()
+    assert hits(cache) == (before[0] + 1, before[1], before[2] + 3, before[3] + 4)

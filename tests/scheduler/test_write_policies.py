@@ -1,0 +1,183 @@
+"""What is copied when, under which policy, with exact slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_kvcache_v1.metadata import (
+    Allocation,
+    CacheLevel,
+    CacheStatus,
+    NoSpace,
+)
+
+from .scenario import cached, fail, manager, pairs, prompt, run, start
+
+
+def test_write_back_copies_on_eviction_and_swaps_in_what_is_matched() -> None:
+    cache = manager(3, 3)
+    run(cache, "abc!")
+    step = run(cache, "xyz!")
+    assert pairs(step.evict) == [(0, 0), (1, 1), (2, 2)]
+    assert cached(cache, "abc") == ["host"] * 3
+    cache.match_prefix("again", prompt("abc!"))
+    result = cache.allocate("again", 4)
+    assert isinstance(result, NoSpace)
+    assert (result.needed, result.available) == (4, 3)
+    result = cache.allocate("again", 3)
+    assert isinstance(result, Allocation)
+    assert (result.num_device_tokens, result.num_host_tokens) == (0, 3)
+    assert result.new_blocks == []
+    step = cache.take_swap_step()
+    # x, y, z leave the device although the host is full of pinned sources: they are lost, never overwritten onto those.
+    assert not step.evict
+    assert pairs(step.swap_in) == list(zip([0, 1, 2], result.block_table, strict=True))
+    assert cache.stats().counters.device_lost_blocks == 3
+
+
+def test_a_swap_in_source_is_not_handed_to_an_eviction_of_the_same_step() -> None:
+    cache = manager(4, 2)
+    run(cache, "ab!")
+    run(cache, "wxyz!")
+    assert cached(cache, "ab") == ["host", "host"]
+    cache.match_prefix("back", prompt("ab!"))
+    cache.allocate("back", 2)
+    cache.match_prefix("new", prompt("12!"))
+    cache.allocate("new", 2)
+    step = cache.take_swap_step()
+    assert set(step.swap_in.source_slots).isdisjoint(step.evict.target_slots)
+    cache.check()
+
+
+def test_a_block_on_its_way_to_the_host_is_found_only_once_the_worker_knows() -> None:
+    cache = manager(2, 2)
+    run(cache, "ab!")
+    cache.match_prefix("new", prompt("12!"))
+    cache.allocate("new", 2)
+    assert cached(cache, "ab") == []
+    cache.take_swap_step()
+    assert cached(cache, "ab") == ["host", "host"]
+
+
+def test_write_through_copies_complete_blocks_once() -> None:
+    cache = manager(4, 8, "write_through")
+    assert not run(cache, "ab!").evict
+    step = run(cache, "12!")
+    assert pairs(step.evict) == [(0, 0), (1, 1)]
+    step = run(cache, "ab!")
+    assert len(step.evict) == 2  # 1 and 2; a and b have their copies
+    step = run(cache, "wxyz!")
+    assert not step.evict  # everything evicted was on the host already
+    assert cached(cache, "ab") == ["host", "host"]
+    assert cached(cache, "12") == ["host", "host"]
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+def test_selective_copies_at_the_threshold(threshold: int) -> None:
+    cache = manager(8, 8, "write_through_selective", write_through_threshold=threshold)
+    run(cache, "ab!")
+    for hits in range(1, 5):
+        step = run(cache, "abc!" if hits == 1 else "ab!", f"hit {hits}")
+        assert len(step.evict) == (2 if hits == threshold else 0), hits
+    run(cache, "12345678!")
+    assert cached(cache, "ab") == ["host", "host"]
+    assert cached(cache, "abc") == ["host", "host"]  # c was never hit: gone with its eviction
+
+
+def test_a_backup_without_room_is_counted_once_not_at_every_commit() -> None:
+    cache = manager(20, 2, "write_through")
+    cache.match_prefix("r", prompt("abcdefghij!"))
+    for tokens in range(1, 11):
+        cache.allocate("r", tokens)
+        cache.take_swap_step()
+        cache.commit("r", tokens)
+    assert cache.stats().counters.backup_skipped_blocks == 8
+    cache.finish("r")
+
+
+def test_a_run_that_fits_the_host_only_in_part_is_counted_once() -> None:
+    cache = manager(4, 1)
+    run(cache, "abcd!")
+    run(cache, "12!")
+    assert cached(cache, "abcd") == ["device", "device", "host"]
+    counters = cache.stats().counters
+    assert (counters.device_evicted_blocks, counters.device_lost_blocks, counters.backup_skipped_blocks) == (2, 1, 1)
+
+
+def test_two_requests_share_one_swap_in_and_one_of_them_may_leave() -> None:
+    cache = manager(6, 4)
+    run(cache, "ab!")
+    run(cache, "123456!")
+    for name in ("one", "two"):
+        cache.match_prefix(name, prompt("ab!"))
+        assert isinstance(cache.allocate(name, 3), Allocation)
+    assert cache.block_table("one")[:2] == cache.block_table("two")[:2]
+    cache.release("one")
+    cache.check()
+    step = cache.take_swap_step()
+    assert list(step.swap_in.target_slots) == cache.block_table("two")[:2]
+
+
+def test_a_cancelled_swap_in_leaves_no_trace() -> None:
+    cache = manager(4, 4)
+    run(cache, "ab!")
+    run(cache, "1234!")
+    cache.take_swap_step()
+    before = cache.stats()
+    for _ in range(3):
+        cache.match_prefix("r", prompt("ab!"))
+        nodes = cache.nodes("r")
+        assert [node.status for node in nodes] == [CacheStatus.HOST] * 2
+        assert isinstance(cache.allocate("r", 2), Allocation)
+        assert [node.status for node in cache.nodes("r")] == [CacheStatus.SWAP_TO_DEVICE] * 2
+        cache.release("r")
+    assert not cache.take_swap_step().swap_in
+    after = cache.stats()
+    assert after.counters.device_hit_tokens == before.counters.device_hit_tokens
+    assert after.counters.host_hit_tokens == before.counters.host_hit_tokens
+    assert after.counters.requests_admitted == before.counters.requests_admitted
+    assert cached(cache, "ab") == ["host", "host"]
+
+
+def test_write_back_copies_nothing_that_stays() -> None:
+    cache = manager(8, 8, "write_back", write_through_threshold=1)
+    for turn in range(4):
+        assert not run(cache, "ab!", f"{turn}").evict
+
+
+def test_copies_are_counted_when_they_are_handed_over() -> None:
+    cache = manager(3, 3)
+    run(cache, "abc!")
+    start(cache, "xyz!")
+    assert cache.stats().counters.swap_out_blocks == 0
+    cache.take_swap_step()
+    cache.finish("xyz!")
+    start(cache, "ab!")
+    assert cache.stats().counters.swap_in_blocks == 0
+    cache.take_swap_step()
+    counters = cache.stats().counters
+    assert (counters.swap_out_blocks, counters.swap_in_blocks) == (3, 2)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_a_hit_that_wants_a_copy_without_room_is_counted(policy: str) -> None:
+    cache = manager(8, 1, policy, write_through_threshold=1)
+    run(cache, "ab!")
+    before = cache.stats().counters.backup_skipped_blocks
+    start(cache, "ab!")
+    assert cache.stats().counters.backup_skipped_blocks == before + 1
+
+
+def test_host_blocks_that_become_unreachable_are_counted_as_evicted() -> None:
+    cache = manager(2, 4, "write_through")
+    run(cache, "pc!")
+    step = cache.take_swap_step()
+    cache.match_prefix("cuts", prompt("p!"))
+    fail(cache, step, CacheLevel.HOST, step.evict.target_slots[:1])
+    cache.release("cuts")
+    start(cache, "12!")  # `c` leaves the device, then `p`, which is nowhere else
+    assert cached(cache, "pc") == []
+    counters = cache.stats().counters
+    assert counters.device_evicted_blocks == 2
+    assert (counters.device_lost_blocks, counters.host_evicted_blocks) == (1, 1)
+    assert cache.stats().host_free_blocks == 4
