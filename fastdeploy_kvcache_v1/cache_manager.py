@@ -170,7 +170,8 @@ class CacheManager:
         with self._lock:
             self._counters.failed_transfer_blocks += len(failed)
             lost = self._tiering.forget_failed(result.target, failed)
-            unfilled = failed if result.target is CacheLevel.DEVICE else frozenset()
+            on_device = result.target is CacheLevel.DEVICE
+            unfilled = frozenset(DeviceSlot(slot) for slot in failed if on_device)
             return self._requests.drop_lost(lost, unfilled)
 
     # ---- administration
