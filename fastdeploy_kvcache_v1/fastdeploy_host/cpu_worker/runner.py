@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 MAX_RETRIES = 3
 """Times a sequence is computed again because copies it depends on failed, before it is given up."""
 
+WEIGHTS_NORMAL, WEIGHTS_CLEARED = 0, -2
+"""Values of the host's ModelWeightsStatus."""
+
 IDLE_SLEEP_S = 0.001
 STATS_FILE = "cpu_worker.json"
 
@@ -52,8 +55,16 @@ class CpuModelRunner:
 
     device_id = 0
 
-    def __init__(self, config: RunnerConfig, sender: TokenSender, *, stats_directory: Path) -> None:
+    def __init__(
+        self,
+        config: RunnerConfig,
+        sender: TokenSender,
+        *,
+        stats_directory: Path,
+        tell_weights_status: Callable[[int, int], None] = lambda port, status: None,
+    ) -> None:
         self._config = config
+        self._tell_weights_status = tell_weights_status
         self._model = load_model_config(config.model_path)
         self._sender = sender
         self._stats_file = stats_directory / STATS_FILE
@@ -104,10 +115,27 @@ class CpuModelRunner:
 
     def drop_caches(self) -> None:
         """Give both tiers back, and forget every sequence: their KV is gone."""
-        self._table.clear()
-        self._pending = BatchRequest()
+        self.clear_requests()
         self._controller.free()
         self._steps = None
+
+    # The host's weight updates through shared memory. As in its GPU worker, the status is told before the host drops
+    # what is queued for this worker, and when weights go away before the caches are gone.
+
+    def clear_requests(self) -> None:
+        """Forget every sequence. Nobody is told: the host's scheduler has to know."""
+        self._table.clear()
+        self._sampling.clear()
+        self._pending = BatchRequest()
+
+    def clear_parameters(self, port: int) -> None:
+        self.drop_weights()
+        self._tell_weights_status(port, WEIGHTS_CLEARED)
+        self.drop_caches()
+
+    def update_parameters(self, port: int) -> None:
+        self.restore(weights=True, caches=True)
+        self._tell_weights_status(port, WEIGHTS_NORMAL)
 
     def restore(self, *, weights: bool, caches: bool) -> None:
         """Undo `drop_weights` and `drop_caches`. What is there already stays."""
