@@ -75,8 +75,6 @@ class WeightUpdates:
         with self._lock:
             if self._weights.value[0] != NORMAL:
                 self._close_for_weights()
-            elif self._tree.value[0] != NORMAL:
-                self._is_open = False
             return self._epoch if self._is_open else None
 
     def put(self, epoch: int, is_occupied: Callable[[], bool], put: Callable[[], Result]) -> Result | None:
@@ -155,8 +153,9 @@ class Batch(list[Any]):
 def start_again(manager: Any) -> None:
     """Put every request that `manager` (the host's ResourceManagerV1) has given to the workers back in its queue.
 
-    The workers have forgotten them. Requests whose preemption was not confirmed wait again; those whose abortion was
-    not confirmed are aborted as soon as they run. In order of arrival; output so far is kept and computed anew.
+    The workers have forgotten them. They wait like new ones, in order of arrival, without a seat: 2.6 schedules nobody
+    while preempted requests, which keep theirs, hold all seats. Output so far is kept and computed anew. An abortion
+    that was not confirmed is asked for again.
     """
     manager.preempted_all()
     with manager.lock:
@@ -164,6 +163,10 @@ def start_again(manager: Any) -> None:
         manager.waiting_abort_req_id_set.update(aborted)
         preempted.update(aborted)
         aborted.clear()
-        waiting = [request_id for request_id in list(manager.requests) if request_id in preempted]
-    for request_id in reversed(waiting):  # each goes to the front
-        manager.reschedule_preempt_task(request_id)
+        again = [request for request in manager.requests.values() if request.request_id in preempted]
+        for request in again:
+            manager.tasks_list[request.idx], manager.stop_flags[request.idx] = None, True
+            request.status = type(request.status).WAITING
+            request.need_prefill_tokens = request.num_total_tokens
+    for request in reversed(again):  # each goes to the front
+        manager.reschedule_preempt_task(request.request_id)

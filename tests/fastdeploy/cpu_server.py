@@ -37,10 +37,10 @@ MAX_MODEL_LEN = 896
 FLAGS = ("--max-num-seqs", "8", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "512")
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"still waiting for: {what}"
+        assert time.monotonic() < deadline, f"still waiting for: {what() if callable(what) else what}"
         time.sleep(0.1)
 
 
@@ -174,7 +174,8 @@ class CpuServer:
         wait_until(lambda: not any(alive(each) for each in known), "processes to end", EXIT_TIMEOUT_S)
         wait_until(lambda: not list(self.temp_dir.iterdir()), "temporary files to go", EXIT_TIMEOUT_S)
         # Somebody else's may come and go meanwhile.
-        wait_until(lambda: _names(SHARED_MEMORY) <= self._shared_memory, "shared memory to go", EXIT_TIMEOUT_S)
+        left = lambda: _names(SHARED_MEMORY) - self._shared_memory  # noqa: E731
+        wait_until(lambda: not left(), lambda: f"shared memory to go: {left()}", EXIT_TIMEOUT_S)
         assert not [name for name in _names(LOCKS) - self._locks if name.startswith("fd_weight")]
 
     def kill(self) -> None:

@@ -27,7 +27,7 @@ class FakeResourceManager(FakeScheduler):
         cache.publisher = SimpleNamespace(publish=lambda: None)
         cache.updates, cache.epoch = None, 0
         self.lock = threading.Lock()
-        self.requests = {}
+        self.requests, self.tasks_list, self.stop_flags = {}, {}, {}
         self.waiting_abort_req_id_set = self.aborting
         self.to_be_aborted_req_id_set, self.to_be_rescheduled_request_id_set = set(), set()
         self.num_unconfirmed = self.num_aborted = 0
@@ -129,8 +129,9 @@ class Shared(list):
 
 
 class World:
-    def __init__(self, host, rng, *, updates, patience):
-        """`patience`: steps after which the API gives up waiting."""
+    def __init__(self, host, rng, *, updates, patience, idle=200):
+        """`patience`: steps after which the API gives up waiting. `idle`: at most so many before an update."""
+        self.idle = idle
         self.host, self.rng, self.num_updates, self.patience = host, rng, updates, patience
         self.queue, self.messages = FakeQueue(), []
         self.weights, self.tree, self.copies = (SimpleNamespace(value=Shared(self._meanwhile)) for _ in range(3))
@@ -169,7 +170,7 @@ class World:
 
     def _api(self):
         while True:
-            for _ in range(self.rng.randrange(200)):
+            for _ in range(self.rng.randrange(self.idle)):
                 yield
             yield from self._clear()
             for _ in range(self.rng.choice([0, 5, 100])):

@@ -122,11 +122,43 @@ def test_heartbeats_of_the_worker_before_its_weights_were_back_do_not_count():
 
 def test_a_clear_that_the_api_gave_up_is_an_update_all_the_same():
     """The tree's status never changes then, so whoever looks only there keeps what old weights computed."""
-    signals = Signals()
+    signals, manager = Signals(), FakeResourceManager(make_adapter(24, 24, write_policy="write_through"))
+    manager.cache.updates = signals.updates
+
+    def serve(name):
+        manager.add(FakeTask(name, [1] * 24))
+        while manager.requests:
+            for task in manager.schedule()[0]:
+                assert manager.worker.receive([task]) == ([], [])
+            manager.take_tokens(manager.worker.step())
+
+    serve("cold")
+    serve("warm")
+    assert manager.worker.num_prefilled == 24 + 4
     for status in (CLEARING, CLEARED, UPDATING, NORMAL):
         signals.set(weights=status)
     signals.set(heartbeats=8)
-    assert signals.updates.enter() == 1
+    assert signals.cache.num_dropped == 0
+    serve("new weights")
+    assert manager.worker.num_prefilled == 24 + 4 + 24
+
+
+def test_a_clear_that_comes_while_the_thread_looks_is_not_overlooked():
+    signals = Signals()
+    for status in (CLEARED, NORMAL):
+        signals.set(weights=status)
+
+    class Heartbeats:
+        @property
+        def value(self):
+            signals.weights.value[0], signals.tree.value[0] = CLEARED, CLEARING
+            return [8]
+
+    signals.updates._heartbeats = Heartbeats()
+    signals.set()
+    assert (signals.tree.value[0], signals.updates.enter()) == (CLEARING, None)
+    signals.set()
+    assert signals.tree.value[0] == CLEARED
 
 
 def test_a_cleared_tree_alone_makes_nobody_start_again():

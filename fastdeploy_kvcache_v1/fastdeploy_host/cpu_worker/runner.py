@@ -20,6 +20,7 @@ from ...embedded.model.config import load_model_config
 from ...embedded.model.plan import SequenceSlice
 from ...embedded.step_runner import Logits, StepRunner
 from ..transport import SwapInbox
+from ..weight_updates import CLEARED, NORMAL
 from .slots import Slot, SlotTable
 from .tasks import apply_task, sampling_params
 from .token_channel import TokenSender
@@ -28,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 MAX_RETRIES = 3
 """Times a sequence is computed again because copies it depends on failed, before it is given up."""
-
-WEIGHTS_NORMAL, WEIGHTS_CLEARED = 0, -2
-"""Values of the host's ModelWeightsStatus."""
 
 IDLE_SLEEP_S = 0.001
 STATS_FILE = "cpu_worker.json"
@@ -130,12 +128,12 @@ class CpuModelRunner:
 
     def clear_parameters(self, port: int) -> None:
         self.drop_weights()
-        self._tell_weights_status(port, WEIGHTS_CLEARED)
+        self._tell_weights_status(port, CLEARED)
         self.drop_caches()
 
     def update_parameters(self, port: int) -> None:
         self.restore(weights=True, caches=True)
-        self._tell_weights_status(port, WEIGHTS_NORMAL)
+        self._tell_weights_status(port, NORMAL)
 
     def restore(self, *, weights: bool, caches: bool) -> None:
         """Undo `drop_weights` and `drop_caches`. What is there already stays."""
