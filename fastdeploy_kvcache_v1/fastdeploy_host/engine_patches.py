@@ -9,8 +9,8 @@ from ..config import KVCacheConfig
 from . import overlay, settings, swap_space
 from .adapter import PrefixCacheAdapter
 from .metrics import CacheMetricsPublisher
-from .status_signals import StatusAnswers
 from .table import Where
+from .weight_updates import Batch, WeightUpdates, start_again
 
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -51,7 +51,11 @@ class HostedPrefixCache(PrefixCacheAdapter):
             whole_items=bool(cache.disable_chunked_mm_input),
         )
         self.publisher = CacheMetricsPublisher(self)
-        self._answers: StatusAnswers | None = None
+        self.updates: WeightUpdates | None = None
+        """Of the legacy API, once the cache service is launched; None where they cannot happen."""
+        self.epoch = 0
+        """The weight update after which requests last started again. The schedule loop's own."""
+        self._num_ranks_here = int(config.worker_num_per_node)
         if cache.host_block_bytes is not None:
             _log_host_tier(cache, config.parallel_config.tensor_parallel_size)
 
@@ -68,12 +72,18 @@ class HostedPrefixCache(PrefixCacheAdapter):
         """Starts no process: workers copy blocks themselves. Returns the empty list of processes."""
         from fastdeploy import envs
 
-        if cache_config.enable_prefix_caching and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS and self._answers is None:
-            cache_status = _open_signal("kv_cache_status", engine_worker_queue_port) if self.num_cpu_blocks else None
-            self._answers = StatusAnswers(
-                self, _open_signal("prefix_tree_status", engine_worker_queue_port), cache_status
+        if cache_config.enable_prefix_caching and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS and self.updates is None:
+            port = engine_worker_queue_port
+            self.updates = WeightUpdates(
+                self,
+                weights=_open_signal("model_weights_status", port),
+                tree=_open_signal("prefix_tree_status", port),
+                heartbeats=_open_signal(
+                    "worker_healthy_live_signal", port, min(self._num_ranks_here, tensor_parallel_size)
+                ),
+                copies=_open_signal("kv_cache_status", port) if self.num_cpu_blocks else None,
             )
-            self._answers.start()
+            self.updates.start()
         return []
 
 
@@ -85,12 +95,12 @@ def _log_host_tier(cache: Any, num_ranks: int) -> None:
         llm_logger.warning("--swap-space has no effect: prefix caching is off")
 
 
-def _open_signal(name: str, suffix: int) -> Any:
+def _open_signal(name: str, suffix: int, length: int = 1) -> Any:
     """A signal that the engine has created before it launches its cache service."""
     import numpy as np
     from fastdeploy.inter_communicator import IPCSignal
 
-    return IPCSignal(name=name, array=np.zeros([1], dtype=np.int32), dtype=np.int32, suffix=suffix, create=False)
+    return IPCSignal(name=name, array=np.zeros([length], dtype=np.int32), dtype=np.int32, suffix=suffix, create=False)
 
 
 def make_cache_manager(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,12 +116,34 @@ def make_cache_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `ResourceManagerV1.schedule`: the batch carries every copy decided since the last one."""
-    tasks, errors = wrapped(*args, **kwargs)
+    """Wraps `ResourceManagerV1.schedule`: the batch carries every copy decided since the last one.
+
+    While weights are updated there is no batch; before the first one after that, every request starts again.
+    """
     cache: HostedPrefixCache = instance.cache_manager
+    epoch = cache.updates.enter() if cache.updates is not None else 0
+    if epoch is None:
+        return [], []
+    if epoch != cache.epoch:
+        start_again(instance)
+        cache.batch_dropped()
+        cache.epoch = epoch
+    tasks, errors = wrapped(*args, **kwargs)
     cache.send_swaps(tasks)
     cache.publisher.publish()
-    return tasks, errors
+    return (tasks if cache.updates is None else Batch(tasks, cache.updates, epoch)), errors
+
+
+def put_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `EngineWorkerQueue.put_tasks`: no batch from before a weight update reaches the queue after it."""
+
+    def put(tasks: Any) -> Any:
+        batch = tasks[0] if isinstance(tasks, tuple) else None
+        if not isinstance(batch, Batch):
+            return wrapped(tasks)
+        return batch.updates.put(batch.epoch, instance.exist_tasks, lambda: wrapped(tasks))
+
+    return put(*args, **kwargs)
 
 
 def wait_for_control_responses(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Awaitable[Any]:

@@ -8,13 +8,14 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker import hooks, janitor, settings
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker import hooks, janitor, settings, supervisor
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.environment import RUN_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor import (
     SESSION_FILE,
@@ -24,6 +25,7 @@ from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor import (
     remove_files,
 )
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.token_channel import TokenReceiver, TokenSender
+from fastdeploy_kvcache_v1.fastdeploy_host.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING
 
 HOST_COMMAND = (
     "A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m paddle.distributed.launch --log_dir /logs --devices 0 "
@@ -268,3 +270,22 @@ def test_without_fastdeploy(monkeypatch):
     monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="FastDeploy is not installed"):
         settings.parse([])
+
+
+@pytest.mark.parametrize(
+    ("status", "is_wanted"), [(CLEARED, True), (CLEARING, False), (UPDATING, False), (NORMAL, False), (None, False)]
+)
+def test_a_server_without_weights_is_not_ended(tmp_path, monkeypatch, status, is_wanted):
+    monkeypatch.setattr(supervisor, "SHARED_MEMORY", tmp_path)
+    if status is not None:
+        (tmp_path / "model_weights_status.4711").write_bytes(np.array([status], dtype=np.int32).tobytes())
+    monkeypatch.setattr(supervisor, "_is_healthy", lambda settings: False)
+    monkeypatch.setattr(supervisor, "HEALTH_INTERVAL_S", 0.0)
+    monkeypatch.setattr(supervisor, "POLL_S", 0.0)
+    monkeypatch.setattr(supervisor, "UNHEALTHY_S", 0.05)
+    server = subprocess.Popen(["sleep", "1"])
+    reason = supervisor._watch(SimpleNamespace(queue_port=4711), server)
+    server.kill()
+    server.wait()
+    assert ("ended (status 0)" in reason) == is_wanted
+    assert ("not been healthy" in reason) != is_wanted

@@ -13,6 +13,7 @@ from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.runner import STATS_FILE, CpuModelRunner, RunnerConfig
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.slots import FAILED, RELEASED
 from fastdeploy_kvcache_v1.fastdeploy_host.transport import encode
+from fastdeploy_kvcache_v1.fastdeploy_host.weight_updates import CLEARED, NORMAL
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.runtime import CpuRuntime
 
@@ -192,6 +193,27 @@ def test_host_memory_while_the_caches_are_away(make_runner, monkeypatch, expecte
     runner.restore(weights=True, caches=True)
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
     assert run(runner, 6) == expected
+
+
+def test_weights_go_and_come_back(make_runner, tmp_path):
+    """By the host's legacy API: sequences, and copies that wait, are forgotten; only the status is told."""
+    path, told = write_random_model(tmp_path / "model"), []
+    runner = make_runner(path=path)
+    runner._tell_weights_status = lambda port, status: told.append((port, status, runner.is_sleeping))
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
+    assert len(run(runner, 2)) == 2
+    runner.insert_tasks([with_swaps(prefill(1, "b", PROMPT, range(5, 10)), 0, swap_in=((3,), (5,)))])
+    runner.clear_requests()
+    runner.clear_parameters(17)
+    assert not runner.not_need_stop()
+    write_random_weights(path, seed=5)
+    runner.clear_requests()
+    runner.update_parameters(17)
+    assert told == [(17, CLEARED, True), (17, NORMAL, False)]
+    assert not runner.not_need_stop()
+    assert len(runner.messages) == 2
+    runner.insert_tasks([with_swaps(prefill(0, "a", PROMPT, range(5)), 7)])
+    assert run(runner, 6) == decode_alone(path, PROMPT, 6)
 
 
 def test_min_tokens_keeps_end_tokens_out(make_runner, expected):

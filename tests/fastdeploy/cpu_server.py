@@ -37,10 +37,10 @@ MAX_MODEL_LEN = 896
 FLAGS = ("--max-num-seqs", "8", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "512")
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"still waiting for: {what}"
+        assert time.monotonic() < deadline, f"still waiting for: {what() if callable(what) else what}"
         time.sleep(0.1)
 
 
@@ -173,7 +173,7 @@ class CpuServer:
         alive = lambda each: each.is_running() and each.status() != psutil.STATUS_ZOMBIE  # noqa: E731
         wait_until(lambda: not any(alive(each) for each in known), "processes to end", EXIT_TIMEOUT_S)
         wait_until(lambda: not list(self.temp_dir.iterdir()), "temporary files to go", EXIT_TIMEOUT_S)
-        wait_until(lambda: not self._left_over(), "shared memory and locks to go", EXIT_TIMEOUT_S)
+        wait_until(lambda: not self._left_over(), lambda: f"these files to go: {self._left_over()}", EXIT_TIMEOUT_S)
 
     def _left_over(self) -> set[Path]:
         """New files that no process uses: none of ours lives any more, and other servers may run beside it."""

@@ -24,3 +24,13 @@ def test_random_lives(release, tmp_path, host_blocks, policy):
     assert result["finished"] > 200
     assert min(result["preempted"], result["aborted"], result["resets"]) > 3
     assert (result["swapped_in"] > 0) == (result["swapped_out"] > 0) == (host_blocks > 0)
+
+
+@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_weight_updates_in_every_order_of_events(release, tmp_path, policy):
+    output = run_inside(release, tmp_path, HERE / "drive_weight_updates.py", 1, 30, policy)
+    result = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", output.partition("RESULT")[2])}
+    assert result["updated"] >= 30
+    assert result["finished"] > 50
+    assert min(result["dropped"], result["swapped_in"], result["aborted"]) > 0

@@ -106,7 +106,8 @@ class FakeScheduler:
                 batch.append(Control(Kind.ABORT, task))
                 continue
             if decoding:
-                task.num_computed_tokens = task.num_total_tokens - 1
+                if task.num_total_tokens > task.need_prefill_tokens:
+                    task.num_computed_tokens = task.num_total_tokens - 1
                 if len(task.block_tables) * self.block_size - task.num_total_tokens > 1:
                     continue
                 if not self._make_room(2, task, preempted, batch):

@@ -16,6 +16,7 @@ class Row:
         self.tokens = tokens
         self.table = table
         self.computed = 0
+        self.waits_for_chunk = False
 
 
 class FakeWorker:
@@ -39,7 +40,8 @@ class FakeWorker:
             if kind == PREFILL:
                 self._prefill(task)
             elif kind == DECODE:
-                self.rows[task.idx].table = list(task.block_tables)
+                if task.idx in self.rows:  # else it ended while the batch was on its way
+                    self.rows[task.idx].table = list(task.block_tables)
             elif kind in (PREEMPTED, ABORT):
                 self.rows.pop(task.idx, None)
                 (preempted if kind == PREEMPTED else aborted).append(task.request_id)
@@ -57,6 +59,7 @@ class FakeWorker:
             row = self.rows[task.idx] = Row(task.request_id, tokens, [])
         row.table = list(task.block_tables)
         row.computed = task.prefill_start_index
+        row.waits_for_chunk = task.prefill_end_index < len(tokens)
         self._compute(row, task.prefill_end_index)
         self.num_prefilled += task.prefill_end_index - task.prefill_start_index
 
@@ -64,6 +67,8 @@ class FakeWorker:
         """One token for every complete row whose next position has a block. Returns {request id: token}."""
         sampled = {}
         for row in self.rows.values():
+            if row.waits_for_chunk:
+                continue
             if row.computed == len(row.tokens) - 1 and self._has_block(row):
                 self._compute(row, len(row.tokens))
             if row.computed == len(row.tokens):

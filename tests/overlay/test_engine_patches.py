@@ -10,7 +10,6 @@ import pytest
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_host import config_patches, engine_patches, settings
-from fastdeploy_kvcache_v1.fastdeploy_host.status_signals import CLEARED, CLEARING, NORMAL, UPDATING, StatusAnswers
 
 
 @pytest.fixture(autouse=True)
@@ -172,34 +171,3 @@ def test_requests_pass_through_pause():
     request = object()
     assert engine_patches.control_with_request(_control_pause, None, (request,), {}) is request
     assert engine_patches.control_with_request(_control_pause, None, (), {"control_request": request}) is request
-
-
-class FakeCache:
-    def __init__(self):
-        self.calls = []
-
-    def reset(self):
-        self.calls.append("reset")
-
-    def batch_dropped(self):
-        self.calls.append("batch_dropped")
-
-
-@pytest.mark.parametrize(
-    ("asked", "answer", "calls"),
-    [(CLEARING, CLEARED, ["reset"]), (UPDATING, NORMAL, ["batch_dropped"]), (NORMAL, NORMAL, [])],
-)
-def test_weight_updates_are_answered(asked, answer, calls):
-    cache = FakeCache()
-    tree, copies = SimpleNamespace(value=[asked]), SimpleNamespace(value=[asked])
-    StatusAnswers(cache, tree, copies).poll()
-    assert (tree.value, copies.value, cache.calls) == ([answer], [answer], calls)
-
-
-def test_without_host_memory_there_is_no_second_signal():
-    tree = SimpleNamespace(value=[CLEARING])
-    answers = StatusAnswers(FakeCache(), tree, None)
-    answers.start()
-    while tree.value[0] != CLEARED:
-        pass
-    answers.stop()

@@ -20,6 +20,7 @@ from ...embedded.model.config import load_model_config
 from ...embedded.model.plan import SequenceSlice
 from ...embedded.step_runner import Logits, StepRunner
 from ..transport import SwapInbox
+from ..weight_updates import CLEARED, NORMAL
 from .slots import Slot, SlotTable
 from .tasks import apply_task, sampling_params
 from .token_channel import TokenSender
@@ -54,8 +55,16 @@ class CpuModelRunner:
 
     device_id = 0
 
-    def __init__(self, config: RunnerConfig, sender: TokenSender, *, stats_directory: Path) -> None:
+    def __init__(
+        self,
+        config: RunnerConfig,
+        sender: TokenSender,
+        *,
+        stats_directory: Path,
+        tell_weights_status: Callable[[int, int], None] = lambda port, status: None,
+    ) -> None:
         self._config = config
+        self._tell_weights_status = tell_weights_status
         self._model = load_model_config(config.model_path)
         self._sender = sender
         self._stats_file = stats_directory / STATS_FILE
@@ -103,10 +112,27 @@ class CpuModelRunner:
 
     def drop_caches(self) -> None:
         """Give the caches back, and forget every sequence: their KV is gone."""
-        self._table.clear()
-        self._pending = BatchRequest()
+        self.clear_requests()
         self._controller.free(keep_host_memory=self._config.keep_host_memory)
         self._steps = None
+
+    # The host's weight updates through shared memory. As in its GPU worker, the status is told before the host drops
+    # what is queued for this worker, and when weights go away before the caches are gone.
+
+    def clear_requests(self) -> None:
+        """Forget every sequence. Nobody is told: the host's scheduler has to know."""
+        self._table.clear()
+        self._sampling.clear()
+        self._pending = BatchRequest()
+
+    def clear_parameters(self, port: int) -> None:
+        self.drop_weights()
+        self._tell_weights_status(port, CLEARED)
+        self.drop_caches()
+
+    def update_parameters(self, port: int) -> None:
+        self.restore(weights=True, caches=True)
+        self._tell_weights_status(port, NORMAL)
 
     def restore(self, *, weights: bool, caches: bool) -> None:
         """Undo `drop_weights` and `drop_caches`. What is there already stays."""

@@ -48,7 +48,9 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # the host has no types
             copy_faults=os.environ.get(COPY_FAULTS, ""),
             keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         )
-        self.model_runner = CpuModelRunner(config, sender, stats_directory=log_directory())
+        self.model_runner = CpuModelRunner(
+            config, sender, stats_directory=log_directory(), tell_weights_status=_tell_weights_status
+        )
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
     def load_model(self) -> None:
@@ -68,13 +70,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # the host has no types
     def initialize_cache(self, num_gpu_blocks: int) -> None:
         self.model_runner.create_caches(int(num_gpu_blocks))
         # Kept: collecting the signal would unmap the memory under its value.
-        self._cache_ready = IPCSignal(
-            name="cache_ready_signal",
-            array=np.zeros([1], dtype=np.int32),
-            dtype=np.int32,
-            suffix=self.parallel_config.local_engine_worker_queue_port,
-            create=False,
-        )
+        self._cache_ready = _signal("cache_ready_signal", self.parallel_config.local_engine_worker_queue_port)
         self._cache_ready.value[self.local_rank] = 1
 
     def graph_optimize_and_warm_up_model(self) -> None:
@@ -106,3 +102,13 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # the host has no types
     def update_weights(self, version: str | None = None, verify_checksum: bool = False) -> None:
         """Control request: read the weights again from the model's directory."""
         self.model_runner.load_weights()
+
+
+def _signal(name: str, port: int) -> Any:
+    """Of the engine with that queue port."""
+    return IPCSignal(name=name, array=np.zeros([1], dtype=np.int32), dtype=np.int32, suffix=port, create=False)
+
+
+def _tell_weights_status(port: int, status: int) -> None:
+    signal = _signal("model_weights_status", port)
+    signal.value[0] = status

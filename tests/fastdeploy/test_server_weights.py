@@ -1,0 +1,195 @@
+"""Weight updates of the host's legacy API (clear_load_weight, update_model_weight) while the cache is in use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import openai
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_random_model, write_random_weights
+
+from .cpu_server import started, wait_until
+from .host_trees import tree
+from .server_workload import NUM_DOCUMENTS, document
+
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+
+NUM_BLOCKS = 24
+FLAGS = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--swap-space", "0.02", "--write-policy", "write_through")
+LONG = 300
+"""Tokens of an answer that takes a while."""
+REFUSED, ENDED = 304, 500
+"""What the API says while weights are not there: to new requests, and to those whose next token it waits for."""
+
+
+@pytest.fixture(scope="module", params=["2.5", "2.6"])
+def release(request):
+    tree(request.param)  # or skip
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(release, tmp_path_factory):
+    """By seed of the weights: the answers of servers that had no other ones, and no cache."""
+    answers = {}
+    flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "256")
+    for seed in (0, 1):
+        directory = tmp_path_factory.mktemp(f"reference{seed}")
+        write_random_weights(write_random_model(directory / "model"), seed=seed)
+        with started(release, directory, *flags, manager=False) as server, server.client() as client:
+            answers[seed] = all_documents(server, client)
+            assert server.stop() == 0, server.stderr
+    assert answers[0] != answers[1]
+    return answers
+
+
+def all_documents(server, client):
+    return [server.ask(client, document(index)).tokens for index in range(NUM_DOCUMENTS)]
+
+
+@pytest.fixture(scope="module")
+def server(release, expected, tmp_path_factory):
+    """Starts when the others have ended: each looks for files that it left behind."""
+    environment = {"FD_ENABLE_V1_UPDATE_WEIGHTS": "0"}
+    flags = (*FLAGS, "--dynamic-load-weight")
+    with started(release, tmp_path_factory.mktemp("server"), *flags, environment=environment) as running:
+        yield running
+        assert running.stop() == 0, running.stderr
+
+
+@pytest.fixture
+def client(server):
+    with server.client() as openai_client:
+        yield openai_client
+
+
+@pytest.fixture(autouse=True)
+def old_weights(server):
+    """Each test begins with those of seed 0, and leaves a server that is well."""
+    update_to(server, 0)
+    yield
+    assert httpx.get(f"{server.url}/health", timeout=30).status_code == httpx.codes.OK
+    wait_until(lambda: is_idle(server), "all device blocks to be free or evictable")
+
+
+def is_idle(server):
+    metrics = server.metrics()
+    return metrics["device_free_blocks"] + metrics["device_evictable_blocks"] == NUM_BLOCKS
+
+
+def legacy(server, name):
+    reply = httpx.get(f"{server.url}/{name}", timeout=120)
+    assert reply.status_code == httpx.codes.OK, reply.text
+
+
+def update_to(server, seed):
+    legacy(server, "clear_load_weight")
+    write_random_weights(server.model, seed=seed)
+    legacy(server, "update_model_weight")
+
+
+def test_nothing_computed_with_old_weights_is_used_with_new_ones(server, client, expected):
+    for _ in range(2):
+        assert all_documents(server, client) == expected[0]
+    before = server.worker_stats()
+    assert min(before["blocks_to_host"], before["blocks_to_device"]) > 0
+    update_to(server, 1)
+    new = [server.ask(client, document(index)) for index in range(NUM_DOCUMENTS)]
+    assert [answer.cached_tokens for answer in new] == [0] * NUM_DOCUMENTS
+    assert [answer.tokens for answer in new] == expected[1]
+    again = [server.ask(client, document(index)) for index in range(NUM_DOCUMENTS)]
+    assert min(answer.cached_tokens for answer in again) > 0
+    assert [answer.tokens for answer in again] == expected[1]
+
+
+def test_while_weights_are_away_requests_are_refused_and_the_server_is_not_ended(server, client, expected):
+    legacy(server, "clear_load_weight")
+    legacy(server, "clear_load_weight")
+    with pytest.raises(openai.APIStatusError) as refused:
+        server.ask(client, document(0))
+    assert refused.value.status_code == REFUSED
+    write_random_weights(server.model, seed=1)
+    legacy(server, "update_model_weight")
+    legacy(server, "update_model_weight")
+    assert server.ask(client, document(0)).tokens == expected[1][0]
+
+
+@dataclass
+class Long:
+    """A long answer, with what it takes to continue it from anywhere."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+def ask_long(client, messages, max_tokens=LONG, **options):
+    extra = {"return_token_ids": True, "min_tokens": max_tokens, **options}
+    reply = client.chat.completions.create(
+        model="tiny", messages=messages, temperature=0, top_p=0, max_tokens=max_tokens, extra_body=extra
+    )
+    message = reply.choices[0].message
+    return Long(list(message.prompt_token_ids), list(message.completion_token_ids))
+
+
+def test_requests_that_run_end(server, client, expected):
+    """The API ends those that it looks at while weights are away; others go on, from some token on with new weights.
+    That all of them end in the scheduler is looked at after each test.
+    """
+    indices = range(4)
+    old = [ask_long(client, document(index)) for index in indices]
+    with ThreadPoolExecutor(len(indices)) as pool:
+        answers = [pool.submit(ask_long, client, document(index)) for index in indices]
+        wait_until(lambda: not is_idle(server), "requests to run")
+        update_to(server, 1)
+        assert all_documents(server, client) == expected[1]
+        for before, answer in zip(old, answers, strict=True):
+            if (error := answer.exception()) is not None:
+                assert isinstance(error, openai.APIStatusError)
+                assert error.status_code == ENDED
+            else:
+                assert_continues(client, before, answer.result())
+
+
+def assert_continues(client, old, mixed):
+    """From where it differs, it is what the weights of now say."""
+    pairs = zip(old.tokens, mixed.tokens, strict=True)
+    same = next((index for index, (one, other) in enumerate(pairs) if one != other), LONG - 1)
+    rest = ask_long(client, [], max_tokens=LONG - same, prompt_token_ids=old.prompt + mixed.tokens[:same])
+    assert rest.tokens == mixed.tokens[same:]
+
+
+def test_several_updates_while_requests_come_all_the_time(server, client, expected):
+    done, answered, refused = threading.Event(), [], []
+
+    def keep_asking(offset):
+        while not done.is_set():
+            for index in range(offset, NUM_DOCUMENTS, 4):
+                try:
+                    answered.append(server.ask(client, document(index)).tokens)
+                except openai.APIStatusError as error:
+                    refused.append(error.status_code)
+                    time.sleep(0.05)
+                except openai.APIConnectionError:  # its 304 has a body, which spoils the connection
+                    time.sleep(0.05)
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(keep_asking, offset) for offset in range(4)]
+        try:
+            for seed in (1, 0, 1):
+                before = len(answered)
+                update_to(server, seed)
+                assert all_documents(server, client) == expected[seed]
+                wait_until(lambda count=before: len(answered) > count + 20, "answers", 60)
+                assert all_documents(server, client) == expected[seed]
+        finally:
+            done.set()
+        for each in asking:
+            each.result()
+    assert REFUSED in refused
+    assert set(refused) <= {REFUSED, ENDED}
+    assert server.worker_stats()["failed_transfers"] == 0
