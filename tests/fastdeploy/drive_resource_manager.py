@@ -198,6 +198,9 @@ def random_prompt(rng):
 def main(seed, steps, host_blocks, policy):
     rng = random.Random(f"{seed} {host_blocks} {policy}")
     drive = Drive(rng, make_manager(28, host_blocks, policy))
+    cache = drive.manager.config.cache_config
+    assert drive.cache.launch_cache_manager(cache, 1, ["0"], "127.0.0.1", 0, "", False) == []
+    assert drive.cache.updates is None, "without --dynamic-load-weight nothing watches for weight updates"
     for number in range(steps):
         action = rng.random()
         if action < 0.4:

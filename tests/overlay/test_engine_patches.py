@@ -171,3 +171,15 @@ def test_requests_pass_through_pause():
     request = object()
     assert engine_patches.control_with_request(_control_pause, None, (request,), {}) is request
     assert engine_patches.control_with_request(_control_pause, None, (), {"control_request": request}) is request
+
+
+@pytest.mark.parametrize(
+    ("load_config", "watched"),
+    [
+        (None, False),
+        (SimpleNamespace(dynamic_load_weight=False), False),
+        (SimpleNamespace(dynamic_load_weight=True), True),
+    ],
+)
+def test_weight_updates_are_watched_for_only_where_they_can_happen(load_config, watched):
+    assert engine_patches.loads_weights_dynamically(load_config) is watched
