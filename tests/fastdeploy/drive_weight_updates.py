@@ -58,7 +58,7 @@ def main(seed, updates, policy):
         if world.queue.num_dropped == 0:  # an update that catches a queued batch is rare: go on until there was one
             world.num_updates = max(world.num_updates, 1)
         world.step()
-        assert world.num_steps < 20_000 * updates, f"lost: {sorted(drive.requests)}"
+        assert world.num_steps < 20_000 * (updates + world.num_updated), f"lost: {sorted(drive.requests)}"
     drive.cache.manager.check_idle()
     for name, output in drive.outputs.items():
         tokens = list(prompts[name])
