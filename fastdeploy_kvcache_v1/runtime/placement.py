@@ -135,7 +135,7 @@ def pages_by_node(address: int, maps: Path = NUMA_MAPS) -> dict[int, int]:
 def _mappings(maps: Path) -> Iterator[tuple[int, list[str]]]:
     """Start and fields of each mapping of this process, in order of address."""
     try:
-        lines = maps.read_text(encoding="utf-8").splitlines()
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:

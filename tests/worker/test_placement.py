@@ -89,6 +89,12 @@ def test_pages_of_a_mapping_are_counted_by_node(tmp_path):
     assert pages_by_node(0x7F0000000000, tmp_path / "missing") == {}
 
 
+def test_names_of_files_in_another_encoding_do_no_harm(tmp_path):
+    maps = tmp_path / "numa_maps"
+    maps.write_bytes(b"1000 default file=/mod\xe8le/libx.so mapped=7 N0=7\n2000 prefer:1 anon=2 N1=2\n")
+    assert pages_by_node(0x2000, maps) == {1: 2}
+
+
 class Machine:
     """Two nodes, and what is asked of it."""
 
