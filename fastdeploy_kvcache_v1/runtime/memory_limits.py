@@ -15,12 +15,13 @@ class _Names(NamedTuple):
 
     limit: str
     used: str
-    cached: str
-    """In `memory.stat`: file cache that the kernel would give back."""
+    cached: tuple[str, str]
+    """In `memory.stat`: file cache, which the kernel gives back before it kills. The weights of a model that several
+    ranks have read are active there."""
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def room() -> int | None:
@@ -51,6 +52,7 @@ def _room(group: Path, names: _Names) -> int | None:
         limit = group.joinpath(names.limit).read_text().strip()
         used = int(group.joinpath(names.used).read_text())
         stat = dict(line.split() for line in group.joinpath("memory.stat").read_text().splitlines())
-        return None if limit == "max" else max(0, int(limit) - used + int(stat[names.cached]))
+        cached = sum(int(stat[name]) for name in names.cached)
+        return None if limit == "max" else max(0, int(limit) - used + cached)
     except (OSError, ValueError, KeyError):
         return None

@@ -5,21 +5,23 @@ import pytest
 from fastdeploy_kvcache_v1.runtime import base, memory_limits
 
 ABUNDANT = 1 << 62
-V1, V2 = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), ("max", "current", "inactive_file")
+V1, V2 = ("limit_in_bytes", "usage_in_bytes", "total_"), ("max", "current", "")
 
 
 @pytest.fixture
 def groups(tmp_path, monkeypatch):
-    """Makes control groups: `groups(membership, {directory: (names, limit, used, cached)})`."""
+    """Makes control groups: `groups(membership, {directory: (names, limit, used, inactive, active)})`."""
 
     def make(membership, limits):
         tmp_path.joinpath("self").write_text(membership)
-        for directory, ((limit, used, cached), *values) in limits.items():
+        for directory, ((limit, used, prefix), *values) in limits.items():
             group = tmp_path / "cgroup" / directory
             group.mkdir(parents=True, exist_ok=True)
             group.joinpath(f"memory.{limit}").write_text(f"{values[0]}\n")
             group.joinpath(f"memory.{used}").write_text(f"{values[1]}\n")
-            group.joinpath("memory.stat").write_text(f"anon 7000\n{cached} {values[2]}\n")
+            group.joinpath("memory.stat").write_text(
+                f"anon 7000\n{prefix}inactive_file {values[2]}\n{prefix}active_file {sum(values[3:])}\n"
+            )
 
     monkeypatch.setattr(memory_limits, "CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(memory_limits, "MEMBERSHIP", tmp_path / "self")
@@ -30,6 +32,7 @@ def groups(tmp_path, monkeypatch):
     ("membership", "limits", "room"),
     [
         ("0::/\n", {"": (V2, 10000, 9000, 1500)}, 2500),
+        ("0::/\n", {"": (V2, 10000, 9000, 1500, 4000)}, 6500),
         ("0::/\n", {"": (V2, "max", 9000, 1500)}, None),
         ("0::/\n", {"": (V2, 5000, 9000, 0)}, 0),
         ("0::/a/b\n", {"a/b": (V2, 700, 300, 0), "a": (V2, "max", 300, 0)}, 400),
