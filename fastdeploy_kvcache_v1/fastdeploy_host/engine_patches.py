@@ -31,6 +31,7 @@ class HostedPrefixCache(PrefixCacheAdapter):
     cache_ready_signal = NoSignal()
 
     def __init__(self, config: Any) -> None:
+        swap_space.require_host_memory(config)
         from fastdeploy.metrics.metrics import main_process_metrics
 
         cache = config.cache_config

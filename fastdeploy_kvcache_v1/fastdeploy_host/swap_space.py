@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from ..runtime.base import free_host_memory, require
 from .backends import DSA, MLA, make_backend
 
 logger = logging.getLogger(__name__)
@@ -128,6 +129,20 @@ def size_host_tier(config: Any, attention_backend: str) -> None:
         model = cached_model(config, attention_backend)
         cache.num_cpu_blocks = num_host_blocks(cache.swap_space, model.block_bytes, model.num_ranks)
         cache.host_block_bytes = model.block_bytes
+
+
+def require_host_memory(config: Any) -> None:
+    """Raises `ConfigError` when the tensor-parallel ranks of this machine cannot have their blocks all at once.
+
+    Each of them asks for its own part only, and they do it at the same time: what is free would be enough for every one
+    of them, and the system would then kill some.
+    """
+    cache = config.cache_config
+    if cache.host_block_bytes is None or not cache.enable_prefix_caching:
+        return
+    num_ranks = min(config.parallel_config.tensor_parallel_size, config.max_chips_per_node)
+    needed = cache.num_cpu_blocks * cache.host_block_bytes * num_ranks
+    require(f"--swap-space on the {num_ranks} ranks of this machine", needed, free_host_memory())
 
 
 def describe(gib: float, num_blocks: int, block_bytes: int, num_ranks: int) -> str:

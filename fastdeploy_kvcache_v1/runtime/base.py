@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 
 from ..errors import ConfigError, LayerSwapTimeoutError, TransferError
 from ..ops import HostBuffer
+from . import memory_limits
 
 GIB = 1 << 30
-
-CGROUP = Path("/sys/fs/cgroup")
-"""Where cgroup v2 shows a container its own limits."""
 
 
 class Event(ABC):
@@ -137,21 +134,12 @@ def describe(error: BaseException) -> str:
 
 
 def free_host_memory() -> int:
-    """Bytes this process can still get: free memory of the machine, or less where a container's limit is lower.
-
-    Of a container's use, the file cache that the kernel would give back does not count.
-    """
+    """Bytes this process can still get: free memory of the machine, or less where a limit on it is lower."""
     import psutil  # here, so that only a worker that allocates needs it
 
     free: int = psutil.virtual_memory().available
-    try:
-        limit = CGROUP.joinpath("memory.max").read_text().strip()
-        used = int(CGROUP.joinpath("memory.current").read_text())
-        stat = dict(line.split() for line in CGROUP.joinpath("memory.stat").read_text().splitlines())
-        cached = int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return free  # no cgroup v2 here: the machine's own figure is all there is
-    return free if limit == "max" else min(free, max(0, int(limit) - used + cached))
+    left = memory_limits.room()
+    return free if left is None else min(free, left)
 
 
 def require(what: str, needed: int, free: int) -> None:

@@ -89,13 +89,23 @@ def touch(memory: ByteRows, cpus: Set[int] = frozenset()) -> None:
     num_threads = min(len(chunks), MAX_THREADS, len(cpus or os.sched_getaffinity(0)))
     started = time.monotonic()
     report_at, touched = started + REPORT_EVERY_S, 0
-    with ThreadPoolExecutor(num_threads, "host-pages", initializer=_run_on, initargs=(cpus,)) as threads:
+    with _page_threads(num_threads, cpus) as threads:
         for done in as_completed([threads.submit(_touch, chunk) for chunk in chunks]):
             touched += done.result()
             if time.monotonic() >= report_at:
                 report_at += REPORT_EVERY_S
                 logger.info("host memory: %d of %d MiB are there", touched >> 20, memory.size >> 20)
     logger.info("host memory: %d MiB in %.1f s", memory.size >> 20, time.monotonic() - started)
+
+
+@contextlib.contextmanager
+def _page_threads(num_threads: int, cpus: Set[int]) -> Iterator[ThreadPoolExecutor]:
+    """Whoever interrupts does not wait for pages that nobody has begun with."""
+    threads = ThreadPoolExecutor(num_threads, "host-pages", initializer=_run_on, initargs=(cpus,))
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def _run_on(cpus: Set[int]) -> None:
@@ -135,7 +145,7 @@ def pages_by_node(address: int, maps: Path = NUMA_MAPS) -> dict[int, int]:
 def _mappings(maps: Path) -> Iterator[tuple[int, list[str]]]:
     """Start and fields of each mapping of this process, in order of address."""
     try:
-        lines = maps.read_text(encoding="utf-8").splitlines()
+        lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:

@@ -163,6 +163,46 @@ def test_processes_are_found_by_environment_and_by_session(tmp_path):
             process.wait()
 
 
+def test_processes_that_start_during_the_clean_up_end_too(tmp_path, monkeypatch):
+    started = [sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})]
+
+    def look_and_start_another(run_directory):
+        found = processes_of(run_directory)
+        if len(started) < 6:
+            started.append(sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)}))
+        return found
+
+    monkeypatch.setattr(janitor, "processes_of", look_and_start_another)
+    try:
+        assert end_processes(str(tmp_path)) == 6
+        assert not any(psutil.pid_exists(process.pid) for process in started)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+class Vanishing(psutil.Process):
+    """Ends just when somebody asks how it is."""
+
+    def status(self):
+        self.kill()
+        self.wait()
+        raise psutil.NoSuchProcess(self.pid)
+
+
+def test_a_process_that_ends_by_itself_meanwhile_does_not_end_the_janitor(tmp_path, monkeypatch):
+    process = sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})
+    monkeypatch.setattr(janitor, "processes_of", lambda run: [Vanishing(each.pid) for each in processes_of(run)])
+    monkeypatch.setattr(psutil, "wait_procs", lambda processes, timeout: None)
+    try:
+        end_processes(str(tmp_path))
+        wait_until(lambda: processes_of(str(tmp_path)) == [])
+    finally:
+        process.kill()
+        process.wait()
+
+
 FORGETFUL = """
 import sys, time
 from multiprocessing import shared_memory

@@ -7,6 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_host import swap_space
+from fastdeploy_kvcache_v1.fastdeploy_host.engine_patches import HostedPrefixCache
 from fastdeploy_kvcache_v1.fastdeploy_host.swap_space import GIB
 
 BLOCK = 64
@@ -132,6 +133,40 @@ def test_how_the_cache_is_quantized(worker, model, command_line, expected):
     config.quant_config = worker
     config.model_config.quantization_config, config.model_config.quantization = model, command_line
     assert swap_space.kv_cache_quant_type(config) == expected
+
+
+@pytest.fixture
+def engine_config(monkeypatch):
+    """1 GiB is free; 4 GiB are asked for."""
+    monkeypatch.setattr(swap_space, "free_host_memory", lambda: GIB)
+
+    def make(**settings):
+        config = fd_config(GQA, ranks=4, swap=4.0, enable_prefix_caching=True)
+        swap_space.size_host_tier(config, "APPEND_ATTN")
+        config.max_chips_per_node = 8
+        for name, value in settings.items():
+            setattr(config if name == "max_chips_per_node" else config.cache_config, name, value)
+        return config
+
+    return make
+
+
+def test_memory_for_all_ranks_at_once_is_asked_for_before_there_are_any(engine_config):
+    with pytest.raises(
+        ConfigError, match=r"--swap-space on the 4 ranks of this machine needs 4\.00 GiB but only 1\.00"
+    ):
+        HostedPrefixCache(engine_config())
+
+
+def test_ranks_of_other_machines_have_memory_of_their_own(engine_config):
+    with pytest.raises(ConfigError, match=r"on the 2 ranks of this machine needs 2\.00 GiB"):
+        swap_space.require_host_memory(engine_config(max_chips_per_node=2))
+    swap_space.require_host_memory(engine_config(max_chips_per_node=1))
+
+
+@pytest.mark.parametrize("settings", [{"host_block_bytes": None}, {"enable_prefix_caching": False}])
+def test_no_memory_is_asked_for_where_ranks_take_none_or_nobody_sized_it(engine_config, settings):
+    swap_space.require_host_memory(engine_config(**settings))
 
 
 def test_the_log_says_what_was_asked_and_what_it_bought():

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import mmap
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -87,6 +88,36 @@ def test_pages_of_a_mapping_are_counted_by_node(tmp_path):
     assert pages_by_node(0x7F0000000000, maps) == pages_by_node(0x7F0000001000, maps) == {0: 3, 1: 7}
     assert pages_by_node(0x7F0000100000, maps) == {}
     assert pages_by_node(0x7F0000000000, tmp_path / "missing") == {}
+
+
+def test_names_of_files_in_another_encoding_do_no_harm(tmp_path):
+    maps = tmp_path / "numa_maps"
+    maps.write_bytes(b"1000 default file=/mod\xe8le/libx.so mapped=7 N0=7\n2000 prefer:1 anon=2 N1=2\n")
+    assert pages_by_node(0x2000, maps) == {1: 2}
+
+
+def test_an_interrupt_does_not_wait_for_all_pages(monkeypatch):
+    touched, gate = [], threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            gate.set()
+            super().shutdown(wait=wait)
+
+    def touch_and_interrupt(chunk):
+        touched.append(chunk)
+        if len(touched) == 1:
+            raise KeyboardInterrupt
+        gate.wait()
+
+    monkeypatch.setattr(placement, "CHUNK", PAGE)
+    monkeypatch.setattr(placement, "MAX_THREADS", 1)
+    monkeypatch.setattr(placement, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(placement, "_touch", touch_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        touch(np.zeros(50 * PAGE, np.uint8))
+    assert len(touched) <= 2
 
 
 class Machine:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
-from fastdeploy_kvcache_v1.runtime import CpuRuntime, base
+from fastdeploy_kvcache_v1.runtime import CpuRuntime
 from tests.worker.worker_fakes import LIMIT_S, Gates
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
@@ -211,18 +211,6 @@ def test_stream_time_between_events(runtime):
     second.wait(LIMIT_S)
     assert second.seconds_since(first) >= 0.0
     assert second.seconds_since(second) == 0.0
-
-
-def test_free_memory_respects_the_limit_of_a_container(tmp_path, monkeypatch):
-    monkeypatch.setattr(base, "CGROUP", tmp_path)
-    unlimited = base.free_host_memory()
-    assert unlimited > 0
-    tmp_path.joinpath("memory.current").write_text("9000\n")
-    tmp_path.joinpath("memory.stat").write_text("anon 7000\ninactive_file 1500\n")
-    tmp_path.joinpath("memory.max").write_text("10000\n")
-    assert base.free_host_memory() == 2500
-    tmp_path.joinpath("memory.max").write_text("max\n")
-    assert base.free_host_memory() > 2500
 
 
 @pytest.mark.parametrize(("device", "host", "name"), [(1 << 60, 0, "device cache"), (0, 1 << 60, "swap space")])

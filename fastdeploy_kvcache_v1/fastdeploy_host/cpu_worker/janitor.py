@@ -10,6 +10,7 @@ Python's resource trackers, which run beside the processes that made them and ou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -100,20 +101,27 @@ def end_processes(run_directory: str) -> int:
 
 def _kill(run_directory: str, *, trackers: bool) -> int:
     count, deadline = 0, time.monotonic() + KILL_TIMEOUT_S
+    spared: set[psutil.Process] = set()  # a tracker that is about to end cannot be told from others any more
     while time.monotonic() < deadline:
-        processes = [each for each in processes_of(run_directory) if trackers or not _is_tracker(each)]
+        living = {process for process in processes_of(run_directory) if _is_living(process)}
+        spared.update(() if trackers else filter(_is_tracker, living))
+        processes = living - spared
         if not processes:
             break
         count += len(processes)
         for process in processes:
-            try:
+            with contextlib.suppress(psutil.Error):
                 process.kill()
-            except psutil.Error:
-                continue
         psutil.wait_procs(processes, timeout=1.0)
-        if all(process.status() == psutil.STATUS_ZOMBIE for process in processes if process.is_running()):
-            break  # their parent has not looked yet
     return count
+
+
+def _is_living(process: psutil.Process) -> bool:
+    """Not gone, and not a zombie, which only its parent can end."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _is_tracker(process: psutil.Process) -> bool:
