@@ -32,7 +32,7 @@ UNHEALTHY_S = 60.0
 """The server is ended when it has not been healthy for so long."""
 GRACE_S = 10.0
 """How long the server may take to end by itself before it is killed."""
-JANITOR_TIMEOUT_S = 30.0
+JANITOR_TIMEOUT_S = 60.0
 
 EXIT_OK = 0
 EXIT_FAILED = 1
