@@ -56,8 +56,8 @@ class HostedPrefixCache(PrefixCacheAdapter):
         """Of the legacy API, once the cache service is launched; None where they cannot happen."""
         self.epoch = 0
         """The weight update after which requests last started again. The schedule loop's own."""
-        self._may_update_weights = bool(cache.enable_prefix_caching) and loads_weights_dynamically(config.load_config)
         self._num_ranks_here = int(config.worker_num_per_node)
+        self._may_update_weights = config.load_config is not None and bool(config.load_config.dynamic_load_weight)
         if cache.host_block_bytes is not None:
             _log_host_tier(cache, config.parallel_config.tensor_parallel_size)
 
@@ -74,7 +74,8 @@ class HostedPrefixCache(PrefixCacheAdapter):
         """Starts no process: workers copy blocks themselves. Returns the empty list of processes."""
         from fastdeploy import envs
 
-        if self._may_update_weights and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS and self.updates is None:
+        is_legacy = self._may_update_weights and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS
+        if cache_config.enable_prefix_caching and is_legacy and self.updates is None:
             port = engine_worker_queue_port
             self.updates = WeightUpdates(
                 self,
@@ -87,11 +88,6 @@ class HostedPrefixCache(PrefixCacheAdapter):
             )
             self.updates.start()
         return []
-
-
-def loads_weights_dynamically(load_config: Any | None) -> bool:
-    """Whether the API server and the workers follow the signals of weight updates at all."""
-    return load_config is not None and bool(load_config.dynamic_load_weight)
 
 
 def _log_host_tier(cache: Any, num_ranks: int) -> None:

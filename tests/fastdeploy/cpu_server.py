@@ -199,8 +199,9 @@ def _names(directory: Path) -> set[str]:
 
 
 def _in_use() -> set[Path]:
-    """Files that some process has open or mapped."""
-    used = set()
+    """Files that some process has open or mapped, or sockets that it is bound to."""
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    used = {Path(line.split(maxsplit=7)[7]) for line in sockets if "/" in line}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
             used |= {

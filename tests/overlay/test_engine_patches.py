@@ -2,14 +2,17 @@
 
 import argparse
 import asyncio
+import sys
 from dataclasses import asdict, dataclass, fields
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_host import config_patches, engine_patches, settings
+from fastdeploy_kvcache_v1.fastdeploy_host import config_patches, engine_patches, metrics, settings
+
+from .fake_scheduler import FakeGauge
 
 
 @pytest.fixture(autouse=True)
@@ -173,13 +176,78 @@ def test_requests_pass_through_pause():
     assert engine_patches.control_with_request(_control_pause, None, (), {"control_request": request}) is request
 
 
+class FakeSignal:
+    """A FAKE IPCSignal that notes who opens what."""
+
+    opened = None
+
+    def __init__(self, name, array, dtype, suffix, create):
+        assert not create
+        self.opened.append((name, len(array), suffix))
+        self.value = array
+
+
+@pytest.fixture
+def fake_fastdeploy(monkeypatch):
+    """The modules of FastDeploy that the cache manager asks inside a host. Returns its `envs`."""
+    envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
+    gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
+    modules = {
+        "fastdeploy": {"envs": envs},
+        "fastdeploy.metrics": {},
+        "fastdeploy.metrics.metrics": {
+            "main_process_metrics": SimpleNamespace(**{name: FakeGauge() for name in gauges.split()})
+        },
+        "fastdeploy.inter_communicator": {"IPCSignal": FakeSignal},
+    }
+    for name, members in modules.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(metrics, "_registered", lambda: ({}, {}))
+    monkeypatch.setattr(settings, "export", lambda *_: None)
+    monkeypatch.setattr(FakeSignal, "opened", [])
+    return envs
+
+
+def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
+    """The cache manager of an engine that has launched its cache service."""
+    cache = SimpleNamespace(
+        **{"write_policy": "write_back", "write_through_threshold": 2, "host_block_bytes": None, "block_size": 4},
+        **{"total_block_num": 8, "num_cpu_blocks": host_blocks, "enable_prefix_caching": caching},
+        disable_chunked_mm_input=False,
+    )
+    load = SimpleNamespace(dynamic_load_weight=dynamic)
+    config = SimpleNamespace(cache_config=cache, load_config=load, worker_num_per_node=ranks_here)
+    manager = engine_patches.HostedPrefixCache(config)
+    assert manager.launch_cache_manager(cache, ranks, "0", "127.0.0.1", 77, None, False) == []
+    if manager.updates is not None:
+        manager.updates.stop()
+    return manager
+
+
+class FakeResourceManager:
+    def __init__(self, cache):
+        self.cache_manager, self.batch = cache, []
+
+
 @pytest.mark.parametrize(
-    ("load_config", "watched"),
-    [
-        (None, False),
-        (SimpleNamespace(dynamic_load_weight=False), False),
-        (SimpleNamespace(dynamic_load_weight=True), True),
-    ],
+    ("dynamic", "caching", "v1"), [(False, True, False), (True, False, False), (True, True, True), (False, True, True)]
 )
-def test_weight_updates_are_watched_for_only_where_they_can_happen(load_config, watched):
-    assert engine_patches.loads_weights_dynamically(load_config) is watched
+def test_where_no_legacy_update_can_happen_nobody_looks_for_one(fake_fastdeploy, dynamic, caching, v1):
+    """No thread, no shared memory, and the host's own batch object goes to the queue."""
+    fake_fastdeploy.FD_ENABLE_V1_UPDATE_WEIGHTS = v1
+    manager = launched(dynamic=dynamic, caching=caching)
+    assert (manager.updates, FakeSignal.opened) == (None, [])
+    instance = FakeResourceManager(manager)
+    tasks, errors = engine_patches.schedule(lambda: (instance.batch, []), instance, (), {})
+    assert (tasks is instance.batch, errors) == (True, [])
+
+
+@pytest.mark.parametrize(("host_blocks", "ranks_here", "heartbeats"), [(4, 8, 2), (0, 1, 1)])
+def test_where_one_can_happen_its_signals_are_looked_at(fake_fastdeploy, host_blocks, ranks_here, heartbeats):
+    manager = launched(dynamic=True, host_blocks=host_blocks, ranks_here=ranks_here)
+    expected = [("model_weights_status", 1), ("prefix_tree_status", 1), ("worker_healthy_live_signal", heartbeats)]
+    expected += [("kv_cache_status", 1)] if host_blocks else []
+    assert FakeSignal.opened == [(*each, 77) for each in expected]
+    assert manager.updates.enter() == 0
