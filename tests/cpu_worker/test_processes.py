@@ -329,3 +329,17 @@ def test_a_server_without_weights_is_not_ended(tmp_path, monkeypatch, status, is
     server.wait()
     assert ("ended (status 0)" in reason) == is_wanted
     assert ("not been healthy" in reason) != is_wanted
+
+
+@pytest.mark.parametrize(("grows_for_s", "ready_at"), [(0.0, 1.0), (0.5, 1.6), (1e9, 20.0)])
+def test_ready_is_told_when_no_more_processes_appear(monkeypatch, grows_for_s, ready_at):
+    now = 0.0
+
+    def sleep(seconds):
+        nonlocal now
+        now = round(now + seconds, 3)
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    supervisor.wait_settled(lambda: min(now, grows_for_s))
+    assert now == pytest.approx(ready_at, abs=supervisor.POLL_S)
+    assert now >= min(grows_for_s + supervisor.SETTLED_S, supervisor.SETTLE_LIMIT_S) - 0.01

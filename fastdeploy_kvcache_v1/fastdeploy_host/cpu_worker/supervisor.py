@@ -11,10 +11,12 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from ...errors import ConfigError
 from ..weight_updates import CLEARED as WEIGHTS_CLEARED
@@ -28,6 +30,8 @@ PACKAGE = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker"
 POLL_S = 0.2
 HEALTH_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
+SETTLED_S = 1.0
+SETTLE_LIMIT_S = 20.0
 UNHEALTHY_S = 60.0
 """The server is ended when it has not been healthy for so long."""
 GRACE_S = 10.0
@@ -73,6 +77,7 @@ def _serve(settings: Settings, run_directory: Path) -> int:
     try:
         reason = _wait_ready(settings, server)
         if reason is None:
+            wait_settled(lambda: _num_processes(server))
             manager = "this package's cache manager" if settings.uses_our_manager else "FastDeploy's cache manager"
             print(f"FastDeploy on the CPU, with {manager}: {settings.url} (logs: {settings.log_directory})", flush=True)
             reason = _watch(settings, server)
@@ -136,6 +141,27 @@ def _wait_ready(settings: Settings, server: subprocess.Popen[bytes]) -> str | No
             return f"FastDeploy's server was not ready after {settings.start_timeout_s:g} s (--start-timeout)"
         time.sleep(POLL_S)
     return None
+
+
+def wait_settled(count: Callable[[], int]) -> None:
+    """Until `count`, of the server's processes, stops changing, within bounds.
+
+    The first API process answers while the server is still forking the others. A request served in that moment could
+    leave one of them with the lock of a log file that a thread of its parent held, and that worker hangs for ever.
+    """
+    deadline = time.monotonic() + SETTLE_LIMIT_S
+    last, unchanged_since = count(), time.monotonic()
+    while time.monotonic() < min(deadline, unchanged_since + SETTLED_S):
+        time.sleep(POLL_S)
+        if (now := count()) != last:
+            last, unchanged_since = now, time.monotonic()
+
+
+def _num_processes(server: subprocess.Popen[bytes]) -> int:
+    try:
+        return len(psutil.Process(server.pid).children(recursive=True))
+    except psutil.Error:  # it has ended: whoever watches it says so
+        return 0
 
 
 def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
