@@ -343,3 +343,24 @@ def test_ready_is_told_when_no_more_processes_appear(monkeypatch, grows_for_s, r
     supervisor.wait_settled(lambda: min(now, grows_for_s))
     assert now == pytest.approx(ready_at, abs=supervisor.POLL_S)
     assert now >= min(grows_for_s + supervisor.SETTLED_S, supervisor.SETTLE_LIMIT_S) - 0.01
+
+
+def test_the_ready_line_waits_until_the_processes_are_all_there(monkeypatch, tmp_path, capsys):
+    events = []
+
+    def settled(count):
+        wait_until(lambda: count() == 1)
+        events.append(("settled", capsys.readouterr().out))
+
+    program = "import subprocess\nwith subprocess.Popen(['sleep', '60']) as child:"
+    program += "\n    try: child.wait()\n    finally: child.kill()"
+    monkeypatch.setattr(supervisor, "_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(supervisor, "_environment", lambda *_: os.environ)
+    monkeypatch.setattr(supervisor, "_model", lambda *_: "")
+    monkeypatch.setattr(supervisor, "_wait_ready", lambda *_: events.append("healthy"))
+    monkeypatch.setattr(supervisor, "wait_settled", settled)
+    monkeypatch.setattr(supervisor, "_watch", lambda *_: "enough")
+    told = SimpleNamespace(log_directory=tmp_path, uses_our_manager=True, url="http://x")
+    assert supervisor._serve(told, tmp_path) == 1
+    assert events == ["healthy", ("settled", "")]
+    assert "http://x" in capsys.readouterr().out

@@ -2,7 +2,22 @@
 
 import os
 
-from .host_trees import COMMAND, VARIABLES
+import pytest
+
+from .host_trees import COMMAND, VARIABLES, tree
+
+
+@pytest.fixture(scope="module", params=["2.5", "2.6"])
+def release(request):
+    tree(request.param)  # or skip
+    return request.param
+
+
+@pytest.fixture
+def client(server):
+    """Of the `server` that the module's own fixture starts."""
+    with server.client() as openai_client:
+        yield openai_client
 
 
 def pytest_terminal_summary(terminalreporter):

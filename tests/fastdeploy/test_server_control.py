@@ -29,12 +29,6 @@ def server(request, tmp_path_factory):
 
 
 @pytest.fixture
-def client(server):
-    with server.client() as openai_client:
-        yield openai_client
-
-
-@pytest.fixture
 def ask(server, client):
     return lambda messages, **options: server.ask(client, messages, **options)
 

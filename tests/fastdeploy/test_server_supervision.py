@@ -21,12 +21,6 @@ pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 BLOCKS = ("--num-gpu-blocks-override", "32")
 
 
-@pytest.fixture(params=["2.5", "2.6"])
-def release(request):
-    tree(request.param)  # or skip
-    return request.param
-
-
 @pytest.fixture
 def starting(release, tmp_path):
     server = CpuServer(release, tmp_path, *FLAGS, *BLOCKS)

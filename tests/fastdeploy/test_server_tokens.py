@@ -3,18 +3,11 @@
 import pytest
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
-from .host_trees import tree
 from .server_workload import NUM_CONVERSATIONS, NUM_DOCUMENTS, TURNS, Workload, document
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 HOST_TIER = ("--swap-space", "0.02")
-
-
-@pytest.fixture(scope="module", params=["2.5", "2.6"])
-def release(request):
-    tree(request.param)  # or skip
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_random_model, write_random_weights
 
 from .cpu_server import started, wait_until
-from .host_trees import tree
 from .server_workload import NUM_DOCUMENTS, document
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
@@ -25,12 +24,6 @@ LONG = 300
 """Tokens of an answer that takes a while."""
 REFUSED, ENDED = 304, 500
 """What the API says while weights are not there: to new requests, and to those whose next token it waits for."""
-
-
-@pytest.fixture(scope="module", params=["2.5", "2.6"])
-def release(request):
-    tree(request.param)  # or skip
-    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +53,6 @@ def server(release, expected, tmp_path_factory):
     with started(release, tmp_path_factory.mktemp("server"), *flags, environment=environment) as running:
         yield running
         assert running.stop() == 0, running.stderr
-
-
-@pytest.fixture
-def client(server):
-    with server.client() as openai_client:
-        yield openai_client
 
 
 @pytest.fixture(autouse=True)

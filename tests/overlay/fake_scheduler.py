@@ -225,3 +225,16 @@ class FakeScheduler:
             self.step()
             limit -= 1
             assert limit, "the scheduler makes no progress"
+
+
+def serve(scheduler, *prompts, max_tokens=4):
+    """Serve each alone; returns how many tokens of each were cached."""
+    cached = []
+    for tokens in prompts:
+        task = FakeTask(f"r{id(tokens)}", tokens, max_tokens)
+        scheduler.add(task)
+        scheduler.step()
+        cached.append(task.prefill_start_index)
+        scheduler.run_dry()
+        scheduler.cache.check()
+    return cached
