@@ -6,7 +6,7 @@ reused, whole runs at a time, so that neighbouring slots tend to stay together (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Generic, TypeVar
 
@@ -57,13 +57,24 @@ class BlockPool(Generic[Slot]):
         if slots and not 0 <= min(slots) <= max(slots) < self._size:
             raise BlockPoolError(f"{self.level} pool: freed slots outside 0..{self._size - 1}")
         owned = self._owned
-        for done, slot in enumerate(slots):
+        rest = iter(slots)
+        for slot in rest:
             if not owned[slot]:
-                for freed in slots[:done]:
+                for freed in slots[: len(slots) - 1 - len(list(rest))]:
                     owned[freed] = 1
                 raise BlockPoolError(f"{self.level} pool: freed slot {slot}, which is not allocated or named twice")
             owned[slot] = 0
         self._free.extend(reversed(slots))
+
+    def keep_only(self, slots: Iterable[Slot]) -> None:
+        """Free everything but `slots`. Raises `BlockPoolError`, changing nothing, if one is not allocated. O(size)."""
+        kept = bytearray(self._size)
+        for slot in slots:
+            if not 0 <= slot < self._size or not self._owned[slot]:
+                raise BlockPoolError(f"{self.level} pool: slot {slot} cannot be kept, it is not allocated")
+            kept[slot] = 1
+        self._owned = kept
+        self._free = list(compress(range(self._size - 1, -1, -1), (not owned for owned in reversed(kept))))
 
     def allocated_slots(self) -> frozenset[int]:
         """Every slot somebody owns; O(size), for checks."""

@@ -6,8 +6,9 @@ now matchable) -> `finish`, or `preempt`, or `release` when it was not scheduled
 then the forward pass. That order is why an evicted device slot may be used again at once, and why a host slot that an
 open copy reads or fills may not: its run stays pinned, or open, until the step is taken.
 
-Every public method takes one lock, is atomic, and costs O(the request's own blocks), independent of the cache's size,
-unless it says otherwise.
+Every public method takes one lock and is atomic. Unless it says otherwise it costs O(blocks it adds + runs of the
+request's prefix), independent of the cache's size and of the length of the prefix: blocks cached together are one run,
+and a conversation of any number of turns is a few (see `run.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ from .request_table import RequestTable
 from .residency import Residency
 from .tiering import Tiering
 
+SWEPT_PER_STEP = 512
+"""Forgotten runs that a step takes apart after a reset, some 0.3 ms of work."""
+
 
 class CacheManager:
     """See the module's text. Thread-safe."""
@@ -54,23 +58,24 @@ class CacheManager:
         self._host_pool = HostBlockPool(config.num_host_blocks)
         self._residency = Residency(self._device_pool, self._host_pool, self._events)
         self._tree = RadixTree(self._residency)
-        self._tiering = Tiering(config, self._tree, self._residency, self._device_pool, self._host_pool, self._counters)
-        self._requests = RequestTable(
-            config, self._tree, self._residency, self._tiering, self._device_pool, self._counters
-        )
+        self._tiering = Tiering(config, self._tree, self._residency, self._counters)
+        self._requests = RequestTable(config, self._tree, self._tiering, self._counters)
         self._lent = LentSlots()
 
     # ---- the life of a request
 
-    def match_prefix(self, request_id: str, sequence: BlockHashes, *, max_blocks: int | None = None) -> MatchResult:
+    def match_prefix(
+        self, request_id: str, sequence: BlockHashes, *, max_blocks: int | None = None, resumed: bool = False
+    ) -> MatchResult:
         """Find and pin the longest cached prefix of `sequence`, at most all blocks before its last token (and, when
         given, at most `max_blocks`).
 
-        The manager keeps `sequence` and reads its growing hashes in `commit`. Raises `CacheStateError` if the request
-        is already known: release, preempt or finish it first.
+        The manager keeps `sequence` and reads its growing hashes in `commit`. `resumed` says that the request computed
+        before and was preempted: what it finds is its own work, is counted apart and is no reason for a backup.
+        Raises `CacheStateError` if the request is already known: release, preempt or finish it first.
         """
         with self._lock:
-            return self._requests.match(request_id, sequence, max_blocks)
+            return self._requests.match(request_id, sequence, max_blocks, resumed=resumed)
 
     def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
         """Grow the request's block table to hold `num_tokens` tokens. Atomic: `NoSpace` changes nothing.
@@ -81,17 +86,16 @@ class CacheManager:
         with self._lock:
             return self._requests.allocate(request_id, num_tokens)
 
-    def commit(self, request_id: str, num_computed_tokens: int, *, in_flight: bool = False) -> None:
+    def commit(self, request_id: str, num_computed_tokens: int) -> None:
         """Make the full blocks among the first `num_computed_tokens` tokens matchable.
 
-        Their KV must have been written. With `in_flight` it is written by the step being scheduled now: the blocks
-        become matchable, and are backed up, only after `take_swap_step` has closed that step. The newest token of the
-        sequence is never counted: a sampled token has no KV yet. Idempotent; fewer tokens than before are ignored.
-        Raises `UnknownRequestError`, or `CacheStateError` for tokens without a block, blocks without a hash, or tokens
-        that cannot have been computed because the step that allocated them has not been taken.
+        Their KV must have been written, or be ordered on the compute stream before every later reader. The newest
+        token of the sequence is never counted: a sampled token has no KV yet. Idempotent; fewer tokens than before are
+        ignored. Raises `UnknownRequestError`, or `CacheStateError` for tokens without a block, blocks without a hash,
+        or tokens that cannot have been computed because the step that allocated them has not been taken.
         """
         with self._lock:
-            self._requests.commit(request_id, num_computed_tokens, in_flight=in_flight)
+            self._requests.commit(request_id, num_computed_tokens)
 
     def finish(self, request_id: str) -> None:
         """The request is done (or aborted): its committed blocks stay cached, everything else is free again.
@@ -99,21 +103,22 @@ class CacheManager:
         Raises `UnknownRequestError`, freeing nothing, when it was finished before.
         """
         with self._lock:
-            self._requests.end(request_id, touch=True)
+            self._requests.end(request_id)
             self._counters.requests_finished += 1
 
     def preempt(self, request_id: str) -> None:
         """Take everything from a running request; it resumes by a new match. Raises `UnknownRequestError`."""
         with self._lock:
-            self._requests.end(request_id, touch=True)
+            self._requests.end(request_id)
             self._counters.requests_preempted += 1
 
     def release(self, request_id: str) -> None:
-        """Undo the match (and allocation) of a request that was not scheduled: pins, hits and LRU order as before.
+        """Undo the match (and allocation) of a request that was not scheduled: pins and LRU order as before.
 
         Only blocks that an eviction had to pass over meanwhile are the most recently used ones now. Swap-ins planned
-        for it alone are cancelled. Raises `UnknownRequestError`, or `CacheStateError` if it has committed blocks:
-        finish or preempt it then.
+        for it alone are cancelled, unless blocks below them are on the device. Once the step of the allocation has been
+        taken it counts as served, and its blocks as used. Raises `UnknownRequestError`, or `CacheStateError` if it has
+        committed blocks: finish or preempt it then.
         """
         with self._lock:
             self._requests.roll_back(request_id)
@@ -143,7 +148,7 @@ class CacheManager:
             if not request.admitted:
                 raise CacheStateError(f"request {request_id} has no block table yet: allocate first")
             self._lent.end(slots)
-            request.table += slots
+            request.tail += slots
 
     def lent_slots(self) -> frozenset[DeviceSlot]:
         """Every slot the caller of `lend` owns; O(lent), for checks."""
@@ -153,8 +158,13 @@ class CacheManager:
     # ---- the worker
 
     def take_swap_step(self) -> SwapStep:
-        """Every copy decided since the last call. Steps are numbered without gaps and reach the worker in order."""
+        """Every copy decided since the last call. Steps are numbered without gaps and reach the worker in order.
+
+        Requests admitted since then count as hits now; what the policy backs up for them leaves with this step.
+        """
         with self._lock:
+            self._tree.sweep(SWEPT_PER_STEP)
+            self._requests.count_hits()
             step = self._tiering.take_step(self._requests.step)
             self._requests.close_step()
             return step
@@ -162,14 +172,15 @@ class CacheManager:
     def transfer_failed(self, result: TransferResult) -> list[str]:
         """A copy failed in the worker: its targets hold garbage and are forgotten, with every block below them.
 
-        Returns the running requests that use such a block: preempt and recompute them. O(cache).
+        Returns the running requests that use such a block: preempt and recompute them. O(requests + blocks copied in
+        that step), but O(cache) for a step of long ago, see `told_copies.py`.
         """
         failed = frozenset(result.target_slots)
         if not failed:
             return []
         with self._lock:
             self._counters.failed_transfer_blocks += len(failed)
-            lost = self._tiering.forget_failed(result.target, failed)
+            lost = self._tiering.forget_failed(result)
             on_device = result.target is CacheLevel.DEVICE
             unfilled = frozenset(DeviceSlot(slot) for slot in failed if on_device)
             return self._requests.drop_lost(lost, unfilled)
@@ -181,15 +192,17 @@ class CacheManager:
 
         Running requests keep their blocks until they end and cache nothing more. With `force` they are forgotten too,
         all slots, lent ones included, are free, and copies not yet taken are dropped: the caller has stopped the
-        worker's use of them. O(cache).
+        worker's use of them. O(requests + blocks in use), and a copy of the pools' lists; what was forgotten is taken
+        apart little by little, by later steps.
         """
         with self._lock:
-            self._tree.detach_all()
-            self._events.cleared()
-            self._requests.start_epoch(end_all=force)
             if force:
+                self._requests.end_all()
                 self._device_pool.free(self._lent.end_all())
-                self._tiering.abandon()
+            in_use = self._requests.start_epoch()
+            self._tiering.forget_all(in_use, [*self._requests.own_slots(), *self._lent])
+            if force:
+                self._tiering.abandon_step()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
@@ -223,10 +236,17 @@ class CacheManager:
             path = self._tree.path(self._requests[request_id].leaf)
             return tuple(node for run in path for node in run.nodes())
 
-    def block_table(self, request_id: str) -> list[DeviceSlot]:
-        """A copy of the request's block table. Raises `UnknownRequestError`."""
+    def num_blocks(self, request_id: str) -> int:
+        """Length of the request's block table; 0 before it is admitted. Raises `UnknownRequestError`."""
         with self._lock:
-            return list(self._requests[request_id].table)
+            return self._requests[request_id].num_blocks
+
+    def block_table(self, request_id: str) -> list[DeviceSlot]:
+        """The request's block table, device slots in prompt order: a new list. O(its blocks). Raises
+        `UnknownRequestError`.
+        """
+        with self._lock:
+            return self._requests[request_id].block_table()
 
     @property
     def num_device_blocks(self) -> int:
@@ -268,9 +288,9 @@ class CacheManager:
             self._residency.check(self._tree.runs())
             self._tiering.check()
             runs = [*self._tree.runs(), *self._residency.detached_runs()]
-            cached = [slot for run in runs for slot in run.device or ()]
+            cached = [slot for run in runs for slot in run.device_slots]
             self._device_pool.check_owners([*cached, *self._requests.own_slots(), *self._lent])
-            self._host_pool.check_owners([slot for run in runs for slot in run.host_slots or ()])
+            self._host_pool.check_owners([slot for run in runs for slot in run.host_slots])
             self._requests.check(runs)
 
     def check_idle(self) -> None:
@@ -278,6 +298,8 @@ class CacheManager:
         with self._lock:
             self.check()
             self._requests.check_none()
-            forgotten = any(True for _ in self._residency.detached_runs())
-            expect(not forgotten, "manager: forgotten blocks still hold slots; take the swap step first")
+            expect(
+                not self._residency.detached_runs(),
+                "manager: forgotten blocks still hold slots; take the swap step first",
+            )
             expect(self._tiering.num_available_device == self._device_pool.size, "manager: device slots leaked")

@@ -13,6 +13,8 @@ class Counters:
     """Requests whose first allocation was scheduled: counted, with their tokens below, when the step after that is
     taken or when they end. One that lost a swap-in until then was not served, and counts when it is admitted again.
     """
+    requests_resumed: int = 0
+    """Requests that ran before, were preempted and are admitted again; they are in no number of admitted ones."""
     requests_finished: int = 0
     requests_preempted: int = 0
     requests_rolled_back: int = 0
@@ -23,6 +25,8 @@ class Counters:
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
     """Tokens that a swap-in brought; one that failed brought none."""
+    resumed_hit_tokens: int = 0
+    """Tokens that resumed requests found in either tier: mostly their own work."""
     device_evicted_blocks: int = 0
     """Blocks whose device copy was given up to make room (with or without a host copy)."""
     device_lost_blocks: int = 0

@@ -44,6 +44,11 @@ class KVCacheConfig:
     max_queued_events: int = 262_144
     """Blocks that queued events may name; past it the queue collapses into a snapshot. 0 switches events off."""
 
+    @property
+    def hits_that_count(self) -> int:
+        """Hits of a block that the write policy tells apart. More are not counted: they would keep blocks apart."""
+        return self.write_through_threshold if self.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 0
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", WritePolicy.parse(self.write_policy))
         for name, least in (

@@ -21,6 +21,11 @@ class EventLog:
         self._num_blocks = 0
         self._lost = False
 
+    @property
+    def is_listening(self) -> bool:
+        """Would an event be kept now? If not, nobody need make it."""
+        return bool(self._limit) and not self._lost
+
     def stored(self, level: CacheLevel, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
         if self._has_room(len(hashes)):
             self._events.append(CacheEvent("stored", level, tuple(hashes), parent))
@@ -41,7 +46,7 @@ class EventLog:
         return None if lost else events
 
     def _has_room(self, num_blocks: int) -> bool:
-        if not self._limit or self._lost:
+        if not self.is_listening:
             return False
         self._num_blocks += num_blocks
         if self._num_blocks <= self._limit:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from .errors import InvariantError
 from .metadata import CacheLevel
-from .run import Run
+from .run import WIDTH, Link, Run
 from .run_queue import RunQueue
 
 
@@ -19,14 +19,15 @@ def expect(condition: bool, broken: str) -> None:
 def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> None:
     """`runs` is the whole tree, parents before children; `transfers` are the runs with an open copy."""
     for run in runs:
-        _check_lists(run)
+        _check_tiers(run)
         _check_place(run)
         expect(not run.detached, "a detached run is findable")
     # Detached runs exist only for their last users.
     for run in detached:
-        _check_lists(run)
+        _check_tiers(run)
         expect(run.detached and (run.pins > 0 or run.open is not None), "a detached run has no user left")
         expect(not run.is_queued and not (run.host and run.host.is_queued), "a detached run is queued")
+    _check_cells(runs, detached)
     # A block has one node.
     hashes = [block for run in runs for block in run.hashes]
     expect(len(hashes) == len(set(hashes)), "one block is in the tree twice")
@@ -34,34 +35,49 @@ def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> 
     expect(transfers == {run for run in (*runs, *detached) if run.open is not None}, "open transfers and runs disagree")
 
 
-def check_queue(queues: Sequence[RunQueue], in_tier: Set[Run], tier: str) -> None:
-    """The queues of a tier hold its findable runs, each at most once, and miss none that can be evicted."""
+def check_queue(queues: Sequence[RunQueue], places: Mapping[Run, Link], waiting: Set[Run], tier: str) -> None:
+    """`places` of the findable runs of a tier, some of them `waiting` for those below: each is in the tier's queues at
+    most once, and none that can be evicted is missing.
+    """
     expect(all(queue.check_links() for queue in queues), f"the {tier} queue is torn")
     queued = [run for queue in queues for run in queue]
     expect(len(queued) == len(set(queued)), f"the {tier} queue holds a run twice")
-    expect(in_tier >= set(queued), f"the {tier} queue holds runs that are not in its tier")
-    missing = in_tier - set(queued)
-    expect(all(run.pins for run in missing), f"the {tier} queue misses runs that nobody uses")
+    expect(places.keys() >= set(queued), f"the {tier} queue holds runs that are not in its tier")
+    for run in places.keys() - set(queued):
+        expect(not places[run].is_queued, f"a run is in another queue than that of the {tier} tier")
+        expect(run.pins > 0 or run in waiting, f"the {tier} queue misses runs that could be evicted")
 
 
 def _check_place(run: Run) -> None:
     parent = run.parent
     assert parent is not None
-    expect(parent.children.get(run.hashes[0]) is run, "a run is not its parent's child by its first hash")
-    # A pinned run has pinned ancestors; a device run has device ancestors.
-    expect(run.pins >= sum(child.pins for child in run.children.values()), "a run is pinned less than its children")
-    on_device_above = parent.is_root or parent.device is not None
-    expect(run.device is None or on_device_above, "a device block hangs below a block that is not on the device")
-    expect(run.open is not CacheLevel.DEVICE or run.pins > 0, "a swap-in is open that nobody waits for")
+    siblings = parent.device_children if run.on_device else parent.other_children
+    expect(siblings.get(run.first_hash) is run, "a run is not its parent's child by its first hash and tier")
+    # A pinned run has pinned ancestors; a device run has device ancestors; a hit is one of all ancestors.
+    expect(run.pins >= sum(child.pins for child in run.children()), "a run is pinned less than its children")
+    on_device_above = parent.is_root or parent.on_device
+    expect(not run.on_device or on_device_above, "a device block hangs below a block that is not on the device")
+    expect(parent.is_root or run.hits <= parent.hits, "a run is hit more often than the one above it")
 
 
-def _check_lists(run: Run) -> None:
-    """A run has blocks, is in a tier, and its lists agree in length; an open copy fills a tier it is in."""
-    expect(bool(run.hashes), "a run has no blocks")
-    expect(run.device is not None or run.host is not None, "a run is in no tier")
-    expect(run.device is None or len(run.device) == len(run.hashes), "device slots and hashes differ in number")
-    if run.host is not None:
-        expect(run.host.run is run, "a host copy belongs to another run")
-        expect(len(run.host.slots) == len(run.hashes), "host slots and hashes differ in number")
+def _check_tiers(run: Run) -> None:
+    """A run has blocks and is in a tier; an open copy fills a tier it is in."""
+    expect(run.length > 0, "a run has no blocks")
+    expect(run.on_device or run.host is not None, "a run is in no tier")
+    expect(run.host is None or run.host.run is run, "a host copy belongs to another run")
     expect(run.open is None or run.host is not None, "an open copy has no host slots")
-    expect(run.open is not CacheLevel.DEVICE or run.device is not None, "a swap-in has no device slots")
+    expect(run.open is not CacheLevel.DEVICE or run.on_device, "a swap-in has no device slots")
+
+
+def _check_cells(runs: Sequence[Run], detached: Set[Run]) -> None:
+    """Each block of a list of cells belongs to one run, and its ranges follow each other down the tree."""
+    cut_off = {id(run.cells) for run in detached}
+    lengths: dict[int, int] = {}
+    for run in runs:
+        lengths[id(run.cells)] = lengths.get(id(run.cells), 0) + run.length
+        above = run.parent
+        follows = above is not None and above.cells is run.cells and above.end == run.start
+        expect(follows or not run.start, "the cells of a run do not go on from its parent's")
+    for run in runs:
+        whole = lengths[id(run.cells)] * WIDTH == len(run.cells)
+        expect(whole or id(run.cells) in cut_off, "cells have blocks that belong to no run, or to two")

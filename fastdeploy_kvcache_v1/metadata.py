@@ -7,7 +7,7 @@ tree: it receives `SwapStep`s and answers with `TransferResult`s.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
@@ -81,38 +81,14 @@ class BlockHashes(Protocol):
         """All tokens so far, prompt and output, those of the last partial block included."""
 
 
-class NodeSpan(NamedTuple):
-    """Consecutive blocks of equal state, as they were when it was made."""
+class MatchedSpan(NamedTuple):
+    """Consecutive blocks of a match that the same tier serves."""
 
-    hashes: tuple[BlockHash, ...]
-    device_slots: tuple[DeviceSlot, ...] | None
-    host_slots: tuple[HostSlot, ...] | None
-    open_transfer: CacheLevel | None
-    detached: bool
-    hits: int
-    pins: int
-
-    @property
-    def length(self) -> int:
-        return len(self.hashes)
-
-    @property
-    def level(self) -> CacheLevel:
-        """Where the blocks' bytes can be read from: not a tier that an open transfer has yet to fill."""
-        on_device = self.device_slots is not None and self.open_transfer is not CacheLevel.DEVICE
-        return CacheLevel.DEVICE if on_device else CacheLevel.HOST
-
-    def nodes(self) -> Iterator[BlockNode]:
-        for index, block in enumerate(self.hashes):
-            yield BlockNode(
-                block,
-                None if self.device_slots is None else self.device_slots[index],
-                None if self.host_slots is None else self.host_slots[index],
-                self.open_transfer,
-                self.detached,
-                self.hits,
-                self.pins,
-            )
+    length: int
+    """In blocks."""
+    level: CacheLevel
+    """`HOST` if they need device slots and a copy into them; `DEVICE` also if another request of this step has planned
+    that copy already."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +96,8 @@ class MatchResult:
     """What `CacheManager.match_prefix` found, in prompt order. The blocks stay pinned until the request ends."""
 
     request_id: str
-    spans: tuple[NodeSpan, ...]
+    spans: tuple[MatchedSpan, ...]
     block_size: int
-
-    @property
-    def nodes(self) -> tuple[BlockNode, ...]:
-        return tuple(node for span in self.spans for node in span.nodes())
 
     @property
     def num_blocks(self) -> int:
@@ -141,16 +113,15 @@ class MatchResult:
 
     @property
     def num_host_blocks(self) -> int:
+        """Device slots that the first `allocate` adds for blocks of the match."""
         return self.num_blocks - self.num_device_blocks
 
 
 class Allocation(NamedTuple):
     """Effects of one successful `CacheManager.allocate`."""
 
-    block_table: list[DeviceSlot]
-    """A fresh copy of the request's whole block table, in prompt order."""
     new_blocks: list[DeviceSlot]
-    """Its tail that this call added (cached prefix blocks are not in it)."""
+    """What this call added to the end of the request's block table (cached prefix blocks are not in it)."""
     num_device_tokens: int
     """Tokens served from the device tier; 0 after the request's first allocation."""
     num_host_tokens: int

@@ -1,4 +1,4 @@
-"""OpenStep: what the scheduling step that is being decided, and the one taken last, owe their requests."""
+"""OpenStep: admissions of the scheduling step that is being decided, and of the one taken last."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from .request_state import RequestState
 
 
 class OpenStep:
-    """Admissions not counted yet, because they may be rolled back or their swap-in may fail, and blocks whose KV this
-    step computes.
+    """Admissions not counted yet, because they may be rolled back or their swap-in may fail.
 
     Not thread-safe: the manager's lock covers it.
     """
@@ -23,50 +22,50 @@ class OpenStep:
         """In this step: may be rolled back."""
         self._unsettled: dict[str, RequestState] = {}
         """In the step taken last: a swap-in may still fail, and its hits would be none."""
-        self._in_flight: dict[str, int] = {}
-        """Leading blocks of a request that are matchable from the next step on."""
+
+    @property
+    def admitted(self) -> Iterable[RequestState]:
+        """Requests that this step admits."""
+        return self._admitted.values()
 
     def admit(self, request: RequestState) -> None:
         self._admitted[request.request_id] = request
 
-    def roll_back(self, request_id: str) -> None:
-        """An admitted request was not scheduled after all. Once its step is taken it counts nevertheless."""
-        self._counters.requests_rolled_back += 1
-        self._admitted.pop(request_id, None)
-
-    def commit_later(self, request_id: str, num_blocks: int) -> None:
-        self._in_flight[request_id] = max(num_blocks, self._in_flight.get(request_id, 0))
+    def take_back(self, request_id: str) -> bool:
+        """A request was not scheduled after all. False once its step is taken: then it counts nevertheless."""
+        return self._admitted.pop(request_id, None) is not None
 
     def end(self, request_id: str) -> None:
-        """The request is over: it was admitted, and what the step would have computed of it never counts."""
-        self._in_flight.pop(request_id, None)
+        """The request is over: if it was admitted, that counts."""
         for admissions in (self._admitted, self._unsettled):
             if (request := admissions.pop(request_id, None)) is not None:
                 self._count(request)
 
     def void(self, request_ids: Iterable[str], slots: Set[DeviceSlot]) -> None:
-        """These requests, and those whose table has one of `slots`, were served nothing: their next attempt counts."""
+        """These requests, and those that read one of `slots`, were served nothing: their next attempt counts."""
         given_up = set(request_ids)
         for admissions in (self._admitted, self._unsettled):
             for request_id, request in list(admissions.items()):
-                if request_id in given_up or not slots.isdisjoint(request.table):
+                if request_id in given_up or not slots.isdisjoint(request.block_table()):
                     del admissions[request_id]
 
-    def close(self) -> dict[str, int]:
-        """Begin the next step; returns how many blocks of which request are now to be committed."""
+    def close(self) -> None:
+        """Begin the next step."""
         self.number += 1
         for request in self._unsettled.values():
             self._count(request)
         self._unsettled, self._admitted = self._admitted, {}
-        in_flight, self._in_flight = self._in_flight, {}
-        return in_flight
 
     def named_requests(self) -> set[str]:
-        """Requests it still owes something, for checks."""
-        return self._admitted.keys() | self._unsettled.keys() | self._in_flight.keys()
+        """Requests whose admission it still has to count, for checks."""
+        return self._admitted.keys() | self._unsettled.keys()
 
     def _count(self, request: RequestState) -> None:
         counters = self._counters
+        if request.resumed:
+            counters.requests_resumed += 1
+            counters.resumed_hit_tokens += request.num_device_tokens + request.num_host_tokens
+            return
         counters.requests_admitted += 1
         counters.query_tokens += request.num_query_tokens
         counters.device_hit_tokens += request.num_device_tokens

@@ -2,7 +2,8 @@
 
 Structure: runs of blocks (see `run.py`) below an empty root. A block is reachable only through all its ancestors, so
 prefix closure (DESIGN 4.2) holds by construction; on the device tier it holds because eviction takes leaves first and
-because requests pin whole paths. Cost of every operation: O(runs touched + blocks copied), independent of cache size.
+because requests pin whole paths. Cost of every operation: O(runs touched + blocks named), independent of cache size and
+of the length of runs.
 
 The tree is the shape; what is in which tier is `Residency`'s. It decides nothing: which block to evict when, and what
 to copy, is the manager's business. Not thread-safe: the manager's lock covers it.
@@ -21,20 +22,20 @@ class RadixTree:
     """The prefix tree over the device and the host tier."""
 
     def __init__(self, residency: Residency) -> None:
-        self.root = Run(())
+        self.root = Run([], 0, 0)
         self._residency = residency
+        self._ruins: list[dict[BlockHash, Run]] = []
+        """Children of forgotten runs, to be taken apart by `sweep`."""
 
     # ---- finding and pinning
 
-    def match(self, hashes: Sequence[BlockHash], limit: int) -> Run:
-        """Pin the longest cached prefix of `hashes[:limit]`; returns its last run (the root when nothing matched)."""
+    def match(self, hashes: Sequence[BlockHash], limit: int) -> list[Run]:
+        """Pin the longest cached prefix of `hashes[:limit]`; returns its runs in prompt order."""
         run, taken = self._find(hashes, limit)
-        leaf = run if taken == len(run.hashes) else self.split(run, taken)
-        run = leaf
-        while run.parent is not None:
+        path = self.path(run if taken == run.length else self.split(run, taken))
+        for run in path:
             self._residency.pin(run)
-            run = run.parent
-        return leaf
+        return path
 
     def path(self, leaf: Run) -> list[Run]:
         """Runs from the root's child down to `leaf`, in prompt order."""
@@ -56,137 +57,143 @@ class RadixTree:
             run = run.parent
         self._undo_splits(leaf)
 
-    def hit(self, leaf: Run, count: int = 1) -> None:
-        """Add `count` hits to the path of `leaf` (negative to take them back)."""
+    def hit(self, leaf: Run, most: int) -> None:
+        """Count one more hit of each run of the path of `leaf`, at most up to `most`.
+
+        A hit of a run is one of all runs above it, so those above a run that has had `most` have had them too.
+        """
         run = leaf
-        while run.parent is not None:
-            run.hits += count
+        while run.parent is not None and run.hits < most:
+            run.hits += 1
             run = run.parent
 
     # ---- adding blocks
 
     def insert(
         self, leaf: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]
-    ) -> tuple[Run, list[DeviceSlot]]:
+    ) -> tuple[list[Run], list[int]]:
         """Cache computed blocks below the pinned `leaf` for the request that pins it.
 
-        Returns the request's new leaf, pinned, and those of `slots` that were not taken because the block is on the
-        device already: they stay the caller's.
+        Returns the runs that hold these blocks, pinned, the last of them the request's new leaf, and which of `slots`,
+        by their index, were not taken because the block is on the device already: they stay the caller's.
         """
         if leaf.fits_parent():  # where a pinned run is queued does not matter: its release will touch it
-            self._absorb_parent(leaf)
-        duplicates: list[DeviceSlot] = []
+            self._residency.join(leaf)
+        runs: list[Run] = []
+        duplicates: list[int] = []
         done = 0
         while done < len(hashes):
-            child = leaf.children.get(hashes[done])
+            child = leaf.child(hashes[done])
             if child is None:
-                return self._append(leaf, hashes[done:], slots[done:]), duplicates
-            taken = child.common_blocks(hashes, done, min(len(child.hashes), len(hashes) - done))
-            leaf = child if taken == len(child.hashes) else self.split(child, taken)
+                runs.append(self._append(leaf, hashes[done:], slots[done:]))
+                return runs, duplicates
+            taken = child.common_blocks(hashes, done, min(child.length, len(hashes) - done))
+            leaf = child if taken == child.length else self.split(child, taken)
             self._residency.pin(leaf)
-            if leaf.device is None:
-                self._residency.give_device(leaf, slots[done : done + taken])
+            if leaf.on_device:
+                duplicates.extend(range(done, done + taken))
             else:
-                duplicates.extend(slots[done : done + taken])
+                self._residency.give_device(leaf, slots[done : done + taken])
+            runs.append(leaf)
             done += taken
-        return leaf, duplicates
+        return runs, duplicates
 
     # ---- taking blocks away
 
     def device_victim(self, most: int) -> Run | None:
-        """The least recently used evictable device run without device children, split to at most `most` blocks."""
-        queue = self._residency.device_queue
-        for run in queue:
-            if run.pins:
-                queue.discard(run)  # its last user puts it back
-                continue
-            while (child := run.device_child()) is not None:
-                run = child
-            return self._tail(run, most)
+        """The least recently used device run that can leave, split to at most `most` blocks."""
+        for run in self._residency.device_queue:
+            if self._residency.is_device_victim(run):
+                return self._tail(run, most)
         return None
 
     def host_victim(self, most: int) -> Run | None:
         """The least recently used run whose host copy can go, split to at most `most` blocks."""
         for run in self._residency.host_queue:
-            victim = run
-            while victim.is_host_evictable and victim.device is None and victim.children:
-                victim = next(iter(victim.children.values()))
-            if victim.is_host_evictable:
-                return self._tail(victim, most)
-            self._residency.park(run)
+            if self._residency.is_host_victim(run):
+                return self._tail(run, most)
         return None
 
     def detach(self, top: Run) -> list[Run]:
         """Make `top` and everything below it unfindable; slots come back as soon as nobody uses them."""
         assert top.parent is not None and not top.detached, "only attached runs can be detached"
-        top.parent.remove_child(top)
-        detached = list(top.subtree())
-        for run in detached:
+        top.leave_parent()
+        self._residency.child_left(top.parent)
+        detached = list(top.subtree()) if top.has_children else [top]
+        for run in reversed(detached):
             self._residency.detach(run)
         return detached
 
-    def detach_all(self) -> None:
-        for child in list(self.root.children.values()):
-            self.detach(child)
+    def detach_all(self, in_use: Sequence[Run], other_slots: Sequence[DeviceSlot]) -> None:
+        """Make everything unfindable. `in_use` are all pinned runs, `other_slots` the device slots of nobody here.
+
+        O(runs in use + size of the pools); the rest is left to `sweep`.
+        """
+        self._ruins += self.root.drop_children()
+        kept = self._residency.detach_all(in_use, other_slots)
+        for run in kept:
+            self._ruins += run.drop_children()
+        for run in kept:
+            if run.parent is not None and run.parent.detached:
+                run.parent.add_child(run)
+
+    def sweep(self, most: int) -> None:
+        """Take apart at most `most` forgotten runs, which refer to each other."""
+        while self._ruins and most > 0:
+            family = self._ruins[-1]
+            if not family:
+                self._ruins.pop()
+                continue
+            _, run = family.popitem()
+            most -= 1
+            if not run.detached:  # those in use have been cared for
+                self._ruins += run.drop_children()
+                run.drop_links()
 
     # ---- cutting and joining runs
 
     def split(self, run: Run, count: int) -> Run:
         """Cut after `count` blocks. `run` keeps its identity as the lower part; returns the new upper part."""
-        assert 0 < count < len(run.hashes), "a split leaves blocks on both sides"
-        assert run.parent is not None and not run.detached, "what cannot be found is not split"
-        head = Run(run.hashes[:count])
-        head.pins, head.hits, head.open = run.pins, run.hits, run.open
-        run.parent.add_child(head)
-        run.hashes = run.hashes[count:]
-        head.add_child(run)
+        head = run.cut(count)
         self._residency.split(head, run)
         return head
 
     def _append(self, leaf: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Run:
         """New blocks below `leaf`: in place if they share its fate, else as a child."""
-        if leaf.pins == 1 and not leaf.hits and leaf.host is None and not leaf.children:
+        shares_fate = leaf.pins == 1 and not leaf.hits and leaf.host is None
+        if shares_fate and not leaf.has_children and leaf.ends_its_cells:
             self._residency.extend_device(leaf, hashes, slots)
             return leaf
-        run = Run(tuple(hashes))
+        run = Run.of(hashes, slots)
         leaf.add_child(run)
-        self._residency.pin(run)
-        self._residency.give_device(run, slots)
+        self._residency.add_new(run)
         return run
 
     def _tail(self, run: Run, most: int) -> Run:
-        if len(run.hashes) > most:
-            self.split(run, len(run.hashes) - most)
+        if run.length > most:
+            self.split(run, run.length - most)
         return run
 
     def _undo_splits(self, leaf: Run) -> None:
         """Merge the runs of a released path whose sides share one fate again, next to each other in the LRU order."""
-        run = next(iter(leaf.children.values())) if len(leaf.children) == 1 else leaf
+        run = leaf.only_child() or leaf
         while run.parent is not None:
             if run.fits_parent() and run.is_queued_next_to_parent():
-                self._absorb_parent(run)
+                self._residency.join(run)
             else:
                 run = run.parent
-
-    def _absorb_parent(self, run: Run) -> None:
-        """`run` takes over the blocks of its parent, which nobody can hold as leaf when the two share one fate."""
-        parent = run.parent
-        assert parent is not None and parent.parent is not None
-        run.hashes = parent.hashes + run.hashes
-        self._residency.join(run, parent)
-        parent.parent.add_child(run)
 
     def _find(self, hashes: Sequence[BlockHash], limit: int) -> tuple[Run, int]:
         run, position = self.root, 0
         while position < limit:
-            child = run.children.get(hashes[position])
-            if child is None or (child.device is None and child.open is not None):
+            child = run.child(hashes[position])
+            if child is None or (not child.on_device and child.open is not None):
                 break  # not cached, or on its way to the host since this very step
-            taken = child.common_blocks(hashes, position, min(len(child.hashes), limit - position))
-            if taken < len(child.hashes):
+            taken = child.common_blocks(hashes, position, min(child.length, limit - position))
+            if taken < child.length:
                 return child, taken
             run, position = child, position + taken
-        return run, len(run.hashes)
+        return run, run.length
 
     # ---- looking
 
@@ -200,7 +207,7 @@ class RadixTree:
         """`cleared`, then one `stored` event for every run of every tier; O(cache)."""
         events = [CacheEvent("cleared", None)]
         for run in self.runs():
-            for level, slots in ((CacheLevel.DEVICE, run.device), (CacheLevel.HOST, run.host_slots)):
-                if slots is not None and run.open is not level:
-                    events.append(CacheEvent("stored", level, run.hashes, run.parent_hash))
+            for level, is_there in ((CacheLevel.DEVICE, run.on_device), (CacheLevel.HOST, run.host is not None)):
+                if is_there and run.open is not level:
+                    events.append(CacheEvent("stored", level, tuple(run.hashes), run.parent_hash))
         return events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .errors import CacheStateError
@@ -10,9 +11,12 @@ from .metadata import BlockHashes, DeviceSlot
 from .run import Run
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestState:
-    """A block table, and how much of it the tree knows. The manager's lock covers it."""
+    """A request's block table is the device slots of its cached prefix, which the tree holds, and its own slots.
+
+    The manager's lock covers it.
+    """
 
     request_id: str
     sequence: BlockHashes
@@ -21,27 +25,51 @@ class RequestState:
     num_cached: int
     """Leading blocks of its table that the tree knows."""
     epoch: int
+    resumed: bool
+    """It ran before and was preempted."""
     step: int = -1
     """The scheduling step of its last allocation."""
     num_tokens: int = 0
     """Tokens it has been allocated for."""
     num_closed_tokens: int = 0
     """Those of them that an earlier step than `step` allocated."""
-    table: list[DeviceSlot] = field(default_factory=list)
+    tail: list[DeviceSlot] = field(default_factory=list)
+    """Own slots of the blocks behind the cached ones."""
+    duplicates: dict[int, DeviceSlot] = field(default_factory=dict)
+    """Own slots among the first `num_cached`, by block: the tree holds another copy of those blocks."""
     admitted: bool = False
     has_committed: bool = False
-    duplicates: list[DeviceSlot] = field(default_factory=list)
-    """Own slots among the first `num_cached`: the tree holds another copy of those blocks."""
     num_device_tokens: int = 0
     num_host_tokens: int = 0
     num_query_tokens: int = 0
 
+    @property
+    def num_blocks(self) -> int:
+        """Length of its block table."""
+        return self.num_cached + len(self.tail) if self.admitted else 0
+
+    def block_table(self) -> list[DeviceSlot]:
+        """A new list. O(its blocks)."""
+        if not self.admitted:
+            return []
+        runs = []
+        run = self.leaf
+        while run.parent is not None:
+            runs.append(run)
+            run = run.parent
+        table: list[DeviceSlot] = []
+        for run in reversed(runs):
+            table += run.device_slots
+        for index, slot in self.duplicates.items():
+            table[index] = slot
+        return table + self.tail
+
     def own_slots(self) -> list[DeviceSlot]:
-        return self.table[self.num_cached :] + self.duplicates
+        return [*self.tail, *self.duplicates.values()]
 
     @property
     def num_own_slots(self) -> int:
-        return max(0, len(self.table) - self.num_cached) + len(self.duplicates)
+        return len(self.tail) + len(self.duplicates)
 
     def admit(self, num_host_tokens: int, block_size: int) -> None:
         """Its table begins with its cached blocks, `num_host_tokens` of whose tokens come from the host."""
@@ -50,14 +78,28 @@ class RequestState:
         self.num_device_tokens = self.num_cached * block_size - num_host_tokens
         self.num_query_tokens = self.sequence.num_tokens
 
-    def grow(self, slots: list[DeviceSlot], num_tokens: int, step: int) -> None:
+    def grow(self, slots: Sequence[DeviceSlot], num_tokens: int, step: int) -> None:
         """With `slots` its table holds `num_tokens` tokens; they were allocated in `step`."""
-        self.table += slots
+        self.tail += slots
         if self.step != step:
             self.step, self.num_closed_tokens = step, self.num_tokens
         self.num_tokens = max(self.num_tokens, num_tokens)
 
-    def committable_blocks(self, num_computed_tokens: int, block_size: int, *, open_step: int | None) -> int:
+    def hand_over(self, count: int) -> list[DeviceSlot]:
+        """The tree is to take the first `count` blocks behind the cached ones; returns their slots."""
+        slots = self.tail[:count]
+        del self.tail[:count]
+        return slots
+
+    def cache(self, runs: Sequence[Run], slots: Sequence[DeviceSlot], duplicates: Sequence[int]) -> None:
+        """The tree holds the blocks of `slots` in `runs` now, those with an index in `duplicates` in other slots."""
+        for index in duplicates:
+            self.duplicates[self.num_cached + index] = slots[index]
+        self.leaf = runs[-1]
+        self.num_cached += len(slots)
+        self.has_committed = True
+
+    def committable_blocks(self, num_computed_tokens: int, block_size: int, *, open_step: int) -> int:
         """Full blocks among its first `num_computed_tokens` tokens, the newest token of the sequence never counted.
 
         Raises `CacheStateError` for tokens that have no block, blocks that have no hash, and tokens that were allocated
@@ -66,21 +108,19 @@ class RequestState:
         num_blocks = min(num_computed_tokens, self.sequence.num_tokens - 1) // block_size
         if self.step == open_step and num_computed_tokens > self.num_closed_tokens:
             raise CacheStateError(f"request {self.request_id}: committed before take_swap_step closed its step")
-        if num_computed_tokens > len(self.table) * block_size:
+        if num_computed_tokens > self.num_blocks * block_size:
             raise CacheStateError(f"request {self.request_id}: {num_computed_tokens} tokens committed, fewer allocated")
         if num_blocks > len(self.sequence.hashes):
             raise CacheStateError(f"request {self.request_id}: {num_blocks} blocks committed, fewer hashed")
         return num_blocks
 
-    def check(self, path: list[Run]) -> None:
-        """Raises `InvariantError` unless its table begins with the blocks of `path`, the cached prefix."""
-        num_blocks = sum(len(run.hashes) for run in path)
+    def check(self, path: Sequence[Run]) -> None:
+        """Raises `InvariantError` unless `path` is the cached prefix, and on the device once it is admitted."""
+        num_blocks = sum(run.length for run in path)
         expect(num_blocks == self.num_cached, f"manager: {self.request_id} miscounts its cached blocks")
         if not self.admitted:
-            expect(not self.table, f"manager: {self.request_id} has a block table before it was admitted")
+            expect(not self.own_slots(), f"manager: {self.request_id} has a block table before it was admitted")
             return
-        own = set(self.duplicates)
-        cached = [slot for run in path for slot in run.device or ()]
-        wrong = [mine for mine, slot in zip(self.table, cached, strict=False) if mine != slot and mine not in own]
-        intact = not wrong and len(cached) == self.num_cached
-        expect(intact, f"manager: {self.request_id} reads slots of other blocks")
+        expect(all(run.on_device for run in path), f"manager: {self.request_id} reads blocks that are not there")
+        inside = all(0 <= index < self.num_cached for index in self.duplicates)
+        expect(inside, f"manager: {self.request_id} owns slots of blocks that it does not have")

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 
-from .block_pool import DeviceBlockPool
 from .cache_stats import Counters
 from .config import KVCacheConfig
 from .errors import CacheStateError, UnknownRequestError
 from .invariants import expect
-from .metadata import Allocation, BlockHashes, DeviceSlot, MatchResult, NoSpace
+from .metadata import Allocation, BlockHashes, CacheLevel, DeviceSlot, MatchedSpan, MatchResult, NoSpace
 from .open_step import OpenStep
 from .radix_tree import RadixTree
 from .request_state import RequestState
-from .residency import Residency
 from .run import Run
 from .tiering import Tiering
 
@@ -25,21 +23,11 @@ from .tiering import Tiering
 class RequestTable:
     """Requests by their id. A slot of a block table belongs to the request until the tree takes the block."""
 
-    def __init__(
-        self,
-        config: KVCacheConfig,
-        tree: RadixTree,
-        residency: Residency,
-        tiering: Tiering,
-        device_pool: DeviceBlockPool,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, config: KVCacheConfig, tree: RadixTree, tiering: Tiering, counters: Counters) -> None:
         self._block_size = config.block_size
         self._caching = config.enable_prefix_caching
         self._tree = tree
-        self._residency = residency
         self._tiering = tiering
-        self._device_pool = device_pool
         self._counters = counters
         self._requests: dict[str, RequestState] = {}
         self._step = OpenStep(counters)
@@ -57,15 +45,16 @@ class RequestTable:
 
     # ---- the life of a request
 
-    def match(self, request_id: str, sequence: BlockHashes, max_blocks: int | None) -> MatchResult:
+    def match(self, request_id: str, sequence: BlockHashes, max_blocks: int | None, *, resumed: bool) -> MatchResult:
         if request_id in self._requests:
             raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
         limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // self._block_size)
         limit = limit if max_blocks is None else min(limit, max_blocks)
-        leaf = self._tree.match(sequence.hashes, limit)
-        spans = tuple(run.span() for run in self._tree.path(leaf))
-        num_cached = sum(len(span.hashes) for span in spans)
-        self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, self._epoch)
+        path = self._tree.match(sequence.hashes, limit)
+        spans = tuple([_span(run) for run in path])
+        leaf = path[-1] if path else self._tree.root
+        num_cached = sum([span.length for span in spans])
+        self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, self._epoch, resumed)
         return MatchResult(request_id, spans, self._block_size)
 
     def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
@@ -73,72 +62,62 @@ class RequestTable:
         num_blocks = -(-num_tokens // self._block_size)
         if not request.admitted:
             return self._admit(request, num_blocks, num_tokens)
-        slots = self._tiering.allocate_device(max(0, num_blocks - len(request.table)))
+        slots = self._tiering.allocate_device(max(0, num_blocks - request.num_blocks))
         if isinstance(slots, NoSpace):
             return slots
         request.grow(slots, num_tokens, self._step.number)
-        return Allocation(list(request.table), slots, 0, 0)
+        return Allocation(slots, 0, 0)
 
     def _admit(self, request: RequestState, num_blocks: int, num_tokens: int) -> Allocation | NoSpace:
         if num_blocks < request.num_cached:
             raise CacheStateError(f"request {request.request_id}: {num_tokens} tokens are fewer than its cached prefix")
         path = self._tree.path(request.leaf)
-        num_swap_in = sum(len(run.hashes) for run in path if run.device is None)
+        num_swap_in = sum([run.length for run in path if not run.on_device])
         slots = self._tiering.allocate_device(num_swap_in + num_blocks - request.num_cached)
         if isinstance(slots, NoSpace):
             return slots
-        table, used = request.table, 0
-        for run in path:
-            if run.device is None:
-                self._residency.start_swap_in(run, slots[used : used + len(run.hashes)])
-                used += len(run.hashes)
-            assert run.device is not None
-            table += run.device
-        request.grow(slots[used:], num_tokens, self._step.number)
-        request.admit(used * self._block_size, self._block_size)
+        self._tiering.swap_in(path, slots[:num_swap_in])
+        slots = slots[num_swap_in:] if num_swap_in else slots
+        request.grow(slots, num_tokens, self._step.number)
+        request.admit(num_swap_in * self._block_size, self._block_size)
         self._step.admit(request)
-        self._tree.hit(request.leaf)
-        self._tiering.back_up_hit(path)
-        return Allocation(list(table), slots[used:], request.num_device_tokens, request.num_host_tokens)
+        return Allocation(slots, request.num_device_tokens, request.num_host_tokens)
 
-    def commit(self, request_id: str, num_computed_tokens: int, *, in_flight: bool) -> None:
+    def commit(self, request_id: str, num_computed_tokens: int) -> None:
         request = self[request_id]
-        open_step = None if in_flight else self._step.number
-        num_blocks = request.committable_blocks(num_computed_tokens, self._block_size, open_step=open_step)
-        if in_flight:
-            self._step.commit_later(request_id, num_blocks)
-        else:
-            self._commit(request, num_blocks)
-
-    def _commit(self, request: RequestState, num_blocks: int) -> None:
+        end = request.committable_blocks(num_computed_tokens, self._block_size, open_step=self._step.number)
         first = request.num_cached
-        if num_blocks <= first or not self._caching:
+        if end <= first or not self._caching:
             return
         if request.epoch != self._epoch or request.leaf.detached:
             return  # computed on top of blocks that were reset or lost: never to be found
-        hashes = request.sequence.hashes[first:num_blocks]
-        leaf, duplicates = self._tree.insert(request.leaf, hashes, request.table[first:num_blocks])
-        request.leaf, request.num_cached, request.has_committed = leaf, num_blocks, True
-        request.duplicates += duplicates
+        slots = request.hand_over(end - first)
+        runs, duplicates = self._tree.insert(request.leaf, request.sequence.hashes[first:end], slots)
+        request.cache(runs, slots, duplicates)
         self._counters.duplicate_blocks += len(duplicates)
-        self._tiering.back_up_completed(self._tree.path(leaf), num_blocks - first)
+        self._tiering.back_up_completed(runs, end - first)
 
-    def end(self, request_id: str, *, touch: bool) -> None:
-        """Its own slots are free again, its path is pinned once less, and most recently used if `touch`."""
+    def end(self, request_id: str) -> None:
+        """Its own slots are free again; its path is pinned once less, and the most recently used one."""
         request = self[request_id]
-        del self._requests[request_id]
         self._step.end(request_id)
-        self._device_pool.free(request.own_slots())
-        self._tree.release(request.leaf, touch=touch)
+        self._remove(request, touch=True)
 
     def roll_back(self, request_id: str) -> None:
         request = self[request_id]
         if request.has_committed:
             raise CacheStateError(f"request {request_id} has computed blocks: finish or preempt it instead")
         if request.admitted:
-            self._tree.hit(request.leaf, -1)
-            self._step.roll_back(request_id)
-        self.end(request_id, touch=False)
+            self._counters.requests_rolled_back += 1
+            if not self._step.take_back(request_id):
+                self.end(request_id)
+                return
+        self._remove(request, touch=False)
+
+    def _remove(self, request: RequestState, *, touch: bool) -> None:
+        del self._requests[request.request_id]
+        self._tiering.free_device(request.own_slots())
+        self._tree.release(request.leaf, touch=touch)
 
     # ---- all requests
 
@@ -147,10 +126,19 @@ class RequestTable:
         """Number of the step that is being decided."""
         return self._step.number
 
+    def count_hits(self) -> None:
+        """The step that is being decided is complete: what it admits is served from the cache, whatever comes.
+
+        Requests that resume find their own work again, which says nothing about what others will look for. What a reset
+        or a failed copy made unfindable meanwhile is not hit any more.
+        """
+        for request in self._step.admitted:
+            if not request.resumed and not request.leaf.detached:
+                self._tiering.hit(request.leaf)
+
     def close_step(self) -> None:
         """The worker has been told of the step: what it computes counts from now on."""
-        for request_id, num_blocks in self._step.close().items():
-            self._commit(self._requests[request_id], num_blocks)
+        self._step.close()
 
     def drop_lost(self, lost: Set[Run], unfilled: Set[DeviceSlot]) -> list[str]:
         """Admitted requests that use a run of `lost`; matches that were not admitted yet simply become empty.
@@ -168,15 +156,19 @@ class RequestTable:
         self._step.void(affected, unfilled)
         return affected
 
-    def start_epoch(self, *, end_all: bool) -> None:
-        """The cache has been emptied: admitted requests go on with what they have, or end too with `end_all`."""
+    def end_all(self) -> None:
+        for request_id in list(self._requests):
+            self.end(request_id)
+
+    def start_epoch(self) -> list[Run]:
+        """The cache is to be emptied: admitted requests go on with what they have, the runs that are returned."""
         self._epoch += 1
-        for request_id, request in list(self._requests.items()):
-            if end_all:
-                self.end(request_id, touch=False)
-            elif not request.admitted:
-                self._forget_match(request)
-                request.epoch = self._epoch
+        waiting = [request for request in self._requests.values() if not request.admitted]
+        for request in waiting:  # first: what they let go may be joined
+            self._forget_match(request)
+            request.epoch = self._epoch
+        paths = [self._tree.path(request.leaf) for request in self._requests.values()]
+        return list(dict.fromkeys(run for path in paths for run in path))
 
     def _forget_match(self, request: RequestState) -> None:
         self._tree.release(request.leaf, touch=False)
@@ -204,3 +196,7 @@ class RequestTable:
 
     def check_none(self) -> None:
         expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")
+
+
+def _span(run: Run) -> MatchedSpan:
+    return MatchedSpan(run.length, CacheLevel.DEVICE if run.on_device else CacheLevel.HOST)

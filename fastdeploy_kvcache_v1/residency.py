@@ -7,7 +7,7 @@ it copies or names, unless it says otherwise. Not thread-safe: the manager's loc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .event_log import EventLog
@@ -18,19 +18,24 @@ from .run_queue import RunQueue
 
 
 class Residency:
-    """A run that can be evicted is in the queue of its tier; one in use may be taken out and comes back when unused."""
+    """A run that can be evicted is in the queue of its tier.
+
+    One that cannot may be taken out when it gets in the way, and comes back when that changes: a run in use as the
+    youngest when its last user leaves, one that waits for the runs below it as the oldest, which it was, when the last
+    of them has left the tier. So looking for a victim costs O(1) amortized, whatever is in use and however runs hang
+    below each other.
+    """
 
     def __init__(self, device_pool: DeviceBlockPool, host_pool: HostBlockPool, events: EventLog) -> None:
+        self.device_pool = device_pool
+        self.host_pool = host_pool
         self.device_queue = RunQueue()
         self.host_queue = RunQueue()
         self.num_device_evictable = 0
         """Blocks that device eviction can free at once; exact."""
-        self.num_host_evictable = 0
-        self._device_pool = device_pool
-        self._host_pool = host_pool
         self._events = events
         self._parked = RunQueue()
-        """Host copies that stay until the step is taken: a copy that it starts fills them, or a run below them."""
+        """Host copies that stay until the step is taken, because a copy that it starts fills or reads them."""
         self._open: dict[Run, None] = {}
         self._detached: dict[Run, None] = {}
 
@@ -38,120 +43,162 @@ class Residency:
 
     def pin(self, run: Run) -> None:
         """One more request uses it."""
-        if not run.pins:
-            self._count_evictable(run, -1)
+        if not run.pins and run.on_device:
+            self.num_device_evictable -= run.length
         run.pins += 1
 
     def unpin(self, run: Run) -> None:
-        """One request uses it no longer. A swap-in that nobody waits for any more is cancelled."""
+        """One request uses it no longer. A swap-in that nobody waits for any more is cancelled, unless blocks below it
+        are on the device.
+        """
         run.pins -= 1
         if run.pins:
             return
-        if run.open is CacheLevel.DEVICE:  # the worker does not know of it yet
-            self._take_device(run)
-            run.open = None
-            del self._open[run]
         if run.detached:
             self._free_if_unused(run)
             return
-        self._count_evictable(run, 1)
-        if run.device is not None and not run.is_queued:
-            self.device_queue.touch(run)
-        if run.host is not None and not run.host.is_queued:
+        if run.open is CacheLevel.DEVICE and not run.device_children:
+            self._close_unfilled(run)
+        if run.on_device:
+            self.num_device_evictable += run.length
+            if not run.is_queued and not run.device_children:
+                self.device_queue.touch(run)
+        if run.host is not None and not run.host.is_queued and (run.on_device or not run.other_children):
             self.host_queue.touch(run.host)
 
     def touch(self, run: Run) -> None:
         """Make it the most recently used run of its tiers, unless it is detached."""
         if run.detached:
             return
-        if run.device is not None:
+        if run.on_device:
             self.device_queue.touch(run)
         if run.host is not None:
             self.host_queue.touch(run.host)
 
     # ---- slots
 
+    def add_new(self, run: Run) -> None:
+        """`run`, on the device and used by one request, has just been added to the tree; queued when that leaves."""
+        run.pins = 1
+        self._tell_stored(CacheLevel.DEVICE, run)
+
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         """The pinned `run`, whose bytes are in `slots`, is now on the device."""
         self._put_on_device(run, slots)
-        self._events.stored(CacheLevel.DEVICE, run.hashes, run.parent_hash)
+        self._tell_stored(CacheLevel.DEVICE, run)
 
     def extend_device(self, run: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> None:
         """Append blocks to a run that is on the device only and used by one request."""
-        assert run.device is not None and len(slots) == len(hashes), "one slot per block"
-        self._events.stored(CacheLevel.DEVICE, hashes, run.hashes[-1])
-        run.hashes += tuple(hashes)
-        run.device += tuple(slots)
+        assert run.on_device and len(slots) == len(hashes), "one slot per block"
+        self._events.stored(CacheLevel.DEVICE, hashes, run.last_hash)
+        run.extend(hashes, slots)
 
     def drop_device(self, run: Run) -> None:
         """Give up the device copy of an unpinned run that keeps its host copy."""
         assert run.host is not None and not run.pins, "only unpinned runs with a host copy may leave the device"
-        self.num_device_evictable -= len(run.hashes)
-        self._events.removed(CacheLevel.DEVICE, run.hashes)
-        self._take_device(run)
+        self.num_device_evictable -= run.length
+        if run.open is CacheLevel.DEVICE:
+            self._close_unfilled(run)
+        else:
+            self._tell_removed(CacheLevel.DEVICE, run)
+            self._take_device(run)
 
     def drop_host(self, run: Run) -> None:
         """Give up the host copy of a run that stays on the device."""
-        assert run.device is not None and run.open is None, "only runs that stay on the device may lose their host copy"
-        if run.is_host_evictable:
-            self.num_host_evictable -= len(run.hashes)
-        host, run.host = run.host, None
-        assert host is not None
-        self.host_queue.discard(host)
-        self._host_pool.free(host.slots)
-        self._events.removed(CacheLevel.HOST, run.hashes)
+        assert run.on_device and run.open is None, "only runs that stay on the device may lose their host copy"
+        self._tell_removed(CacheLevel.HOST, run)
+        self._take_host(run)
 
     def detach(self, run: Run) -> None:
         """It can no longer be found; its slots come back as soon as nobody uses them."""
-        if not run.pins:
-            self._count_evictable(run, -1)
-        if run.device is not None:
+        if run.on_device:
+            if not run.pins:
+                self.num_device_evictable -= run.length
             self.device_queue.discard(run)
             if run.open is not CacheLevel.DEVICE:
-                self._events.removed(CacheLevel.DEVICE, run.hashes)
+                self._tell_removed(CacheLevel.DEVICE, run)
         if run.host is not None:
             self.host_queue.discard(run.host)
             if run.open is not CacheLevel.HOST:
-                self._events.removed(CacheLevel.HOST, run.hashes)
+                self._tell_removed(CacheLevel.HOST, run)
         run.detached = True
         self._detached[run] = None
         self._free_if_unused(run)
 
-    def park(self, run: Run) -> None:
-        """Take a run whose host copy must stay for now out of the way of the search for host victims."""
-        assert run.host is not None
-        if run.pins:
-            self.host_queue.discard(run.host)  # its last user puts it back
-        else:
-            self._parked.touch(run.host)
+    def detach_all(self, in_use: Iterable[Run], other_slots: Sequence[DeviceSlot]) -> list[Run]:
+        """Nothing can be found any more. Runs `in_use`, which are all that are pinned, keep their slots, and host slots
+        wait for their open copy; returns these runs. The rest is for the caller to forget.
+
+        `other_slots` of the device are owned outside the tree. O(runs in use + size of the pools).
+        """
+        kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
+        for run in kept:
+            run.detached = True
+            run.older = run.younger = None
+            if run.host is not None:
+                run.host.older = run.host.younger = None
+            if not run.pins:
+                run.on_device = False
+        self._detached = kept
+        self._open = {run: None for run in self._open if run.open is CacheLevel.HOST or run.pins}
+        self.device_queue, self.host_queue, self._parked = RunQueue(), RunQueue(), RunQueue()
+        self.num_device_evictable = 0
+        self.device_pool.keep_only([*other_slots, *(slot for run in kept for slot in run.device_slots)])
+        self.host_pool.keep_only(slot for run in kept for slot in run.host_slots)
+        self._events.cleared()
+        return list(kept)
+
+    # ---- the search for victims
+
+    def is_device_victim(self, run: Run) -> bool:
+        """Can the queued `run` leave the device? If not, it is out of the way now."""
+        if not run.pins and not run.device_children:
+            return True
+        self.device_queue.discard(run)
+        return False
+
+    def is_host_victim(self, run: Run) -> bool:
+        """Can the host copy of the queued `run` go? If not, it is out of the way now."""
+        host = run.host
+        assert host is not None
+        if run.pins or (run.other_children and not run.on_device):
+            self.host_queue.discard(host)
+            return False
+        if run.open is not None:
+            self._parked.touch(host)  # back when the step is taken
+            return False
+        return True
+
+    def child_left(self, run: Run) -> None:
+        """Fewer runs hang below `run` in one of its tiers: perhaps that is what it waited for."""
+        if run.pins or run.detached:
+            return
+        if run.on_device and not run.is_queued and not run.device_children:
+            self.device_queue.put_oldest(run)
+        if run.host is not None and not run.host.is_queued and (run.on_device or not run.other_children):
+            self.host_queue.put_oldest(run.host)
 
     # ---- cutting and joining
 
     def split(self, head: Run, run: Run) -> None:
-        """`head` is the new upper part of `run`: it takes its share of the slots and the places next to `run`'s."""
-        count = len(head.hashes)
-        if run.device is not None:
-            head.device, run.device = run.device[:count], run.device[count:]
-            if run.is_queued:
-                self.device_queue.insert_after(head, run)
+        """`head` was cut from `run`: it takes the places next to `run`'s."""
+        if run.is_queued:
+            self.device_queue.insert_after(head, run)
         if run.host is not None:
-            head.host, run.host.slots = HostCopy(head, run.host.slots[:count]), run.host.slots[count:]
+            head.host = HostCopy(head)
             if run.host.is_queued:
                 self.host_queue.insert_after(head.host, run.host)
         if run.open is not None:
             self._open[head] = None
 
-    def join(self, run: Run, parent: Run) -> None:
-        """`run` takes over the slots of `parent`, which is in the same tiers; their places in the queues go."""
-        if run.device is not None:
-            assert parent.device is not None
-            run.device = parent.device + run.device
-            self.device_queue.discard(parent)
-        if run.host is not None:
-            assert parent.host is not None
-            run.host.slots = parent.host.slots + run.host.slots
+    def join(self, run: Run) -> None:
+        """`run` takes over its parent; the parent's places in the queues go."""
+        parent = run.parent
+        assert parent is not None
+        self.device_queue.discard(parent)
+        if parent.host is not None:
             self.host_queue.discard(parent.host)
-            parent.host = None  # no garbage that refers to itself
+        run.take_over_parent()
 
     # ---- copies that the worker has not been told of
 
@@ -163,14 +210,17 @@ class Residency:
 
     def start_swap_out(self, run: Run, slots: Sequence[HostSlot]) -> None:
         """Open the copy of a device run into host `slots`. The device side may go at once: evictions run first."""
-        assert run.host is None and len(slots) == len(run.hashes), "one host slot per block"
+        assert run.host is None and len(slots) == run.length, "one host slot per block"
         run.open = CacheLevel.HOST
         self._open[run] = None
-        run.host = HostCopy(run, tuple(slots))
-        self.host_queue.touch(run.host)
+        self.host_queue.touch(run.enter_host(slots))
 
     def open_copies(self, target: CacheLevel) -> list[Run]:
         return [run for run in self._open if run.open is target]
+
+    @property
+    def has_open_copies(self) -> bool:
+        return bool(self._open)
 
     def close_copies(self) -> None:
         """The worker is being told of every open copy: from here on, order guarantees what the tree says."""
@@ -179,10 +229,8 @@ class Residency:
             assert level is not None
             if run.detached:
                 self._free_if_unused(run)
-                continue
-            self._events.stored(level, run.hashes, run.parent_hash)
-            if run.is_host_evictable:
-                self.num_host_evictable += len(run.hashes)
+            else:
+                self._tell_stored(level, run)
         self._open.clear()
         self.host_queue.put_back(self._parked)
 
@@ -195,50 +243,68 @@ class Residency:
 
     # ---- looking
 
-    def detached_runs(self) -> Iterator[Run]:
+    def detached_runs(self) -> list[Run]:
         """Runs that only wait for their last user."""
-        return iter(self._detached)
+        return list(self._detached)
 
     def check(self, findable: Iterable[Run]) -> None:
         """Raises `InvariantError` naming the first broken invariant, given the whole tree, parents first; O(cache)."""
         runs = list(findable)
         check_runs(runs, self._detached.keys(), self._open.keys())
-        check_queue([self.device_queue], {run for run in runs if run.device is not None}, "device")
-        check_queue([self.host_queue, self._parked], {run for run in runs if run.host is not None}, "host")
-        device = sum(len(run.hashes) for run in runs if run.device is not None and not run.pins)
-        host = sum(len(run.hashes) for run in runs if run.is_host_evictable)
+        waiting = {run for run in runs if run.device_children}
+        check_queue([self.device_queue], {run: run for run in runs if run.on_device}, waiting, "device")
+        waiting = {run for run in runs if run.other_children and not run.on_device}
+        check_queue([self._parked, self.host_queue], {run: run.host for run in runs if run.host}, waiting, "host")
+        device = sum(run.length for run in runs if run.on_device and not run.pins)
         expect(
             device == self.num_device_evictable, f"{device} device blocks evictable, not {self.num_device_evictable}"
         )
-        expect(host == self.num_host_evictable, f"{host} host blocks evictable, not {self.num_host_evictable}")
 
     # ---- inside
 
-    def _count_evictable(self, run: Run, sign: int) -> None:
-        """The findable `run`, which nobody uses, becomes (1) or is no longer (-1) evictable where it is."""
-        if run.device is not None:
-            self.num_device_evictable += sign * len(run.hashes)
-        if run.host is not None and run.open is None:
-            self.num_host_evictable += sign * len(run.hashes)
-
     def _put_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
-        assert run.pins and run.device is None and len(slots) == len(run.hashes), "a run in use gets one slot per block"
-        run.device = tuple(slots)  # queued when its last user leaves
+        assert run.pins and not run.on_device and len(slots) == run.length, "a run in use gets one slot per block"
+        run.enter_device(slots)  # queued when its last user leaves
+
+    def _close_unfilled(self, run: Run) -> None:
+        """Cancel the swap-in of `run`, of which the worker does not know yet."""
+        self._take_device(run)
+        run.open = None
+        del self._open[run]
 
     def _take_device(self, run: Run) -> None:
-        slots, run.device = run.device, None
-        assert slots is not None
         self.device_queue.discard(run)
-        self._device_pool.free(slots)
+        self.device_pool.free(run.leave_device())
+        if run.parent is not None:
+            self.child_left(run.parent)
+
+    def _take_host(self, run: Run) -> None:
+        assert run.host is not None
+        self.host_queue.discard(run.host)
+        self.host_pool.free(run.host_slots)
+        run.host = None
 
     def _free_if_unused(self, run: Run) -> None:
-        """Slots of a detached run go back once no request uses them; host slots also wait for an open copy."""
+        """Slots of a detached run go back once no request uses them; host slots also wait for an open copy out."""
         if run.pins:
             return
-        if run.device is not None:
+        if run.open is CacheLevel.DEVICE:
+            self._close_unfilled(run)
+        elif run.on_device:
             self._take_device(run)
         if run.open is None:
             if run.host is not None:
-                host, run.host = run.host, None
-                self._host_pool.free(host.slots)
+                self._take_host(run)
+            if run.parent is not None and run.parent.detached:
+                run.leave_parent()
+            run.drop_children()
+            run.drop_cells()
             del self._detached[run]
+
+    def _tell_stored(self, level: CacheLevel, run: Run) -> None:
+        if self._events.is_listening:
+            self._events.stored(level, run.hashes, run.parent_hash)
+
+    def _tell_removed(self, level: CacheLevel, run: Run) -> None:
+        if self._events.is_listening:
+            self._events.removed(level, run.hashes)

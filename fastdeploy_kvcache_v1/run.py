@@ -4,13 +4,28 @@ The prefix tree is made of runs, not of single blocks. All blocks of a run are i
 requests and hit equally often; when that would stop being true, the run is split first. Chained hashes make this
 cheap: two runs agree up to their last block if and only if their last hashes agree. So pinning, ordering and evicting
 cost O(runs), while `BlockNode` stays the view of a single block.
+
+What is known of each block lies in *cells*, a list with three entries per block: hash, device slot, host slot. A run
+is the range `[start, end)` of blocks of such a list. A run that is cut shares the list with its upper part; every block
+of a list belongs to one run, and the next range of the list is a child of the run before it. So to cut a run and to
+join its parts again is O(1), and to append blocks at the list's end O(blocks appended), however long the run is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
 
-from .metadata import BlockHash, BlockNode, CacheLevel, DeviceSlot, HostSlot, NodeSpan
+from .metadata import BlockHash, BlockNode, CacheLevel, DeviceSlot, HostSlot
+
+Cells = list[Any]
+"""`[hash, device slot, host slot]` of block 0, then of block 1, and so on. A slot means nothing in a tier where the run
+is not."""
+
+WIDTH = 3
+DEVICE = 1
+HOST = 2
 
 _NO_CHILDREN: dict[BlockHash, Run] = {}
 """What every leaf shares, because most runs are leaves. Never written: `Run.add_child` replaces it."""
@@ -38,33 +53,47 @@ class Link:
 
 
 class HostCopy(Link):
-    """The host slots of a run, and its place in the host queue."""
+    """That a run has host slots, and its place in the host queue."""
 
-    __slots__ = ("run", "slots")
+    __slots__ = ("run",)
 
-    def __init__(self, run: Run, slots: tuple[HostSlot, ...]) -> None:
+    def __init__(self, run: Run) -> None:
         self.older = self.younger = None
         self.run = run
-        self.slots = slots
 
 
 class Run(Link):
-    """Blocks `hashes[0..n)`, `device[i]` and `host.slots[i]` their slots; None in a tier where the run is not.
-
-    A run is itself its place in the device queue: most runs are in that tier only, and a cache of one-block runs is
-    made of little else. Hashes and slots are tuples, so whoever looked at a run keeps what it saw.
+    """A run is itself its place in the device queue: most runs are in that tier only, and a cache of one-block runs is
+    made of little else.
     """
 
-    __slots__ = ("children", "detached", "device", "hashes", "hits", "host", "open", "parent", "pins")
+    __slots__ = (
+        "cells",
+        "detached",
+        "device_children",
+        "end",
+        "hits",
+        "host",
+        "on_device",
+        "open",
+        "other_children",
+        "parent",
+        "pins",
+        "start",
+    )
 
-    def __init__(self, hashes: tuple[BlockHash, ...]) -> None:
+    def __init__(self, cells: Cells, start: int, end: int) -> None:
         self.older = self.younger = None
-        self.hashes = hashes
-        self.device: tuple[DeviceSlot, ...] | None = None
+        self.cells = cells
+        self.start = start
+        self.end = end
+        self.on_device = False
         self.host: HostCopy | None = None
         self.parent: Run | None = None
-        self.children = _NO_CHILDREN
-        """By the hash of their first block; read-only, see `add_child`."""
+        self.device_children = _NO_CHILDREN
+        """Children on the device, by the hash of their first block; read-only, see `add_child`."""
+        self.other_children = _NO_CHILDREN
+        """Children that are not, likewise."""
         self.pins = 0
         """Requests that use this run or one below it."""
         self.hits = 0
@@ -73,41 +102,188 @@ class Run(Link):
         self.detached = False
         """Can no longer be found, and only waits for its last user."""
 
+    @classmethod
+    def of(cls, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Run:
+        """A run with cells of its own for blocks in device `slots`."""
+        run = cls(_cells(hashes, slots), 0, len(hashes))
+        run.on_device = True
+        return run
+
+    # ---- its blocks
+
     @property
     def run(self) -> Run:  # type: ignore[override]
         return self
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+    @property
+    def hashes(self) -> list[BlockHash]:
+        """A copy; O(length)."""
+        return self.cells[WIDTH * self.start : WIDTH * self.end : WIDTH]
+
+    @property
+    def device_slots(self) -> list[DeviceSlot]:
+        """A copy, empty if it is not on the device; O(length)."""
+        return self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH] if self.on_device else []
+
+    @property
+    def host_slots(self) -> list[HostSlot]:
+        """A copy, empty if it is not on the host; O(length)."""
+        return [] if self.host is None else self.cells[WIDTH * self.start + HOST : WIDTH * self.end : WIDTH]
+
+    @property
+    def first_hash(self) -> BlockHash:
+        block: BlockHash = self.cells[WIDTH * self.start]
+        return block
+
+    @property
+    def last_hash(self) -> BlockHash:
+        block: BlockHash = self.cells[WIDTH * (self.end - 1)]
+        return block
+
+    @property
+    def parent_hash(self) -> BlockHash | None:
+        """Hash of the block before its first one; None at the start of a prompt."""
+        parent = self.parent
+        return None if parent is None or parent.is_root else parent.last_hash
+
+    @property
+    def ends_its_cells(self) -> bool:
+        """Can blocks be appended to it, or its blocks be taken off the list?"""
+        return WIDTH * self.end == len(self.cells)
+
+    def nodes(self) -> Iterator[BlockNode]:
+        for index in range(WIDTH * self.start, WIDTH * self.end, WIDTH):
+            block, device, host = self.cells[index : index + WIDTH]
+            yield BlockNode(
+                block,
+                device if self.on_device else None,
+                None if self.host is None else host,
+                self.open,
+                self.detached,
+                self.hits,
+                self.pins,
+            )
+
+    def common_blocks(self, hashes: Sequence[BlockHash], start: int, count: int) -> int:
+        """How many of its first `count` blocks equal `hashes[start:]`, knowing the first does. O(log count)."""
+        cells, mine = self.cells, self.start
+        if cells[WIDTH * (mine + count - 1)] == hashes[start + count - 1]:
+            return count
+        low, high = 1, count - 1  # block low-1 agrees, block high disagrees
+        while low < high:
+            middle = (low + high) // 2
+            if cells[WIDTH * (mine + middle)] == hashes[start + middle]:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    # ---- its slots; the caller keeps pools, counts and queues
+
+    def enter_device(self, slots: Sequence[DeviceSlot]) -> None:
+        self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH] = slots
+        parent = self.parent
+        assert parent is not None
+        del parent.other_children[self.first_hash]
+        self.on_device = True
+        parent.add_child(self)
+
+    def leave_device(self) -> list[DeviceSlot]:
+        """Returns the slots it had."""
+        slots = self.device_slots
+        parent = self.parent
+        self.on_device = False
+        if parent is not None and parent.device_children.get(self.first_hash) is self:  # it can be found
+            del parent.device_children[self.first_hash]
+            parent.add_child(self)
+        return slots
+
+    def enter_host(self, slots: Sequence[HostSlot]) -> HostCopy:
+        self.cells[WIDTH * self.start + HOST : WIDTH * self.end : WIDTH] = slots
+        self.host = HostCopy(self)
+        return self.host
+
+    def extend(self, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> None:
+        """Append blocks to a run that is on the device only and ends its cells."""
+        self.cells += _cells(hashes, slots)
+        self.end += len(hashes)
+
+    def drop_cells(self) -> None:
+        """This run is gone, and its blocks are not needed any more. They leave the list of cells when its later blocks
+        have left it; so with them may go those of runs above it that went before.
+        """
+        run, cells = self, self.cells
+        while run.cells is cells and run.ends_its_cells and run.is_gone:
+            del cells[WIDTH * run.start :]
+            if run.parent is None:
+                return
+            run = run.parent
+
+    # ---- its place in the tree
+
+    @property
+    def is_gone(self) -> bool:
+        """Neither findable nor in use."""
+        return self.detached and not self.on_device and self.host is None
 
     @property
     def is_root(self) -> bool:
         return self.parent is None
 
     @property
-    def host_slots(self) -> tuple[HostSlot, ...] | None:
-        return None if self.host is None else self.host.slots
+    def has_children(self) -> bool:
+        return bool(self.device_children or self.other_children)
 
-    @property
-    def parent_hash(self) -> BlockHash | None:
-        """Hash of the block before its first one; None at the start of a prompt."""
-        return self.parent.hashes[-1] if self.parent and self.parent.hashes else None
+    def child(self, block: BlockHash) -> Run | None:
+        """The one that starts with `block`."""
+        return self.device_children.get(block) or self.other_children.get(block)
 
-    @property
-    def is_host_evictable(self) -> bool:
-        """Of a run that can be found: may its host copy go?"""
-        return not self.pins and self.host is not None and self.open is None
+    def children(self) -> Iterator[Run]:
+        return chain(self.device_children.values(), self.other_children.values())
+
+    def only_child(self) -> Run | None:
+        if len(self.device_children) + len(self.other_children) != 1:
+            return None
+        return next(self.children())
 
     def add_child(self, child: Run) -> None:
-        """Hang `child` below this run, in place of the one that starts with the same block."""
-        if self.children is _NO_CHILDREN:
-            self.children = {}
-        self.children[child.hashes[0]] = child
+        """Hang `child` below this run, in place of one in the same tier that starts with the same block."""
+        if child.on_device:
+            if self.device_children is _NO_CHILDREN:
+                self.device_children = {}
+            self.device_children[child.first_hash] = child
+        else:
+            if self.other_children is _NO_CHILDREN:
+                self.other_children = {}
+            self.other_children[child.first_hash] = child
         child.parent = self
 
-    def remove_child(self, child: Run) -> None:
-        del self.children[child.hashes[0]]
+    def leave_parent(self) -> None:
+        """It can no longer be found from above, if it could; it keeps its way up."""
+        parent, block = self.parent, self.first_hash
+        if parent is None:
+            return
+        if parent.device_children.get(block) is self:
+            del parent.device_children[block]
+        elif parent.other_children.get(block) is self:
+            del parent.other_children[block]
 
-    def device_child(self) -> Run | None:
-        """A child that is on the device, if there is one."""
-        return next((child for child in self.children.values() if child.device is not None), None)
+    def drop_children(self) -> list[dict[BlockHash, Run]]:
+        """Returns those it had; they keep their way up. O(1)."""
+        families = [family for family in (self.device_children, self.other_children) if family]
+        self.device_children = self.other_children = _NO_CHILDREN
+        return families
+
+    def drop_links(self) -> None:
+        """Of a run that nobody needs: it refers to no other run, so that it is no cyclic garbage."""
+        self.older = self.younger = self.parent = None
+        if self.host is not None:
+            self.host.older = self.host.younger = None
+            self.host = None
 
     def subtree(self) -> Iterator[Run]:
         """This run and everything below it, parents before children."""
@@ -115,21 +291,48 @@ class Run(Link):
         while stack:
             run = stack.pop()
             yield run
-            stack.extend(run.children.values())
+            stack.extend(run.children())
+
+    # ---- cutting and joining
+
+    def cut(self, count: int) -> Run:
+        """Its first `count` blocks become a new run, which takes its place; it hangs below. O(1)."""
+        assert 0 < count < self.length, "a split leaves blocks on both sides"
+        assert self.parent is not None and not self.detached, "what cannot be found is not split"
+        head = Run(self.cells, self.start, self.start + count)
+        head.on_device, head.pins, head.hits, head.open = self.on_device, self.pins, self.hits, self.open
+        self.parent.add_child(head)
+        self.start += count
+        head.add_child(self)
+        return head
 
     def fits_parent(self) -> bool:
-        """Could it be one run with its parent? Never with the root, which is in no tier."""
+        """Could it be one run with its parent? Never with the root, which is in no tier.
+
+        Runs that were not cut from each other are joined by moving the lower one's blocks. It may be twice as long as
+        the upper one, no longer: so a block is moved O(log n) times, and a chain that cannot be joined doubles with
+        every run.
+        """
         parent = self.parent
         return (
             parent is not None
-            and len(parent.children) == 1
             and parent.pins == self.pins
             and parent.hits == self.hits
             and parent.open is None
             and self.open is None
-            and (parent.device is None) == (self.device is None)
+            and parent.on_device == self.on_device
             and (parent.host is None) == (self.host is None)
             and not self.detached
+            and len(parent.device_children) + len(parent.other_children) == 1
+            and (
+                parent.cells is self.cells
+                or (
+                    parent.ends_its_cells
+                    and not self.start
+                    and self.ends_its_cells
+                    and self.length <= 2 * parent.length
+                )
+            )
         )
 
     def is_queued_next_to_parent(self) -> bool:
@@ -143,22 +346,25 @@ class Run(Link):
         assert parent.host is not None
         return self.host.is_next_to(parent.host)
 
-    def span(self) -> NodeSpan:
-        return NodeSpan(self.hashes, self.device, self.host_slots, self.open, self.detached, self.hits, self.pins)
+    def take_over_parent(self) -> Run:
+        """It begins with its parent's blocks, in its parent's place. Returns the parent, which is nowhere now.
 
-    def nodes(self) -> Iterator[BlockNode]:
-        return self.span().nodes()
+        A reference to the parent that somebody kept leads to this run, by its `parent`.
+        """
+        parent = self.parent
+        assert parent is not None and parent.parent is not None
+        if parent.cells is not self.cells:
+            parent.cells += self.cells
+            self.cells, self.end = parent.cells, parent.end + self.length
+        self.start = parent.start
+        parent.drop_children()
+        parent.parent.add_child(self)
+        parent.parent, parent.on_device, parent.host = self, False, None
+        return parent
 
-    def common_blocks(self, hashes: Sequence[BlockHash], start: int, count: int) -> int:
-        """How many of its first `count` blocks equal `hashes[start:]`, knowing the first does. O(log count)."""
-        mine = self.hashes
-        if mine[count - 1] == hashes[start + count - 1]:
-            return count
-        low, high = 1, count - 1  # block low-1 agrees, block high disagrees
-        while low < high:
-            middle = (low + high) // 2
-            if mine[middle] == hashes[start + middle]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+
+def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Cells:
+    cells: Cells = [None] * (WIDTH * len(hashes))
+    cells[::WIDTH] = hashes
+    cells[DEVICE::WIDTH] = slots
+    return cells

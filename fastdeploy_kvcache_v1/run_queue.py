@@ -49,6 +49,10 @@ class RunQueue:
         link.older, link.younger = other, younger
         other.younger = younger.older = link
 
+    def put_oldest(self, link: Link) -> None:
+        """Put `link`, which is in no queue, before all others."""
+        self.insert_after(link, self._end)
+
     @staticmethod
     def discard(link: Link) -> None:
         """Take it out of the queue it is in, if any."""

@@ -5,49 +5,52 @@ Collects the copies of the scheduling step that is being decided. Not thread-saf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 
-from .block_pool import DeviceBlockPool, HostBlockPool
 from .cache_stats import Counters
 from .config import KVCacheConfig, WritePolicy
 from .errors import PoolInUseError
 from .invariants import expect
-from .metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata, DeviceSlot, HostSlot, NoSpace, SwapStep
+from .metadata import (
+    NO_EVICT,
+    NO_SWAP_IN,
+    CacheLevel,
+    CacheSwapMetadata,
+    DeviceSlot,
+    HostSlot,
+    NoSpace,
+    SwapStep,
+    TransferResult,
+)
 from .radix_tree import RadixTree
 from .residency import Residency
 from .run import Run
+from .told_copies import ToldCopies
 
 
 class Tiering:
     """Makes room in a tier, backs blocks up to the host, and batches the copies of a step."""
 
-    def __init__(
-        self,
-        config: KVCacheConfig,
-        tree: RadixTree,
-        residency: Residency,
-        device_pool: DeviceBlockPool,
-        host_pool: HostBlockPool,
-        counters: Counters,
-    ) -> None:
+    def __init__(self, config: KVCacheConfig, tree: RadixTree, residency: Residency, counters: Counters) -> None:
         self._policy = config.write_policy
-        self._threshold = config.write_through_threshold
+        self._hits_that_count = config.hits_that_count
         self._tree = tree
         self._residency = residency
-        self._device_pool = device_pool
-        self._host_pool = host_pool
         self._counters = counters
         self._evict_sources: list[DeviceSlot] = []
         self._evict_targets: list[HostSlot] = []
+        self._told = ToldCopies()
+
+    # ---- device slots
 
     @property
     def num_available_device(self) -> int:
         """Device slots that `allocate_device` can hand out."""
-        return self._device_pool.num_free + self._residency.num_device_evictable
+        return self._residency.device_pool.num_free + self._residency.num_device_evictable
 
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` slots, evicting the least recently used blocks where they are short. `NoSpace` changes nothing."""
-        pool = self._device_pool
+        pool = self._residency.device_pool
         if count - pool.num_free > self._residency.num_device_evictable:
             self._counters.allocations_refused += 1
             return NoSpace(count, self.num_available_device)
@@ -57,35 +60,66 @@ class Tiering:
             self._evict_device(victim)
         return pool.allocate(count)
 
-    def back_up_completed(self, path: Iterable[Run], num_new: int) -> None:
-        """The last `num_new` blocks of `path` have just been computed."""
-        if self._policy is WritePolicy.WRITE_THROUGH:
-            skipped = self._back_up(path)  # retries those for which there was no room before
-            self._counters.backup_skipped_blocks += min(skipped, num_new)
+    def free_device(self, slots: Sequence[DeviceSlot]) -> None:
+        """Slots outside the tree are nobody's any more."""
+        self._residency.device_pool.free(slots)
 
-    def back_up_hit(self, path: Iterable[Run]) -> None:
-        """Blocks of `path` have just been hit once more."""
+    def swap_in(self, path: Sequence[Run], slots: Sequence[DeviceSlot]) -> None:
+        """Plan the copies that bring those blocks of the pinned `path` to the device that are not there."""
+        used = 0
+        for run in path:
+            if not run.on_device:
+                self._residency.start_swap_in(run, slots[used : used + run.length])
+                used += run.length
+        assert used == len(slots), "one slot per block"
+
+    # ---- backups
+
+    def hit(self, leaf: Run) -> None:
+        """The blocks of the pinned path to `leaf`, all on the device, have served one more request."""
+        self._tree.hit(leaf, self._hits_that_count)
         if self._policy is WritePolicy.WRITE_THROUGH:
-            self._counters.backup_skipped_blocks += self._back_up(path)
+            self._count_skipped(self._back_up(self._tree.path(leaf)))
         elif self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            wanted = (run for run in path if run.hits >= self._threshold)
-            self._counters.backup_skipped_blocks += self._back_up(wanted)
+            wanted = [run for run in self._tree.path(leaf) if run.hits >= self._hits_that_count]
+            self._count_skipped(self._back_up(wanted))
+
+    def back_up_completed(self, runs: Sequence[Run], num_new: int) -> None:
+        """The last `num_new` blocks of `runs`, in prompt order, have just been computed."""
+        if self._policy is WritePolicy.WRITE_THROUGH:
+            skipped = self._back_up(runs)  # retries blocks before them for which there was no room
+            self._count_skipped(min(skipped, num_new))
+
+    # ---- the step
 
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
+        if not self._residency.has_open_copies:
+            return SwapStep(step)
         swap_ins = self._residency.open_copies(CacheLevel.DEVICE)
-        sources = [slot for run in swap_ins for slot in run.host_slots or ()]
-        targets = [slot for run in swap_ins for slot in run.device or ()]
+        sources = [slot for run in swap_ins for slot in run.host_slots]
+        targets = [slot for run in swap_ins for slot in run.device_slots]
         evict = _copies(NO_EVICT, self._evict_sources, self._evict_targets)
         swap_in = _copies(NO_SWAP_IN, sources, targets)
         self._counters.swap_out_blocks += len(evict)
         self._counters.swap_in_blocks += len(swap_in)
         self._evict_sources, self._evict_targets = [], []
+        self._told.remember(step, [*swap_ins, *self._residency.open_copies(CacheLevel.HOST)])
         self._residency.close_copies()
         return SwapStep(step, evict, swap_in)
 
-    def abandon(self) -> None:
-        """Forget all copies decided but not handed over (after everything has been detached and released)."""
+    # ---- administration
+
+    def forget_all(self, in_use: Sequence[Run], other_slots: Sequence[DeviceSlot]) -> None:
+        """Both tiers are empty but for runs `in_use`, all that are pinned, and `other_slots`, which are not the tree's.
+
+        O(runs in use + size of the pools).
+        """
+        self._tree.detach_all(in_use, other_slots)
+        self._told.forget()
+
+    def abandon_step(self) -> None:
+        """Forget all copies decided but not handed over (nothing is in use any more)."""
         self._evict_sources, self._evict_targets = [], []
         self._residency.abandon_copies()
 
@@ -95,9 +129,9 @@ class Tiering:
         Raises `PoolInUseError`, with no change, when a request uses one of them or one still waits to be copied out.
         O(cache).
         """
-        above = self._device_pool.slots_above(size)
-        hit = [run for run in self._tree.runs() if run.device is not None and not above.isdisjoint(run.device)]
-        evictable = {slot for run in hit if not run.pins for slot in run.device or ()}
+        above = self._residency.device_pool.slots_above(size)
+        hit = [run for run in self._tree.runs() if not above.isdisjoint(run.device_slots)]
+        evictable = {slot for run in hit if not run.pins for slot in run.device_slots}
         in_use = (above - evictable) | {slot for slot in self._evict_sources if slot >= size}
         if in_use:
             raise PoolInUseError(
@@ -107,94 +141,112 @@ class Tiering:
         for run in hit:
             self._evict_subtree(run, above)
 
-    def forget_failed(self, target: CacheLevel, failed: Set[int]) -> set[Run]:
-        """Forget the copies in the `failed` slots of tier `target`, and the blocks below those that are nowhere else.
+    def forget_failed(self, result: TransferResult) -> set[Run]:
+        """Forget what is in the slots that `result` failed to fill, and the blocks below those that are nowhere else.
 
-        Returns the runs that can no longer be found; some may still be in use. O(cache).
+        Returns the runs that can no longer be found; some may still be in use. Costs O(the blocks copied in that step
+        and their prefixes), O(cache) when the step was so long ago that it is not remembered.
         """
+        failed = frozenset(result.target_slots)
+        copied = self._told.of(result.step)
+        findable = list(self._tree.runs()) if copied is None else copied
         lost: set[Run] = set()
-        for run in list(self._tree.runs()):
-            if run.detached:
+        for run in (*findable, *self._residency.detached_runs()):
+            if run in lost:
                 continue
-            if target is CacheLevel.HOST and run.device is not None and run.open is not CacheLevel.DEVICE:
-                if run.open is None and run.host is not None and not failed.isdisjoint(run.host.slots):
-                    self._residency.drop_host(run)
-                continue
-            slots = run.device if target is CacheLevel.DEVICE else run.host_slots
-            first = next((index for index, slot in enumerate(slots or ()) if slot in failed), None)
-            if first is not None:
-                if first:
-                    self._tree.split(run, first)
-                lost.update(self._tree.detach(run))
+            if result.target is CacheLevel.DEVICE:
+                lost.update(self._lose(run, run.device_slots, failed))
+            elif not run.on_device or run.open is CacheLevel.DEVICE:
+                lost.update(self._lose(run, run.host_slots, failed))
+            elif run.open is None and not run.detached and not failed.isdisjoint(run.host_slots):
+                self._residency.drop_host(run)
         return lost
-
-    def _evict_subtree(self, run: Run, above: Set[int]) -> None:
-        """Evict an unpinned `run` from its first block in `above` on, and every device block below, without copies."""
-        if run.device is None:
-            return  # gone with an earlier run
-        first = next(index for index, slot in enumerate(run.device) if slot in above)
-        if first:
-            self._tree.split(run, first)
-        for victim in reversed([below for below in run.subtree() if below.device is not None]):
-            self._counters.device_evicted_blocks += len(victim.hashes)
-            self._drop_device(victim)
-
-    def _evict_device(self, run: Run) -> None:
-        """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
-        self._counters.device_evicted_blocks += len(run.hashes)
-        if run.host is None and self._policy is WritePolicy.WRITE_BACK:
-            room = self._make_host_room(len(run.hashes))
-            if 0 < room < len(run.hashes):
-                self._start_swap_out(self._tree.split(run, room))
-                self._counters.device_evicted_blocks -= room  # the upper part stays, and is the next victim
-                self._counters.backup_skipped_blocks += len(run.hashes)
-            elif room:
-                self._start_swap_out(run)
-            else:
-                self._counters.backup_skipped_blocks += len(run.hashes)
-        self._drop_device(run)
-
-    def _drop_device(self, run: Run) -> None:
-        if run.host is not None:
-            self._residency.drop_device(run)
-            return
-        self._counters.device_lost_blocks += len(run.hashes)
-        below = self._tree.detach(run)[1:]  # could not be found any more
-        self._counters.host_evicted_blocks += sum(len(run.hashes) for run in below)
-
-    def _back_up(self, path: Iterable[Run]) -> int:
-        """Start copies of the blocks of `path`, all on the device; returns for how many there was no room."""
-        skipped = 0
-        for run in path:
-            if run.host is not None:
-                continue
-            room = self._make_host_room(len(run.hashes))
-            skipped += len(run.hashes) - room
-            if room:
-                self._start_swap_out(run if room == len(run.hashes) else self._tree.split(run, room))
-        return skipped
 
     def check(self) -> None:
         """Raises `InvariantError` unless every copy to hand over fills a slot that is kept for it."""
         expect(len(self._evict_sources) == len(self._evict_targets), "tiering: copies without a source or a target")
-        waiting = [slot for run in self._residency.open_copies(CacheLevel.HOST) for slot in run.host_slots or ()]
+        waiting = [slot for run in self._residency.open_copies(CacheLevel.HOST) for slot in run.host_slots]
         expect(sorted(waiting) == sorted(self._evict_targets), "tiering: open copies and host slots disagree")
 
+    # ---- inside
+
+    def _lose(self, run: Run, slots: Sequence[int], failed: Set[int]) -> list[Run]:
+        """Forget `run` from the first of its `slots` in `failed` on; returns the runs that are gone."""
+        first = next((index for index, slot in enumerate(slots) if slot in failed), None)
+        if first is None:
+            return []
+        if run.detached:
+            return list(run.subtree())
+        if first:
+            self._tree.split(run, first)
+        return self._tree.detach(run)
+
+    def _evict_subtree(self, run: Run, above: Set[int]) -> None:
+        """Evict an unpinned `run` from its first block in `above` on, and every device block below, without copies."""
+        if not run.on_device:
+            return  # gone with an earlier run
+        first = next(index for index, slot in enumerate(run.device_slots) if slot in above)
+        if first:
+            self._tree.split(run, first)
+        for victim in reversed([below for below in run.subtree() if below.on_device]):
+            self._drop_device(victim)
+
+    def _evict_device(self, run: Run) -> None:
+        """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
+        if run.host is None and self._policy is WritePolicy.WRITE_BACK:
+            room = self._make_host_room(run.length)
+            if 0 < room < run.length:
+                self._start_swap_out(self._tree.split(run, room))  # the upper part stays, and is the next victim
+            elif room:
+                self._start_swap_out(run)
+            self._count_skipped(run.length if run.host is None else 0)
+        self._drop_device(run)
+
+    def _drop_device(self, run: Run) -> None:
+        if run.open is CacheLevel.DEVICE:  # nobody waits for its swap-in any more
+            self._residency.drop_device(run)
+            return
+        self._counters.device_evicted_blocks += run.length
+        if run.host is not None:
+            self._residency.drop_device(run)
+            return
+        self._counters.device_lost_blocks += run.length
+        lost = self._tree.detach(run)
+        self._counters.host_evicted_blocks += sum(below.length for below in lost[1:])  # could not be found any more
+
+    def _back_up(self, runs: Sequence[Run]) -> int:
+        """Start copies of the blocks of `runs`, all on the device and in prompt order; returns for how many there was
+        no room.
+        """
+        skipped = 0
+        for run in runs:
+            if run.host is None:
+                room = self._make_host_room(run.length)
+                skipped += run.length - room
+                if room:
+                    self._start_swap_out(run if room == run.length else self._tree.split(run, room))
+        return skipped
+
+    def _count_skipped(self, num_blocks: int) -> None:
+        if self._residency.host_pool.size:
+            self._counters.backup_skipped_blocks += num_blocks
+
     def _start_swap_out(self, run: Run) -> None:
-        assert run.device is not None
-        slots = self._host_pool.allocate(len(run.hashes))
-        self._evict_sources += run.device
+        assert run.on_device
+        slots = self._residency.host_pool.allocate(run.length)
+        self._evict_sources += run.device_slots
         self._evict_targets += slots
         self._residency.start_swap_out(run, slots)
 
     def _make_host_room(self, count: int) -> int:
         """Evict from the host until `count` slots are free or nothing evictable is left; returns how many are."""
-        while (short := count - self._host_pool.num_free) > 0:
+        pool = self._residency.host_pool
+        while (short := count - pool.num_free) > 0:
             victim = self._tree.host_victim(short)
             if victim is None:
-                return self._host_pool.num_free
-            self._counters.host_evicted_blocks += len(victim.hashes)
-            if victim.device is not None:
+                return pool.num_free
+            self._counters.host_evicted_blocks += victim.length
+            if victim.on_device:
                 self._residency.drop_host(victim)
             else:
                 self._tree.detach(victim)

@@ -105,7 +105,7 @@ class Scheduler:
             num_tokens = min(generation.num_pending, self._budget)
             outcome = self._manager.allocate(generation.request_id, generation.num_computed + num_tokens)
             if not isinstance(outcome, NoSpace):
-                self._add_to_plan(generation, num_tokens, outcome.block_table)
+                self._add_to_plan(generation, num_tokens)
                 return
             self.preempt(self._running[-1])
 
@@ -129,7 +129,7 @@ class Scheduler:
             generation.cached_tokens = match.num_tokens
         elif not generation.num_outputs:  # what was found the first time may be lost: it counts as computed then
             generation.cached_tokens = min(generation.cached_tokens, match.num_tokens)
-        self._add_to_plan(generation, num_tokens, outcome.block_table)
+        self._add_to_plan(generation, num_tokens)
         return True
 
     def _has_room(self, match: MatchResult, end: int) -> bool:
@@ -138,6 +138,7 @@ class Scheduler:
         headroom = len(self._running)
         return not headroom or self._manager.num_available_device_blocks >= needed + headroom
 
-    def _add_to_plan(self, generation: Generation, num_tokens: int, block_table: list[DeviceSlot]) -> None:
+    def _add_to_plan(self, generation: Generation, num_tokens: int) -> None:
+        block_table = self._manager.block_table(generation.request_id)
         self._plan[generation.request_id] = Scheduled(generation, num_tokens, block_table)
         self._budget -= num_tokens

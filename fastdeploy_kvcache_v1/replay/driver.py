@@ -143,7 +143,7 @@ class Replay:
         self.num_host_hit_tokens += allocation.num_host_tokens
         if self.shadow is not None:
             opened.shadow = self.shadow.new_request(opened.request_id)
-            opened.shadow.plan(allocation.block_table, opened.sequence.hashes, match.num_blocks)
+            opened.shadow.plan(self.manager.block_table(opened.request_id), opened.sequence.hashes, match.num_blocks)
         return True
 
     def _grow_outputs(self) -> list[_Request]:
@@ -170,7 +170,7 @@ class Replay:
                 opened.step = self.num_steps - 1
                 continue
             if opened.shadow is not None:
-                opened.shadow.plan(allocation.block_table, sequence.hashes, first_written)
+                opened.shadow.plan(self.manager.block_table(opened.request_id), sequence.hashes, first_written)
             members.append(opened)
         self._generating = []
         return members

@@ -52,7 +52,8 @@ def run(cache: CacheManager, text: str, name: str = "") -> SwapStep:
 
 def cached(cache: CacheManager, text: str) -> list[str]:
     """Tier of each block of the longest cached prefix."""
-    nodes = cache.match_prefix("probe", prompt(text + "!")).nodes
+    cache.match_prefix("probe", prompt(text + "!"))
+    nodes = cache.nodes("probe")
     cache.release("probe")
     return [node.status.value for node in nodes]
 
@@ -69,7 +70,8 @@ def fail(cache: CacheManager, step: SwapStep, target: CacheLevel, slots: Iterabl
 
 def on_host(cache: CacheManager, text: str) -> list[bool]:
     """Which blocks of `text`, all of them cached, have a host copy."""
-    nodes = cache.match_prefix("probe", prompt(text + "!")).nodes
+    cache.match_prefix("probe", prompt(text + "!"))
+    nodes = cache.nodes("probe")
     cache.release("probe")
     assert len(nodes) == len(text)
     return [node.host_slot is not None for node in nodes]

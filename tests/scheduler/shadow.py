@@ -47,7 +47,7 @@ class Shadow:
         result = self.manager.match_prefix(request_id, hasher)
         self.requests[request_id] = ShadowRequest(list(tokens), hasher)
         assert result.num_tokens < len(tokens), "the last token is always computed"
-        assert [node.hash for node in result.nodes] == hasher.hashes[: result.num_blocks]
+        assert [node.hash for node in self.manager.nodes(request_id)] == hasher.hashes[: result.num_blocks]
         return result.num_blocks
 
     def allocate(self, request_id: str, num_tokens: int) -> bool:
@@ -62,7 +62,10 @@ class Shadow:
             request.admitted = True
             request.computed = result.num_cached_tokens
         request.allocated = max(request.allocated, num_tokens)
-        assert len(set(result.block_table)) == len(result.block_table)
+        table = self.manager.block_table(request_id)
+        assert len(set(table)) == len(table) == self.manager.num_blocks(request_id)
+        assert table[: len(before)] == before, "a block table only grows at its end"
+        assert table[len(table) - len(result.new_blocks) :] == result.new_blocks
         return True
 
     def step(self) -> SwapStep:

@@ -20,7 +20,7 @@ from fastdeploy_kvcache_v1.metadata import (
     NoSpace,
 )
 
-from .scenario import cached, manager, pairs, prompt, run
+from .scenario import cached, manager, prompt, run
 
 
 def test_a_match_that_cannot_be_admitted_can_be_retried_forever() -> None:
@@ -28,7 +28,8 @@ def test_a_match_that_cannot_be_admitted_can_be_retried_forever() -> None:
     run(cache, "abc!")
     cache.match_prefix("holder", prompt("xy!"))
     assert isinstance(cache.allocate("holder", 2), Allocation)
-    before = [(node.hash, node.pins, node.hits) for node in cache.match_prefix("look", prompt("abc!")).nodes]
+    cache.match_prefix("look", prompt("abc!"))
+    before = [(node.hash, node.pins, node.hits) for node in cache.nodes("look")]
     cache.release("look")
     stats = cache.stats()
     for attempt in range(1000):
@@ -37,7 +38,8 @@ def test_a_match_that_cannot_be_admitted_can_be_retried_forever() -> None:
         if attempt % 2:
             assert isinstance(cache.allocate("big", 7), NoSpace)
         cache.release("big")
-    after = [(node.hash, node.pins, node.hits) for node in cache.match_prefix("look", prompt("abc!")).nodes]
+    cache.match_prefix("look", prompt("abc!"))
+    after = [(node.hash, node.pins, node.hits) for node in cache.nodes("look")]
     cache.release("look")
     assert after == before
     assert cache.stats().device_evictable_blocks == stats.device_evictable_blocks
@@ -72,23 +74,6 @@ def test_the_newest_token_is_never_cached_even_if_the_caller_counts_it() -> None
     cache.commit("r", 4)
     assert len(cache.nodes("r")) == 3
     cache.finish("r")
-
-
-def test_in_flight_blocks_are_matchable_and_copied_only_after_their_step() -> None:
-    cache = manager(8, 8, "write_through")
-    cache.match_prefix("r", prompt("ab!"))
-    cache.allocate("r", 3)
-    cache.commit("r", 2, in_flight=True)
-    assert cached(cache, "ab") == []
-    assert not cache.take_swap_step().evict
-    assert cached(cache, "ab") == ["swap_to_host", "swap_to_host"]
-    assert pairs(cache.take_swap_step().evict) == [(0, 0), (1, 1)]
-    cache.match_prefix("s", prompt("xy!"))
-    cache.allocate("s", 3)
-    cache.commit("s", 2, in_flight=True)
-    cache.finish("s")  # aborted before its step: never computed
-    cache.take_swap_step()
-    assert cached(cache, "xy") == []
 
 
 def test_the_duplicate_of_a_block_stays_private() -> None:
@@ -160,8 +145,8 @@ def test_many_threads() -> None:
                 if isinstance(cache.allocate(name, len(text)), NoSpace):
                     cache.release(name)
                     continue
-                cache.commit(name, len(text) - 1, in_flight=True)
                 cache.take_swap_step()
+                cache.commit(name, len(text) - 1)
                 cache.finish(name)
                 cache.stats()
                 if turn % 50 == 49:
@@ -197,13 +182,13 @@ def test_what_an_earlier_step_computed_can_be_committed_while_the_next_one_is_de
     cache.check_idle()
 
 
-def test_fewer_tokens_in_flight_than_before_are_ignored() -> None:
+def test_fewer_tokens_than_before_are_ignored() -> None:
     cache = manager(8)
     cache.match_prefix("r", prompt("abc!"))
     cache.allocate("r", 3)
-    cache.commit("r", 3, in_flight=True)
-    cache.commit("r", 1, in_flight=True)
     cache.take_swap_step()
+    cache.commit("r", 3)
+    cache.commit("r", 1)
     assert cached(cache, "abc") == ["device"] * 3
     cache.finish("r")
 

@@ -157,7 +157,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.shadow.follow_events()
         tiers: dict[CacheLevel, set[bytes]] = {CacheLevel.DEVICE: set(), CacheLevel.HOST: set()}
         for run in self.manager._tree.runs():
-            if run.device is not None and run.open is not CacheLevel.DEVICE:
+            if run.on_device and run.open is not CacheLevel.DEVICE:
                 tiers[CacheLevel.DEVICE].update(run.hashes)
             if run.host is not None and run.open is not CacheLevel.HOST:
                 tiers[CacheLevel.HOST].update(run.hashes)

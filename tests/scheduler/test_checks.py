@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,8 @@ from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, HostSlot
 from fastdeploy_kvcache_v1.request_state import RequestState
-from fastdeploy_kvcache_v1.run import HostCopy, Run
+from fastdeploy_kvcache_v1.run import WIDTH, HostCopy, Run
+from fastdeploy_kvcache_v1.run_queue import RunQueue
 
 from .scenario import block, manager, prompt, run, start
 
@@ -42,15 +44,21 @@ def waiting(cache: CacheManager) -> RequestState:
 
 
 def top(cache: CacheManager) -> Run:
-    return cache._tree.root.children[block("a")]
+    """`a` and `b`."""
+    found = cache._tree.root.child(block("a"))
+    assert found is not None
+    return found
 
 
 def leaf(cache: CacheManager) -> Run:
+    """`c`, in cells of its own."""
     return request(cache).leaf
 
 
 def unused(cache: CacheManager) -> Run:
-    return cache._tree.root.children[block("x")]
+    found = cache._tree.root.child(block("x"))
+    assert found is not None
+    return found
 
 
 def host_copy(run: Run) -> HostCopy:
@@ -58,69 +66,68 @@ def host_copy(run: Run) -> HostCopy:
     return run.host
 
 
-def detach(run: Run) -> None:
-    """Take it out of the tree without telling anybody."""
-    assert run.parent is not None
-    run.parent.remove_child(run)
+def detach(cache: CacheManager, run: Run) -> None:
+    """Take it out of the tree without telling the queues."""
+    run.leave_parent()
+    run.detached = True
+    cache._residency._detached[run] = None
 
 
 DAMAGES: dict[str, Damage] = {
     # The requests
     "waiting miscounts its cached blocks": lambda cache: setattr(waiting(cache), "num_cached", 1),
-    "waiting has a block table before it was admitted": lambda cache: waiting(cache).table.append(DeviceSlot(0)),
-    "r reads slots of other blocks": lambda cache: request(cache).table.insert(0, request(cache).table.pop(1)),
-    "a request lives on": lambda cache: cache._requests._step.commit_later("gone", 1),
+    "waiting has a block table before it was admitted": lambda cache: waiting(cache).tail.append(
+        request(cache).tail.pop()
+    ),
+    "r reads blocks that are not there": lambda cache: cache._device_pool.free(leaf(cache).leave_device()),
+    "r owns slots of blocks that it does not have": lambda cache: request(cache).duplicates.update(
+        {3: request(cache).tail.pop()}
+    ),
+    "a request lives on": lambda cache: cache._requests._step.admit(replace(request(cache), request_id="gone")),
     "a run is pinned 3 times by 2 requests": lambda cache: setattr(top(cache), "pins", 3),
     # The slots
-    "device pool: a slot has two owners": lambda cache: request(cache).table.append(request(cache).table[-1]),
-    "device pool: 1 slots leaked": lambda cache: request(cache).table.pop(),
-    "device pool: a slot is used that is free": lambda cache: cache._device_pool.free(request(cache).table[-1:]),
-    "host pool: a slot is used that is free": lambda cache: cache._host_pool.free(host_copy(unused(cache)).slots),
+    "device pool: a slot has two owners": lambda cache: request(cache).tail.append(request(cache).tail[-1]),
+    "device pool: 1 slots leaked": lambda cache: request(cache).tail.pop(),
+    "device pool: a slot is used that is free": lambda cache: cache._device_pool.free(request(cache).tail[-1:]),
+    "host pool: a slot is used that is free": lambda cache: cache._host_pool.free(unused(cache).host_slots),
     "device pool: a slot is on the free list twice": lambda cache: cache._device_pool._free.append(
         cache._device_pool._free[0]
     ),
     "device pool: slots both free and allocated": lambda cache: cache._device_pool._free.append(0),
     "device pool: slots lost or out of range": lambda cache: cache._device_pool._free.pop(),
     # The tree
-    "a run is not its parent's child": lambda cache: setattr(top(cache), "hashes", (block("x"), block("ab"))),
+    "a run is not its parent's child": lambda cache: top(cache).cells.__setitem__(0, block("x")),
     "a run is pinned less than its children": lambda cache: setattr(top(cache), "pins", 0),
-    "a device block hangs below a block that is not": lambda cache: setattr(top(cache), "device", None),
+    "a run is hit more often than the one above it": lambda cache: setattr(leaf(cache), "hits", 1),
+    "a device block hangs below a block that is not": lambda cache: top(cache).leave_device(),
     "a detached run is findable": lambda cache: setattr(leaf(cache), "detached", True),
-    "one block is in the tree twice": lambda cache: setattr(top(cache), "hashes", (block("a"), block("x"))),
+    "one block is in the tree twice": lambda cache: top(cache).cells.__setitem__(WIDTH, block("x")),
+    # The cells of a run
+    "a run has no blocks": lambda cache: setattr(leaf(cache), "end", 0),
+    "the cells of a run do not go on from its parent's": lambda cache: setattr(leaf(cache), "start", -1),
+    "cells have blocks that belong to no run": lambda cache: leaf(cache).cells.extend([block("y"), 0, 0]),
     # The tiers of a run
-    "a run has no blocks": lambda cache: setattr(leaf(cache), "hashes", ()),
-    "a run is in no tier": lambda cache: (setattr(leaf(cache), "device", None), setattr(leaf(cache), "host", None)),
-    "device slots and hashes differ in number": lambda cache: setattr(leaf(cache), "device", ()),
-    "host slots and hashes differ in number": lambda cache: setattr(host_copy(leaf(cache)), "slots", ()),
+    "a run is in no tier": lambda cache: (setattr(leaf(cache), "on_device", False), setattr(leaf(cache), "host", None)),
     "a host copy belongs to another run": lambda cache: setattr(host_copy(leaf(cache)), "run", unused(cache)),
     "an open copy has no host slots": lambda cache: setattr(leaf(cache), "host", None),
     "a swap-in has no device slots": lambda cache: (
-        setattr(leaf(cache), "device", None),
+        leaf(cache).leave_device(),
         setattr(leaf(cache), "open", CacheLevel.DEVICE),
     ),
-    "a swap-in is open that nobody waits for": lambda cache: setattr(unused(cache), "open", CacheLevel.DEVICE),
     # Detached runs
-    "a detached run has no user left": lambda cache: (
-        cache._residency._detached.update({unused(cache): None}),
-        setattr(unused(cache), "detached", True),
-        detach(unused(cache)),
-    ),
-    "a detached run is queued": lambda cache: (
-        cache._residency._detached.update({leaf(cache): None}),
-        setattr(leaf(cache), "detached", True),
-        detach(leaf(cache)),
-    ),
+    "a detached run has no user left": lambda cache: detach(cache, unused(cache)),
+    "a detached run is queued": lambda cache: detach(cache, leaf(cache)),
     # Queues and counts
     "the device queue is torn": lambda cache: setattr(unused(cache), "older", unused(cache)),
     "the host queue is torn": lambda cache: setattr(host_copy(unused(cache)), "older", host_copy(leaf(cache))),
     "the device queue holds runs that are not in its tier": lambda cache: cache._residency.device_queue.touch(
-        Run((block("y"),))
+        Run.of([block("y")], [DeviceSlot(0)])
     ),
-    "the host queue holds a run twice": lambda cache: cache._residency.host_queue.touch(HostCopy(unused(cache), ())),
+    "the host queue holds a run twice": lambda cache: cache._residency.host_queue.touch(HostCopy(unused(cache))),
     "the device queue misses runs": lambda cache: cache._residency.device_queue.discard(unused(cache)),
     "the host queue misses runs": lambda cache: cache._residency.host_queue.discard(host_copy(unused(cache))),
+    "a run is in another queue than that of the device tier": lambda cache: RunQueue().touch(top(cache)),
     "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
-    "1 host blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_host_evictable", 9),
     # Copies
     "open transfers and runs disagree": lambda cache: cache._residency._open.clear(),
     "copies without a source or a target": lambda cache: cache._tiering._evict_targets.pop(),

@@ -35,21 +35,21 @@ def run(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """Every run that a search for a victim looked at."""
-    seen: list[Run] = []
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockHash]]:
+    """The blocks of every run that a search for a victim looked at."""
+    seen: list[list[BlockHash]] = []
     plain = RunQueue.__iter__
 
     def counting(queue: RunQueue) -> Iterator[Run]:
         for found in plain(queue):
-            seen.append(found)
+            seen.append(found.hashes)
             yield found
 
     monkeypatch.setattr(RunQueue, "__iter__", counting)
     return seen
 
 
-def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[Run]) -> None:
+def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[list[BlockHash]]) -> None:
     cache = manager(301)
     for number in range(300):
         run(cache, f"first {number}", chain(number))
@@ -63,10 +63,10 @@ def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[Ru
     looks.clear()
     run(cache, "long", chain(*range(1000, 1301)))  # everything is evicted again, in the order it was used last
     assert len(looks) == 301
-    assert [list(found.hashes) for found in looks[:2]] == [chain("short 99"), chain(0)]
+    assert looks[:2] == [chain("short 99"), chain(0)]
 
 
-def test_host_blocks_in_use_are_passed_over_once(looks: list[Run]) -> None:
+def test_host_blocks_in_use_are_passed_over_once(looks: list[list[BlockHash]]) -> None:
     cache = manager(302, 302)
     for number in range(300):
         run(cache, f"first {number}", chain(number))
@@ -83,7 +83,7 @@ def test_host_blocks_in_use_are_passed_over_once(looks: list[Run]) -> None:
     cache.check_idle()
 
 
-def test_blocks_being_copied_are_passed_over_once(looks: list[Run]) -> None:
+def test_blocks_being_copied_are_passed_over_once(looks: list[list[BlockHash]]) -> None:
     """One step evicts many children, and their parents that the host already has, while the host is full."""
     count = 200
     cache = manager(2 * count, 3 * count)

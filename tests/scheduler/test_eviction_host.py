@@ -81,14 +81,19 @@ def test_a_copy_that_was_passed_over_can_be_forgotten() -> None:
 
 def test_a_run_whose_copy_is_open_is_not_joined_with_one_whose_copy_is_done() -> None:
     cache = manager(8, 4, "write_through")
-    run(cache, "ab!")
+    for name in ("first", "second"):
+        cache.match_prefix(name, prompt("ab!"))
+        cache.allocate(name, 2)
+    cache.take_swap_step()
+    cache.commit("first", 2)
+    cache.finish("first")
     step = cache.take_swap_step()
-    start(cache, "a!", "first")  # cuts `a` from `b`
+    start(cache, "a!", "cuts")  # `a` from `b`
     assert fail(cache, step, CacheLevel.HOST, step.evict.target_slots[:1]) == []
-    cache.release("first")
+    cache.release("cuts")
     assert on_host(cache, "ab") == [False, True]
-    start(cache, "ab!", "second")  # backs `a` up again
-    cache.release("second")
+    cache.commit("second", 2)  # backs `a` up again
+    cache.finish("second")
     cache.check()
     assert len(cache.take_swap_step().evict) == 1
     cache.check()
@@ -117,22 +122,30 @@ def root_older_than_leaf() -> CacheManager:
     return cache
 
 
-def test_a_leaf_leaves_the_host_before_its_root_even_if_it_came_back_later() -> None:
+def test_a_root_waits_for_a_younger_leaf_and_goes_right_after_it() -> None:
     cache = root_older_than_leaf()
-    run(cache, "4!")
-    assert cached(cache, "pc") == ["host"]
-    assert cache.stats().counters.host_evicted_blocks == 2
-    cache.check()
+    left = []
+    for name in "45678":
+        run(cache, f"{name}!")
+        cache.check()
+        left.append([text for text in ("p", "pc", "x", "12") if len(cached(cache, text)) == len(text)])
+    # `x` and `2` are older than `c`, and `p` waits for it.
+    assert left == [["p", "pc", "12"], ["p", "pc"], ["p"], [], []]
 
 
 def test_a_root_that_is_on_the_device_gives_up_its_host_copy_before_a_younger_leaf() -> None:
     cache = root_older_than_leaf()
-    cache.resize_device_pool(4)
-    start(cache, "p!", "swapped in")
-    cache.take_swap_step()
-    cache.release("swapped in")
-    assert on_host(cache, "pc") == [True, True]
-    run(cache, "45!")  # evicts `1`
+    cache.resize_device_pool(5)
+    for text in ("p!", "1234!", "p!"):
+        run(cache, text)  # on the host in the end, oldest first: `c`, `3`, `2`, `p`
+    cache.match_prefix("waits", prompt("pc!"))
+    run(cache, "5!")  # passes over `c`
+    cache.release("waits")
+    for text in ("6!", "7!"):
+        assert cached(cache, "pc") == ["device", "host"]
+        assert on_host(cache, "pc") == [True, True]
+        run(cache, text)
+        cache.check()
     assert cached(cache, "pc") == ["device", "host"]
     assert on_host(cache, "pc") == [False, True]
 

@@ -22,7 +22,8 @@ def sequence(*tokens):
 
 def admit(manager, request_id, tokens):
     match = manager.match_prefix(request_id, tokens)
-    return manager.allocate(request_id, match.num_tokens).block_table
+    manager.allocate(request_id, match.num_tokens)
+    return manager.block_table(request_id)
 
 
 def cache(manager, request_id, *tokens):
@@ -30,8 +31,8 @@ def cache(manager, request_id, *tokens):
     table = admit(manager, request_id, sequence(*tokens))
     blocks = (len(tokens) - 1) // 2
     manager.adopt(request_id, manager.lend(blocks - len(table)))
-    manager.commit(request_id, 2 * blocks, in_flight=True)
     manager.take_swap_step()
+    manager.commit(request_id, 2 * blocks)
     manager.check()
     manager.finish(request_id)
 
@@ -79,8 +80,9 @@ def test_what_another_request_cached_meanwhile_is_kept_as_a_duplicate(manager):
     for request_id, tokens in (("a", first), ("b", second)):
         admit(manager, request_id, tokens)
         manager.adopt(request_id, manager.lend(1))
-        manager.commit(request_id, 2, in_flight=True)
     manager.take_swap_step()
+    for request_id in ("a", "b"):
+        manager.commit(request_id, 2)
     manager.check()
     assert manager.stats().counters.duplicate_blocks == 1
     manager.finish("a")

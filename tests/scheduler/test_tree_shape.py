@@ -36,7 +36,19 @@ def test_what_a_request_adds_below_a_prefix_it_found_is_one_run_more() -> None:
     run(cache, "ab!")
     cache.match_prefix("r", prompt("abcdef!"))
     grow(cache, "r", 6)
+    assert shape(cache) == ["a..abcdef"]
+
+
+def test_hits_that_the_policy_counts_keep_runs_apart_and_more_of_them_do_not() -> None:
+    cache = manager(8, 8, "write_through_selective", write_through_threshold=2)
+    run(cache, "ab!")
+    cache.match_prefix("r", prompt("abcdef!"))
+    grow(cache, "r", 6)
     assert shape(cache) == ["a..ab", "abc..abcdef"]  # `ab` was hit once, the rest never
+    cache.finish("r")
+    for hits in (1, 2, 3):
+        run(cache, "abcdef!", f"{hits}")
+        assert shape(cache) == (["a..ab", "abc..abcdef"] if hits < 2 else ["a..abcdef"])
 
 
 def test_two_users_of_a_run_do_not_share_what_one_of_them_adds() -> None:
@@ -65,7 +77,7 @@ def test_runs_cut_by_a_match_are_joined_when_the_request_that_cut_them_is_rolled
 
 
 def test_runs_hit_differently_stay_apart() -> None:
-    cache = manager(8)
+    cache = manager(8, 8, "write_through_selective")
     run(cache, "abcd!")
     run(cache, "ab!")
     assert shape(cache) == ["a..ab", "abc..abcd"]
@@ -95,7 +107,9 @@ def test_runs_that_are_not_neighbours_in_eviction_order_stay_apart() -> None:
     start(cache, "a!", "cut")
     run(cache, "x!")
     cache.finish("cut")  # `a` is younger than `x`, `b` is older
-    cache._tree.root.children[block("a")].hits = 0
+    top = cache._tree.root.child(block("a"))
+    assert top is not None
+    top.hits = 0
     cache.match_prefix("again", prompt("ab!"))
     cache.release("again")
     cache.check()
