@@ -15,6 +15,9 @@ from .metadata import DeviceSlot, HostSlot
 
 Slot = TypeVar("Slot", bound=int)
 
+_INVERTED = bytes([1, 0]) + bytes(254)
+"""Table for `translate`: who is owned is not free."""
+
 
 class BlockPool(Generic[Slot]):
     """Slots `0 .. size-1`. Cost of a call: O(slots handed over), never O(size). Not thread-safe."""
@@ -74,7 +77,7 @@ class BlockPool(Generic[Slot]):
                 raise BlockPoolError(f"{self.level} pool: slot {slot} cannot be kept, it is not allocated")
             kept[slot] = 1
         self._owned = kept
-        self._free = list(compress(range(self._size - 1, -1, -1), (not owned for owned in reversed(kept))))
+        self._free = list(compress(range(self._size - 1, -1, -1), kept[::-1].translate(_INVERTED)))
 
     def allocated_slots(self) -> frozenset[int]:
         """Every slot somebody owns; O(size), for checks."""

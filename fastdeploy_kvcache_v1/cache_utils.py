@@ -28,6 +28,7 @@ TOKEN_BYTES = 4
 TOKEN_TYPE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
 TOKENS_ARE_SWAPPED = sys.byteorder != "little"
 MAX_TOKEN_ID = 2**32 - 1
+MAX_NUM_TOKENS = 2**63 - 1
 
 
 class MultimodalItem(NamedTuple):
@@ -41,7 +42,7 @@ class MultimodalItem(NamedTuple):
 
 def root_hash(*, salt: bytes = b"", lora: str = "") -> BlockHash:
     """Parent of every first block. Tenants (`salt`) and adapters (`lora`) never share blocks."""
-    name = lora.encode()
+    name = _text_bytes(lora)
     fields = (HASH_VERSION, salt, name)
     return BlockHash(sha256(b"".join(struct.pack("<Q", len(part)) + part for part in fields)).digest())
 
@@ -62,7 +63,7 @@ def get_block_hash_extra_keys(
         item = items[position]
         if item.offset >= end:
             break
-        content = item.hash.encode()
+        content = _text_bytes(item.hash)
         keys.append(struct.pack("<qQQ", item.offset - start, item.length, len(content)) + content)
     return b"".join(keys), first
 
@@ -70,7 +71,8 @@ def get_block_hash_extra_keys(
 class BlockHasher:
     """Hashes a request's tokens block by block as they arrive: O(new tokens) per call. Not thread-safe.
 
-    Satisfies `metadata.BlockHashes`. Raises `ConfigError` for overlapping items and for token ids outside 0..2**32-1.
+    Satisfies `metadata.BlockHashes`. Raises `ConfigError`, hashing nothing, for items that overlap or are malformed and
+    for token ids outside 0..2**32-1.
     """
 
     def __init__(
@@ -78,12 +80,11 @@ class BlockHasher:
     ) -> None:
         self.hashes: list[BlockHash] = []
         self._block_size = block_size
-        self._items = tuple(sorted(items))
+        self._items = _checked(items)
         self._next_item = 0
         self._parent = root_hash(salt=salt, lora=lora)
         self._partial = b""
         """Bytes of the last, not yet full block."""
-        _check_items(self._items)
 
     @property
     def num_tokens(self) -> int:
@@ -145,10 +146,20 @@ def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
     return ids.astype("<u4", copy=False).tobytes()
 
 
-def _check_items(items: Sequence[MultimodalItem]) -> None:
+def _text_bytes(text: str) -> bytes:
+    """Different for different texts, whatever is in them: clients may send half of a surrogate pair."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _checked(items: Sequence[MultimodalItem]) -> tuple[MultimodalItem, ...]:
+    """Sorted by offset. Raises `ConfigError` naming the first item that is wrong."""
     for item in items:
-        if item.offset < 0 or item.length < 1:
+        if type(item.offset) is not int or type(item.length) is not int or not isinstance(item.hash, str):
+            raise ConfigError(f"a multimodal item needs an integer offset and length and a text as hash, got {item!r}")
+        if item.offset < 0 or item.length < 1 or item.offset + item.length > MAX_NUM_TOKENS:
             raise ConfigError(f"multimodal item at offset {item.offset} with length {item.length}: must cover a token")
-    for before, after in pairwise(items):
+    ordered = tuple(sorted(items))
+    for before, after in pairwise(ordered):
         if before.offset + before.length > after.offset:
             raise ConfigError(f"multimodal items at offsets {before.offset} and {after.offset} overlap")
+    return ordered

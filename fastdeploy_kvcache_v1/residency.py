@@ -141,7 +141,8 @@ class Residency:
                 run.on_device = False
         self._detached = kept
         self._open = {run: None for run in self._open if run.open is CacheLevel.HOST or run.pins}
-        self.device_queue, self.host_queue, self._parked = RunQueue(), RunQueue(), RunQueue()
+        for queue in (self.device_queue, self.host_queue, self._parked):
+            queue.forget()
         self.num_device_evictable = 0
         self.device_pool.keep_only([*other_slots, *(slot for run in kept for slot in run.device_slots)])
         self.host_pool.keep_only(slot for run in kept for slot in run.host_slots)

@@ -72,6 +72,11 @@ class RunQueue:
         last.younger, oldest.older = oldest, last
         taken._end.older = taken._end.younger = taken._end
 
+    def forget(self) -> None:
+        """Be empty. Whoever was in it still looks queued: the caller cares for them."""
+        end = self._end
+        end.older = end.younger = end
+
     def check_links(self) -> bool:
         """Do all links agree with their neighbours, and does the way back meet the same ones?"""
         link = self._end

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.cache_utils import BlockHasher
-from fastdeploy_kvcache_v1.metadata import BlockHash, CacheEvent, CacheLevel, NoSpace, SwapStep, TransferResult
+from fastdeploy_kvcache_v1.metadata import (
+    BlockHash,
+    CacheEvent,
+    CacheLevel,
+    DeviceSlot,
+    NoSpace,
+    SwapStep,
+    TransferResult,
+)
 
 Prefix = tuple[int, ...]
 GARBAGE: Prefix = (-1,)
@@ -41,10 +49,10 @@ class Shadow:
 
     # ---- requests
 
-    def match(self, request_id: str, tokens: list[int]) -> int:
+    def match(self, request_id: str, tokens: list[int], *, resumed: bool = False) -> int:
         hasher = BlockHasher(self.block_size)
         hasher.extend(tokens)
-        result = self.manager.match_prefix(request_id, hasher)
+        result = self.manager.match_prefix(request_id, hasher, resumed=resumed)
         self.requests[request_id] = ShadowRequest(list(tokens), hasher)
         assert result.num_tokens < len(tokens), "the last token is always computed"
         assert [node.hash for node in self.manager.nodes(request_id)] == hasher.hashes[: result.num_blocks]
@@ -67,6 +75,13 @@ class Shadow:
         assert table[: len(before)] == before, "a block table only grows at its end"
         assert table[len(table) - len(result.new_blocks) :] == result.new_blocks
         return True
+
+    def adopt(self, request_id: str, slots: list[DeviceSlot]) -> None:
+        """Lent slots become the end of the request's block table, as with a scheduler that has tables of its own."""
+        table = self.manager.block_table(request_id)
+        self.manager.adopt(request_id, slots)
+        assert self.manager.block_table(request_id) == [*table, *slots]
+        self.requests[request_id].allocated = (len(table) + len(slots)) * self.block_size
 
     def step(self) -> SwapStep:
         step = self.manager.take_swap_step()
@@ -115,13 +130,21 @@ class Shadow:
 
     # ---- failures
 
-    def fail(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> list[str]:
+    def spoil(self, level: CacheLevel, slots: list[int]) -> None:
+        """Copies into `slots` of tier `level` fail; the manager does not know yet."""
         memory = self.device if level is CacheLevel.DEVICE else self.host
         for slot in slots:
             memory[slot] = [GARBAGE] * self.block_size
+
+    def report(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> list[str]:
+        """Tell the manager; returns the requests that it names."""
         source = CacheLevel.HOST if level is CacheLevel.DEVICE else CacheLevel.DEVICE
         result = TransferResult(step.step, source, level, len(slots), 0, 0.0, tuple(slots), "injected")
         return self.manager.transfer_failed(result)
+
+    def fail(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> list[str]:
+        self.spoil(level, slots)
+        return self.report(step, level, slots)
 
     # ---- the outside index
 

@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.errors import (
     PoolInUseError,
     UnknownRequestError,
 )
-from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, NoSpace, SwapStep
 
 from .shadow import Shadow
 
@@ -46,6 +46,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.shadow = Shadow(self.manager)
         self.counter = 0
         self.scheduled: set[str] = set()  # allocated since the last step: nothing of theirs has been computed
+        self.lent: list[DeviceSlot] = []
+        self.failed: tuple[SwapStep, CacheLevel, list[int]] | None = None  # copies of which the manager must be told
 
     # ---- helpers
 
@@ -61,12 +63,12 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ---- rules
 
-    @rule(tokens=tokens_strategy)
-    def match(self, tokens: list[int]) -> None:
+    @rule(tokens=tokens_strategy, resumed=st.booleans())
+    def match(self, tokens: list[int], resumed: bool) -> None:
         self.shadow.follow_events()
         name = f"r{self.counter}"
         self.counter += 1
-        found = self.shadow.match(name, tokens)
+        found = self.shadow.match(name, tokens, resumed=resumed)
         # Nothing is reported before it has been handed to the worker, and nothing reported is missed.
         pending = found - self.shadow.expected_match(tokens)
         assert pending >= 0
@@ -81,24 +83,65 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.shadow.allocate(name, len(request.tokens) + extra):
             self.scheduled.add(name)
 
-    @rule(data=st.data(), sample=st.integers(0, 1), fail=st.booleans())
-    def step(self, data: st.DataObject, sample: int, fail: bool) -> None:
+    @rule(data=st.data(), fail=st.booleans())
+    def step(self, data: st.DataObject, fail: bool) -> None:
+        self.report()
         step = self.shadow.step()
         self.scheduled.clear()
         if fail and (step.evict or step.swap_in):
-            self.inject_failure(data, step)
-        for name in self.admitted():
-            request = self.shadow.requests[name]
-            room = len(self.manager.block_table(name)) * BLOCK
-            last = min(len(request.tokens), room)
-            if request.computed < last and data.draw(st.booleans()):
-                self.shadow.compute(name, data.draw(st.integers(request.computed + 1, last)), sample)
+            swap = data.draw(st.sampled_from([half for half in (step.evict, step.swap_in) if half]))
+            slots = data.draw(st.lists(st.sampled_from(swap.target_slots), min_size=1, unique=True))
+            self.shadow.spoil(swap.target, slots)
+            self.failed = (step, swap.target, slots)
 
-    def inject_failure(self, data: st.DataObject, step) -> None:  # type: ignore[no-untyped-def]
-        swap = data.draw(st.sampled_from([half for half in (step.evict, step.swap_in) if half]))
-        slots = data.draw(st.lists(st.sampled_from(swap.target_slots), min_size=1, unique=True))
-        for name in self.shadow.fail(step, swap.target, slots):
+    @precondition(lambda self: self.failed)
+    @rule()
+    def report(self) -> None:
+        """The worker's answer to the step comes at last; requests that it names were not computed."""
+        if self.failed is None:
+            return
+        failed, self.failed = self.failed, None
+        for name in self.shadow.report(*failed):
             self.shadow.end(name, "preempt")
+            self.scheduled.discard(name)
+
+    @precondition(lambda self: not self.failed and self.computable())
+    @rule(data=st.data(), sample=st.integers(0, 1))
+    def compute(self, data: st.DataObject, sample: int) -> None:
+        """What earlier steps allocated is computed and committed, while the next one is being decided."""
+        name = self.pick(data, self.computable())
+        request = self.shadow.requests[name]
+        last = min(len(request.tokens), request.closed)
+        self.shadow.compute(name, data.draw(st.integers(request.computed + 1, last)), sample)
+
+    def computable(self) -> list[str]:
+        waits = {name: min(len(request.tokens), request.closed) for name, request in self.shadow.requests.items()}
+        return [name for name in self.admitted() if self.shadow.requests[name].computed < waits[name]]
+
+    # ---- slots of a scheduler that keeps its own block tables
+
+    @rule(count=st.integers(0, 4))
+    def lend(self, count: int) -> None:
+        available = self.manager.num_available_device_blocks
+        slots = self.manager.lend(count)
+        assert isinstance(slots, NoSpace) == (count > available)
+        if not isinstance(slots, NoSpace):
+            self.lent += slots
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, len(self.lent)))
+        self.manager.take_back(self.lent[:count])
+        del self.lent[:count]
+
+    @precondition(lambda self: self.lent and set(self.admitted()) - self.scheduled)
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        name = self.pick(data, sorted(set(self.admitted()) - self.scheduled))
+        count = data.draw(st.integers(1, len(self.lent)))
+        self.shadow.adopt(name, self.lent[:count])
+        del self.lent[:count]
 
     @precondition(lambda self: self.names)
     @rule(data=st.data(), how=st.sampled_from(["finish", "preempt"]))
@@ -133,6 +176,8 @@ class ManagerMachine(RuleBasedStateMachine):
         if force:
             self.shadow.requests.clear()
             self.scheduled.clear()
+            self.lent.clear()
+            self.failed = None  # the worker was stopped
             self.manager.check_idle()
             assert self.manager.num_free_device_blocks == self.manager.num_device_blocks
         for index in self.shadow.index.values():
@@ -170,13 +215,16 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.check()
         stats = self.manager.stats()
         assert self.manager.num_available_device_blocks == stats.device_free_blocks + stats.device_evictable_blocks
+        assert self.manager.lent_slots() == set(self.lent)
         for name in self.admitted():
-            if name not in self.scheduled:
+            if name not in self.scheduled and not self.failed:
                 self.shadow.verify(name)
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
             return
+        self.report()
+        self.manager.take_back(self.lent)
         for name in self.names:
             self.shadow.end(name, "finish")
         self.shadow.step()

@@ -147,3 +147,33 @@ def test_same_placeholders_other_image_or_other_place_is_another_block() -> None
 def test_impossible_items_are_refused(items: list[MultimodalItem]) -> None:
     with pytest.raises(ConfigError):
         BlockHasher(4, items=items)
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize("make", [lambda text: {"items": [MultimodalItem(0, 4, text)]}, lambda text: {"lora": text}])
+def test_any_text_is_hashed_and_texts_that_differ_have_different_hashes(make) -> None:  # type: ignore[no-untyped-def]
+    """Clients may send half of a surrogate pair, which has no UTF-8."""
+    digests = set()
+    for text in ("", "a", HALF, HALF + "\udc00", "\U00010000", "\udc00"):
+        hasher = BlockHasher(4, **make(text))
+        hasher.extend(range(4))  # type: ignore[arg-type]
+        digests.add(hasher.hashes[0])
+    assert len(digests) == 6
+
+
+@pytest.mark.parametrize("item", [(0, 4, None), (0, 4, b"x"), ("0", 4, "x"), (0, 4.0, "x"), (0, 2**63, "x")])
+def test_malformed_items_are_refused_before_anything_is_hashed(item) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="multimodal item"):
+        BlockHasher(4, items=[MultimodalItem(*item)])
+
+
+def test_tokens_that_are_refused_leave_the_hasher_as_it_was() -> None:
+    hasher = BlockHasher(2)
+    hasher.extend([1, 2, 3])
+    with pytest.raises(ConfigError):
+        hasher.extend([4, -1, 5])
+    assert (len(hasher.hashes), hasher.num_tokens) == (1, 3)
+    hasher.extend([4])
+    assert hasher.hashes == reference(2, [1, 2, 3, 4])

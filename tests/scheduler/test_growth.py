@@ -1,0 +1,244 @@
+"""The adversary's shapes: a long conversation, a long run, many children, a deep chain.
+
+What an operation costs is counted in function calls and in bytes allocated meanwhile, never in time: a loop over
+blocks or runs shows in the first number, a copy of a long list in the second.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tracemalloc
+from collections.abc import Callable
+from types import FrameType
+from typing import NamedTuple
+
+import pytest
+
+from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, NoSpace, TransferResult
+
+from .scenario import manager
+
+
+class Work(NamedTuple):
+    calls: int
+    bytes: int
+
+    def is_like(self, other: Work) -> bool:
+        """At most twice the `other`, beside small change."""
+        return self.calls <= 2 * other.calls + 10 and self.bytes <= 2 * other.bytes + 2000
+
+
+def work(operation: Callable[[], object]) -> Work:
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    gc.disable()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    sys.setprofile(count)
+    try:
+        operation()
+    finally:
+        sys.setprofile(None)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        gc.enable()
+    return Work(calls, peak - before)
+
+
+def blocks(count: int, tag: int = 0) -> list[BlockHash]:
+    return [BlockHash(tag.to_bytes(8, "big") + number.to_bytes(8, "big")) for number in range(count)]
+
+
+def begin(cache: CacheManager, name: str, hashes: list[BlockHash], *, compute: bool = True) -> None:
+    cache.match_prefix(name, GivenHashes(hashes, len(hashes) + 1))
+    assert isinstance(cache.allocate(name, len(hashes)), Allocation)
+    cache.take_swap_step()
+    if compute:
+        cache.commit(name, len(hashes))
+
+
+def play(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
+    begin(cache, name, hashes)
+    cache.finish(name)
+
+
+POLICIES = [
+    ("write_back", 0),
+    ("write_back", 3000),
+    ("write_through", 3000),
+    ("write_through_selective", 3000),
+]
+
+
+@pytest.mark.parametrize(("policy", "host"), POLICIES)
+def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int) -> None:
+    cache = manager(3000, host, policy, max_queued_events=0)
+    hashes = blocks(2000)
+    costs = {}
+    for turn in range(1, 1001):
+        said = GivenHashes(hashes[: 2 * turn], 2 * turn + 1)
+
+        def one_turn(said: GivenHashes = said) -> None:
+            begin(cache, "turn", said.hashes)  # type: ignore[arg-type]
+            cache.finish("turn")
+
+        costs[turn] = work(one_turn) if turn in (100, 1000) else one_turn()
+    # The copy of the turn's own hashes in `begin` is the test's: 8 bytes a block.
+    assert costs[1000].is_like(costs[100]._replace(bytes=costs[100].bytes + 8 * 1000))
+    assert sum(1 for _ in cache._tree.runs()) <= 3
+    cache.check()
+
+
+@pytest.mark.parametrize(("policy", "host"), POLICIES)
+def test_a_waiting_head_of_a_long_conversation_is_matched_again_for_nearly_nothing(policy: str, host: int) -> None:
+    costs = []
+    for turns in (50, 500):
+        cache = manager(2 * turns + 2, host, policy, max_queued_events=0)
+        hashes = blocks(2 * turns)
+        for turn in range(1, turns + 1):
+            play(cache, "turn", hashes[: 2 * turn])
+        waiting = GivenHashes([*hashes, *blocks(10, 1)], 2 * turns + 11)
+
+        def retry(cache: CacheManager = cache, waiting: GivenHashes = waiting) -> None:
+            cache.match_prefix("head", waiting)
+            assert isinstance(cache.allocate("head", waiting.num_tokens), NoSpace)
+            cache.release("head")
+
+        costs.append(work(retry))
+    assert costs[1].is_like(costs[0])
+
+
+def test_one_block_leaves_a_long_run_as_cheaply_as_a_short_one() -> None:
+    costs = []
+    for length in (100, 5000):
+        cache = manager(length, max_queued_events=0)
+        play(cache, "long", blocks(length))
+        play(cache, "first", blocks(1, 1))
+        costs.append(work(lambda cache=cache: play(cache, "other", blocks(1, 2))))  # type: ignore[misc]
+    assert costs[1].is_like(costs[0])
+
+
+def test_one_block_more_costs_a_long_request_what_it_costs_a_short_one() -> None:
+    costs = []
+    for length in (100, 5000):
+        cache = manager(length + 10, max_queued_events=0)
+        sequence = GivenHashes(blocks(length + 10), length + 1)
+        cache.match_prefix("r", sequence)
+        cache.allocate("r", length)
+        cache.take_swap_step()
+        cache.commit("r", length)
+
+        def grow(cache: CacheManager = cache, sequence: GivenHashes = sequence) -> None:
+            cache.allocate("r", sequence.num_tokens)
+            sequence.num_tokens += 1
+            cache.take_swap_step()
+            cache.commit("r", sequence.num_tokens - 1)
+
+        grow()  # the list may have to move once to grow
+        costs.append(work(grow))
+    assert costs[1].is_like(costs[0])
+
+
+def test_children_on_the_host_cost_their_parent_nothing_when_it_leaves_the_device() -> None:
+    costs = []
+    for children in (10, 2000):
+        cache = manager(4, children + 16, max_queued_events=0)
+        stem = blocks(1)
+        for number in range(children):
+            play(cache, str(number), stem + blocks(1, 1 + number))
+        play(cache, "flush", blocks(4, 10_000))
+        play(cache, "stem", stem)
+        costs.append(work(lambda cache=cache: play(cache, "flush again", blocks(4, 20_000))))  # type: ignore[misc]
+        cache.check()
+    assert costs[1].is_like(costs[0])
+
+
+def chain_on_the_host(depth: int) -> CacheManager:
+    """A chain of one-block runs that only the host holds, its root the oldest of them."""
+    cache = manager(depth + 2, depth + 2, max_queued_events=0)
+    hashes = blocks(depth)
+    for end in range(1, depth + 1):
+        play(cache, "stem", hashes[:end])
+        play(cache, "branch", [*hashes[:end], *blocks(1, end)])  # keeps the stem's runs apart
+    slots = cache.lend(depth + 2)
+    assert not isinstance(slots, NoSpace)
+    cache.take_back(slots)
+    cache.take_swap_step()
+    return cache
+
+
+def test_a_chain_on_the_host_is_not_walked_for_every_block_that_leaves_it() -> None:
+    costs = []
+    for depth in (20, 400):
+        cache = chain_on_the_host(depth)
+        assert cache.stats().host_free_blocks == 0
+        play(cache, "warm", blocks(2, 10_000))
+
+        def evict(cache: CacheManager = cache, depth: int = depth) -> None:
+            for number in range(10):
+                play(cache, "new", blocks(depth // 4, 20_000 + number))
+
+        costs.append(work(evict))
+        cache.check()
+        per_block = [cost.calls / (10 * (depth // 4)) for depth, cost in zip((20, 400), costs, strict=False)]
+    assert per_block[1] <= 2 * per_block[0]
+
+
+def test_a_failed_copy_costs_its_own_blocks_and_not_the_cache() -> None:
+    costs = []
+    for others in (10, 1000):
+        cache = manager(others + 10, others + 10, "write_through", max_queued_events=0)
+        for number in range(others):
+            play(cache, "other", blocks(1, 1 + number))
+        begin(cache, "r", blocks(4))
+        step = cache.take_swap_step()
+        failed = TransferResult(
+            step.step, CacheLevel.DEVICE, CacheLevel.HOST, 4, 0, 0.0, step.evict.target_slots[-4:], "injected"
+        )
+        costs.append(work(lambda cache=cache, failed=failed: cache.transfer_failed(failed)))  # type: ignore[misc]
+        assert cache.stats().host_free_blocks == 14 - 4
+    assert costs[1].is_like(costs[0])
+
+
+def test_a_reset_costs_what_is_in_use_and_is_finished_by_later_steps() -> None:
+    calls = []
+    for others in (10, 2000):
+        cache = manager(others + 10, others + 10, "write_through", max_queued_events=0)
+        for number in range(others):
+            play(cache, "other", blocks(1, 1 + number))
+        begin(cache, "r", blocks(4))
+        cache.take_swap_step()
+        calls.append(work(cache.reset_cache).calls)
+        cache.check()
+        cache.finish("r")
+        most = max(work(cache.take_swap_step).calls for _ in range(10))
+        cache.check_idle()
+        assert not cache._tree._ruins
+        assert most < 512 * 20
+    assert calls[1] <= 2 * calls[0]
+
+
+def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
+    cache = manager(40, 40, "write_through", max_queued_events=0)
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(5):
+            for number in range(10):
+                play(cache, str(number), [*blocks(2, turn), *blocks(1, 100 * turn + number)])
+            begin(cache, "r", blocks(3, turn))
+            cache.reset_cache()
+            cache.finish("r")
+            cache.take_swap_step()
+        cache.check_idle()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
