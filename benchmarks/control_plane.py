@@ -125,7 +125,7 @@ def against_naive(requests: list[Request]) -> dict[str, object]:
 
 def over_sizes(requests: list[Request]) -> dict[str, object]:
     """Median once the largest cache is full too (the last third of the trace)."""
-    sizes = (5_000, 20_000, 100_000, 400_000)
+    sizes = (5_000, 20_000, 100_000, 1_000_000)
     make: dict[str, Callable[[int], Naive | Managed]] = {"naive": Naive, "one tier": Managed}
     contenders = {f"{name} {size}": factory(size) for size in sizes for name, factory in make.items()}
     play_in_turns(requests, contenders)

@@ -8,8 +8,7 @@ from typing import Any
 
 from _support import RESULTS, ROOT
 
-BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+DOCS = ROOT / "docs" / "benchmarks.md"
 
 Row = tuple[str, str, str]
 """What was measured, the result, the target."""
@@ -27,7 +26,7 @@ def control_plane(result: dict[str, Any]) -> list[Row]:
         )
         rows.append((f"time per request, {name}", value, f"<= {target}x, p99 <= 10x"))
     sizes = result["over_sizes"]["one tier"]
-    rows.append(("growth, 5,000 to 400,000 blocks", f"{sizes['growth']:.2f}x", "<= 1.3x"))
+    rows.append(("growth, 5,000 to 1,000,000 blocks", f"{sizes['growth']:.2f}x", "<= 1.3x"))
     windows = [row["median_us"] for name, row in result["over_windows"].items() if name.startswith("two tiers")]
     rows.append(("window 1, 32, 128, two tiers", " / ".join(f"{value:.0f}" for value in windows) + " us", "alike"))
     for name, row in result["memory"].items():
@@ -101,6 +100,18 @@ SECTIONS = {
 }
 
 
+def growth() -> str:
+    """Costs by size, one row an operation."""
+    result = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
+    lines = ["| operation; what grows | us at size | largest / smallest |", "|---|---|---|"]
+    for name, row in result["rows"].items():
+        medians = " / ".join(f"{us:.3g}" for us in row["median_us"].values())
+        sizes = " / ".join(f"{int(size):,}" for size in row["median_us"])
+        ratio = f"{row['largest_over_smallest']:.2f}x" + (" (the work itself grows)" if row["work_grows"] else "")
+        lines.append(f"| {name} | {medians} at {sizes} | {ratio} |")
+    return "\n".join(lines)
+
+
 def table() -> str:
     """All results there are, as one Markdown table, and the machines they come from."""
     lines = ["| what | measured | target |", "|---|---|---|"]
@@ -115,17 +126,20 @@ def table() -> str:
     return "\n".join([*lines, "", f"Machine: {'; '.join(sorted(machines))}. No GPU."])
 
 
-def update(page: Path, text: str) -> None:
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if begin and end:
-        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+def update(page: Path, name: str, text: str) -> None:
+    """Put `text` between the markers `name` of `page`."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, closed, after = rest.partition(end)
+    if found and closed:
+        page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def main() -> None:
     text = table()
-    for page in PAGES:
-        update(page, text)
+    for page in (ROOT / "README.md", DOCS):
+        update(page, "benchmarks", text)
+    update(DOCS, "growth", growth())
     print(text)
 
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.block_pool import BlockPool, DeviceBlockPool, HostBlockPool
 from fastdeploy_kvcache_v1.errors import BlockPoolError, PoolInUseError
+from fastdeploy_kvcache_v1.metadata import HostSlot
 
 
 @given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=40))
@@ -63,3 +64,28 @@ def test_resize() -> None:
         pool.resize(2)
     assert pool.size == 5
     pool.check()
+
+
+def test_slots_that_a_pool_grows_by_are_used_last_and_ascending() -> None:
+    pool = DeviceBlockPool(2)
+    pool.allocate(1)
+    pool.resize(5)
+    assert pool.allocate(4) == [1, 2, 3, 4]
+
+
+def test_keeping_some_slots_frees_the_others_in_ascending_order() -> None:
+    pool = HostBlockPool(6)
+    pool.allocate(5)
+    pool.keep_only([HostSlot(1), HostSlot(3)])
+    pool.check()
+    assert pool.allocated_slots() == {1, 3}
+    assert pool.allocate(4) == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("wrong", [4, 6, -1])
+def test_only_allocated_slots_can_be_kept(wrong: int) -> None:
+    pool = HostBlockPool(6)
+    pool.allocate(3)
+    with pytest.raises(BlockPoolError, match="cannot be kept"):
+        pool.keep_only([HostSlot(0), HostSlot(wrong)])
+    assert pool.allocated_slots() == {0, 1, 2}

@@ -129,6 +129,23 @@ def test_events_are_bounded_by_the_blocks_they_name() -> None:
     assert [event.kind for event in cache.take_events()] == ["cleared", "stored", "stored"]
 
 
+def test_events_that_name_as_many_blocks_as_the_bound_are_kept() -> None:
+    cache = manager(64, max_queued_events=10)
+    run(cache, "long", chain(*range(10)))
+    assert cache.stats().events_overflowed == 0
+    assert [len(event.hashes) for event in cache.take_events()] == [10]
+
+
+def test_a_reset_names_no_block_and_overflows_nothing() -> None:
+    cache = manager(64, max_queued_events=20)
+    for number in range(3):
+        run(cache, str(number), chain(*range(100 * number, 100 * number + 16)))
+        cache.take_events()
+    cache.reset_cache()
+    assert cache.stats().events_overflowed == 0
+    assert [event.kind for event in cache.take_events()] == ["cleared"]
+
+
 def test_items_after_a_block_cost_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(tuple):  # type: ignore[type-arg]
         copied = 0

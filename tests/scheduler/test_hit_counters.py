@@ -81,3 +81,29 @@ def test_a_failed_copy_of_others_takes_no_hits_away() -> None:
     cache.preempt(lost)
     cache.take_swap_step()
     assert hits(cache) == (before[0] + 1, before[1], before[2] + 3, before[3] + 4)
+
+
+def test_a_failed_backup_takes_no_hits_away_from_device_slots_of_the_same_number() -> None:
+    cache = manager(4, 4, "write_through")
+    run(cache, "ab!")  # device slots 0 and 1
+    before = hits(cache)
+    cache.match_prefix("r", prompt("ab!"))
+    cache.allocate("r", 2)
+    step = cache.take_swap_step()  # backs them up into host slots 0 and 1
+    failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 2, 0, 0.0, (0, 1), "injected")
+    assert set(step.evict.target_slots) == {0, 1} == set(cache.block_table("r"))
+    assert cache.transfer_failed(failed) == []
+    cache.finish("r")
+    assert hits(cache) == (before[0] + 1, before[1] + 2, before[2], before[3] + 3)
+
+
+def test_a_matched_request_that_waits_owns_nothing() -> None:
+    cache = manager(4)
+    run(cache, "ab!")
+    before = cache.stats()
+    cache.match_prefix("waits", prompt("ab!"))
+    stats = cache.stats()
+    assert (stats.device_cached_blocks, stats.device_free_blocks) == (2, 2)
+    assert (stats.device_evictable_blocks, stats.num_requests) == (0, before.num_requests + 1)
+    assert cache.num_blocks("waits") == 0
+    assert cache.block_table("waits") == []

@@ -11,7 +11,7 @@ from fastdeploy_kvcache_v1.metadata import (
     NoSpace,
 )
 
-from .scenario import cached, fail, manager, pairs, prompt, run, start
+from .scenario import cached, fail, manager, on_host, pairs, prompt, run, start
 
 
 def test_write_back_copies_on_eviction_and_swaps_in_what_is_matched() -> None:
@@ -182,3 +182,32 @@ def test_host_blocks_that_become_unreachable_are_counted_as_evicted() -> None:
     assert counters.device_evicted_blocks == 2
     assert (counters.device_lost_blocks, counters.host_evicted_blocks) == (1, 1)
     assert cache.stats().host_free_blocks == 4
+
+
+def test_write_through_into_too_little_room_saves_the_first_blocks_and_tries_the_rest_again() -> None:
+    cache = manager(8, 3, "write_through")
+    run(cache, "x!")
+    cache.take_swap_step()
+    cache.match_prefix("holds", prompt("x!"))
+    cache.match_prefix("r", prompt("abcd!"))
+    for tokens in (3, 4):
+        cache.allocate("r", tokens)
+        cache.take_swap_step()
+        cache.commit("r", tokens)
+        if tokens == 3:
+            assert cache.stats().counters.backup_skipped_blocks == 1
+            cache.release("holds")
+    cache.take_swap_step()
+    cache.check()
+    assert on_host(cache, "abcd") == [True, True, True, False]
+    assert cached(cache, "x") == ["device"]
+    assert cache.stats().counters.backup_skipped_blocks == 2
+    cache.finish("r")
+
+
+def test_without_a_host_tier_no_backup_is_skipped() -> None:
+    for policy in ("write_back", "write_through", "write_through_selective"):
+        cache = manager(2, 0, policy, write_through_threshold=1)
+        for text in ("ab!", "ab!", "cd!"):
+            run(cache, text)
+        assert cache.stats().counters.backup_skipped_blocks == 0
