@@ -1,0 +1,104 @@
+"""Time per request of this checkout beside another one's, on the same trace in one run: `against.py DIR [TRACE]`.
+
+Each checkout plays in a process of its own; they take turns of a few hundred requests, so that whatever else the
+machine does hits both alike. The player is this checkout's own `control_plane.Managed`, and uses what both have.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+KINDS = {
+    "one tier": (20_000, 0, "write_back"),
+    "two tiers, write_through": (20_000, 80_000, "write_through"),
+    "two tiers, write_through_selective": (20_000, 80_000, "write_through_selective"),
+    "two tiers, write_back": (20_000, 80_000, "write_back"),
+}
+ROUNDS = 2
+
+
+def play(address: str) -> None:
+    """The player: asked for a kind and a range of requests, it answers with the seconds of each."""
+    import gc
+
+    import control_plane
+
+    requests = control_plane.load()
+    gc.collect()
+    gc.freeze()
+    contenders: dict[str, control_plane.Managed] = {}
+    with Client(address) as connection:
+        connection.send(len(requests))
+        while (order := connection.recv()) is not None:
+            kind, first, last = order
+            if kind not in contenders or not first:
+                device, host, policy = KINDS[kind]
+                contenders[kind] = control_plane.Managed(device, host, policy=policy)
+            contender = contenders[kind]
+            done = len(contender.seconds)
+            for request in requests[first:last]:
+                contender.play(request)
+            connection.send((contender.seconds[done:], contender.step_seconds[done:]))
+
+
+def start(root: Path, trace: str, listener: Listener) -> tuple[Connection[Any, Any], int]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{root}{os.pathsep}{HERE}",
+        "FASTDEPLOY_KVCACHE_PLAYER": listener.address,
+    }
+    subprocess.Popen([sys.executable, __file__, trace], env=environment)
+    connection = listener.accept()
+    return connection, connection.recv()
+
+
+def main() -> None:
+    from _support import TRACE, median, percentile, save
+
+    other = Path(sys.argv[1]).resolve()
+    trace = sys.argv[2] if len(sys.argv) > 2 else str(TRACE)
+    seconds: dict[str, dict[str, list[float]]] = {kind: {"this": [], "other": []} for kind in KINDS}
+    steps: dict[str, dict[str, list[float]]] = {kind: {"this": [], "other": []} for kind in KINDS}
+    with Listener(family="AF_UNIX") as listener:
+        players = {name: start(root, trace, listener) for name, root in (("this", HERE.parent), ("other", other))}
+        count = players["this"][1]
+        for round_number in range(ROUNDS):
+            for first in range(0, count, 250):
+                names = ["this", "other"] if (first // 250 + round_number) % 2 else ["other", "this"]
+                for kind in KINDS:
+                    for name in names:
+                        connection = players[name][0]
+                        connection.send((kind, first, first + 250))
+                        request_seconds, step_seconds = connection.recv()
+                        seconds[kind][name] += request_seconds
+                        steps[kind][name] += step_seconds
+        for connection, _ in players.values():
+            connection.send(None)
+    rows = {}
+    for kind, both in seconds.items():
+        rows[kind] = {
+            name: {"median_us": 1e6 * median(values), "p99_us": 1e6 * percentile(values, 0.99)}
+            for name, values in both.items()
+        }
+        rows[kind]["ratio"] = {
+            "median": median(both["this"]) / median(both["other"]),
+            "mean": sum(both["this"]) / sum(both["other"]),
+            "step_median": median(steps[kind]["this"]) / median(steps[kind]["other"]),
+        }
+    commit = subprocess.run(
+        ["git", "-C", str(other), "describe", "--always"], capture_output=True, text=True, check=False
+    )
+    save("against", {"other": commit.stdout.strip(), "requests": count, "rounds": ROUNDS, "rows": rows})
+
+
+if __name__ == "__main__":
+    if address := os.environ.get("FASTDEPLOY_KVCACHE_PLAYER"):
+        play(address)
+    else:
+        main()
