@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model import load_model_config
+from fastdeploy_kvcache_v1.embedded.model import layers, load_model_config
 from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder, SequenceSlice
 
 from .model_dirs import BASE, random_tensors, write_model
@@ -66,6 +66,19 @@ def test_logits_match_the_reference(variant, tmp_path):
     expected = reference_logits(config, tensors, token_ids)[139:]
     np.testing.assert_allclose(computed, expected, atol=2e-4, rtol=2e-4)
     assert computed.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+FUSED = pytest.param(True, marks=pytest.mark.skipif(not layers.FUSED_NORM, reason="needs AVX-512"))
+
+
+@pytest.mark.parametrize("fused", [FUSED, False])
+def test_both_norms_match_the_reference(fused, monkeypatch):
+    monkeypatch.setattr(layers, "FUSED_NORM", fused)
+    rng = np.random.default_rng(4)
+    x, weight = rng.standard_normal((8, 20), np.float32), rng.standard_normal(20, np.float32)
+    computed = layers.rms_norm(paddle.to_tensor(x), paddle.to_tensor(weight), 1e-2).numpy()
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-2) * weight
+    np.testing.assert_allclose(computed, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
