@@ -106,6 +106,11 @@ class Generation:
         return len(self.tokens) - self.num_computed
 
     @property
+    def max_computed(self) -> int:
+        """Tokens whose KV is ever computed, at most: not that of the last one."""
+        return len(self.request.prompt_ids) + self.request.max_tokens - 1
+
+    @property
     def num_outputs(self) -> int:
         return len(self.tokens) - len(self.request.prompt_ids)
 

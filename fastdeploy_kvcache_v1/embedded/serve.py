@@ -118,7 +118,7 @@ def _serve(
 
 def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> Snapshot:
     return Snapshot(
-        manager.stats(), core.counters, len(scheduler.running), len(scheduler.waiting), scheduler.num_preemptions
+        manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions
     )
 
 
