@@ -125,6 +125,7 @@ def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> 
 def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:
     return WorkerConfig(
         model_path=config.model_path,
+        max_model_len=config.max_model_len,
         block_size=config.cache.block_size,
         cache_dtype=config.cache_dtype,
         num_device_blocks=config.cache.num_device_blocks,
