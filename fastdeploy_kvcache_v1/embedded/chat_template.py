@@ -13,6 +13,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import ConfigError, ModelError
+from .model.hf_json import read_file
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -34,7 +35,7 @@ class ChatTemplate:
     def load(cls, path: Path, settings: Mapping[str, Any]) -> ChatTemplate:
         """From `chat_template.jinja` in `path`, else from `settings` (tokenizer_config.json)."""
         file = path / "chat_template.jinja"
-        source = _read_text(file) if file.is_file() else settings.get("chat_template")
+        source = _read_text(file) if file.exists() else settings.get("chat_template")
         if isinstance(source, list):  # several named templates
             named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
             source = named.get("default")
@@ -61,8 +62,8 @@ class ChatTemplate:
 
 def _read_text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return read_file(file).decode("utf-8")
+    except ValueError as error:
         raise ModelError(f"cannot read {file}: {error}") from error
 
 

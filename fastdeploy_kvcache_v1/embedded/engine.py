@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ..batch_request import BatchRequest
 from .engine_core import EngineCore
@@ -35,7 +35,11 @@ class WorkerClient(Protocol):
 
 
 class Engine:
-    """Thread-safe face of an `EngineCore`. Every action runs on the engine thread, in order of arrival."""
+    """Thread-safe face of an `EngineCore`. Every action runs on the engine thread, in order of arrival.
+
+    The thread takes turns: it runs the actions that are there, then one step. What arrives meanwhile waits for the next
+    turn, so no client can keep the others from their steps, however often it asks.
+    """
 
     def __init__(self, core: EngineCore, worker: WorkerClient, *, on_fatal: Callable[[str], None]) -> None:
         """`on_fatal` is called once, on the engine thread, when no request can be served any more."""
@@ -43,6 +47,8 @@ class Engine:
         self._worker = worker
         self._on_fatal = on_fatal
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._calls: dict[Callable[[EngineCore], Any], list[concurrent.futures.Future[Any]]] = {}
+        """Who waits for the result of an action that is in the inbox."""
         self._lock = threading.Lock()
         self._is_open = True
         self._stop = False
@@ -75,22 +81,36 @@ class Engine:
         self._post(lambda: self._core.close(Failure(503, reason)))
 
     def call(self, action: Callable[[EngineCore], T]) -> concurrent.futures.Future[T]:
-        """Run `action` between two steps of the engine thread; its result or exception arrives in the future."""
+        """Run `action` between two steps of the engine thread; its result or exception arrives in the future.
+
+        Calls of the same action that wait together are answered by one run of it: a check is O(cache), whether one
+        client or a thousand ask for it.
+        """
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return  # whoever asked is gone
-            try:
-                result = action(self._core)
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        if not self._post(run):
-            future.set_exception(RuntimeError("the engine is stopped"))
+        with self._lock:
+            if not self._is_open:
+                future.set_exception(RuntimeError("the engine is stopped"))
+                return future
+            waiting = self._calls.setdefault(action, [])
+            waiting.append(future)
+            if len(waiting) == 1:
+                self._inbox.put(lambda: self._answer(action))
         return future
+
+    def _answer(self, action: Callable[[EngineCore], Any]) -> None:
+        with self._lock:
+            waiting = self._calls.pop(action)
+        futures = [future for future in waiting if future.set_running_or_notify_cancel()]
+        if not futures:
+            return  # whoever asked is gone
+        try:
+            result = action(self._core)
+        except Exception as error:
+            for future in futures:
+                future.set_exception(error)
+        else:
+            for future in futures:
+                future.set_result(result)
 
     def close(self) -> None:
         """Fail what is open, stop the thread, stop the worker. Idempotent."""
@@ -127,10 +147,7 @@ class Engine:
     def _run(self) -> None:
         while not self._stop:
             try:
-                self._inbox.get()()
-                while not self._inbox.empty():
-                    self._inbox.get()()
-                self._core.step()
+                self._take_turn(self._inbox.get())
             except Exception as error:  # the edge of the thread: a bug must end requests, not hang them
                 logger.exception("the engine failed")
                 self._fail_for_good(f"internal error: {error!r}")
@@ -138,3 +155,10 @@ class Engine:
             self._is_open = False
         while not self._inbox.empty():
             self._inbox.get()()
+
+    def _take_turn(self, first: Callable[[], None]) -> None:
+        num_more = self._inbox.qsize()
+        first()
+        for _ in range(num_more):
+            self._inbox.get()()
+        self._core.step()

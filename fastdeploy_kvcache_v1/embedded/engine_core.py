@@ -19,9 +19,6 @@ logger = logging.getLogger(__name__)
 MAX_COPY_FAILURES = 3
 """A request is computed again this often after failed copies; the next failure ends it."""
 
-MAX_STALLS = 3
-"""Steps in a row in which nothing runs though requests wait; more means the head can never be admitted."""
-
 
 @dataclass
 class CopyTotals:
@@ -77,7 +74,6 @@ class EngineCore:
         """Told the seconds from arrival to first token of every request."""
         self._generations: dict[str, Generation] = {}
         self._in_flight: list[Scheduled] | None = None
-        self._stalls = 0
         self._closed: Failure | None = None
         self.counters = EngineCounters()
 
@@ -131,8 +127,8 @@ class EngineCore:
             self._manager.check()
         return {
             "idle": self.is_idle,
-            "running": len(self._scheduler.running),
-            "waiting": len(self._scheduler.waiting),
+            "running": self._scheduler.num_running,
+            "waiting": self._scheduler.num_waiting,
             "cache": asdict(self._manager.stats()),
         }
 
@@ -142,16 +138,15 @@ class EngineCore:
             plan = self._scheduler.schedule()
             swap_step = self._manager.take_swap_step()
             if plan or swap_step:
-                self._stalls = 0
                 self._in_flight = plan
                 self.counters.steps += 1
                 self._send(
                     BatchRequest(requests=[_task(item) for item in plan], swap_steps=[swap_step] if swap_step else [])
                 )
-            elif not self._scheduler.waiting:
+            elif (head := self._scheduler.head) is None:
                 return
             else:
-                self._note_stall()
+                self._fail_unfit(head)
 
     def on_step_result(self, result: StepResult) -> None:
         """Take the answer to the batch in flight."""
@@ -202,6 +197,7 @@ class EngineCore:
         """The scheduled tokens are computed: commit their blocks, take the sampled token."""
         generation = item.generation
         generation.num_computed += item.num_tokens
+        generation.has_computed = True
         self.counters.computed_tokens += item.num_tokens
         delta = None
         if token is not None:
@@ -227,15 +223,10 @@ class EngineCore:
         del self._generations[generation.request_id]
         self._scheduler.finish(generation)
 
-    def _note_stall(self) -> None:
-        self._stalls += 1
-        if self._stalls > MAX_STALLS:
-            self._stalls = 0
-            head = self._scheduler.waiting[0]
-            logger.error(
-                "request %s cannot be admitted though nothing runs: %s", head.request_id, self._manager.stats()
-            )
-            self._fail(head, 500, "the request does not fit the device tier though nothing else runs")
+    def _fail_unfit(self, head: Generation) -> None:
+        """Nothing runs and nothing is being copied: it would wait for ever, and the others behind it."""
+        logger.error("request %s cannot be admitted though nothing runs: %s", head.request_id, self._manager.stats())
+        self._fail(head, 500, "the request does not fit the device tier though nothing else runs")
 
 
 def _task(item: Scheduled) -> StepTask:

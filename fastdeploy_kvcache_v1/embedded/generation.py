@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..cache_utils import BlockHasher
 
 if TYPE_CHECKING:
+    from ..metadata import DeviceSlot
     from .sampler import SamplingParams
     from .text import TextStream
 
@@ -82,6 +83,10 @@ class Generation:
     state: State = State.WAITING
     num_computed: int = 0
     """Leading tokens whose KV is in the request's blocks."""
+    has_computed: bool = False
+    """It ran before: what it finds in the cache after a preemption is its own work too."""
+    block_table: list[DeviceSlot] = field(default_factory=list)
+    """While it runs: a copy of the cache manager's, kept up to date by what allocations add."""
     cached_tokens: int | None = None
     """Prompt tokens that were never computed for this request; None before it was first admitted."""
     copy_failures: int = 0
@@ -104,6 +109,11 @@ class Generation:
     def num_pending(self) -> int:
         """Tokens that must be computed before the next one can be sampled; at least 1."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def max_computed(self) -> int:
+        """Tokens whose KV is ever computed, at most: not that of the last one."""
+        return len(self.request.prompt_ids) + self.request.max_tokens - 1
 
     @property
     def num_outputs(self) -> int:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from ..errors import ModelError
 from .chat_template import ChatTemplate
-from .model.hf_json import read_optional_json
+from .model.hf_json import read_file, read_optional_json
 from .tokenizer import Detokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -130,10 +130,9 @@ class HFDetokenizer:
 
 def _read_rust_tokenizer(path: Path) -> RustTokenizer:
     file = path / "tokenizer.json"
-    if not file.is_file():
-        raise ModelError(f"{path} is not a usable model directory: tokenizer.json is missing")
+    content = read_file(file)
     try:
-        return RustTokenizer.from_file(str(file))
+        return RustTokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"cannot read {file}: {' '.join(str(error).split())}") from error
 

@@ -88,6 +88,9 @@ def _cache_metrics(cache: CacheStats) -> Iterator[Metric]:
         "source",
         device=counters.device_hit_tokens, host=counters.host_hit_tokens, recomputed=cache.recomputed_tokens,
     )  # fmt: skip
+    yield _counter(
+        "resumed_tokens", "Tokens that preempted requests found again when they resumed", counters.resumed_hit_tokens
+    )
     blocks = GaugeMetricFamily(f"{PREFIX}blocks", "Blocks by tier and use", labels=["tier", "state"])
     device_used = cache.device_blocks - cache.device_free_blocks - cache.device_evictable_blocks
     for tier, used, cached, free in (

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections import OrderedDict
+from itertools import takewhile
 from typing import NamedTuple
 
 from ..cache_manager import CacheManager
-from ..metadata import DeviceSlot, MatchResult, NoSpace
+from ..metadata import Allocation, DeviceSlot, MatchResult, NoSpace
 from .generation import Generation, State
 
 
@@ -31,6 +33,11 @@ class Scheduler:
     stalls them, then running prefills, then new requests. When the device tier is full the latest arrival is
     preempted: its committed blocks stay cached and it resumes from them, outputs kept. So the earliest request always
     advances, and every request ends.
+
+    A request is admitted when the device tier has room for all its tokens and some growth, beside what the running
+    requests still lack of theirs: prompts are computed in chunks, and two that do not fit together would only take
+    turns in throwing each other out. So a preempted request does not take back what it was preempted for. One that
+    fits the tier at all has its room at the latest when nothing else runs.
     """
 
     def __init__(
@@ -42,7 +49,8 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._running: list[Generation] = []
         """In order of arrival, as is `_waiting`."""
-        self._waiting: list[Generation] = []
+        self._waiting: OrderedDict[int, Generation] = OrderedDict()
+        """By arrival. Thousands may wait, and all their clients may go: leaving is O(1)."""
         self._num_arrivals = 0
         self._plan: dict[str, Scheduled] = {}
         self._budget = 0
@@ -54,7 +62,23 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Generation, ...]:
-        return tuple(self._waiting)
+        """O(waiting)."""
+        return tuple(self._waiting.values())
+
+    @property
+    def head(self) -> Generation | None:
+        """Who is admitted next."""
+        return next(iter(self._waiting.values()), None)
+
+    @property
+    def num_running(self) -> int:
+        """Any thread may read it."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Any thread may read it."""
+        return len(self._waiting)
 
     @property
     def is_idle(self) -> bool:
@@ -63,18 +87,15 @@ class Scheduler:
     def add(self, generation: Generation) -> None:
         generation.arrival = self._num_arrivals
         self._num_arrivals += 1
-        self._waiting.append(generation)
+        self._waiting[generation.arrival] = generation
 
     def schedule(self) -> list[Scheduled]:
         """Plan one step. The caller drains the manager's swap step right after."""
         self._plan = {}
         self._budget = self._max_num_batched_tokens
-        preemptions = self.num_preemptions
         for generation in sorted(self._running, key=lambda g: g.num_pending > 1):  # stable: then by arrival
             self._continue(generation)
-        if self.num_preemptions == preemptions:  # whoever was just preempted would only take the space back
-            while self._waiting and self._admit(self._waiting[0]):
-                pass
+        self._admit_waiting()
         return list(self._plan.values())
 
     def preempt(self, generation: Generation) -> None:
@@ -88,7 +109,7 @@ class Scheduler:
             self._budget += planned.num_tokens
         generation.state = State.WAITING
         generation.num_computed = 0
-        insort(self._waiting, generation, key=lambda g: g.arrival)
+        self._put_back(generation)
 
     def finish(self, generation: Generation) -> None:
         """Forget a request, whatever state it is in; its committed blocks stay cached."""
@@ -96,7 +117,7 @@ class Scheduler:
             self._manager.finish(generation.request_id)
             self._running.remove(generation)
         elif generation.state is State.WAITING:
-            self._waiting.remove(generation)
+            del self._waiting[generation.arrival]
         generation.state = State.FINISHED
 
     def _continue(self, generation: Generation) -> None:
@@ -105,40 +126,69 @@ class Scheduler:
             num_tokens = min(generation.num_pending, self._budget)
             outcome = self._manager.allocate(generation.request_id, generation.num_computed + num_tokens)
             if not isinstance(outcome, NoSpace):
+                generation.block_table += outcome.new_blocks
                 self._add_to_plan(generation, num_tokens)
                 return
             self.preempt(self._running[-1])
 
-    def _admit(self, generation: Generation) -> bool:
-        """Start a waiting request from what is cached. False, without a trace, if it has to wait on."""
+    def _put_back(self, generation: Generation) -> None:
+        """Into `_waiting`, by its arrival. Only preempted requests arrived earlier, `max_num_seqs` at most."""
+        earlier = list(takewhile(lambda arrival: arrival < generation.arrival, self._waiting))
+        self._waiting[generation.arrival] = generation
+        for arrival in (generation.arrival, *reversed(earlier)):
+            self._waiting.move_to_end(arrival, last=False)
+
+    def _admit_waiting(self) -> None:
+        num_owed = sum(self._num_owed_blocks(generation) for generation in self._running)
+        while (generation := self.head) is not None and self._admit(generation, num_owed):
+            num_owed += self._num_owed_blocks(generation)
+
+    def _admit(self, generation: Generation, num_owed: int) -> bool:
+        """Start a waiting request from what is cached, leaving room for the `num_owed` blocks of the running ones.
+
+        False, without a trace, if it has to wait on.
+        """
         if len(self._running) >= self._max_num_seqs or not self._budget:
             return False
-        match = self._manager.match_prefix(generation.request_id, generation.hasher)
+        match = self._manager.match_prefix(generation.request_id, generation.hasher, resumed=generation.has_computed)
         num_tokens = min(generation.num_tokens - match.num_tokens, self._budget)
-        end = match.num_tokens + num_tokens
-        outcome = self._manager.allocate(generation.request_id, end) if self._has_room(match, end) else None
+        outcome: Allocation | NoSpace | None = None
+        if self._has_room(generation, match, num_owed):
+            outcome = self._manager.allocate(generation.request_id, match.num_tokens + num_tokens)
         if outcome is None or isinstance(outcome, NoSpace):
             self._manager.release(generation.request_id)
             return False
         assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
-        self._waiting.remove(generation)
+        del self._waiting[generation.arrival]
         insort(self._running, generation, key=lambda g: g.arrival)
         generation.state = State.RUNNING
         generation.num_computed = match.num_tokens
-        if generation.cached_tokens is None:
-            generation.cached_tokens = match.num_tokens
-        elif not generation.num_outputs:  # what was found the first time may be lost: it counts as computed then
-            generation.cached_tokens = min(generation.cached_tokens, match.num_tokens)
+        # What was found the first time may be lost since, and is computed after all.
+        known = generation.cached_tokens
+        generation.cached_tokens = match.num_tokens if known is None else min(known, match.num_tokens)
+        generation.block_table = self._manager.block_table(generation.request_id)
         self._add_to_plan(generation, num_tokens)
         return True
 
-    def _has_room(self, match: MatchResult, end: int) -> bool:
-        """Leave one block per running request, or the newcomer would be preempted as soon as they grow."""
-        needed = -(-end // self._block_size) - match.num_device_blocks
-        headroom = len(self._running)
-        return not headroom or self._manager.num_available_device_blocks >= needed + headroom
+    def _has_room(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
+        """`match` is pinned: its blocks on the device are not among the available ones."""
+        num_on_device = match.num_blocks - match.num_host_blocks
+        needed = self._num_wanted_blocks(generation) - num_on_device
+        return self._manager.num_available_device_blocks >= needed + num_owed
+
+    def _num_wanted_blocks(self, generation: Generation) -> int:
+        """For all its tokens, and one block to grow into if it may grow that far."""
+        return self._num_blocks(min(generation.num_tokens + self._block_size, generation.max_computed))
+
+    def _num_owed_blocks(self, generation: Generation) -> int:
+        """Wanted by a running request, and not in its block table yet."""
+        planned = self._plan.get(generation.request_id)
+        num_held = generation.num_computed + (0 if planned is None else planned.num_tokens)
+        return self._num_wanted_blocks(generation) - self._num_blocks(num_held)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
 
     def _add_to_plan(self, generation: Generation, num_tokens: int) -> None:
-        block_table = self._manager.block_table(generation.request_id)
-        self._plan[generation.request_id] = Scheduled(generation, num_tokens, block_table)
+        self._plan[generation.request_id] = Scheduled(generation, num_tokens, list(generation.block_table))
         self._budget -= num_tokens

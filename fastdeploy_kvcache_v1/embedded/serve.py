@@ -118,13 +118,14 @@ def _serve(
 
 def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> Snapshot:
     return Snapshot(
-        manager.stats(), core.counters, len(scheduler.running), len(scheduler.waiting), scheduler.num_preemptions
+        manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions
     )
 
 
 def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:
     return WorkerConfig(
         model_path=config.model_path,
+        max_model_len=config.max_model_len,
         block_size=config.cache.block_size,
         cache_dtype=config.cache_dtype,
         num_device_blocks=config.cache.num_device_blocks,

@@ -165,8 +165,10 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         raise ConfigError(f"--num-gpu-blocks-override must be at least 1, got {num_device_blocks}")
     device_bytes = num_device_blocks * block_bytes
     if device_bytes > free_bytes:
+        given = values.num_gpu_blocks_override is not None
         raise ConfigError(
-            f"--num-gpu-blocks-override {num_device_blocks} needs {device_bytes / GIB:.2f} GiB "
+            f"{f'--num-gpu-blocks-override {num_device_blocks}' if given else 'one cache block of this model'} "
+            f"needs {device_bytes / GIB:.2f} GiB "
             f"but only {free_bytes / GIB:.2f} GiB of memory is free"
         )
     return KVCacheConfig(

@@ -40,6 +40,7 @@ class WorkerConfig:
     """Everything the worker process needs to know."""
 
     model_path: Path | None
+    max_model_len: int
     block_size: int
     cache_dtype: str
     num_device_blocks: int

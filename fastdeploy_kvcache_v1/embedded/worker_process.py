@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import zmq
 
@@ -85,7 +86,7 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
     from ..attention.gqa import GQACacheBackend
     from .model.decoder import Decoder
 
-    model = load_model_config(config.model_path)
+    model = replace(load_model_config(config.model_path), max_position=config.max_model_len)
     decoder = Decoder.load(config.model_path, model)
     backend = GQACacheBackend(
         model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, config.cache_dtype

@@ -23,6 +23,7 @@ COUNTERS = {
     "query_tokens": "Tokens of scheduled requests",
     "device_hit_tokens": "Tokens served from the device tier",
     "host_hit_tokens": "Tokens served from the host tier, failed copies left out",
+    "resumed_hit_tokens": "Tokens that preempted requests found again when they resumed",
     "swap_in_blocks": "Blocks copied from host to device",
     "swap_out_blocks": "Blocks copied from device to host",
     "device_evicted_blocks": "Blocks that left the device tier",

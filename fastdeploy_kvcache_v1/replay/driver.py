@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 STEPS_BETWEEN_CHECKS = 1000
 
+MAX_BLOCKS = 1 << 26
+"""Of a tier: its free list takes 3 GB then."""
+
 
 @dataclass(frozen=True)
 class ReplayOptions:
@@ -41,6 +44,9 @@ class ReplayOptions:
         for name in ("window", "admissions_per_step"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for tier, num_blocks in (("device", self.config.num_device_blocks), ("host", self.config.num_host_blocks)):
+            if num_blocks > MAX_BLOCKS:
+                raise ConfigError(f"a replay has room for {MAX_BLOCKS} {tier} blocks at most, got {num_blocks}")
 
 
 @dataclass
@@ -76,7 +82,7 @@ class Replay:
         self.num_too_long = 0
         """Requests that no empty device tier could hold; a server refuses them."""
         self.num_outputs_cut = 0
-        """Requests that finished without output blocks because nobody else could make room for them."""
+        """Requests that finished without output blocks: no empty tier holds them, or nobody else could make room."""
         self.shadow: ShadowDataPlane | None = None
         if options.verify:
             from .shadow import ShadowDataPlane
@@ -103,14 +109,17 @@ class Replay:
 
     def _take_next(self, requests: Iterator[TraceRequest]) -> None:
         """Make the next request that an empty device tier could hold the pending one."""
-        config = self.options.config
         for request in requests:
-            if request.input_length <= config.num_device_blocks * config.block_size:
+            if self._fits(request.input_length):
                 sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length)
                 self._pending = _Request(f"line-{request.line}", request, sequence)
                 return
             self.num_too_long += 1
         self._pending = None
+
+    def _fits(self, num_tokens: int) -> bool:
+        """An empty device tier could hold them."""
+        return num_tokens <= self.options.config.num_device_blocks * self.options.config.block_size
 
     def _admit(self, requests: Iterator[TraceRequest], members: list[_Request]) -> None:
         """Admit pending requests to this step, finishing the oldest ones for the room they need."""
@@ -153,6 +162,9 @@ class Replay:
             if opened.request_id not in self._open:  # finished early, to make room for somebody else
                 continue
             request, sequence = opened.request, opened.sequence
+            if not self._fits(request.input_length + request.output_length - 1):
+                self.num_outputs_cut += 1
+                continue
             first_written = request.input_length // self.options.config.block_size
             sequence.hashes = [*sequence.hashes, *self.hasher.output_hashes(request)]
             sequence.num_tokens = request.input_length + request.output_length

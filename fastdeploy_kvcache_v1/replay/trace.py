@@ -19,6 +19,15 @@ TOKENS_PER_ID = 512
 DIGEST_BYTES = 32
 INDEX_BYTES = 4
 
+MAX_LINE_MIB = 16
+"""A line of a prompt of a million tokens has 20 KiB."""
+
+MAX_LENGTH = 2**31 - 1
+"""Tokens of a prompt or output."""
+
+MAX_SHOWN = 80
+"""Characters of a value that a complaint quotes."""
+
 
 class TraceRequest(NamedTuple):
     """One line of a trace."""
@@ -39,9 +48,11 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
     count = 0
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline((MAX_LINE_MIB << 20) + 1), b""), start=1):
                 if count == limit:
                     return
+                if len(line) > MAX_LINE_MIB << 20:
+                    raise TraceError(f"{path}:{number}: the line is longer than {MAX_LINE_MIB} MiB")
                 if line.strip():
                     yield _parse(path, number, line)
                     count += 1
@@ -60,7 +71,7 @@ def _parse(path: Path, number: int, line: bytes) -> TraceRequest:
         raise TraceError(f"{path}:{number}: not a JSON object")
     timestamp = fields.get("timestamp", 0)
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < float("inf"):
-        raise TraceError(f"{path}:{number}: timestamp must be a number of milliseconds, got {timestamp!r}")
+        raise TraceError(f"{path}:{number}: timestamp must be a number of milliseconds, got {_shown(timestamp)}")
     request = TraceRequest(
         line=number,
         timestamp_ms=timestamp,
@@ -79,8 +90,9 @@ def _parse(path: Path, number: int, line: bytes) -> TraceRequest:
 
 def _integer(path: Path, number: int, fields: dict[str, Any], name: str, *, least: int) -> int:
     value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise TraceError(f"{path}:{number}: {name} must be an integer of at least {least}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_LENGTH:
+        wanted = f"an integer from {least} to {MAX_LENGTH}"
+        raise TraceError(f"{path}:{number}: {name} must be {wanted}, got {_shown(value)}")
     return value
 
 
@@ -89,8 +101,13 @@ def _hash_ids(path: Path, number: int, value: Any) -> tuple[int, ...]:
         raise TraceError(f"{path}:{number}: hash_ids must be a list of integers, got {type(value).__name__}")
     for item in value:
         if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 2**64:
-            raise TraceError(f"{path}:{number}: hash ids must be integers in 0..2**64-1, got {item!r}")
+            raise TraceError(f"{path}:{number}: hash ids must be integers in 0..2**64-1, got {_shown(item)}")
     return tuple(value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 class TraceHasher:

@@ -6,8 +6,11 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model import load_model_config
+from fastdeploy_kvcache_v1.embedded.model import decoder as decoder_module
+from fastdeploy_kvcache_v1.embedded.model import layers, load_model_config
 from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder, SequenceSlice
+from fastdeploy_kvcache_v1.embedded.model.plan import TILE
+from fastdeploy_kvcache_v1.embedded.model.rope import rope_tables
 
 from .model_dirs import BASE, random_tensors, write_model
 from .reference import reference_logits
@@ -66,6 +69,41 @@ def test_logits_match_the_reference(variant, tmp_path):
     expected = reference_logits(config, tensors, token_ids)[139:]
     np.testing.assert_allclose(computed, expected, atol=2e-4, rtol=2e-4)
     assert computed.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+FUSED = pytest.param(True, marks=pytest.mark.skipif(not layers.FUSED_NORM, reason="needs AVX-512"))
+
+
+@pytest.mark.parametrize("fused", [FUSED, False])
+def test_both_norms_match_the_reference(fused, monkeypatch):
+    monkeypatch.setattr(layers, "FUSED_NORM", fused)
+    rng = np.random.default_rng(4)
+    x, weight = rng.standard_normal((8, 20), np.float32), rng.standard_normal(20, np.float32)
+    computed = layers.rms_norm(paddle.to_tensor(x), paddle.to_tensor(weight), 1e-2).numpy()
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-2) * weight
+    np.testing.assert_allclose(computed, expected, rtol=1e-5)
+
+
+def test_position_tables_end_with_the_caches_whatever_the_model_says(tmp_path, monkeypatch):
+    """Ten million positions are 6 GB of tables, and config.json may say anything."""
+    made = []
+
+    def tables(rope, head_dim, num_positions):
+        made.append(num_positions)
+        assert num_positions < 2000
+        return rope_tables(rope, head_dim, num_positions)
+
+    monkeypatch.setattr(decoder_module, "rope_tables", tables)
+    config = BASE | {"max_position_embeddings": 10_000_000}
+    tensors = random_tensors(config)
+    path = write_model(tmp_path, tensors, config)
+    decoder = Decoder.load(path, load_model_config(path))
+    token_ids = np.random.default_rng(3).integers(0, 300, 40)
+    for num_blocks in (3, 64, 64, 4):
+        slice_ = SequenceSlice(token_ids, 0, [2, 1, 0])
+        logits = decoder.forward([slice_], new_caches(decoder.config, num_blocks))[0]
+        np.testing.assert_allclose(logits, reference_logits(config, tensors, token_ids)[-1], atol=2e-4, rtol=2e-4)
+    assert made == [0, 3 * 16 + TILE, 64 * 16 + TILE], "longer when the caches are, never shorter"
 
 
 @pytest.mark.parametrize("shards", [1, 3])

@@ -1,10 +1,11 @@
 """Model directories with missing or mismatched files: one clear line each."""
 
 import json
+import os
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model import load_model_config
+from fastdeploy_kvcache_v1.embedded.model import hf_json, load_model_config
 from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder
 from fastdeploy_kvcache_v1.embedded.tokenizer import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ModelError
@@ -29,6 +30,7 @@ def assert_refused(path, *fragments):
         load(path)
     message = str(caught.value)
     assert "\n" not in message
+    assert len(message) < 500
     for fragment in fragments:
         assert fragment in message
 
@@ -55,7 +57,11 @@ def test_missing_file(model, name):
         ({"architectures": None}, ("unsupported architecture",)),
         ({"hidden_size": None}, ("hidden_size is missing",)),
         ({"hidden_size": "24"}, ("hidden_size must be an integer",)),
-        ({"num_hidden_layers": 0}, ("num_hidden_layers must be an integer of at least 1",)),
+        ({"num_hidden_layers": 0}, ("num_hidden_layers must be an integer from 1 to 2147483647, got 0",)),
+        ({"num_hidden_layers": 10**300}, ("num_hidden_layers must be an integer from 1 to 2147483647, got 1000",)),
+        ({"max_position_embeddings": 2**31}, ("max_position_embeddings must be an integer from 1 to 2147483647",)),
+        ({"rope_theta": 10**400}, ("rope_theta must be a positive number, got 1000",)),
+        ({"rms_norm_eps": 10**400}, ("rms_norm_eps must be a positive number, got 1000",)),
         ({"rms_norm_eps": float("nan")}, ("rms_norm_eps must be a positive number",)),
         ({"tie_word_embeddings": "yes"}, ("tie_word_embeddings must be true or false",)),
         ({"num_key_value_heads": 3}, ("4 attention heads cannot share 3",)),
@@ -81,6 +87,41 @@ def test_config_values(model, change, fragments):
 def test_broken_json(model, name):
     (model / name).write_text('{"architectures": ')
     assert_refused(model, f"cannot read {model / name}")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_nested_without_end(model, name, opening):
+    (model / name).write_text(opening * 100_000)
+    assert_refused(model, f"cannot read {model / name}: its JSON is nested too deeply")
+
+
+EVERY_SMALL_FILE = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+)
+
+
+@pytest.mark.parametrize("name", EVERY_SMALL_FILE)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda file: file.symlink_to("/dev/null")])
+def test_files_that_are_no_files(model, name, make):
+    """A pipe that nobody writes is never read to its end, nor is /dev/zero."""
+    (model / name).unlink(missing_ok=True)
+    make(model / name)
+    assert_refused(model, f"cannot read {model / name}: it is not a regular file")
+
+
+@pytest.mark.parametrize("name", EVERY_SMALL_FILE)
+def test_files_larger_than_memory(model, name, monkeypatch):
+    """Sparse ones take no space on the disk."""
+    monkeypatch.setattr(hf_json, "MAX_FILE_MIB", 2)
+    with (model / name).open("ab") as file:
+        file.truncate(1 << 40)
+    assert_refused(model, f"cannot read {model / name}: it is larger than 2 MiB")
 
 
 def test_json_that_is_no_object(model):

@@ -81,6 +81,26 @@ def test_requests_longer_than_the_device_tier_are_counted_and_left_out(synthetic
     assert done.num_too_long == longer > 0
 
 
+def test_outputs_that_no_empty_tier_holds_are_cut_before_their_blocks_are_named(tmp_path, monkeypatch):
+    """2 billion tokens would be 34 million hashes. Of the tier's 640, 128 are left; the last output is not computed."""
+    named, plain = [], TraceHasher.output_hashes
+
+    def output_hashes(self, request):
+        named.append(request.line)
+        return plain(self, request)
+
+    monkeypatch.setattr(TraceHasher, "output_hashes", output_hashes)
+    trace = tmp_path / "trace.jsonl"
+    lengths = (2**31 - 1, 130, 129)
+    requests = [
+        {"timestamp": 0, "input_length": 512, "output_length": length, "hash_ids": [index]}
+        for index, length in enumerate(lengths)
+    ]
+    trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    done = play(trace, window=1, num_device_blocks=10)
+    assert (named, done.num_outputs_cut, len(done.request_seconds)) == ([3], 2, 3)
+
+
 @pytest.mark.parametrize("lost", [{"swap_in": NO_SWAP_IN}, {"evict": NO_EVICT}], ids=["swap_in", "evict"])
 def test_a_lost_copy_is_noticed(synthetic_trace, monkeypatch, lost):
     replay = Replay(
@@ -130,6 +150,11 @@ def test_json_is_one_object(synthetic_trace, capsys):
         (("--window", "0"), "window must be at least 1"),
         (("--admissions-per-step", "0"), "admissions_per_step must be at least 1"),
         (("--limit", "0"), "--limit must be at least 1"),
+        (
+            ["--device-blocks", "1000000000000"],
+            "a replay has room for 67108864 device blocks at most, got 1000000000000",
+        ),
+        (["--host-blocks", "67108865"], "a replay has room for 67108864 host blocks at most, got 67108865"),
     ],
 )
 def test_bad_options_are_one_clear_line(synthetic_trace, arguments, words):

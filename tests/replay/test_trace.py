@@ -37,7 +37,11 @@ def test_limit_reads_no_further(tmp_path):
         (b"[1, 2]", "not a JSON object"),
         (b"\xff\xfe", "not a JSON object"),
         (b"[" * 100_000, "not a JSON object"),
-        ({**GOOD, "input_length": 0}, "input_length must be an integer of at least 1, got 0"),
+        ({**GOOD, "input_length": 0}, "input_length must be an integer from 1 to 2147483647, got 0"),
+        ({**GOOD, "output_length": 10**18}, "output_length must be an integer from 0 to 2147483647, got 1000000000"),
+        ({**GOOD, "input_length": 10**4000}, "input_length must be an integer from 1 to 2147483647, got 1000000000"),
+        ({**GOOD, "hash_ids": [10**4000, 0]}, "hash ids must be integers"),
+        (b" " * ((16 << 20) + 1), "the line is longer than 16 MiB"),
         ({**GOOD, "input_length": "7"}, "input_length"),
         ({**GOOD, "output_length": -1}, "output_length"),
         ({**GOOD, "output_length": True}, "output_length"),
@@ -61,6 +65,13 @@ def test_broken_line_is_named_by_file_and_number(tmp_path, line, words):
     assert message.startswith(f"{path}:3: ")
     assert words in message
     assert "\n" not in message
+    assert len(message) < 500
+
+
+def test_line_of_the_longest_length_is_read(tmp_path):
+    line = json.dumps(GOOD).encode()
+    path = write(tmp_path, line + b" " * ((16 << 20) - len(line) - 1), GOOD)
+    assert [r.line for r in read_trace(path)] == [1, 2]
 
 
 @pytest.mark.parametrize("make", ["missing", "directory", "empty"])

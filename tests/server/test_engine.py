@@ -3,6 +3,8 @@
 import asyncio
 import threading
 
+import pytest
+
 from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.engine import Engine
@@ -10,6 +12,7 @@ from fastdeploy_kvcache_v1.embedded.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.generation import Delta
 from fastdeploy_kvcache_v1.embedded.scheduler import Scheduler
 from fastdeploy_kvcache_v1.embedded.service import RequestStream
+from fastdeploy_kvcache_v1.errors import InvariantError
 from tests.server.shadow import ShadowWorker, ShadowWorkerClient
 
 
@@ -38,6 +41,59 @@ def test_call_whose_caller_gave_up_is_skipped():
         engine.close()
     assert ran == []
     assert fatal == []
+
+
+def test_actions_that_arrive_during_a_turn_wait_until_after_its_step(monkeypatch):
+    """A client that asks again as soon as it is answered would stop everybody's steps otherwise."""
+    engine, fatal = make_engine()
+    order, done = [], threading.Event()
+    monkeypatch.setattr(engine.core, "step", lambda: order.append("step"))
+
+    def ask(again):
+        order.append("asked")
+        if again:
+            engine.call(lambda core: ask(again - 1))
+        else:
+            done.set()
+
+    engine.call(lambda core: ask(3))
+    engine.start()
+    assert done.wait(10)
+    engine.close()
+    assert order[:8] == ["asked", "step"] * 4
+    assert fatal == []
+
+
+def test_calls_that_wait_together_share_one_run_of_their_action():
+    engine, _ = make_engine()
+    gate, entered, ran = threading.Event(), threading.Event(), []
+
+    def action(core):
+        ran.append(core)
+        if len(ran) > 1:
+            raise InvariantError("broken since")
+        return "sound"
+
+    def block(core):
+        entered.set()
+        gate.wait(10)
+
+    engine.start()
+    try:
+        blocking = engine.call(block)
+        assert entered.wait(10)
+        first, gone, second = engine.call(action), engine.call(action), engine.call(action)
+        assert gone.cancel()
+        gate.set()
+        assert [first.result(10), second.result(10), blocking.result(10)] == ["sound", "sound", None]
+        assert len(ran) == 1
+        later = engine.call(action)
+        with pytest.raises(InvariantError, match="broken since"):
+            later.result(10)
+    finally:
+        gate.set()
+        engine.close()
+    assert len(ran) == 2
 
 
 def test_output_after_the_end_of_the_event_loop_is_dropped():

@@ -195,6 +195,74 @@ def test_failed_swap_in_does_not_count_as_cached():
     assert (stats.counters.requests_admitted, stats.recomputed_tokens) == (4, 4 * 18)
 
 
+def test_what_a_request_computed_itself_before_a_failed_copy_is_not_cached_for_it():
+    harness = Harness(small(num_device_blocks=32), max_num_batched_tokens=8)
+    recorder = harness.submit("a", range(18), 2)
+    harness.step()
+    harness.core.step()
+    harness.sent.pop()
+    harness.core.on_step_result(StepResult(retry={"a": "the copy was torn"}))
+    batch = harness.step()
+    assert batch.requests[0].start == 8, "its first chunk was committed and is found again"
+    harness.run()
+    usage = recorder.deltas[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 0
+    assert recorder.tokens == expected_outputs(range(18), 2)
+
+
+def test_cached_prefix_that_is_lost_and_computed_after_all_is_not_cached():
+    harness = Harness(small(num_device_blocks=32))
+    harness.submit("first", range(18), 1)
+    harness.run()
+    recorder = harness.submit("again", range(18), 3)
+    assert harness.step().requests[0].start == 16
+    harness.core.reset_cache()
+    harness.scheduler.preempt(harness.scheduler.running[0])
+    assert harness.step().requests[0].start == 0
+    harness.run()
+    usage = recorder.deltas[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 0
+    assert recorder.tokens == expected_outputs(range(18), 3)
+
+
+def failed_swap_in(batch):
+    """The report of a batch's swap-in that did not arrive."""
+    (step,) = batch.swap_steps
+    copy = step.swap_in
+    return TransferReport(
+        (
+            TransferResult(
+                step.step, copy.source, copy.target, len(copy), 0, 0.0, target_slots=copy.target_slots, error="injected"
+            ),
+        )
+    )
+
+
+def step_with_a_swap_in():
+    """A batch in flight in which "again" is served from the host and "new" is not."""
+    harness = Harness(small(num_device_blocks=12, write_policy=WritePolicy.WRITE_THROUGH))
+    for name, first in (("first", 0), ("others", 100), ("more", 200)):  # the others push it off the device
+        harness.submit(name, range(first, first + 18), 2)
+        harness.run()
+    again, new = harness.submit("again", range(18), 2), harness.submit("new", [7, 8, 9], 2)
+    harness.core.step()
+    return harness, harness.sent.pop(), again, new
+
+
+def test_requests_lose_a_step_to_what_the_worker_says_and_to_what_the_report_says():
+    """The worker names who could not be computed; who used blocks of a failed copy, the cache manager knows."""
+    harness, batch, again, new = step_with_a_swap_in()
+    wrong = dict.fromkeys(("again", "new"), 1)
+    harness.core.on_step_result(StepResult(tokens=wrong, retry={"new": "torn"}, report=failed_swap_in(batch)))
+    assert harness.scheduler.num_preemptions == 2
+    assert (again.events, new.events) == ([], []), "neither token is taken"
+    harness.run()
+    assert again.tokens == expected_outputs(range(18), 2)
+    assert new.tokens == expected_outputs([7, 8, 9], 2)
+
+
 def test_generated_tokens_are_found_by_the_next_turn():
     harness = Harness(small(num_device_blocks=32))
     prompt = list(range(10))
@@ -245,23 +313,14 @@ def test_report_between_steps_is_counted():
 
 def test_failure_told_twice_preempts_once():
     """By a report while the batch is in flight, and by the answer to the batch."""
-    harness = Harness(small(write_policy=WritePolicy.WRITE_THROUGH))
-    for name, first in (("first", 0), ("others", 100), ("more", 200)):  # the others push it off the device
-        harness.submit(name, range(first, first + 18), 2)
-        harness.run()
-    recorder = harness.submit("again", range(18), 2)
-    harness.core.step()
-    batch = harness.sent.pop()
-    (step,) = batch.swap_steps
-    copy = step.swap_in
-    failed = TransferResult(
-        step.step, copy.source, copy.target, len(copy), 0, 0.0, target_slots=copy.target_slots, error="injected"
-    )
-    harness.core.on_report(TransferReport((failed,)))
-    harness.core.on_step_result(StepResult(retry={"again": "a copy failed"}))
+    harness, batch, recorder, new = step_with_a_swap_in()
+    harness.core.on_report(failed_swap_in(batch))
+    computed = harness.worker.run(batch).tokens
+    harness.core.on_step_result(StepResult(tokens={"new": computed["new"]}, retry={"again": "a copy failed"}))
     assert harness.scheduler.num_preemptions == 1
     harness.run()
     assert recorder.tokens == expected_outputs(range(18), 2)
+    assert new.tokens == expected_outputs([7, 8, 9], 2)
 
 
 def test_failed_backup_is_forgotten_and_counted():

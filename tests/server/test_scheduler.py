@@ -1,9 +1,11 @@
 """Who runs in a step, with how many tokens, and who has to go."""
 
-from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.embedded.generation import State
+import pytest
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.embedded.generation import Failure, Generation, State
 from fastdeploy_kvcache_v1.embedded.messages import StepResult
-from tests.server.shadow import Harness, expected_outputs
+from tests.server.shadow import Harness, Recorder, expected_outputs
 
 
 def tokens_of(batch):
@@ -49,13 +51,14 @@ def lose_copy_of(harness, name):
     harness.core.on_step_result(StepResult(tokens=tokens, retry={name: "torn"}, report=result.report))
 
 
-def decoder_beside_an_earlier_prefill(num_device_blocks):
-    """The only way there: the earlier arrival lost a copy, and has to compute its 15 tokens again."""
+def decoder_beside_an_earlier_prefill(num_device_blocks, prompt, num_outputs):
+    """The only way there: the earlier arrival lost a copy, and has to compute its prompt and 4 outputs again."""
     config = KVCacheConfig(num_device_blocks, block_size=4, enable_prefix_caching=False)
     harness = Harness(config, max_num_batched_tokens=8)
-    prefill = harness.submit("prefill", range(11), 6)
-    assert [tokens_of(harness.step()) for _ in range(2)] == [[("prefill", 8)], [("prefill", 3)]]
-    decoder = harness.submit("decoder", [96, 97, 98, 99], 9)
+    prefill = harness.submit("prefill", prompt, 6)
+    while not prefill.events:
+        harness.step()
+    decoder = harness.submit("decoder", [96, 97, 98, 99], num_outputs)
     assert tokens_of(harness.step()) == [("prefill", 1), ("decoder", 4)]
     assert [tokens_of(harness.step()) for _ in range(2)] == [[("prefill", 1), ("decoder", 1)]] * 2
     lose_copy_of(harness, "prefill")
@@ -63,7 +66,7 @@ def decoder_beside_an_earlier_prefill(num_device_blocks):
 
 
 def test_decoding_request_is_not_stalled_by_an_earlier_prefill():
-    harness, prefill, decoder = decoder_beside_an_earlier_prefill(64)
+    harness, prefill, decoder = decoder_beside_an_earlier_prefill(64, range(11), 9)
     assert [tokens_of(harness.step()) for _ in range(3)] == [
         [("decoder", 1), ("prefill", 7)],
         [("decoder", 1), ("prefill", 7)],
@@ -75,13 +78,16 @@ def test_decoding_request_is_not_stalled_by_an_earlier_prefill():
 
 
 def test_tokens_of_a_request_preempted_in_the_same_step_go_to_the_one_that_needed_its_blocks():
-    """The decoder has been planned with its third block when the prefill finds none for its fourth."""
-    harness, prefill, decoder = decoder_beside_an_earlier_prefill(6)
-    assert [tokens_of(harness.step()) for _ in range(2)] == [[("decoder", 1), ("prefill", 7)], [("prefill", 8)]]
+    """The decoder has been planned with its fourth block, more than it was thought to need soon, when the prefill
+    finds only one of its last two.
+    """
+    harness, prefill, decoder = decoder_beside_an_earlier_prefill(16, range(47), 20)
+    batches = [tokens_of(harness.step()) for _ in range(7)]
+    assert batches == [[("decoder", 1), ("prefill", 7)]] * 6 + [[("prefill", 8)]]
     assert harness.scheduler.num_preemptions == 2, "one for the lost copy, one for the blocks"
     harness.run()
-    assert prefill.tokens == expected_outputs(range(11), 6)
-    assert decoder.tokens == expected_outputs([96, 97, 98, 99], 9)
+    assert prefill.tokens == expected_outputs(range(47), 6)
+    assert decoder.tokens == expected_outputs([96, 97, 98, 99], 20)
 
 
 def test_max_num_seqs_bounds_the_running_requests_in_order_of_arrival():
@@ -112,10 +118,14 @@ def test_latest_arrival_is_preempted_and_resumes_from_its_cached_blocks():
     assert len(batches[-1]) == 1
     assert batches[-1][0][0] == "second"
     harness.manager.check_idle()
+    counters = harness.manager.stats().counters
+    assert (counters.requests_admitted, counters.query_tokens, counters.device_hit_tokens) == (2, 8, 0)
+    assert counters.requests_resumed == harness.scheduler.num_preemptions
+    assert counters.resumed_hit_tokens > 0, "its own work, which is no hit"
 
 
 def test_preempted_request_does_not_take_its_space_back_in_the_same_step():
-    harness = Harness(KVCacheConfig(4, block_size=4), max_num_batched_tokens=16)
+    harness = Harness(KVCacheConfig(5, block_size=4), max_num_batched_tokens=16)
     harness.submit("first", range(8), 8)
     harness.submit("second", range(50, 54), 8)
     while not harness.scheduler.num_preemptions:
@@ -126,23 +136,126 @@ def test_preempted_request_does_not_take_its_space_back_in_the_same_step():
     harness.run()
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts():
-    """The first chunk of the preempted request has room at once; what it lacked is missing after it all the same."""
-    config = KVCacheConfig(6, block_size=4, enable_prefix_caching=False)
-    harness = Harness(config, max_num_batched_tokens=8)
-    first = harness.submit("first", range(8), 8)
-    harness.step()
-    second = harness.submit("second", range(50, 62), 4)
-    assert [tokens_of(harness.step()) for _ in range(4)] == [
-        [("first", 1), ("second", 7)],
-        [("first", 1), ("second", 5)],
-        [("first", 1)],
-        [("first", 1), ("second", 7)],
-    ]
-    assert harness.scheduler.num_preemptions == 1
+def computed_tokens(harness, requests):
+    """With what an engine computes that computes nothing twice."""
+    recorders = [harness.submit(str(index), prompt, length) for index, (prompt, length) in enumerate(requests)]
     harness.run()
-    assert first.tokens == expected_outputs(range(8), 8)
-    assert second.tokens == expected_outputs(range(50, 62), 4)
+    assert [recorder.tokens for recorder in recorders] == [expected_outputs(*request) for request in requests]
+    return harness.core.counters.computed_tokens, sum(len(prompt) + length - 1 for prompt, length in requests)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_prompts_that_do_not_fit_together_are_computed_once(caching):
+    config = KVCacheConfig(100, block_size=4, enable_prefix_caching=caching)
+    harness = Harness(config, max_num_seqs=64, max_num_batched_tokens=64)
+    computed, ideal = computed_tokens(harness, [([index, *range(299)], 30) for index in range(8)])
+    assert (computed, harness.scheduler.num_preemptions) == (ideal, 0)
+
+
+def test_newcomer_leaves_a_running_prompt_the_room_for_all_its_chunks():
+    """11 of 16 blocks for the first prompt and its growth, 2 of which it holds; the second wants 6."""
+    config = KVCacheConfig(16, block_size=4, enable_prefix_caching=False)
+    harness = Harness(config, max_num_batched_tokens=8)
+    harness.submit("first", range(40), 4)
+    assert tokens_of(harness.step()) == [("first", 8)]
+    harness.submit("second", range(50, 70), 4)
+    batches = [tokens_of(harness.step()) for _ in range(9)]
+    assert batches[:4] == [[("first", 8)]] * 4
+    assert batches[4:] == [[("first", 1)]] * 3 + [[("second", 8)]] * 2
+    harness.run()
+    assert harness.scheduler.num_preemptions == 0
+
+
+def test_requests_admitted_in_one_step_count_each_others_prompts():
+    """The budget gives each of them a chunk, the tier has room for two of the prompts: 2 * (3 + 1) of 10 blocks."""
+    config = KVCacheConfig(10, block_size=4, enable_prefix_caching=False)
+    harness = Harness(config, max_num_batched_tokens=32)
+    for first in (0, 20, 40):
+        harness.submit(str(first), range(first, first + 12), 8)
+    assert tokens_of(harness.step()) == [("0", 12), ("20", 12)]
+    harness.run()
+
+
+def test_request_that_fills_the_tier_is_admitted_when_it_is_alone():
+    config = KVCacheConfig(4, block_size=4, enable_prefix_caching=False)
+    harness = Harness(config, max_num_batched_tokens=8)
+    small = harness.submit("small", range(4), 2)
+    full = harness.submit("full", range(50, 63), 4)
+    behind = harness.submit("behind", range(4), 2)
+    batches = []
+    while (batch := harness.step()) is not None:
+        batches.append(tokens_of(batch))
+    assert batches == [
+        [("small", 4)],
+        [("small", 1)],
+        [("full", 8)],
+        [("full", 5)],
+        *[[("full", 1)]] * 3,
+        [("behind", 4)],
+        [("behind", 1)],
+    ], "16 tokens in 16 places, and whoever came later does not overtake"
+    for recorder, request in ((small, (range(4), 2)), (full, (range(50, 63), 4)), (behind, (range(4), 2))):
+        assert recorder.tokens == expected_outputs(*request)
+
+
+def test_request_that_no_empty_tier_can_hold_fails_and_the_next_is_served():
+    """The server refuses it before; here it must not keep the others waiting."""
+    harness = Harness(KVCacheConfig(4, block_size=4), max_num_batched_tokens=8)
+    giant = harness.submit("giant", range(17), 1)
+    other = harness.submit("other", range(4), 2)
+    harness.run()
+    assert giant.failure == Failure(500, "the request does not fit the device tier though nothing else runs")
+    assert other.tokens == expected_outputs(range(4), 2)
+    assert harness.core.counters.failed == 1
+
+
+def test_two_requests_share_the_slots_of_one_planned_swap_in():
+    """5 slots for the first of them, and one for the second: it needs none for what is being swapped in already."""
+    harness = Harness(KVCacheConfig(8, 16, block_size=4, write_policy=WritePolicy.WRITE_THROUGH))
+    for name, first in (("first", 0), ("others", 100), ("more", 200)):  # the others push it off the device
+        harness.submit(name, range(first, first + 18), 2)
+        harness.run()
+    pair = [harness.submit(name, range(18), 2) for name in ("one", "two")]
+    batch = harness.step()
+    assert tokens_of(batch) == [("one", 2), ("two", 2)]
+    assert [len(step.swap_in) for step in batch.swap_steps] == [4]
+    harness.run()
+    assert [recorder.tokens for recorder in pair] == [expected_outputs(range(18), 2)] * 2
+
+
+def test_preempted_requests_wait_in_their_order_of_arrival_before_all_others():
+    harness = Harness(KVCacheConfig(64, block_size=4), max_num_seqs=4)
+    recorders = [harness.submit(name, [ord(name)], 3) for name in "abcdef"]
+    harness.step()
+    running = {generation.request_id: generation for generation in harness.scheduler.running}
+    for name, expected in (("c", "cef"), ("a", "acef"), ("d", "acdef"), ("b", "abcdef")):
+        harness.scheduler.preempt(running[name])
+        assert "".join(generation.request_id for generation in harness.scheduler.waiting) == expected
+    harness.run()
+    assert [recorder.tokens for recorder in recorders] == [expected_outputs([ord(name)], 3) for name in "abcdef"]
+
+
+def test_waiting_request_leaves_without_a_look_at_the_others():
+    compared = []
+
+    class Watched(Generation):
+        __hash__ = object.__hash__
+
+        def __eq__(self, other):
+            compared.append(other)
+            return self is other
+
+    harness = Harness(KVCacheConfig(8, block_size=4), max_num_seqs=1)
+    harness.submit("running", range(4), 8)
+    for index in range(50):
+        plain = harness.generation(str(index), range(4), 2, Recorder())
+        harness.core.submit(Watched(plain.request, plain.hasher, plain.text, plain.sink))
+    harness.step()
+    for index in reversed(range(50)):
+        harness.core.abort(str(index))
+    assert compared == []
+    assert harness.scheduler.num_waiting == 0
+    harness.run()
 
 
 def test_newcomer_waits_while_running_requests_need_the_last_blocks():

@@ -16,7 +16,7 @@ from fastdeploy_kvcache_v1.embedded.worker_client import ProcessWorkerClient, St
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 
-CONFIG = WorkerConfig(None, 16, "float32", 8, 0, "warning")
+CONFIG = WorkerConfig(None, 128, 16, "float32", 8, 0, "warning")
 
 
 @pytest.fixture

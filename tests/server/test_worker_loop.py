@@ -2,8 +2,13 @@
 
 import pickle
 
+import pytest
+
 from fastdeploy_kvcache_v1.embedded.messages import TransferReport
-from fastdeploy_kvcache_v1.embedded.worker_process import OPEN_COPIES_POLL_MS, _loop
+from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder
+from fastdeploy_kvcache_v1.embedded.worker_client import WorkerConfig, WorkerLaunch
+from fastdeploy_kvcache_v1.embedded.worker_process import OPEN_COPIES_POLL_MS, _build, _loop
+from fastdeploy_kvcache_v1.errors import ModelError
 
 
 class Idle:
@@ -44,3 +49,13 @@ def test_ended_copies_are_waited_for_until_they_are_reported():
     idle.take_report = take_report
     _loop(idle, idle, idle, lambda: False)
     assert idle.waits == [OPEN_COPIES_POLL_MS, OPEN_COPIES_POLL_MS, None]
+
+
+def test_model_is_loaded_for_the_longest_sequence_that_is_served(monkeypatch):
+    def load(path, config):
+        raise ModelError(f"loaded for {config.max_position}")
+
+    monkeypatch.setattr(Decoder, "load", load)
+    config = WorkerConfig(None, 77, 16, "float32", 8, 0, "warning")
+    with pytest.raises(ModelError, match="loaded for 77"):
+        _build(WorkerLaunch(config, "", "", 0, -1), board=None)

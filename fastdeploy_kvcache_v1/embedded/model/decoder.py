@@ -29,7 +29,7 @@ Tensor = Any
 
 
 class Decoder:
-    """Weights in float32 on the CPU. Keeps nothing between calls; calls must not overlap.
+    """Weights in float32 on the CPU. Keeps no sequence between calls; calls must not overlap.
 
     Call `configure_reproducible_math` before the first import of this module.
     """
@@ -43,8 +43,7 @@ class Decoder:
         self._final_norm = paddle.to_tensor(weights.final_norm)
         self._layers = [DecoderLayer(layer, config) for layer in weights.layers]
         self._masks = causal_masks(config)
-        # The padding rows of the last tile may lie beyond the last position.
-        self._cos, self._sin = rope_tables(config.rope, config.head_dim, config.max_position + TILE)
+        self._cos, self._sin = rope_tables(config.rope, config.head_dim, 0)
 
     @classmethod
     def load(cls, path: Path | None, config: ModelConfig) -> Decoder:
@@ -72,9 +71,17 @@ class Decoder:
             raise ValueError(f"{len(self._layers)} layers need {2 * len(self._layers)} caches, got {len(caches)}")
         num_blocks, _, block_size, _ = caches[0].shape
         plan = BatchPlan.build(sequences, self.config, num_blocks=num_blocks, block_size=block_size)
+        self._extend_rope_tables(num_blocks * block_size)
         with paddle.no_grad():
             tiles = self._run_layers(plan, caches, before_layer)
             return [None if last is None else self._logits(tiles[last[0]], last[1]) for last in plan.last_rows]
+
+    def _extend_rope_tables(self, num_slots: int) -> None:
+        """To the positions that caches of `num_slots` tokens can hold: what a model says it can do may be far more."""
+        # The padding rows of the last tile may lie beyond the last position.
+        num_positions = min(self.config.max_position, num_slots) + TILE
+        if len(self._cos) < num_positions:
+            self._cos, self._sin = rope_tables(self.config.rope, self.config.head_dim, num_positions)
 
     def _run_layers(
         self, plan: BatchPlan, caches: Sequence[Tensor], before_layer: Callable[[int], None] | None

@@ -15,16 +15,22 @@ from paddle.incubate.nn.functional import fused_rms_norm
 
 from .config import ModelConfig
 from .plan import SEGMENT, TILE
+from .reproducible import has_avx512
 from .tensors import step_tensor
 from .weights import LayerWeights
 
 Tensor = Any
 """paddle.Tensor; paddle is untyped here."""
 
+FUSED_NORM = has_avx512()
+"""paddle's fused kernel asks no processor what it can do: where AVX-512 is missing, it kills the process (SIGILL)."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Over the last axis of `[rows, n]`."""
-    return fused_rms_norm(x, weight, None, epsilon, 1)[0]
+    if FUSED_NORM:
+        return fused_rms_norm(x, weight, None, epsilon, 1)[0]
+    return x * paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + epsilon) * weight
 
 
 def causal_masks(config: ModelConfig) -> list[Tensor]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+CPUINFO = Path("/proc/cpuinfo")
+
 
 def configure_reproducible_math(num_threads: int = 1) -> bool:
     """Fix the instruction set, rounding mode and thread count of the math library through environment variables.
@@ -28,11 +30,16 @@ def configure_reproducible_math(num_threads: int = 1) -> bool:
         "OPENBLAS_NUM_THREADS": threads,
         "OMP_DYNAMIC": "FALSE",
         "MKL_DYNAMIC": "FALSE",
-        **mkl_settings(_cpu_description(Path("/proc/cpuinfo"))),
+        **mkl_settings(_cpu_description(CPUINFO)),
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     return True
+
+
+def has_avx512(cpuinfo: Path = CPUINFO) -> bool:
+    """False where the system does not tell."""
+    return "avx512f" in _cpu_description(cpuinfo).split()
 
 
 def _cpu_description(cpuinfo: Path) -> str:
