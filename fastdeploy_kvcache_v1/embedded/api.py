@@ -11,10 +11,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..errors import InvariantError, KVCacheError
+from .api_error import ApiError, error_body
 from .body_limit import BodyLimit
 from .engine import Engine
 from .engine_core import EngineCore
-from .errors_http import ApiError, error_body, install_error_handlers
+from .errors_http import install_error_handlers
 from .generation import Delta
 from .metrics import Metrics
 from .protocol import ChatBody, CompletionBody, GenerationBody

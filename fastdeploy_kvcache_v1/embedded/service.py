@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple, TypeVar
 
 from ..cache_utils import BlockHasher
+from .api_error import ApiError
 from .engine import Engine
-from .errors_http import ApiError
 from .generation import Delta, Failure, Generation, GenerationRequest
 from .protocol import ChatBody, CompletionBody, GenerationBody
 from .sampler import SamplingParams
