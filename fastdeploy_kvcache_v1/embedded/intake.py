@@ -88,6 +88,8 @@ class Intake:
             token_ids = self._token_ids(body)
         except MemoryError:
             raise ApiError(400, "reading this request needs too much memory: shorten it") from None
+        except RecursionError:
+            raise ApiError(400, "the request body is nested too deeply") from None
         max_tokens = self._max_tokens(len(token_ids), body.token_limit, endpoint)
         return Reading(tuple(token_ids), _options(body, max_tokens))
 
@@ -153,8 +155,6 @@ def _validated(kind: type[CompletionBody] | type[ChatBody], raw: bytes | bytearr
 def _parsed(raw: bytes | bytearray) -> Any:
     try:
         return json.loads(raw)
-    except RecursionError:
-        raise ApiError(400, "the request body is nested too deeply") from None
     except ValueError as error:  # no JSON, or no UTF-8
         raise ApiError(400, f"the request body is not valid JSON: {error}") from None
 

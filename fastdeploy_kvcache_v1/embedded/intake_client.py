@@ -135,7 +135,8 @@ class IntakeClient:
 
     def _ask(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
         connection = self._connection
-        assert connection is not None, "_start makes it"
+        if connection is None:
+            raise EOFError("not started: the server is closing")
         deadline = time.monotonic() + BASE_WALL_S + WALL_PER_CPU * cpu_seconds(len(raw))
         connection.settimeout(deadline - time.monotonic())
         send(connection, Frame(0, endpoint.value.encode(), raw))
@@ -177,7 +178,9 @@ class IntakeClient:
             process.wait(0 if isinstance(error, TimeoutError) else STOP_TIMEOUT_S)
         status = process.poll()
         self._discard()
-        if status is None or status == -signal.SIGXCPU:
+        if status is None:
+            return "the intake process does not answer"
+        if status == -signal.SIGXCPU:
             return f"chat template and tokenizer take more than {cpu_s} s of CPU time"
         gib = memory_bytes(self._config) / (1 << 30)
         return f"chat template and tokenizer fail, or need more than {gib:g} GiB of memory (status {status})"

@@ -115,6 +115,13 @@ def test_parts_count_by_their_text():
     assert "messages: 201 bytes of text are too long" in refusal(body, Endpoint.CHAT)
 
 
+@pytest.mark.parametrize("depth", [*range(100, 1100, 50), 5000])
+def test_no_depth_is_a_bug(depth):
+    """Neither where it is parsed nor where it is repeated in a message."""
+    message = refusal(b'{"prompt": "x", "n": ' + b"[" * depth + b"]" * depth + b"}")
+    assert message.startswith("n=[[[[") or message == "the request body is nested too deeply"
+
+
 class Failing(ByteTokenizer):
     def encode(self, text, *, most=None):
         raise MemoryError
@@ -135,6 +142,4 @@ def test_what_cannot_be_read_is_one_line(raw, tokenizer, message):
 
 
 def test_an_answer_never_carries_half_a_character():
-    with pytest.raises(ApiError) as caught:
-        read({"prompt": "x", "model": "\ud800"})
-    caught.value.body["error"]["message"].encode()
+    ApiError(400, "half a \ud800 pair").body["error"]["message"].encode()

@@ -41,6 +41,18 @@ def test_no_text_that_fits_is_refused(kind, text):
     assert not length.exceeds(text.encode(), num_tokens)
 
 
+def test_characters_that_become_one_are_allowed_for():
+    """Three signs of three bytes each are one syllable of three bytes."""
+    tokenizer = Tokenizer(
+        models.BPE(vocab={sign: ord(sign) for sign in pre_tokenizers.ByteLevel.alphabet()}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.normalizer = normalizers.NFC()
+    text = "\u1100\u1161\u11a8" * 10
+    assert len(tokenizer.encode(text).ids) == 30
+    assert not token_length(tokenizer).exceeds(text.encode(), 30)
+
+
 def test_a_text_that_cannot_fit_is_refused():
     length = token_length(byte_level_tokenizer())
     assert length == TokenLength(longest=len("<|bos|>"))
