@@ -2,15 +2,17 @@
 
 import http.client
 import json
+import re
 import socket
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
 from fastdeploy_kvcache_v1.embedded.connections import RESERVED_DESCRIPTORS
-from tests.e2e.server_process import OPERATOR, started
+from tests.e2e.server_process import OPERATOR, started, wait_until
 from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
 SMALL = ("--block-size", "16", "--num-gpu-blocks-override", "64", "--swap-space", "0.01", "--max-model-len", "1000")
@@ -60,6 +62,11 @@ def running_stream(server):
         thread.join()
 
 
+def peak_memory(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s*(\d+) kB", status).group(1)) * 1024
+
+
 def chat(server, content):
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
     return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
@@ -69,10 +76,9 @@ def test_a_stream_goes_on_beside_a_template_without_end(server):
     assert chat(server, "hello").status_code == 200
     pid = server.intake.pid
     with running_stream(server) as count:
-        while not count():
-            pass
+        wait_until(count, "the stream to go on")
         response = chat(server, "loop")
-        assert count() > 20, "two seconds of a small model"
+        assert count() > 10, "a second of a small model"
     assert response.status_code == 400
     assert "take more than 1 s of CPU time" in response.json()["error"]["message"]
     assert chat(server, "hello").status_code == 200
@@ -91,13 +97,11 @@ def test_a_stream_goes_on_beside_a_template_without_end(server):
 def test_a_stream_goes_on_beside_a_large_request_of_nothing_but_errors(server, path, body):
     headers = {"content-type": "application/json"}
     with running_stream(server) as count:
-        while not count():
-            pass
+        wait_until(count, "the stream to go on")
         response = httpx.post(f"{server.url}/v1/{path}", content=body, headers=headers, timeout=120)
-        while not count():
-            pass
+        wait_until(count, "the stream to go on")
     assert response.status_code == 400
-    assert server.intake.memory_info().rss > 0
+    assert peak_memory(server.process.pid) < 2**30
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -138,8 +142,7 @@ def test_more_connections_than_descriptors_are_refused_and_the_others_served(tmp
         assert "all 40 connections of this server are in use" in refused.json()["error"]["message"]
         for each in idle:
             each.close()
-        while httpx.get(f"{running.url}/health").status_code == 503:
-            pass
+        wait_until(lambda: httpx.get(f"{running.url}/health").status_code == 200, "room for a connection")
         assert running.stop() == 0, running.stderr
         assert "Traceback" not in running.stderr
         assert running.stderr.count("\n") < 10

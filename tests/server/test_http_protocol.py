@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 
 import pytest
 from fastapi import FastAPI, Request
@@ -73,7 +74,7 @@ def connect(app):
             return clients[-1]
 
         while not server.started:
-            pass
+            time.sleep(0.01)
         yield make
         for client in clients:
             client.close()
