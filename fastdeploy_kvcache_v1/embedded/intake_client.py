@@ -149,6 +149,9 @@ class IntakeClient:
 
     def _start(self) -> None:
         """Unless it runs. Raises `ModelError`."""
+        if self._process is not None and self._process.poll() is not None:
+            logger.warning("the intake process has ended (status %s), starting it again", self._process.returncode)
+            self._discard()
         if self._process is not None or self._is_closing:
             return
         ours, theirs = socket.socketpair()

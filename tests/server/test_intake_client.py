@@ -1,12 +1,13 @@
 """The intake process and its end in the server: limits end it, and it leaves nothing behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ from fastdeploy_kvcache_v1.embedded.intake_process import (
     unpack_reading,
 )
 from fastdeploy_kvcache_v1.errors import ModelError
+from tests.e2e.server_process import wait_until
 from tests.model.model_dirs import byte_level_tokenizer
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
@@ -114,10 +116,18 @@ def test_a_template_without_end_is_ended_and_the_next_chat_served(client):
     assert not psutil.pid_exists(pid)
 
 
-def test_a_killed_process_is_replaced(client):
-    psutil.Process(client.pid).kill()
-    refused = refusal(client, "hello")
-    assert "(status -9)" in refused.body["error"]["message"]
+def test_a_process_that_ended_between_two_requests_is_replaced(client):
+    process = psutil.Process(client.pid)
+    process.kill()
+    wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE, "its end")
+    assert chat(client, "hello").token_ids
+    assert client.pid != process.pid
+
+
+def test_a_process_that_ends_while_it_reads_is_a_refusal(client):
+    process = psutil.Process(client.pid)
+    threading.Timer(0.2, process.kill).start()
+    assert "(status -9)" in refusal(client, "loop").body["error"]["message"]
     assert chat(client, "hello").token_ids
 
 
@@ -215,9 +225,8 @@ def test_the_process_dies_with_a_server_that_is_killed(tmp_path):
     with server:
         process = psutil.Process(int(server.stdout.readline()))
         os.kill(server.pid, signal.SIGKILL)
-    for _ in range(200):
-        if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.05)
-    process.kill()
-    raise AssertionError("the intake process has survived its server")
+    try:
+        wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "its end")
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
