@@ -7,12 +7,15 @@ import threading
 import time
 
 import pytest
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
+from uvicorn.server import ServerState
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded import http_protocol
 from fastdeploy_kvcache_v1.embedded.connections import BoundedListener
+from fastdeploy_kvcache_v1.embedded.http_protocol import DeadlineProtocol
 from fastdeploy_kvcache_v1.embedded.http_server import HttpServer
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 
@@ -159,3 +162,22 @@ def test_a_client_that_does_not_read_is_cut_off(connect, app, monkeypatch):
         everything(stalled)
     assert read
     assert reader.recv(10), "who reads goes on"
+
+
+def test_any_byte_that_is_not_taken_counts_as_a_stall():
+    """Also the last ones of an answer, that would fit into a buffer of ours."""
+
+    class Transport(asyncio.Transport):
+        high = None
+
+        def set_write_buffer_limits(self, high=None, low=None):
+            self.high = high
+
+    async def connect():
+        transport = Transport()
+        protocol = DeadlineProtocol(uvicorn.Config(FastAPI()), ServerState(), {})
+        protocol.connection_made(transport)
+        protocol.connection_lost(ConnectionError())
+        return transport.high
+
+    assert asyncio.run(connect()) == 0
