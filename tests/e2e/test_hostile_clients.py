@@ -117,6 +117,18 @@ def test_a_body_beyond_the_limit_is_answered_while_it_is_sent(server, declared):
     connection.close()
 
 
+def test_the_rest_of_a_refused_body_is_not_read_for_ever(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    chunk = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            client.sendall(chunk * 300)
+
+
 def test_a_page_of_another_site_can_do_nothing(server):
     evil = {"host": "evil.example", **OPERATOR}
     for method, path, headers, status in (

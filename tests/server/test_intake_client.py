@@ -18,6 +18,8 @@ from fastdeploy_kvcache_v1.embedded.intake import Endpoint, IntakeConfig, Option
 from fastdeploy_kvcache_v1.embedded.intake_client import IntakeClient
 from fastdeploy_kvcache_v1.embedded.intake_process import (
     ERROR,
+    MIB,
+    START_CPU_S,
     pack_error,
     pack_reading,
     unpack_error,
@@ -31,6 +33,9 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * 
 TEMPLATE = (
     "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}"
     "{% if messages[0].content == 'memory' %}{% set x = 'a' * (messages | length * 3000000000) %}{% endif %}"
+    "{% if messages[0].content == 'work' %}"
+    "{% for a in range(10) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
+    "{% endif %}"
     "{% macro again() %}{{ again() }}{% endmacro %}"
     "{% if messages[0].content == 'recursion' %}{{ again() }}{% endif %}"
     "{% if messages[0].content == 'flood' %}"
@@ -60,9 +65,9 @@ def client(tmp_path_factory):
     started.close()
 
 
-def chat(client, content):
+def chat(client, content, *, size=0):
     raw = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 3}).encode()
-    return asyncio.run(client.read(Endpoint.CHAT, raw))
+    return asyncio.run(client.read(Endpoint.CHAT, raw.ljust(size)))
 
 
 def refusal(client, content):
@@ -114,6 +119,13 @@ def test_a_template_without_end_is_ended_and_the_next_chat_served(client):
     assert chat(client, "hello").token_ids
     assert client.pid != pid
     assert not psutil.pid_exists(pid)
+
+
+def test_every_request_has_its_own_time(client):
+    process = psutil.Process(client.pid)
+    while process.cpu_times().user < START_CPU_S + 1:
+        chat(client, "work", size=2 * MIB)
+    assert client.pid == process.pid
 
 
 def test_a_process_that_ended_between_two_requests_is_replaced(client):
