@@ -57,16 +57,20 @@ class BlockPool(Generic[Slot]):
 
     def free(self, slots: Sequence[Slot]) -> None:
         """Take `slots` back. Raises `BlockPoolError`, freeing none, if one is not allocated or named twice."""
-        if slots and not 0 <= min(slots) <= max(slots) < self._size:
-            raise BlockPoolError(f"{self.level} pool: freed slots outside 0..{self._size - 1}")
-        owned = self._owned
-        rest = iter(slots)
-        for slot in rest:
-            if not owned[slot]:
-                for freed in slots[: len(slots) - 1 - len(list(rest))]:
-                    owned[freed] = 1
-                raise BlockPoolError(f"{self.level} pool: freed slot {slot}, which is not allocated or named twice")
-            owned[slot] = 0
+        owned, rest = self._owned, iter(slots)
+        try:
+            if slots and min(slots) < 0:
+                raise IndexError
+            for slot in rest:
+                if not owned[slot]:
+                    raise IndexError
+                owned[slot] = 0
+        except IndexError:
+            done = len(slots) - len(list(rest)) - 1
+            for slot in slots[: max(0, done)]:
+                owned[slot] = 1
+            wrong = "outside the pool, not allocated, or named twice"
+            raise BlockPoolError(f"{self.level} pool: a freed slot is {wrong}: {list(slots)[:8]}") from None
         self._free.extend(reversed(slots))
 
     def keep_only(self, slots: Iterable[Slot]) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI-compatible endpoints, health, metrics, and two administrative ones of our own."""
+"""The HTTP face: OpenAI-compatible endpoints, health, metrics, and two for operators."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from ..errors import InvariantError, KVCacheError
-from .body_limit import BodyLimit
+from .access import HostCheck, require_json, require_operator
+from .api_error import ApiError, error_body
 from .engine import Engine
 from .engine_core import EngineCore
-from .errors_http import ApiError, error_body, install_error_handlers
+from .errors_http import install_error_handlers
 from .generation import Delta
+from .intake import Endpoint, Options, check_model
+from .linger import Linger
 from .metrics import Metrics
-from .protocol import ChatBody, CompletionBody, GenerationBody
+from .request_bodies import BodyRoom
 from .responses import DONE, ChatDialect, CompletionDialect, Dialect, event
 from .service import RequestStream, Service
 
@@ -25,8 +28,10 @@ T = TypeVar("T")
 
 
 def create_app(service: Service, metrics: Metrics) -> FastAPI:
-    app = FastAPI(title="fastdeploy-kvcache embedded server", docs_url=None, redoc_url=None)
-    app.add_middleware(BodyLimit, max_mib=service.config.max_request_mib)
+    # Bodies are not parsed by FastAPI, so it could not describe them.
+    app = FastAPI(title="fastdeploy-kvcache embedded server", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(HostCheck, host=service.config.host, allowed_hosts=service.config.allowed_hosts)
+    app.add_middleware(Linger)
     install_error_handlers(app)
     _add_openai_routes(app, service)
     _add_operator_routes(app, service, metrics)
@@ -34,15 +39,23 @@ def create_app(service: Service, metrics: Metrics) -> FastAPI:
 
 
 def _add_openai_routes(app: FastAPI, service: Service) -> None:
+    room = BodyRoom(service.config.max_request_mib)
+
+    async def generate(endpoint: Endpoint, dialect: type[Dialect], request: Request) -> Response:
+        require_json(request)
+        async with room.body(request) as raw:
+            stream, options = await service.start(endpoint, raw)
+        name = service.config.served_model_name
+        shape = dialect(stream.request_id, name, options.return_token_ids, options.include_usage)
+        return await _answer(options, request, stream, shape)
+
     @app.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        stream = await service.start_completion(body)
-        return await _answer(body, request, stream, CompletionDialect(**_dialect_options(service, body, stream)))
+    async def completions(request: Request) -> Response:
+        return await generate(Endpoint.COMPLETION, CompletionDialect, request)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        stream = await service.start_chat(body)
-        return await _answer(body, request, stream, ChatDialect(**_dialect_options(service, body, stream)))
+    async def chat_completions(request: Request) -> Response:
+        return await generate(Endpoint.CHAT, ChatDialect, request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -50,7 +63,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
+        check_model(name, service.config.served_model_name)
         return _model_body(service)
 
 
@@ -68,13 +81,13 @@ def _add_operator_routes(app: FastAPI, service: Service, metrics: Metrics) -> No
     async def metrics_text() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.post("/reset_prefix_cache")
+    @app.post("/reset_prefix_cache", dependencies=[Depends(require_operator)])
     async def reset_prefix_cache() -> Response:
         """Embedded server only: forget every cached block. Running requests go on and cache nothing more."""
         await _on_engine(engine, EngineCore.reset_cache)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/debug/check")
+    @app.get("/debug/check", dependencies=[Depends(require_operator)])
     async def debug_check() -> Response:
         """Embedded server only: prove the cache manager's invariants, and without requests that nothing leaked."""
         try:
@@ -105,21 +118,12 @@ def _model_body(service: Service) -> dict[str, Any]:
     }
 
 
-def _dialect_options(service: Service, body: GenerationBody, stream: RequestStream) -> dict[str, Any]:
-    return {
-        "request_id": stream.request_id,
-        "model": service.config.served_model_name,
-        "return_token_ids": body.return_token_ids,
-        "include_usage": body.include_usage,
-    }
-
-
-async def _answer(body: GenerationBody, request: Request, stream: RequestStream, dialect: Dialect) -> Response:
+async def _answer(options: Options, request: Request, stream: RequestStream, dialect: Dialect) -> Response:
     """The whole answer, or its stream once the first output is there: until then a failure has an HTTP status."""
     watch = asyncio.create_task(_close_on_disconnect(request, stream))
     deltas = stream.deltas()
     try:
-        if body.stream:
+        if options.stream:
             first = await anext(deltas)
             chunks = _stream(stream, first, deltas, dialect, watch)
             return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-cache"})

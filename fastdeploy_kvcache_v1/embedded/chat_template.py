@@ -1,10 +1,14 @@
-"""The Jinja chat template of a model, rendered in a sandbox: a template is data from somebody else."""
+"""The Jinja chat template of a model, in a sandbox: a template is code from somebody else.
+
+The sandbox keeps it from Python. It does not keep it from looping for ever or from filling the memory, not even while
+it is compiled (constants are folded): that is why it runs in the intake process, which has limits.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,21 +19,32 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import ConfigError, ModelError
 from .model.hf_json import read_file
 
+MAX_CHARACTERS = 1 << 25
+"""Of a rendered conversation."""
+
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class ChatTemplate:
-    """A compiled template, or none: then `render` says so. Immutable, thread-safe."""
+    """A template, or none: then `render` says so."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        """Raises `ModelError` when `source` is not a Jinja template."""
+        self._source = source
         self._special_tokens = dict(special_tokens)
         self._template: jinja2.Template | None = None
-        if source is not None:
-            try:
-                self._template = _environment().from_string(source)
-            except jinja2.TemplateSyntaxError as error:
-                raise ModelError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
+
+    @property
+    def exists(self) -> bool:
+        return self._source is not None
+
+    def compile(self) -> None:
+        """Raises `ModelError` when it is not a Jinja template."""
+        if self._source is None or self._template is not None:
+            return
+        try:
+            self._template = _environment().from_string(self._source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(f"the chat template does not compile: line {error.lineno}: {error.message}") from error
 
     @classmethod
     def load(cls, path: Path, settings: Mapping[str, Any]) -> ChatTemplate:
@@ -45,19 +60,29 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Text of the conversation with the start of the assistant's turn. Raises `ConfigError`, one line."""
+        self.compile()
         if self._template is None:
             raise ConfigError("this model has no chat template: use /v1/completions")
         try:
-            return self._template.render(
+            pieces = self._template.generate(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            reason = " ".join(str(error).split())
+            return "".join(_at_most(MAX_CHARACTERS, pieces))
+        except Exception as error:  # the edge to code that is not ours: anything it raises is a refusal
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ConfigError(f"the model's chat template rejects these messages: {reason}") from error
+
+
+def _at_most(size: int, pieces: Iterable[str]) -> Iterator[str]:
+    for piece in pieces:
+        size -= len(piece)
+        if size < 0:
+            raise ValueError(f"it writes more than {MAX_CHARACTERS} characters")
+        yield piece
 
 
 def _read_text(file: Path) -> str:

@@ -25,8 +25,9 @@ Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, or was s
 every open request was answered with 503 and the reason (run the server under a supervisor that restarts it); 2 for a
 wrong setting or model.
 
-Beside the OpenAI endpoints and /health and /metrics, the embedded server has POST /reset_prefix_cache, which forgets
-every cached block, and GET /debug/check, which proves the cache's invariants and, when idle, that nothing leaked.
+Beside the OpenAI endpoints and /health and /metrics, the embedded server has two for operators, which need the header
+X-KVCache-Operator: 1. POST /reset_prefix_cache forgets every cached block; GET /debug/check proves the invariants of
+the cache and, when idle, that nothing leaked. Limits, deadlines and who may call: docs/embedded-server.md.
 Extensions of request bodies: min_tokens, ignore_eos, stop_token_ids, return_token_ids.
 """
 

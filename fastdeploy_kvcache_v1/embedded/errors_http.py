@@ -1,43 +1,13 @@
-"""Errors as the OpenAI API shows them."""
+"""Errors as FastAPI answers them."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from .generation import Failure
-
-TYPES = {404: "not_found_error", 409: "conflict_error", 500: "internal_error", 503: "service_unavailable_error"}
-
-
-MAX_MESSAGE = 1000
-"""Characters."""
-
-
-class ApiError(Exception):
-    """A request that cannot be answered; becomes an HTTP status and an OpenAI-style body."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = error_body(status, message, param, code)
-
-    @classmethod
-    def of(cls, failure: Failure) -> ApiError:
-        return cls(failure.status, failure.message)
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """`{"error": {...}}` with a one-line message, cut where it repeats too much of the request."""
-    kind = TYPES.get(status, "invalid_request_error")
-    line = " ".join(message.split())
-    line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."
-    return {"error": {"message": line, "type": kind, "param": param, "code": code}}
+from .api_error import ApiError, describe_validation, error_body
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -57,16 +27,3 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def _bug(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body(500, f"internal error: {error!r}"), 500)
-
-
-def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """One line and the parameter's name for the first of pydantic's findings."""
-    first = errors[0]
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
-        return f"the request body is not valid JSON: {first.get('ctx', {}).get('error', message)}", None
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if not path:
-        return (message if first["type"] == "value_error" else "the request body must be a JSON object"), None
-    param = ".".join(path)
-    return f"{param}: {message}", param

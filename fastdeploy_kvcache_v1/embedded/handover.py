@@ -15,7 +15,10 @@ API_SERVER = "fastdeploy.entrypoints.openai.api_server"
 CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker"
 
 OWN_FLAGS = frozenset(
-    {"embedded", "fastdeploy_cpu", "cache_dtype", "log_level", "seed", "worker_timeout", "max_request_mib"}
+    {
+        *("embedded", "fastdeploy_cpu", "cache_dtype", "log_level", "seed", "worker_timeout"),
+        *("max_request_mib", "max_connections", "allowed_hosts"),
+    }
 )
 """Flags of `serve` that FastDeploy's api_server does not have."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from ..errors import ModelError
 from .chat_template import ChatTemplate
 from .model.hf_json import read_file, read_optional_json
-from .tokenizer import Detokenizer
+from .token_length import TokenLength, token_length
+from .tokenizer import Detokenizer, TextTooLongError
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REPLACEMENT = "\ufffd"
@@ -53,19 +55,34 @@ class HFTokenizer:
             )
         return tokenizer
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._rust.encode(_encodable(text), add_special_tokens=True).ids
-        return ids
+    @property
+    def has_template(self) -> bool:
+        return self._template.exists
+
+    def compile_template(self) -> None:
+        self._template.compile()
+
+    def encode(self, text: str, *, most: int | None = None) -> list[int]:
+        return self._encode(text, most, add_special_tokens=True)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._rust.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        # The template writes the special tokens itself.
-        text = self._template.render(messages)
-        ids: list[int] = self._rust.encode(_encodable(text), add_special_tokens=False).ids
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
+        # The template writes the special tokens itself, and may leave out parts of the messages: its text counts.
+        return self._encode(self._template.render(messages), most, add_special_tokens=False)
+
+    def _encode(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
+        data = text.encode("utf-8", errors="replace")  # JSON can carry half a surrogate pair, which Rust strings cannot
+        if most is not None and len(data) > most and self._length is not None and self._length.exceeds(data, most):
+            raise TextTooLongError(len(data))
+        ids: list[int] = self._rust.encode(data.decode(), add_special_tokens=add_special_tokens).ids
         return ids
+
+    @functools.cached_property
+    def _length(self) -> TokenLength | None:
+        return token_length(self._rust)
 
     def detokenizer(self) -> Detokenizer:
         return HFDetokenizer(self, self._text_tokens)
@@ -150,8 +167,3 @@ def _eos_token_ids(
     own = own.get("content") if isinstance(own, dict) else own
     own_id = rust.token_to_id(own) if isinstance(own, str) else None
     return frozenset(ids if own_id is None else [*ids, own_id])
-
-
-def _encodable(text: str) -> str:
-    # JSON can carry half of a surrogate pair, which Rust strings cannot.
-    return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -11,13 +11,16 @@ import uvicorn
 from fastapi import FastAPI
 
 from .engine import Engine
+from .http_protocol import DeadlineProtocol
 from .settings import ServerConfig
 
-GRACE_S = 5
+GRACE_S = 4
 """After a signal, running requests have this long to end before they are answered with 503."""
 
-FORCE_S = GRACE_S + 5
+FORCE_S = GRACE_S + 2
 """After this long, connections are cut."""
+
+BACKLOG = 512
 
 TRY_PROMPT = (
     "A prefix cache keeps the keys and values of the prompts it has seen. When a prompt starts with the same words, "
@@ -40,6 +43,11 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=config.log_level in ("debug", "info"),
                 lifespan="off",
+                # Named, for uvicorn would take others where they are installed, which have none of our limits.
+                loop="asyncio",
+                http=DeadlineProtocol,
+                ws="none",
+                backlog=BACKLOG,
                 timeout_graceful_shutdown=FORCE_S,
             )
         )

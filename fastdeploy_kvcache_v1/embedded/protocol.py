@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
+
+SEED_LIMIT = 2**63 - 1
+
+MAX_FIELDS = 256
+"""Of a request body, the unknown ones too."""
 
 MAX_STOPS = 16
-SEED_LIMIT = 2**63 - 1
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+
+MAX_MESSAGES = 8192
+"""Twice a conversation of 2,000 turns."""
+
+MAX_PARTS = 1024
+"""Of one message."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "n": (None, 1),
@@ -38,72 +50,82 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Parameters of OpenAI's API and its extensions with the values that ask for nothing this server cannot do."""
 
 
+def _at_most(most: int) -> BeforeValidator:
+    """Looks before pydantic does, which would check every entry first."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list) and len(value) > most:
+            raise ValueError(f"must have at most {most} entries, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
 class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
 class GenerationBody(BaseModel):
-    """What both endpoints share. Fields unknown even to `UNSUPPORTED` are ignored, as clients send many."""
+    """What both endpoints share. A field that is null counts as not given. Fields unknown even to `UNSUPPORTED` are
+    ignored, as clients send many. Every list has a bound, and the first error ends the check: the price of a request
+    must not grow with what is wrong about it.
+    """
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     model: str | None = None
     temperature: float | None = Field(default=None, ge=0)
     top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-SEED_LIMIT - 1, le=SEED_LIMIT)
-    stop: str | list[str] | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
     max_tokens: int | None = Field(default=None, ge=1)
 
     # Extensions, as other servers have them.
     min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[int], FailFast(), _at_most(MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     return_token_ids: bool = False
     """Add `token_ids` to every choice."""
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="plain")
     @classmethod
-    def _check_stop(cls, value: object) -> object:
-        stops = [value] if isinstance(value, str) else value
-        if stops is not None and not (
-            isinstance(stops, list)
-            and len(stops) <= MAX_STOPS
-            and all(isinstance(stop, str) and stop for stop in stops)
-        ):
-            raise ValueError(f"must be a non-empty string or a list of at most {MAX_STOPS} of them")
-        return stops
+    def _check_stop(cls, value: object) -> tuple[str, ...]:
+        stops = ([value] if value else []) if isinstance(value, str) else value
+        if not isinstance(stops, list) or len(stops) > MAX_STOPS:
+            raise ValueError(f"must be a string or a list of at most {MAX_STOPS} strings")
+        if not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+            raise ValueError(f"every stop must be a string of 1 to {MAX_STOP_CHARACTERS} characters")
+        return tuple(stops)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, body: object) -> object:
-        if isinstance(body, dict):
-            for name, harmless in UNSUPPORTED.items():
-                if body.get(name) not in harmless:
-                    raise ValueError(f"{name}={body[name]!r} is not supported by this server")
-        return body
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not isinstance(body, dict):
+            return body
+        if len(body) > MAX_FIELDS:
+            raise ValueError(f"the request body has {len(body)} fields, at most {MAX_FIELDS} are read")
+        for name, harmless in UNSUPPORTED.items():
+            if body.get(name) not in harmless:
+                raise ValueError(f"{name}={body[name]!r} is not supported by this server")
+        return {name: value for name, value in body.items() if value is not None}
 
     @property
     def token_limit(self) -> int | None:
         """Output tokens the client asked for at most; None leaves it to the endpoint."""
         return self.max_tokens
 
-    @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
-
 
 class CompletionBody(GenerationBody):
     prompt: str | list[int]
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="plain")
     @classmethod
     def _check_prompt(cls, value: object) -> object:
+        """One prompt, also as the only one of a list."""
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+            value = value[0]
         is_ids = isinstance(value, list) and all(type(token) is int for token in value)
         if not (isinstance(value, str) or is_ids):
             raise ValueError("must be one string or one list of token ids")
@@ -112,14 +134,9 @@ class CompletionBody(GenerationBody):
         return value
 
 
-class TextPart(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
     role: str = Field(min_length=1)
-    content: str | list[TextPart]
+    content: str
 
     @model_validator(mode="before")
     @classmethod
@@ -131,24 +148,33 @@ class Message(BaseModel):
                     raise ValueError(f"{name} is not supported by this server")
         return message
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="plain")
     @classmethod
-    def _check_content(cls, value: object) -> object:
+    def _join_content(cls, value: object) -> str:
+        if value is None:
+            return ""
         if isinstance(value, str):
             return value
-        if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
-            return value
-        raise ValueError("must be a string or a list of text parts")
+        if not isinstance(value, list) or len(value) > MAX_PARTS:
+            raise ValueError(f"must be a string or a list of text parts, {MAX_PARTS} at most")
+        return "".join(_text_of(part) for part in value)
 
     def as_dict(self) -> dict[str, str]:
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
+        return {"role": self.role, "content": self.content}
 
 
 class ChatBody(GenerationBody):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast(), _at_most(MAX_MESSAGES)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+def _text_of(part: object) -> str:
+    if isinstance(part, dict) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    raise ValueError("must be a string or a list of text parts")

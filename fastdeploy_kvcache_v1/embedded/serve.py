@@ -7,19 +7,22 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
 from ..cache_manager import CacheManager
 from ..errors import ConfigError
+from .access import listens_beyond_this_machine
 from .api import create_app
+from .connections import BoundedListener, connection_limit
 from .engine import Engine
 from .engine_core import EngineCore
 from .http_server import HttpServer
+from .intake_client import IntakeClient
 from .metrics import Metrics, Snapshot
 from .scheduler import Scheduler
-from .service import Service
+from .service import Service, intake_config
 from .settings import ServerConfig
 from .tokenizer import Tokenizer
 from .worker_client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
@@ -66,24 +69,30 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
 
     Main thread only. Raises `KVCacheError` when the port or the worker cannot be had; nothing is left behind.
     """
-    with NotedSignals() as signals, _listening_socket(config.host, config.port) as listener:
+    with NotedSignals() as signals, _listening_socket(config.host, config.port) as listener, ExitStack() as stack:
+        intake = IntakeClient(intake_config(config))
+        stack.callback(intake.close)
         try:
             worker = ProcessWorkerClient(
-                _worker_config(config, copy_faults), stop_requested=signals.noted, timeout_s=config.worker_timeout_s
+                _worker_config(config, copy_faults),
+                stop_requested=lambda: signals.noted() or intake.has_failed,
+                timeout_s=config.worker_timeout_s,
             )
         except StartInterruptedError:
+            if intake.has_failed:
+                intake.wait_ready()
             return EXIT_OK
-        try:
-            return _serve(config, tokenizer, worker, listener, signals)
-        finally:
-            worker.close()
+        stack.callback(worker.close)
+        intake.wait_ready()
+        return _serve(config, tokenizer, intake, worker, listener, signals)
 
 
 def _serve(
     config: ServerConfig,
     tokenizer: Tokenizer,
+    intake: IntakeClient,
     worker: ProcessWorkerClient,
-    listener: socket.socket,
+    listener: BoundedListener,
     signals: NotedSignals,
 ) -> int:
     failed = threading.Event()
@@ -106,7 +115,9 @@ def _serve(
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops)
     core.observe_first_token = metrics.observe_first_token
     engine = Engine(core, worker, on_fatal=on_fatal)
-    app = create_app(Service(config, tokenizer, engine), metrics)
+    app = create_app(Service(config, tokenizer, engine, intake), metrics)
+    listener.max_connections = connection_limit(config.max_connections)
+    _warn_of_strangers(listener)
     http = HttpServer(app, config, engine, stop_requested=signals.noted)
     engine.start()
     try:
@@ -114,6 +125,16 @@ def _serve(
     finally:
         engine.close()
     return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
+
+
+def _warn_of_strangers(listener: socket.socket) -> None:
+    address = listener.getsockname()[0]
+    if listens_beyond_this_machine(address):
+        logger.warning(
+            "listening on %s: the server has no password, so every machine that reaches this one can use it; "
+            "without --host it serves this machine only",
+            address,
+        )
 
 
 def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> Snapshot:
@@ -136,13 +157,13 @@ def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:
 
 
 @contextmanager
-def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
+def _listening_socket(host: str, port: int) -> Iterator[BoundedListener]:
     """Bound before anything is started, so that a taken port costs nothing but one line."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = BoundedListener(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
     with listener:

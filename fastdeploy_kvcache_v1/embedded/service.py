@@ -1,4 +1,4 @@
-"""Between the API and the engine: checks a request against model and cache, and carries its events to asyncio."""
+"""Between the API and the engine: starts what was read from a request, and carries its events to asyncio."""
 
 from __future__ import annotations
 
@@ -7,41 +7,24 @@ import contextlib
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import AsyncIterator
 
 from ..cache_utils import BlockHasher
+from .api_error import ApiError
 from .engine import Engine
-from .errors_http import ApiError
 from .generation import Delta, Failure, Generation, GenerationRequest
-from .protocol import ChatBody, CompletionBody, GenerationBody
+from .intake import Endpoint, Intake, IntakeConfig, Options, Reading
+from .intake_client import BodyReader
 from .sampler import SamplingParams
 from .settings import ServerConfig
 from .text import TextStream
 from .tokenizer import Tokenizer
 
-B = TypeVar("B", bound=GenerationBody)
-
-COMPLETION_MAX_TOKENS = 16
-"""Default of /v1/completions, as OpenAI has it; chats run up to the limit of model and cache."""
-
 CLIENT_CLOSED_REQUEST = 499
 """Status for the log only: nobody is there to read it."""
 
-
-BIG_PROMPT = 4096
-"""From so many characters or token ids on, a prompt is read on a thread: other clients must not wait for it."""
-
-
-class _Prompt(NamedTuple):
-    token_ids: tuple[int, ...]
-    hasher: BlockHasher
-    """Has seen `token_ids`."""
-    max_tokens: int
-
-
-async def _aside(size: int, read: Callable[[B], _Prompt], body: B) -> _Prompt:
-    return read(body) if size < BIG_PROMPT else await asyncio.to_thread(read, body)
+SMALL_BODY = 8 * 1024
+"""Bytes up to which a body is read on the event loop: that takes a few milliseconds whatever is in it."""
 
 
 class RequestStream:
@@ -79,98 +62,63 @@ class RequestStream:
 class Service:
     """Turns request bodies into generations. Used on the event loop only."""
 
-    def __init__(self, config: ServerConfig, tokenizer: Tokenizer, engine: Engine) -> None:
+    def __init__(self, config: ServerConfig, tokenizer: Tokenizer, engine: Engine, body_reader: BodyReader) -> None:
         self.config = config
         self.engine = engine
         self.started_at = int(time.time())
         self._tokenizer = tokenizer
         self._random = random.Random(config.seed)
+        self._intake = Intake(intake_config(config), tokenizer)
+        self._body_reader = body_reader
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.config.served_model_name:
-            message = f"model {name!r} does not exist, this server has {self.config.served_model_name!r}"
-            raise ApiError(404, message, "model", "model_not_found")
+    async def start(self, endpoint: Endpoint, raw: bytes | bytearray) -> tuple[RequestStream, Options]:
+        """The request in a body is with the engine. Raises `ApiError` when it is not one."""
+        reading = await self._read(endpoint, raw)
+        prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
+        return self._start(reading, f"{prefix}-{uuid.uuid4().hex}"), reading.options
 
-    async def start_completion(self, body: CompletionBody) -> RequestStream:
-        self.check_model(body.model)
-        prompt = await _aside(len(body.prompt), self._read_prompt, body)
-        return self._start(body, prompt, "cmpl")
+    async def _read(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
+        runs_template = endpoint is Endpoint.CHAT and self._tokenizer.has_template
+        if len(raw) <= SMALL_BODY and not runs_template:
+            return self._intake.read(endpoint, raw)
+        return await self._body_reader.read(endpoint, raw)
 
-    async def start_chat(self, body: ChatBody) -> RequestStream:
-        self.check_model(body.model)
-        prompt = await _aside(sum(len(message.content) for message in body.messages), self._read_messages, body)
-        return self._start(body, prompt, "chatcmpl")
-
-    def _read_prompt(self, body: CompletionBody) -> _Prompt:
-        """Any thread."""
-        if isinstance(body.prompt, str):
-            token_ids = self._tokenizer.encode(body.prompt)
-        else:
-            token_ids = body.prompt
-            vocab_size = self.config.vocab_size
-            if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-                raise ApiError(400, f"prompt: token ids must lie in 0..{vocab_size - 1}", "prompt")
-        return self._hashed(body, token_ids, "prompt", COMPLETION_MAX_TOKENS)
-
-    def _read_messages(self, body: ChatBody) -> _Prompt:
-        """Any thread."""
-        try:
-            token_ids = self._tokenizer.apply_chat_template([message.as_dict() for message in body.messages])
-        except ValueError as error:  # templates refuse role orders they do not know
-            raise ApiError(400, f"messages: {error}", "messages") from None
-        return self._hashed(body, token_ids, "messages", None)
-
-    def _hashed(
-        self, body: GenerationBody, token_ids: list[int], param: str, default_max_tokens: int | None
-    ) -> _Prompt:
-        max_tokens = self._max_tokens(len(token_ids), body.token_limit, param, default_max_tokens)
-        hasher = BlockHasher(self.config.cache.block_size)
-        hasher.extend(token_ids)
-        return _Prompt(tuple(token_ids), hasher, max_tokens)
-
-    def _start(self, body: GenerationBody, prompt: _Prompt, prefix: str) -> RequestStream:
-        stop_ids = set(body.stop_token_ids)
-        if not body.ignore_eos:
+    def _start(self, reading: Reading, request_id: str) -> RequestStream:
+        options = reading.options
+        stop_ids = set(options.stop_token_ids)
+        if not options.ignore_eos:
             stop_ids.update(self._tokenizer.eos_token_ids)
         request = GenerationRequest(
-            request_id=f"{prefix}-{uuid.uuid4().hex}",
-            prompt_ids=prompt.token_ids,
-            max_tokens=prompt.max_tokens,
-            sampling=self._sampling(body),
+            request_id=request_id,
+            prompt_ids=reading.token_ids,
+            max_tokens=options.max_tokens,
+            sampling=self._sampling(options),
             stop_token_ids=frozenset(stop_ids),
-            min_tokens=body.min_tokens,
+            min_tokens=options.min_tokens,
         )
-        stream = RequestStream(self.engine, request.request_id)
-        text = TextStream(self._tokenizer.detokenizer(), body.stops)
-        self.engine.submit(Generation(request, prompt.hasher, text, stream.sink))
+        hasher = BlockHasher(self.config.cache.block_size)
+        hasher.extend(list(reading.token_ids))
+        stream = RequestStream(self.engine, request_id)
+        text = TextStream(self._tokenizer.detokenizer(), options.stops)
+        self.engine.submit(Generation(request, hasher, text, stream.sink))
         return stream
 
-    def _sampling(self, body: GenerationBody) -> SamplingParams:
+    def _sampling(self, options: Options) -> SamplingParams:
         """Unset values are OpenAI's defaults; a request without a seed draws one, so that a retry repeats itself."""
         return SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            seed=self._random.getrandbits(63) if body.seed is None else body.seed,
+            temperature=1.0 if options.temperature is None else options.temperature,
+            top_p=1.0 if options.top_p is None else options.top_p,
+            seed=self._random.getrandbits(63) if options.seed is None else options.seed,
         )
 
-    def _max_tokens(self, num_prompt: int, asked: int | None, param: str, default: int | None) -> int:
-        """Output limit. Raises `ApiError` for a request that could never run, before anything is queued."""
-        if not num_prompt:
-            raise ApiError(400, f"{param}: must not be empty", param)
-        model_room = self.config.max_model_len - num_prompt
-        if model_room < 1:
-            message = f"{param}: {num_prompt} tokens are too long for --max-model-len {self.config.max_model_len}"
-            raise ApiError(400, f"{message} with at least one output token", param, "context_length_exceeded")
-        cache = self.config.cache
-        # The last sampled token's KV is never written, so the blocks carry one token more.
-        cache_room = cache.num_device_blocks * cache.block_size - num_prompt + 1
-        room = min(model_room, cache_room)
-        if room < 1 or (asked is not None and asked > room):
-            limit = (
-                f"--max-model-len {self.config.max_model_len}"
-                if model_room <= cache_room
-                else f"the device tier's {cache.num_device_blocks} blocks of {cache.block_size} tokens"
-            )
-            message = f"{num_prompt} prompt tokens and {asked or 1} output tokens do not fit {limit}"
-            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
-        return asked or min(room, default or room)
+
+def intake_config(config: ServerConfig) -> IntakeConfig:
+    return IntakeConfig(
+        model_path=config.model_path,
+        served_model_name=config.served_model_name,
+        vocab_size=config.vocab_size,
+        max_model_len=config.max_model_len,
+        num_device_blocks=config.cache.num_device_blocks,
+        block_size=config.cache.block_size,
+        max_request_mib=config.max_request_mib,
+    )

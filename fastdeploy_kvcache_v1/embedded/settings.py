@@ -28,6 +28,7 @@ DEFAULTS: dict[str, object] = {
     "log_level": "warning",
     "worker_timeout": 120.0,
     "max_request_mib": 16.0,
+    "max_connections": 512,
 }
 """Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
 
@@ -57,6 +58,8 @@ class ServerConfig:
     worker_timeout_s: float = 120.0
     """0 waits for ever."""
     max_request_mib: float = 16.0
+    max_connections: int = 512
+    allowed_hosts: tuple[str, ...] = ()
 
     @property
     def is_random_model(self) -> bool:
@@ -109,6 +112,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
     )
     add("--max-request-mib", "largest request body in MiB", type=float, metavar="MIB")
+    add("--max-connections", "connections at the same time; more are answered with 503", type=int, metavar="N")
+    add(
+        "--allowed-hosts",
+        "names under which clients may call the server beside localhost, its addresses and this machine's name, "
+        "separated by commas; * allows any",
+        metavar="NAMES",
+    )
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
 
 
@@ -116,7 +126,13 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     """Raises `ConfigError` for values that cannot work with this model in `free_bytes` of memory."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     values = argparse.Namespace(**{**vars(args), **DEFAULTS, **given})
-    for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("block_size", 1), ("port", 0)):
+    for name, least in (
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("block_size", 1),
+        ("port", 0),
+        ("max_connections", 1),
+    ):
         _require_at_least(values, name, least)
     if values.port > 65_535:
         raise ConfigError(f"--port must be at most 65535, got {values.port}")
@@ -146,6 +162,8 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         log_level=values.log_level,
         worker_timeout_s=values.worker_timeout,
         max_request_mib=values.max_request_mib,
+        max_connections=values.max_connections,
+        allowed_hosts=_names(values.allowed_hosts),
     )
 
 
@@ -195,6 +213,18 @@ def _host_bytes(values: argparse.Namespace, share: int, free_bytes: int) -> int:
             f"--swap-space {gib:g} GiB is more than the {free_bytes / GIB:.2f} GiB of memory that is free: lower it"
         )
     return int(gib * GIB)
+
+
+def _names(listed: str | None) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in (listed or "").split(","))
+    for name in names:
+        if name and (set(name) & set("/ ") or (name != "*" and "*" in name) or _has_port(name)):
+            raise ConfigError(f"--allowed-hosts takes names without scheme, port or pattern, got {name!r}")
+    return tuple(name for name in names if name)
+
+
+def _has_port(name: str) -> bool:
+    return name.count(":") == 1
 
 
 def _require_at_least(values: argparse.Namespace, name: str, least: int) -> None:

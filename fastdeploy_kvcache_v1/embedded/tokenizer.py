@@ -27,7 +27,23 @@ class Detokenizer(Protocol):
         """The rest at the end of the sequence, incomplete characters replaced by U+FFFD. Nothing may follow."""
 
 
+class TextTooLongError(Exception):
+    """A text that certainly has more tokens than it may have."""
+
+    def __init__(self, size: int) -> None:
+        """`size` of the text in bytes."""
+        super().__init__(size)
+        self.size = size
+
+
 class Tokenizer(Protocol):
+    @property
+    def has_template(self) -> bool:
+        """Chats are put together by code of the model's directory: a template may hang, or need any memory."""
+
+    def compile_template(self) -> None:
+        """Raises `ModelError` when the template is no template. Without it, the first chat does so."""
+
     @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
@@ -36,16 +52,20 @@ class Tokenizer(Protocol):
     def eos_token_ids(self) -> frozenset[int]:
         """Any of these ends a generation; may be empty."""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt, with the special tokens that the model expects around one."""
+    def encode(self, text: str, *, most: int | None = None) -> list[int]:
+        """Ids of a raw prompt, with the special tokens that the model expects around one.
+
+        Raises `TextTooLongError`, before any work, for a text that cannot be said in `most` tokens. Other texts may
+        turn out to be longer: count.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; invalid UTF-8 becomes U+FFFD and unknown ids vanish."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
         """Ids of a conversation (`{"role": ..., "content": ...}` each), ending where the assistant speaks next.
 
-        Raises `ConfigError` when the messages do not fit the model's template.
+        Raises `ConfigError` when the messages do not fit the model's template, `TextTooLongError` like `encode`.
         """
 
     def detokenizer(self) -> Detokenizer:
@@ -73,14 +93,20 @@ class ByteTokenizer:
 
     vocab_size = BYTE_VOCAB_SIZE
     eos_token_ids = frozenset({EOS, END_OF_TURN})
+    has_template = False
 
-    def encode(self, text: str) -> list[int]:
-        return [self.BOS, *_utf8(text)]
+    def compile_template(self) -> None:
+        """There is none."""
+
+    def encode(self, text: str, *, most: int | None = None) -> list[int]:
+        data = _utf8(text)
+        _require_at_most(len(data), most)
+        return [self.BOS, *data]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
         ids = [self.BOS]
         for message in messages:
             role, content = message.get("role"), message.get("content") or ""
@@ -88,7 +114,9 @@ class ByteTokenizer:
                 raise ConfigError(f"unknown message role {role!r}: choose one of {', '.join(self.ROLES)}")
             if not isinstance(content, str):
                 raise ConfigError(f"the content of a message must be text, got {type(content).__name__}")
-            ids += [self.ROLES[role], *_utf8(content), self.END_OF_TURN]
+            data = _utf8(content)
+            _require_at_most(len(ids) + len(data), most)
+            ids += [self.ROLES[role], *data, self.END_OF_TURN]
         return [*ids, self.ASSISTANT]
 
     def detokenizer(self) -> Detokenizer:
@@ -106,6 +134,11 @@ class ByteDetokenizer:
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+
+def _require_at_most(size: int, most: int | None) -> None:
+    if most is not None and size > most:
+        raise TextTooLongError(size)
 
 
 def _utf8(text: str) -> bytes:

@@ -30,7 +30,7 @@ FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
 logger = logging.getLogger(__name__)
 
 POLL_MS = 100
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 2.0
 MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/results")
 """Unix socket names have at most 107 bytes."""
 
@@ -136,8 +136,9 @@ class ProcessWorkerClient:
         process, self._process = self._process, None
         if process is not None:
             self._stop(process)
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         for thread in self._threads:
-            thread.join(STOP_TIMEOUT_S)  # a process that not even SIGKILL ends must not keep us
+            thread.join(max(deadline - time.monotonic(), 0))  # a process that not even SIGKILL ends must not keep us
         if self._board is not None:
             self._board.close()
             self._board = None

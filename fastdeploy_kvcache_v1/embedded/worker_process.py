@@ -6,14 +6,11 @@ Reads a pickled `WorkerLaunch` from its standard input, which only the engine pr
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import pickle
 import signal
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,13 +24,12 @@ from .copy_faults import make_runtime
 from .liveness import ProgressBoard
 from .messages import WorkerConnected, WorkerFailed, WorkerReady
 from .model import configure_reproducible_math, load_model_config
+from .orphan import die_with_parent
 from .step_runner import StepRunner
 from .worker_client import WorkerLaunch
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
-PARENT_POLL_S = 1.0
 OPEN_COPIES_POLL_MS = 5
 DRAIN_TIMEOUT_S = 5.0
 
@@ -42,7 +38,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
-    _die_with_parent(launch.parent_pid)
+    die_with_parent(launch.parent_pid)
     logging.basicConfig(
         level=launch.config.log_level.upper(), format="%(asctime)s %(levelname)s worker %(name)s: %(message)s"
     )
@@ -132,19 +128,6 @@ def _show_copies(controller: CacheController, board: ProgressBoard) -> bool:
 
 def _send(socket: zmq.Socket[bytes], message: object) -> None:
     socket.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """Leave no orphan: the kernel kills us with the parent, and a thread looks in case the kernel cannot."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            time.sleep(PARENT_POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 if __name__ == "__main__":

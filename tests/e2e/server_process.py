@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 60.0
+OPERATOR = {"X-KVCache-Operator": "1"}
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
@@ -34,7 +36,10 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
 class ServerProcess:
     """`serve --embedded` on a free port, with a temporary directory of its own."""
 
-    def __init__(self, directory: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, directory: Path, *flags: str, environment: dict[str, str] | None = None, max_files: int | None = None
+    ) -> None:
+        """`max_files`: descriptors that the server may have at most."""
         # Not below `directory`: its name would be too long for unix sockets.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
         directory.mkdir(exist_ok=True)
@@ -49,6 +54,8 @@ class ServerProcess:
                 stderr=stderr,
                 env={**os.environ, "TMPDIR": str(self.temp_dir), **(environment or {})},
             )
+        if max_files is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (max_files, max_files))
         self._descendants: dict[int, psutil.Process] = {}
 
     @property
@@ -75,19 +82,27 @@ class ServerProcess:
     @property
     def worker(self) -> psutil.Process:
         """The worker process, which has the ports and caches."""
-        workers = [
+        return self._child("worker_process")
+
+    @property
+    def intake(self) -> psutil.Process:
+        """The process that reads large bodies and renders chat templates."""
+        return self._child("intake_process")
+
+    def _child(self, module: str) -> psutil.Process:
+        found = [
             child
             for child in psutil.Process(self.process.pid).children(recursive=True)
-            if "fastdeploy_kvcache_v1.embedded.worker_process" in child.cmdline()
+            if f"fastdeploy_kvcache_v1.embedded.{module}" in child.cmdline()
         ]
-        assert len(workers) == 1
-        return workers[0]
+        assert len(found) == 1
+        return found[0]
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
     def check(self) -> dict[str, object]:
-        report: dict[str, object] = httpx.get(f"{self.url}/debug/check", timeout=30.0).json()
+        report: dict[str, object] = httpx.get(f"{self.url}/debug/check", headers=OPERATOR, timeout=30.0).json()
         return report
 
     def wait_idle(self) -> dict[str, object]:
@@ -144,9 +159,11 @@ class ServerProcess:
 
 
 @contextmanager
-def started(directory: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[ServerProcess]:
+def started(
+    directory: Path, *flags: str, environment: dict[str, str] | None = None, max_files: int | None = None
+) -> Iterator[ServerProcess]:
     """A ready server; killed at the end if it still runs."""
-    server = ServerProcess(directory, *flags, environment=environment)
+    server = ServerProcess(directory, *flags, environment=environment, max_files=max_files)
     try:
         server.wait_ready()
         yield server

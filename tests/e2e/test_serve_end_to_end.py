@@ -11,7 +11,8 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.server_process import ServerProcess, started, wait_until
+from fastdeploy_kvcache_v1.embedded import http_server, worker_client
+from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_until
 
 SMALL = ("--block-size", "16", "--num-gpu-blocks-override", "64", "--swap-space", "0.01", "--max-model-len", "2000")
 ENDLESS = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -81,17 +82,6 @@ def test_errors_have_the_types_of_the_client(client):
         client.completions.create(model="other", prompt="x")
 
 
-@pytest.mark.parametrize("declared", [True, False])
-def test_body_beyond_the_limit_is_answered_while_it_is_sent(server, client, declared):
-    chunks = [b"x" * 2**20] * 17
-    content = b"".join(chunks) if declared else iter(chunks)
-    response = httpx.post(f"{server.url}/v1/completions", content=content, timeout=60.0)
-    assert response.status_code == 413
-    assert "--max-request-mib 16" in response.json()["error"]["message"]
-    assert client.completions.create(model="random-tiny", prompt="x", max_tokens=1).usage.completion_tokens == 1
-    assert "Traceback" not in server.stderr
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_aborts_the_request_and_frees_its_blocks(server, stream):
     aborted = server.metrics()["requests_ended_total{outcome=aborted}"]
@@ -112,7 +102,7 @@ def test_answer_of_the_reset_endpoint(server, client):
         answer = client.completions.create(model="random-tiny", prompt="to be forgotten " * 8, max_tokens=1)
         assert answer.usage.prompt_tokens_details.cached_tokens == 0
         server.wait_idle()
-        assert httpx.post(f"{server.url}/reset_prefix_cache").json() == {"status": "ok"}
+        assert httpx.post(f"{server.url}/reset_prefix_cache", headers=OPERATOR).json() == {"status": "ok"}
 
 
 def why_cut(stream):
@@ -207,11 +197,30 @@ def test_copy_that_never_ends_ends_the_server(tmp_path):
         running.assert_nothing_left()
 
 
-def test_worker_dies_with_its_server(tmp_path):
+def test_a_stopped_worker_does_not_keep_its_server(tmp_path):
+    """SIGTERM must end it before a supervisor's patience does: 10 s for docker stop."""
+    with started(tmp_path, *SMALL) as running, running.client() as client:
+        stream = client.completions.create(model="random-tiny", prompt="go on", stream=True, **ENDLESS)
+        next(iter(stream))
+        running.worker.suspend()
+        assert running.stop() == 0, running.stderr
+        assert why_cut(stream) == "the server is shutting down"
+        assert "does not stop, killing it" in running.stderr
+        running.assert_nothing_left()
+
+
+def test_the_times_of_an_ordered_end_add_up_to_eight_seconds():
+    assert http_server.FORCE_S + worker_client.STOP_TIMEOUT_S <= 8
+
+
+def test_helper_processes_die_with_their_server(tmp_path):
     with started(tmp_path, *SMALL) as running:
-        worker = running.worker
+        helpers = [running.worker, running.intake]
         running.process.kill()
-        wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the worker to end")
+        for helper in helpers:
+            wait_until(
+                lambda helper=helper: not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE, "its end"
+            )
         assert running.wait_exit() == -signal.SIGKILL
         assert list(running.temp_dir.iterdir()) == []
 

@@ -14,7 +14,7 @@ from .model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
 
 def load(path):
-    load_tokenizer(path)
+    load_tokenizer(path).compile_template()
     return Decoder.load(path, load_model_config(path))
 
 

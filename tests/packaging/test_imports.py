@@ -21,6 +21,7 @@ SCHEDULER = {
     "residency",
     "radix_tree",
     "tiering",
+    "told_copies",
     "cache_utils",
     "request_state",
     "open_step",

@@ -28,6 +28,7 @@ def test_defaults():
     assert config.cache.num_host_blocks == GIB // BLOCK_BYTES
     assert config.cache.num_device_blocks == GIB // 2 // BLOCK_BYTES
     assert (config.worker_timeout_s, config.max_request_mib) == (120, 16)
+    assert (config.max_connections, config.allowed_hosts) == (512, ())
 
 
 def test_defaults_shrink_with_the_free_memory():
@@ -42,6 +43,13 @@ def test_sizes():
     assert config.max_model_len == 100
     config = configure("--worker-timeout", "0", "--max-request-mib", "0.5")
     assert (config.worker_timeout_s, config.max_request_mib) == (0, 0.5)
+
+
+def test_allowed_hosts_are_a_list():
+    assert configure("--allowed-hosts", "kv.lan, proxy.example,[fe80::1],").allowed_hosts == (
+        *("kv.lan", "proxy.example", "[fe80::1]"),
+    )
+    assert configure("--allowed-hosts", "*").allowed_hosts == ("*",)
 
 
 def test_cache_dtype_decides_the_block_size():
@@ -82,6 +90,13 @@ def test_model_name_comes_from_the_directory(tmp_path):
         (["--worker-timeout", "inf"], "--worker-timeout must be 0 or a number of seconds, got inf"),
         (["--max-request-mib", "0"], "--max-request-mib must be positive, got 0"),
         (["--max-request-mib", "nan"], "--max-request-mib must be positive, got nan"),
+        (["--max-connections", "0"], "--max-connections must be at least 1, got 0"),
+        (
+            ["--allowed-hosts", "a,http://b"],
+            "--allowed-hosts takes names without scheme, port or pattern, got 'http://b'",
+        ),
+        (["--allowed-hosts", "kv:8000"], "--allowed-hosts takes names without scheme, port or pattern, got 'kv:8000'"),
+        (["--allowed-hosts", "*.lan"], "--allowed-hosts takes names without scheme, port or pattern, got '*.lan'"),
         (["--log-level", "loud"], "--log-level must be debug, info, warning or error, got 'loud'"),
     ],
 )

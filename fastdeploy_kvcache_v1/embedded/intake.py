@@ -1,0 +1,187 @@
+"""From the body of a request to tokens: JSON, checks, chat template, tokenizer.
+
+Runs on the event loop for small bodies, and for the others in the intake process, where it may take its time.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from .api_error import ApiError, describe_validation
+from .protocol import ChatBody, CompletionBody, GenerationBody
+from .tokenizer import TextTooLongError, Tokenizer
+
+COMPLETION_MAX_TOKENS = 16
+"""Default of /v1/completions, as OpenAI has it; chats run up to the limit of model and cache."""
+
+
+class Endpoint(Enum):
+    COMPLETION = "prompt"
+    CHAT = "messages"
+
+    @property
+    def param(self) -> str:
+        """The field that holds the prompt."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class IntakeConfig:
+    """What a request is checked against."""
+
+    model_path: Path | None
+    served_model_name: str
+    vocab_size: int
+    max_model_len: int
+    num_device_blocks: int
+    block_size: int
+    max_request_mib: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a request asks for, beside its prompt. Values that were not given are None or the API's defaults."""
+
+    max_tokens: int
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    stops: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    min_tokens: int
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A request that fits model and cache."""
+
+    token_ids: tuple[int, ...]
+    options: Options
+
+
+class Intake:
+    """Reads bodies. Stateless apart from the tokenizer."""
+
+    def __init__(self, config: IntakeConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
+        """Raises `ApiError`, one line, for whatever is wrong with the request."""
+        try:
+            body = _validated(CompletionBody if endpoint is Endpoint.COMPLETION else ChatBody, raw)
+            if body.model:
+                check_model(body.model, self._config.served_model_name)
+            token_ids = self._token_ids(body)
+        except MemoryError:
+            raise ApiError(400, "reading this request needs too much memory: shorten it") from None
+        except RecursionError:
+            raise ApiError(400, "the request body is nested too deeply") from None
+        max_tokens = self._max_tokens(len(token_ids), body.token_limit, endpoint)
+        return Reading(tuple(token_ids), _options(body, max_tokens))
+
+    def _token_ids(self, body: GenerationBody) -> list[int]:
+        try:
+            if isinstance(body, ChatBody):
+                messages = [message.as_dict() for message in body.messages]
+                return self._tokenizer.apply_chat_template(messages, most=self._config.max_model_len)
+            assert isinstance(body, CompletionBody), "an endpoint has a body of its own"
+            if isinstance(body.prompt, str):
+                return self._tokenizer.encode(body.prompt, most=self._config.max_model_len)
+        except TextTooLongError as error:
+            param = Endpoint.CHAT.param if isinstance(body, ChatBody) else Endpoint.COMPLETION.param
+            raise self._too_long(param, f"{error.size} bytes of text") from None
+        except ValueError as error:  # templates refuse role orders they do not know
+            raise ApiError(400, f"messages: {error}", "messages") from None
+        vocab_size = self._config.vocab_size
+        if min(body.prompt) < 0 or max(body.prompt) >= vocab_size:
+            raise ApiError(400, f"prompt: token ids must lie in 0..{vocab_size - 1}", "prompt")
+        return body.prompt
+
+    def _max_tokens(self, num_prompt: int, asked: int | None, endpoint: Endpoint) -> int:
+        """Output limit. Raises `ApiError` for a request that could never run, before anything is queued."""
+        config, param = self._config, endpoint.param
+        if not num_prompt:
+            raise ApiError(400, f"{param}: must not be empty", param)
+        model_room = config.max_model_len - num_prompt
+        if model_room < 1:
+            raise self._too_long(param, f"{num_prompt} tokens")
+        # The last sampled token's KV is never written, so the blocks carry one token more.
+        cache_room = config.num_device_blocks * config.block_size - num_prompt + 1
+        room = min(model_room, cache_room)
+        if room < 1 or (asked is not None and asked > room):
+            limit = (
+                f"--max-model-len {config.max_model_len}"
+                if model_room <= cache_room
+                else f"the device tier's {config.num_device_blocks} blocks of {config.block_size} tokens"
+            )
+            message = f"{num_prompt} prompt tokens and {asked or 1} output tokens do not fit {limit}"
+            raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+        default = COMPLETION_MAX_TOKENS if endpoint is Endpoint.COMPLETION else room
+        return asked or min(room, default)
+
+    def _too_long(self, param: str, size: str) -> ApiError:
+        message = f"{param}: {size} are too long for --max-model-len {self._config.max_model_len}"
+        return ApiError(400, f"{message} with at least one output token", param, "context_length_exceeded")
+
+
+def check_model(asked: str, served: str) -> None:
+    if asked != served:
+        raise ApiError(404, f"model {asked!r} does not exist, this server has {served!r}", "model", "model_not_found")
+
+
+def _validated(kind: type[CompletionBody] | type[ChatBody], raw: bytes | bytearray) -> CompletionBody | ChatBody:
+    with _without_gc():
+        try:
+            return kind.model_validate(_parsed(raw))
+        except ValidationError as error:
+            message, param = describe_validation(error.errors(include_url=False, include_input=False))
+            raise ApiError(400, message, param) from None
+
+
+def _parsed(raw: bytes | bytearray) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ApiError(400, f"the request body is not valid JSON: {error}") from None
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Millions of new lists would make the cyclic collector walk them again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _options(body: GenerationBody, max_tokens: int) -> Options:
+    return Options(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        stops=body.stop,
+        stop_token_ids=tuple(body.stop_token_ids),
+        min_tokens=body.min_tokens,
+        ignore_eos=body.ignore_eos,
+        stream=body.stream,
+        include_usage=body.stream_options.include_usage,
+        return_token_ids=body.return_token_ids,
+    )

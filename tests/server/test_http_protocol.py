@@ -1,0 +1,183 @@
+"""Deadlines of connections, over real sockets."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import StreamingResponse
+from uvicorn.server import ServerState
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded import http_protocol
+from fastdeploy_kvcache_v1.embedded.connections import BoundedListener
+from fastdeploy_kvcache_v1.embedded.http_protocol import DeadlineProtocol
+from fastdeploy_kvcache_v1.embedded.http_server import HttpServer
+from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
+
+CONFIG = ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, KVCacheConfig(8), "float32", 0, "warning")
+SHORT_S = 0.2
+
+
+class StubEngine:
+    def refuse(self, reason):
+        pass
+
+
+class App:
+    def __init__(self):
+        self.fast = FastAPI()
+        self.go_on = threading.Event()
+        self.stream_ended = threading.Event()
+        self.fast.post("/body")(self.body)
+        self.fast.get("/slow")(self.slow)
+        self.fast.get("/endless")(self.endless)
+
+    async def body(self, request: Request) -> int:
+        return len(await request.body())
+
+    async def slow(self) -> str:
+        while not self.go_on.is_set():
+            await asyncio.sleep(0.01)
+        return "done"
+
+    async def endless(self) -> StreamingResponse:
+        async def chunks():
+            try:
+                while True:
+                    yield b"x" * 65536
+                    await asyncio.sleep(0.001)
+            finally:
+                self.stream_ended.set()
+
+        return StreamingResponse(chunks())
+
+
+@pytest.fixture
+def app():
+    return App()
+
+
+@pytest.fixture
+def connect(app):
+    clients = []
+    with BoundedListener() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server = HttpServer(app.fast, CONFIG, StubEngine(), stop_requested=lambda: False)
+        address = listener.getsockname()
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+
+        def make():
+            clients.append(socket.create_connection(address, timeout=30))
+            return clients[-1]
+
+        while not server.started:
+            time.sleep(0.01)
+        yield make
+        for client in clients:
+            client.close()
+        server.stop()
+        thread.join()
+
+
+@pytest.fixture
+def short_headers(monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", SHORT_S)
+
+
+def everything(client):
+    data = b""
+    while chunk := client.recv(65536):
+        data += chunk
+    return data
+
+
+def one_answer(client, end):
+    data = b""
+    while not data.endswith(end):
+        chunk = client.recv(65536)
+        assert chunk, data
+        data += chunk
+    return data
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /slow HTTP/1.1\r\nhost: localhost\r\n"])
+def test_headers_that_do_not_come_are_answered_with_408(connect, short_headers, sent):
+    client = connect()
+    client.sendall(sent)
+    text = everything(client)
+    assert text.startswith(b"HTTP/1.1 408 ")
+    assert b"the headers of the request did not arrive within 0.2 s" in text
+
+
+def test_single_bytes_do_not_put_the_deadline_off(connect, short_headers):
+    client = connect()
+    client.settimeout(0.05)
+    answer = b""
+    for byte in b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 1000:
+        try:
+            client.sendall(bytes([byte]))
+            answer = client.recv(100)
+            break
+        except TimeoutError:
+            continue
+        except OSError:
+            break
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_the_second_request_of_a_connection_has_the_deadline_too(connect, short_headers):
+    client = connect()
+    client.sendall(b"POST /body HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\nab")
+    assert one_answer(client, b"\r\n\r\n2").startswith(b"HTTP/1.1 200 ")
+    client.sendall(b"GET /slow HT")
+    assert everything(client).startswith(b"HTTP/1.1 408 ")
+
+
+def test_neither_a_slow_body_nor_a_slow_answer_is_a_late_header(connect, short_headers, app):
+    slow_body, slow_answer, silent = connect(), connect(), connect()
+    slow_body.sendall(b"POST /body HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\na")
+    slow_answer.sendall(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert everything(silent).startswith(b"HTTP/1.1 408 "), "the deadline is over"
+    slow_body.sendall(b"b")
+    app.go_on.set()
+    assert one_answer(slow_body, b"2").startswith(b"HTTP/1.1 200 ")
+    assert one_answer(slow_answer, b'"done"').startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_does_not_read_is_cut_off(connect, app, monkeypatch):
+    monkeypatch.setattr(http_protocol, "STALL_TIMEOUT_S", SHORT_S)
+    reader, stalled = connect(), connect()
+    for client in (reader, stalled):
+        client.sendall(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    read = 0
+    while not app.stream_ended.is_set():
+        read += len(reader.recv(65536))
+    with contextlib.suppress(ConnectionResetError):
+        everything(stalled)
+    assert read
+    assert reader.recv(10), "who reads goes on"
+
+
+def test_any_byte_that_is_not_taken_counts_as_a_stall():
+    """Also the last ones of an answer, that would fit into a buffer of ours."""
+
+    class Transport(asyncio.Transport):
+        high = None
+
+        def set_write_buffer_limits(self, high=None, low=None):
+            self.high = high
+
+    async def connect():
+        transport = Transport()
+        protocol = DeadlineProtocol(uvicorn.Config(FastAPI()), ServerState(), {})
+        protocol.connection_made(transport)
+        protocol.connection_lost(ConnectionError())
+        return transport.high
+
+    assert asyncio.run(connect()) == 0

@@ -1,0 +1,145 @@
+"""From a body to tokens and options: what is neutral, what is refused, and where checking ends."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from fastdeploy_kvcache_v1.embedded import protocol
+from fastdeploy_kvcache_v1.embedded.api_error import ApiError
+from fastdeploy_kvcache_v1.embedded.intake import Endpoint, Intake, IntakeConfig
+from fastdeploy_kvcache_v1.embedded.tokenizer import ByteTokenizer
+
+CONFIG = IntakeConfig(None, "tiny", ByteTokenizer.vocab_size, 200, 64, 4, 16)
+USER = {"role": "user", "content": "hi"}
+
+
+def read(body, endpoint=Endpoint.COMPLETION, tokenizer=None):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return Intake(CONFIG, tokenizer or ByteTokenizer()).read(endpoint, raw)
+
+
+def refusal(body, endpoint=Endpoint.COMPLETION, tokenizer=None):
+    with pytest.raises(ApiError) as caught:
+        read(body, endpoint, tokenizer)
+    assert caught.value.status == 400
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        *({name: None} for name in ("model", "temperature", "top_p", "seed", "stop", "stream", "stream_options")),
+        *({name: None} for name in ("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "return_token_ids")),
+        {"stop": ""},
+        {"stop": []},
+        {"model": ""},
+        {"tools": []},
+        {"never_heard_of": {"a": [1]}},
+    ],
+    ids=str,
+)
+def test_a_neutral_value_changes_nothing(neutral):
+    assert read({"prompt": "hi", **neutral}) == read({"prompt": "hi"})
+    chat = {"messages": [USER]}
+    assert read({**chat, **neutral}, Endpoint.CHAT) == read(chat, Endpoint.CHAT)
+
+
+@pytest.mark.parametrize(("prompt", "same"), [(["hi"], "hi"), ([[5, 6]], [5, 6])])
+def test_a_list_of_one_prompt_is_that_prompt(prompt, same):
+    assert read({"prompt": prompt}) == read({"prompt": same})
+
+
+@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [["a"]], [[]], [None], [[[1]]]])
+def test_other_lists_are_no_prompt(prompt):
+    assert refusal({"prompt": prompt}).startswith("prompt: must ")
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_no_content_is_an_empty_content(content):
+    body = {"messages": [USER, {"role": "assistant", "content": content}]}
+    assert read(body, Endpoint.CHAT).token_ids == tuple(
+        ByteTokenizer().apply_chat_template([USER, {"role": "assistant", "content": ""}])
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "endpoint", "message"),
+    [
+        ({"prompt": "x", "stop_token_ids": [1] * 1025}, Endpoint.COMPLETION, "stop_token_ids: must have at most 1024"),
+        ({"prompt": "x", "stop": ["a"] * 17}, Endpoint.COMPLETION, "stop: must be a string or a list of at most 16"),
+        ({"prompt": "x", **{f"k{i}": 1 for i in range(256)}}, Endpoint.COMPLETION, "has 257 fields, at most 256"),
+        ({"messages": [USER] * 8193}, Endpoint.CHAT, "messages: must have at most 8192 entries, got 8193"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
+            Endpoint.CHAT,
+            "messages.0.content: must be a string or a list of text parts, 1024 at most",
+        ),
+    ],
+    ids=["stop_token_ids", "stop", "fields", "messages", "parts"],
+)
+def test_every_list_has_a_bound(body, endpoint, message):
+    assert message in refusal(body, endpoint)
+
+
+def test_the_first_bad_entry_ends_the_check(monkeypatch):
+    looked = []
+    text_of = protocol._text_of
+
+    def watch(part):
+        looked.append(part)
+        return text_of(part)
+
+    monkeypatch.setattr(protocol, "_text_of", watch)
+    bad = {"role": "user", "content": [{"type": "text", "text": "a"}, 7, 8, 9]}
+    assert refusal({"messages": [bad] * 50}, Endpoint.CHAT).startswith("messages.0.content: ")
+    assert looked == [{"type": "text", "text": "a"}, 7]
+
+
+def test_of_many_bad_stop_tokens_one_is_reported():
+    with pytest.raises(ValidationError) as caught:
+        protocol.CompletionBody.model_validate({"prompt": "x", "stop_token_ids": [""] * 1024})
+    assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [(200, "201 tokens are too long"), (201, "201 bytes of text are too long")]
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(size, message):
+    assert f"prompt: {message} for --max-model-len 200" in refusal({"prompt": "x" * size})
+
+
+def test_parts_count_by_their_text():
+    parts = [{"type": "text", "text": "x" * 50}] * 4
+    body = {"messages": [{"role": "user", "content": parts}]}
+    assert "messages: 201 bytes of text are too long" in refusal(body, Endpoint.CHAT)
+
+
+@pytest.mark.parametrize("depth", [*range(100, 1100, 50), 5000])
+def test_no_depth_is_a_bug(depth):
+    """Neither where it is parsed nor where it is repeated in a message."""
+    message = refusal(b'{"prompt": "x", "n": ' + b"[" * depth + b"]" * depth + b"}")
+    assert message.startswith("n=[[[[") or message == "the request body is nested too deeply"
+
+
+class Failing(ByteTokenizer):
+    def encode(self, text, *, most=None):
+        raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("raw", "tokenizer", "message"),
+    [
+        (b'{"prompt": "x"}', Failing(), "needs too much memory"),
+        (b"[" * 10**6, None, "nested too deeply"),
+        (b'{"prompt": "\xff"}', None, "not valid JSON"),
+        (b'{"prompt": "x", "n": 7' + b"0" * 5000 + b"}", None, "not valid JSON"),
+    ],
+    ids=["memory", "depth", "utf-8", "digits"],
+)
+def test_what_cannot_be_read_is_one_line(raw, tokenizer, message):
+    assert message in refusal(raw, tokenizer=tokenizer)
+
+
+def test_an_answer_never_carries_half_a_character():
+    ApiError(400, "half a \ud800 pair").body["error"]["message"].encode()
