@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..cache_manager import CacheManager
@@ -23,14 +23,11 @@ from ..config import KVCacheConfig
 from ..errors import BlockPoolError, CacheStateError, InvariantError
 from ..metadata import CacheLevel, DeviceSlot, MatchResult, NoSpace
 from .hit_rates import HitRates
-from .task_tokens import TaskTokens, multimodal_items, start_of_cut_item
+from .kept_hashes import KeptHashes
+from .task_tokens import TaskTokens, has_items, multimodal_items, start_of_cut_item
 from .transport import SwapOutbox
 
 logger = logging.getLogger(__name__)
-
-KEPT_HASHES = 256
-"""Waiting requests whose hashes outlive a match that was rolled back: the host matches them again each step."""
-
 
 class _Record:
     """A request that the manager knows."""
@@ -67,7 +64,7 @@ class PrefixCacheAdapter:
         self._unscheduled: dict[str, Any] = {}
         """Requests matched in the `schedule` that runs, until they are scheduled or given up."""
         self._lent_to: dict[DeviceSlot, str | None] = {}
-        self._kept: OrderedDict[str, TaskTokens] = OrderedDict()
+        self._kept = KeptHashes()
         self._outbox = SwapOutbox()
         self._has_news = False
         self._published = (-1, 0)
@@ -138,33 +135,59 @@ class PrefixCacheAdapter:
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
         """Returns the cached prefix as (fresh block table, its tokens, the host's dictionary of metrics).
 
-        Raises `CacheStateError` when its host blocks find no room on the device: the host then tries again later.
+        Raises `CacheStateError` when its host blocks find no room on the device: the host then tries again later, and
+        lets every request behind this one wait. So nothing else is raised: what goes wrong with a request itself, or a
+        live request of the same id, means that it is served without the cache.
         """
         with self._lock:
-            self._forget(task.request_id)
-            tokens = self._tokens_of(task)
-            match = self._match(task, tokens)
-            allocation = self.manager.allocate(task.request_id, match.num_tokens)
-            if isinstance(allocation, NoSpace):
-                self.manager.release(task.request_id)
-                raise CacheStateError(f"{task.request_id}: no room for {allocation.needed} blocks of the host tier")
-            table = allocation.block_table
-            self._records[task.request_id] = _Record(tokens, len(table))
-            self._unscheduled[task.request_id] = task
-            task.num_cached_blocks = len(table)
-            host = match.num_host_blocks * self._block_size
-            self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
             self._has_news = True
+            try:
+                admitted = self._admit(task)
+            except Exception:  # the edge to what clients send: see above
+                logger.exception("request %s is served without the cache: matching it failed", task.request_id)
+                self._give_up(task)
+                admitted = None
+            if isinstance(admitted, NoSpace):
+                raise CacheStateError(f"{task.request_id}: no room for {admitted.needed} blocks of the host tier")
+            match, table = admitted or (MatchResult(task.request_id, (), self._block_size), [])
+            task.num_cached_blocks = len(table)
             return table, match.num_tokens, _match_metrics(match, table)
+
+    def _admit(self, task: Any) -> tuple[MatchResult, list[DeviceSlot]] | NoSpace | None:
+        """None when another request has the id: the blocks that it reads are in its record."""
+        record = self._records.get(task.request_id)
+        if record is not None and record.tokens.task is not task:
+            logger.warning("request %s is served without the cache: a live request has the same id", task.request_id)
+            return None
+        self._forget(task.request_id)
+        tokens = self._kept.take(task) or TaskTokens(task, self._block_size)
+        match = self._match(task, tokens)
+        allocation = self.manager.allocate(task.request_id, match.num_tokens)
+        if isinstance(allocation, NoSpace):
+            self.manager.release(task.request_id)
+            self._kept.keep(tokens)
+            return allocation
+        self._records[task.request_id] = _Record(tokens, len(allocation.block_table))
+        self._unscheduled[task.request_id] = task
+        host = match.num_host_blocks * self._block_size
+        self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
+        return match, allocation.block_table
 
     def _match(self, task: Any, tokens: TaskTokens) -> MatchResult:
         match = self.manager.match_prefix(task.request_id, tokens)
-        if self._whole_items and tokens.hashes and task.multimodal_inputs:
+        if self._whole_items and tokens.hashes and has_items(task):
             whole = start_of_cut_item(multimodal_items(task), match.num_tokens, self._block_size)
             if whole < match.num_tokens:
                 self.manager.release(task.request_id)
                 match = self.manager.match_prefix(task.request_id, tokens, max_blocks=whole // self._block_size)
         return match
+
+    def _give_up(self, task: Any) -> None:
+        """Undo what `_admit` had done when it failed."""
+        self._unscheduled.pop(task.request_id, None)
+        self._records.pop(task.request_id, None)
+        with suppress(CacheStateError):
+            self.manager.release(task.request_id)
 
     def update_cache_blocks(self, task: Any, block_size: int, num_computed_tokens: int) -> None:
         """A batch that computes the first `num_computed_tokens` tokens is being put together."""
@@ -217,10 +240,10 @@ class PrefixCacheAdapter:
             return
         if not record.is_scheduled:
             self.manager.release(request_id)
-            self._keep(request_id, record.tokens)
+            self._kept.keep(record.tokens)
         elif record.tokens.task.status.name == "PREEMPTED":
             self.manager.preempt(request_id)
-            self._keep(request_id, record.tokens)
+            self._kept.keep(record.tokens)
         else:
             self.manager.finish(request_id)
 
@@ -228,20 +251,6 @@ class PrefixCacheAdapter:
         """None also for an earlier request of the same id: ids come from clients."""
         record = self._records.get(task.request_id)
         return record if record is not None and record.tokens.task is task else None
-
-    def _keep(self, request_id: str, tokens: TaskTokens) -> None:
-        if tokens.task.multimodal_inputs:
-            return  # large, and hashed anew anyway
-        self._kept[request_id] = tokens
-        if len(self._kept) > KEPT_HASHES:
-            self._kept.popitem(last=False)
-
-    def _tokens_of(self, task: Any) -> TaskTokens:
-        tokens = self._kept.pop(task.request_id, None)
-        if tokens is None or not tokens.is_of(task):
-            return TaskTokens(task, self._block_size)
-        tokens.catch_up()
-        return tokens
 
     # ---- the batch
 
@@ -251,6 +260,10 @@ class PrefixCacheAdapter:
         """
         with self._lock:
             self._roll_back_unscheduled()
+            if self._kept:
+                for task in tasks:
+                    if task.task_type.name == "ABORT":  # it ended as if it had been preempted
+                        self._kept.end(task.request_id)
             if tasks:
                 self._outbox.attach(tasks, self.manager.take_swap_step())
             else:
@@ -302,6 +315,7 @@ class PrefixCacheAdapter:
         """Raises `InvariantError`."""
         with self._lock:
             self.manager.check()
+            self._kept.check()
             lent = self.manager.lent_slots()
             if lent != self._lent_to.keys():
                 raise InvariantError("adapter: it knows other lent blocks than the manager")
