@@ -1,4 +1,4 @@
-"""KeptHashes: hashes of requests that wait after a match that came to nothing; the host matches them again each step."""
+"""KeptHashes: hashes of requests whose match came to nothing. The host matches a waiting request again each step."""
 
 from __future__ import annotations
 
