@@ -55,9 +55,13 @@ def _start() -> None:
 
 def activate() -> None:
     """Called from the `.pth` file. Cheap, raises nothing, may be called again."""
-    if HOST in sys.modules or any(isinstance(finder, _Trigger) for finder in sys.meta_path):
-        return
-    sys.meta_path.insert(0, _Trigger())
+    if HOST not in sys.modules:
+        _arm()
+
+
+def _arm() -> None:
+    if not any(isinstance(finder, _Trigger) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Trigger())
 
 
 def stand_by() -> None:
@@ -66,5 +70,12 @@ def stand_by() -> None:
 
 
 def register() -> None:
-    """Entry point of FastDeploy's plugin groups. Raises `OverlayError` when the host cannot be patched."""
-    _start()
+    """Entry point of FastDeploy's plugin groups. Raises `OverlayError` when the host cannot be patched.
+
+    FastDeploy calls it in the first import only, so another import after a failure is refused by the trigger.
+    """
+    try:
+        _start()
+    except Exception:
+        _arm()
+        raise

@@ -2,46 +2,37 @@
 
 The host keeps its own block tables: it allocates and recycles ids by hand, and calls a prefix of a request's table
 "cached", which the cache manager then owns. So an id is always in exactly one of two hands. It is *lent* to the host
-(`_lent_to`), or it belongs to the manager: cached, or in the table of an admitted request whose first
+(`LentIds`), or it belongs to the manager: cached, or in the table of an admitted request whose first
 `task.num_cached_blocks` entries it holds. `update_cache_blocks` moves ids from the first hand to the second.
 
 Deliberate differences from the host's own manager: a match never reaches the last token, so no shared block is ever
 rewritten; a match never ends inside an image where the host would go back before it; blocks computed by a batch become
-matchable with the next batch; swap-ins are planned here and awaited layer by layer in the worker, never in `schedule`.
+matchable when it has reached the workers' queue (`batch_sent`), and never if it was lost (`batch_lost`); swap-ins are
+planned here and awaited layer by layer in the worker, never in `schedule`.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from ..cache_manager import CacheManager
 from ..config import KVCacheConfig
 from ..errors import BlockPoolError, CacheStateError, InvariantError
-from ..metadata import CacheLevel, DeviceSlot, MatchResult, NoSpace
-from .hit_rates import HitRates
-from .task_tokens import TaskTokens, multimodal_items, start_of_cut_item
+from ..metadata import DeviceSlot, MatchResult, NoSpace
+from .hit_rates import HitRates, match_metrics
+from .kept_hashes import KeptHashes
+from .lent_ids import LentIds
+from .open_batch import OpenBatch
+from .pool_gauges import PoolGauges
+from .record import Record
+from .task_tokens import TaskTokens, has_items, multimodal_items, start_of_cut_item
 from .transport import SwapOutbox
 
 logger = logging.getLogger(__name__)
-
-KEPT_HASHES = 256
-"""Waiting requests whose hashes outlive a match that was rolled back: the host matches them again each step."""
-
-
-class _Record:
-    """A request that the manager knows."""
-
-    __slots__ = ("is_scheduled", "num_owned", "tokens")
-
-    def __init__(self, tokens: TaskTokens, num_owned: int) -> None:
-        self.tokens = tokens
-        self.num_owned = num_owned
-        """Leading entries of its block table that the manager holds."""
-        self.is_scheduled = False
 
 
 class PrefixCacheAdapter:
@@ -63,17 +54,15 @@ class PrefixCacheAdapter:
         self._whole_items = whole_items
         self._block_size = config.block_size
         self._lock = threading.RLock()
-        self._records: dict[str, _Record] = {}
-        self._unscheduled: dict[str, Any] = {}
-        """Requests matched in the `schedule` that runs, until they are scheduled or given up."""
-        self._lent_to: dict[DeviceSlot, str | None] = {}
-        self._kept: OrderedDict[str, TaskTokens] = OrderedDict()
+        self._records: dict[str, Record] = {}
+        self._batch = OpenBatch()
+        self._lent = LentIds(self.manager)
+        self._kept = KeptHashes()
         self._outbox = SwapOutbox()
         self._has_news = False
-        self._published = (-1, 0)
-        """Free device blocks, and all, that the gauges show."""
+        self._pool_gauges = PoolGauges(self.manager, gauges)
         gauges.max_cpu_block_num.set(self.num_cpu_blocks)
-        self._publish_size()
+        self._pool_gauges.publish_size()
 
     # ---- ids in the host's hands
 
@@ -104,31 +93,15 @@ class PrefixCacheAdapter:
         if num_blocks <= 0:
             return []
         with self._lock:
-            slots = self.manager.lend(int(num_blocks))
-            if isinstance(slots, NoSpace):
-                raise CacheStateError(f"{req_id}: {slots.needed} device blocks wanted, {slots.available} available")
-            self._lent_to.update(dict.fromkeys(slots, req_id))
             self._has_news = True
-            return slots
+            return self._lent.lend(int(num_blocks), req_id)
 
     def recycle_gpu_blocks(self, gpu_block_ids: Sequence[int] | int, req_id: str | None = None) -> None:
         """Ids that are not lent (to that request) are counted and ignored: they came back before, or after a reset."""
         ids = gpu_block_ids if isinstance(gpu_block_ids, (list, tuple)) else [gpu_block_ids]
         with self._lock:
-            mine = [slot for slot in dict.fromkeys(map(DeviceSlot, map(int, ids))) if self._is_lent(slot, req_id)]
-            if len(mine) < len(ids):
-                self.num_recycled_wrongly += len(ids) - len(mine)
-                logger.warning("request %s recycled %d ids that it does not hold", req_id, len(ids) - len(mine))
-            self.manager.take_back(mine)
-            for slot in mine:
-                del self._lent_to[slot]
             self._has_news = True
-
-    def _is_lent(self, slot: DeviceSlot, req_id: str | None) -> bool:
-        if slot not in self._lent_to:
-            return False
-        owner = self._lent_to[slot]
-        return owner is None or req_id is None or owner == req_id
+            self.num_recycled_wrongly += self._lent.take_back(ids, req_id)
 
     def get_required_block_num(self, input_token_num: int, block_size: int) -> int:
         return -(-input_token_num // block_size)
@@ -138,33 +111,62 @@ class PrefixCacheAdapter:
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
         """Returns the cached prefix as (fresh block table, its tokens, the host's dictionary of metrics).
 
-        Raises `CacheStateError` when its host blocks find no room on the device: the host then tries again later.
+        Raises `CacheStateError` when its host blocks find no room on the device: the host then tries again later, and
+        lets every request behind this one wait. So nothing else is raised: what goes wrong with a request itself, or a
+        live request of the same id, means that it is served without the cache.
         """
         with self._lock:
-            self._forget(task.request_id)
-            tokens = self._tokens_of(task)
-            match = self._match(task, tokens)
-            allocation = self.manager.allocate(task.request_id, match.num_tokens)
-            if isinstance(allocation, NoSpace):
-                self.manager.release(task.request_id)
-                raise CacheStateError(f"{task.request_id}: no room for {allocation.needed} blocks of the host tier")
-            table = allocation.block_table
-            self._records[task.request_id] = _Record(tokens, len(table))
-            self._unscheduled[task.request_id] = task
-            task.num_cached_blocks = len(table)
-            host = match.num_host_blocks * self._block_size
-            self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
             self._has_news = True
-            return table, match.num_tokens, _match_metrics(match, table)
+            try:
+                admitted = self._admit(task)
+            except Exception:  # the edge to what clients send: see above
+                logger.exception("request %s is served without the cache: matching it failed", task.request_id)
+                self._give_up(task)
+                admitted = None
+            if isinstance(admitted, NoSpace):
+                raise CacheStateError(f"{task.request_id}: no room for {admitted.needed} blocks of the host tier")
+            match, table = admitted or (MatchResult(task.request_id, (), self._block_size), [])
+            task.num_cached_blocks = len(table)
+            return table, match.num_tokens, match_metrics(match, table)
+
+    def _admit(self, task: Any) -> tuple[MatchResult, list[DeviceSlot]] | NoSpace | None:
+        """None when another request has the id: the blocks that it reads are in its record."""
+        record = self._records.get(task.request_id)
+        if record is not None and record.tokens.task is not task:
+            logger.warning("request %s is served without the cache: a live request has the same id", task.request_id)
+            return None
+        self._forget(task.request_id)
+        tokens = self._kept.take(task) or TaskTokens(task, self._block_size)
+        match = self._match(task, tokens)
+        allocation = self.manager.allocate(task.request_id, match.num_tokens)
+        if isinstance(allocation, NoSpace):
+            self.manager.release(task.request_id)
+            self._kept.keep(tokens)
+            return allocation
+        table = self.manager.block_table(task.request_id)
+        self._records[task.request_id] = Record(tokens, len(table))
+        self._batch.match(task)
+        host = match.num_host_blocks * self._block_size
+        self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
+        return match, table
 
     def _match(self, task: Any, tokens: TaskTokens) -> MatchResult:
-        match = self.manager.match_prefix(task.request_id, tokens)
-        if self._whole_items and tokens.hashes and task.multimodal_inputs:
+        resumed = task.status.name == "PREEMPTED"
+        match = self.manager.match_prefix(task.request_id, tokens, resumed=resumed)
+        if self._whole_items and tokens.hashes and has_items(task):
             whole = start_of_cut_item(multimodal_items(task), match.num_tokens, self._block_size)
             if whole < match.num_tokens:
                 self.manager.release(task.request_id)
-                match = self.manager.match_prefix(task.request_id, tokens, max_blocks=whole // self._block_size)
+                most = whole // self._block_size
+                match = self.manager.match_prefix(task.request_id, tokens, max_blocks=most, resumed=resumed)
         return match
+
+    def _give_up(self, task: Any) -> None:
+        """Undo what `_admit` had done when it failed."""
+        self._batch.end(task.request_id)
+        self._records.pop(task.request_id, None)
+        with suppress(CacheStateError):
+            self.manager.release(task.request_id)
 
     def update_cache_blocks(self, task: Any, block_size: int, num_computed_tokens: int) -> None:
         """A batch that computes the first `num_computed_tokens` tokens is being put together."""
@@ -173,20 +175,18 @@ class PrefixCacheAdapter:
             if record is None:
                 return
             record.is_scheduled = True
-            self._unscheduled.pop(task.request_id, None)
-            num_blocks = min(num_computed_tokens, record.tokens.num_tokens - 1) // self._block_size
-            if self._hand_over(task, record, num_blocks):
-                self.manager.commit(task.request_id, record.num_owned * self._block_size, in_flight=True)
+            self._batch.compute(task.request_id)
+            self._hand_over(task, record, min(num_computed_tokens, record.tokens.num_tokens - 1) // self._block_size)
 
     def cache_output_blocks(self, task: Any, block_size: int) -> None:
         """The request is complete. Its last token was sampled and never computed."""
         with self._lock:
             record = self._record_of(task)
-            if record is None or not record.is_scheduled:
-                return
+            if record is None or not record.is_scheduled or self._batch.computes(task.request_id):
+                return  # a request cannot be complete whose prompt is still on its way, or was lost there
             record.tokens.catch_up()
-            if self._hand_over(task, record, (record.tokens.num_tokens - 1) // self._block_size):
-                self.manager.commit(task.request_id, record.num_owned * self._block_size)
+            self._hand_over(task, record, (record.tokens.num_tokens - 1) // self._block_size)
+            self._commit(task.request_id, record)
 
     def release_block_ids(self, task: Any) -> None:
         """The host gives its request up: unscheduled, preempted, aborted, or finished. Unknown requests are ignored."""
@@ -194,54 +194,44 @@ class PrefixCacheAdapter:
             if self._record_of(task) is not None:
                 self._forget(task.request_id)
 
-    def _hand_over(self, task: Any, record: _Record, num_blocks: int) -> bool:
-        """The manager takes over the first `num_blocks` ids of the table. False when there is nothing new."""
+    def _hand_over(self, task: Any, record: Record, num_blocks: int) -> None:
+        """The manager takes over the first `num_blocks` ids of the table."""
         end = min(num_blocks, len(record.tokens.hashes), len(task.block_tables))
         slots = [DeviceSlot(int(slot)) for slot in task.block_tables[record.num_owned : end]]
-        if not slots:
-            return False
+        if not slots or record.has_hole:
+            return
         try:
             self.manager.adopt(task.request_id, slots)
         except BlockPoolError as error:
             logger.error("blocks of request %s are not cached: %s", task.request_id, error)
-            return False
-        for slot in slots:
-            del self._lent_to[slot]
+            return
+        self._lent.end(slots)
         record.num_owned = task.num_cached_blocks = end
-        return True
+
+    def _commit(self, request_id: str, record: Record) -> None:
+        """All that the manager holds of the request is computed, or will be before anything that is sent later."""
+        if record.num_owned > record.num_computed and not record.has_hole:
+            record.num_computed = record.num_owned
+            self.manager.commit(request_id, record.num_owned * self._block_size)
 
     def _forget(self, request_id: str) -> None:
         record = self._records.pop(request_id, None)
-        self._unscheduled.pop(request_id, None)
+        self._batch.end(request_id)
         if record is None:
             return
         if not record.is_scheduled:
             self.manager.release(request_id)
-            self._keep(request_id, record.tokens)
+            self._kept.keep(record.tokens)
         elif record.tokens.task.status.name == "PREEMPTED":
             self.manager.preempt(request_id)
-            self._keep(request_id, record.tokens)
+            self._kept.keep(record.tokens)
         else:
             self.manager.finish(request_id)
 
-    def _record_of(self, task: Any) -> _Record | None:
+    def _record_of(self, task: Any) -> Record | None:
         """None also for an earlier request of the same id: ids come from clients."""
         record = self._records.get(task.request_id)
         return record if record is not None and record.tokens.task is task else None
-
-    def _keep(self, request_id: str, tokens: TaskTokens) -> None:
-        if tokens.task.multimodal_inputs:
-            return  # large, and hashed anew anyway
-        self._kept[request_id] = tokens
-        if len(self._kept) > KEPT_HASHES:
-            self._kept.popitem(last=False)
-
-    def _tokens_of(self, task: Any) -> TaskTokens:
-        tokens = self._kept.pop(task.request_id, None)
-        if tokens is None or not tokens.is_of(task):
-            return TaskTokens(task, self._block_size)
-        tokens.catch_up()
-        return tokens
 
     # ---- the batch
 
@@ -251,21 +241,45 @@ class PrefixCacheAdapter:
         """
         with self._lock:
             self._roll_back_unscheduled()
+            if self._kept:
+                for task in tasks:
+                    if task.task_type.name == "ABORT":  # it ended as if it had been preempted
+                        self._kept.end(task.request_id)
             if tasks:
                 self._outbox.attach(tasks, self.manager.take_swap_step())
             else:
                 self._outbox.clear()
             if tasks or self._has_news:
                 self._has_news = False
-                self._publish_free()
+                self._pool_gauges.publish_free()
                 self.hit_rates.publish(self._gauges)
+
+    def batch_sent(self) -> None:
+        """The last batch is in the workers' queue: what it computes may be matched from now on."""
+        with self._lock:
+            self._outbox.clear()
+            for request_id in self._batch.close():
+                self._commit(request_id, self._records[request_id])
+
+    def batch_lost(self) -> None:
+        """The last batch never reached the queue: nobody computes what it would have computed.
+
+        Requests that it named cache nothing more: the host must preempt them, their tokens so far have a hole.
+        """
+        with self._lock:
+            self._roll_back_unscheduled()
+            for request_id in self._batch.close():
+                self._records[request_id].has_hole = True
+            if self._outbox.is_loaded:
+                self._outbox.clear()
+                self.batch_dropped()
 
     def _roll_back_unscheduled(self) -> None:
         """2.6 without chunked prefill may stop after a match and keep it. Its pinned blocks would count as taken when
         the host asks, before it matches the request again, whether the whole prompt fits: perhaps for ever.
         """
-        for request_id, task in list(self._unscheduled.items()):
-            self._forget(request_id)
+        for task in self._batch.matched():
+            self._forget(task.request_id)
             task.block_tables, task.num_cached_blocks = [], 0
 
     # ---- administration
@@ -274,21 +288,21 @@ class PrefixCacheAdapter:
         """Both tiers are empty, all ids free, no request known. There is no transfer process to wait for."""
         with self._lock:
             self._records.clear()
-            self._unscheduled.clear()
+            self._batch.clear()
             self._kept.clear()
-            self._lent_to.clear()
+            self._lent.clear()
             self.manager.reset_cache(force=True)
             self._outbox.restart()
             self.hit_rates.reset()
-            self._gauges.available_gpu_block_num.set(self.num_gpu_blocks)
-            self._publish_free()
+            self._pool_gauges.publish_empty()
 
     def batch_dropped(self) -> None:
-        """The host threw away batches that it had queued, and with them copies: no cached block can be trusted.
+        """The host threw away batches that it had queued, or copies that rode on one: no cached block can be trusted.
 
         Requests keep their ids until the host takes them back.
         """
         with self._lock:
+            self._batch.close()
             self.manager.reset_cache()
             self._outbox.restart()
 
@@ -296,18 +310,21 @@ class PrefixCacheAdapter:
         """Profiling found the number of device blocks. Raises `PoolInUseError` if ids above it are in use."""
         with self._lock:
             self.manager.resize_device_pool(int(cache_config.total_block_num))
-            self._publish_size()
+            self._pool_gauges.publish_size()
 
     def check(self) -> None:
         """Raises `InvariantError`."""
         with self._lock:
             self.manager.check()
-            lent = self.manager.lent_slots()
-            if lent != self._lent_to.keys():
-                raise InvariantError("adapter: it knows other lent blocks than the manager")
+            self._kept.check()
+            self._lent.check()
+            scheduled = {request_id for request_id, record in self._records.items() if record.is_scheduled}
+            self._batch.check(scheduled, self._records.keys() - scheduled)
             for request_id, record in self._records.items():
-                if record.num_owned != len(self.manager.block_table(request_id)):
+                if record.num_owned != self.manager.num_blocks(request_id):
                     raise InvariantError(f"adapter: request {request_id} has another table in the manager")
+                if len(self.manager.nodes(request_id)) > record.num_computed:
+                    raise InvariantError(f"adapter: blocks of request {request_id} are cached that nobody computes")
 
     # ---- storage: none yet
 
@@ -322,38 +339,3 @@ class PrefixCacheAdapter:
 
     def read_cache_from_storage_for_pd(self, request: Any) -> list[int]:
         return []
-
-    # ---- metrics
-
-    def _publish_free(self) -> None:
-        free, total = self.manager.num_free_device_blocks, self.manager.num_device_blocks
-        if (free, total) != self._published:
-            self._published = free, total
-            self._gauges.free_gpu_block_num.set(free)
-            self._gauges.available_gpu_resource.set(free / total)
-
-    def _publish_size(self) -> None:
-        self._gauges.max_gpu_block_num.set(self.num_gpu_blocks)
-        self._gauges.available_gpu_block_num.set(self.num_gpu_blocks)
-        self._publish_free()
-
-
-def _match_metrics(match: MatchResult, table: Sequence[DeviceSlot]) -> dict[str, Any]:
-    """What the host wants to know of a match; it changes the dictionary."""
-    on_device: list[DeviceSlot] = []
-    from_host: list[DeviceSlot] = []
-    start = 0
-    for span in match.spans:
-        target = on_device if span.level is CacheLevel.DEVICE else from_host
-        target.extend(table[start : start + span.length])
-        start += span.length
-    return {
-        "gpu_match_token_num": len(on_device) * match.block_size,
-        "cpu_match_token_num": len(from_host) * match.block_size,
-        "storage_match_token_num": 0,
-        "match_gpu_block_ids": on_device,
-        "gpu_recv_block_ids": from_host,
-        "match_storage_block_ids": [],
-        "cpu_cache_prepare_time": 0,
-        "storage_cache_prepare_time": 0,
-    }

@@ -15,7 +15,7 @@ from ..errors import ConfigError
 from . import overlay
 from .backends import BLOCK_WISE_FP8, DSA, MLA
 from .settings import DEFAULT_POLICY, DEFAULT_THRESHOLD, write_policy, write_through_threshold
-from .swap_space import has_draft_layer, kv_cache_quant_type, size_host_tier
+from .swap_space import has_draft_layer, kv_cache_quant_type, require_amount, size_host_tier
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,14 @@ def add_cache_fields(cache_config: Any) -> None:
 
 
 def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `CacheConfig.__init__`: defaults (from the environment in workers) and validation."""
-    wrapped(*args, **kwargs)
+    """Wraps `CacheConfig.__init__`: defaults (from the environment in workers) and validation.
+
+    Raises `ConfigError`, for an amount of memory before the host computes with it: its own error names no flag.
+    """
     given = kwargs["args"] if "args" in kwargs else args[0]
+    if given.get("swap_space") is not None:
+        require_amount(given["swap_space"])
+    wrapped(*args, **kwargs)
     instance.sized_by_swap_space = bool(instance.swap_space) and given.get("num_cpu_blocks") is None
     instance.write_policy = write_policy(instance.write_policy).value
     instance.write_through_threshold = write_through_threshold(instance.write_through_threshold)

@@ -8,9 +8,11 @@ from typing import Any
 from ..config import KVCacheConfig
 from . import overlay, settings, swap_space
 from .adapter import PrefixCacheAdapter
+from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher
+from .same_id import HeldBack
 from .table import Where
-from .weight_updates import Batch, WeightUpdates, start_again
+from .weight_updates import WeightUpdates, start_again
 
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -52,6 +54,8 @@ class HostedPrefixCache(PrefixCacheAdapter):
             whole_items=bool(cache.disable_chunked_mm_input),
         )
         self.publisher = CacheMetricsPublisher(self)
+        self.transit = Transit(self)
+        self.held_back = HeldBack()
         self.updates: WeightUpdates | None = None
         """Of the legacy API, once the cache service is launched; None where they cannot happen."""
         self.epoch = 0
@@ -121,7 +125,8 @@ def make_cache_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `ResourceManagerV1.schedule`: the batch carries every copy decided since the last one.
 
-    While weights are updated there is no batch; before the first one after that, every request starts again.
+    What a lost batch left behind is put right first. While weights are updated there is no batch; before the first one
+    after that, every request starts again.
     """
     cache: HostedPrefixCache = instance.cache_manager
     epoch = cache.updates.enter() if cache.updates is not None else 0
@@ -129,24 +134,69 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
         return [], []
     if epoch != cache.epoch:
         start_again(instance)
+        cache.transit.forget()
         cache.batch_dropped()
         cache.epoch = epoch
-    tasks, errors = wrapped(*args, **kwargs)
+    cache.transit.recover(instance)
+    if cache.held_back:
+        for request in cache.held_back.release(instance):
+            instance.add_request(request)
+    try:
+        tasks, errors = wrapped(*args, **kwargs)
+    except Exception as error:  # the host's own loop catches it, and goes on as if nothing had been scheduled
+        cache.transit.failed(error)
+        raise
+    tasks = cache.transit.depart(instance, tasks)
     cache.send_swaps(tasks)
     cache.publisher.publish()
-    return (tasks if cache.updates is None else Batch(tasks, cache.updates, epoch)), errors
+    return Batch(tasks, cache, epoch), errors
 
 
 def put_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `EngineWorkerQueue.put_tasks`: no batch from before a weight update reaches the queue after it."""
+    """Wraps `EngineWorkerQueue.put_tasks`: a batch counts once it is in the queue, and none from before a weight update
+    gets there after it.
+    """
 
     def put(tasks: Any) -> Any:
         batch = tasks[0] if isinstance(tasks, tuple) else None
         if not isinstance(batch, Batch):
             return wrapped(tasks)
-        return batch.updates.put(batch.epoch, instance.exist_tasks, lambda: wrapped(tasks))
+        cache: HostedPrefixCache = batch.cache
+
+        def put_batch() -> Any:
+            result = wrapped(tasks)
+            cache.transit.sent()
+            return result
+
+        if cache.updates is None:
+            return put_batch()
+        return cache.updates.put(batch.epoch, instance.exist_tasks, put_batch)
 
     return put(*args, **kwargs)
+
+
+def add_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `ResourceManagerV1.add_request`: a request waits outside while another one has its id."""
+
+    def add(request: Any) -> None:
+        if not instance.cache_manager.held_back.hold(instance, request):
+            wrapped(request)
+
+    add(*args, **kwargs)
+
+
+def get_prefix_cached_blocks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Wraps the match of a waiting request. 2.5 does not count the seats that preempted requests keep, and would raise
+    when it has scheduled one more than there are: without a seat a new request goes on waiting.
+    """
+
+    def match(request: Any) -> bool:
+        if request.status.name == "WAITING" and not any(instance.stop_flags):
+            return False
+        matched: bool = wrapped(request)
+        return matched
+
+    return match(*args, **kwargs)
 
 
 def wait_for_control_responses(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Awaitable[Any]:
@@ -161,11 +211,13 @@ def wait_for_control_responses(wrapped: Wrapped, instance: Any, args: Args, kwar
 
 
 def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `EngineService.clear_data`, which drops a batch that may carry copies."""
+    """Wraps `EngineService.clear_data`, which ends every request and drops a batch that may carry copies."""
+    cache: HostedPrefixCache = instance.resource_manager.cache_manager
+    cache.held_back.clear()
     try:
         return wrapped(*args, **kwargs)
     finally:
-        instance.resource_manager.cache_manager.batch_dropped()
+        cache.batch_dropped()
 
 
 def control_with_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

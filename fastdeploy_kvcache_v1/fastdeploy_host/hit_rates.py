@@ -1,8 +1,13 @@
-"""Hit rates as the host's cache manager publishes them: over all matches since the start, or since the last window."""
+"""Hit rates as the host's cache manager publishes them: over all matches since the start, or since the last window; and
+what the host wants to know of one match.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from ..metadata import CacheLevel, DeviceSlot, MatchResult
 
 WINDOW = 10_000
 """Matches after which the host counts anew."""
@@ -43,3 +48,24 @@ class HitRates:
         gauges.hit_token_rate.set((self.num_device_tokens + self.num_host_tokens) / tokens)
         gauges.gpu_hit_token_rate.set(self.num_device_tokens / tokens)
         gauges.cpu_hit_token_rate.set(self.num_host_tokens / tokens)
+
+
+def match_metrics(match: MatchResult, table: Sequence[DeviceSlot]) -> dict[str, Any]:
+    """The host changes the dictionary. `table` begins with the slots of the match."""
+    on_device: list[DeviceSlot] = []
+    from_host: list[DeviceSlot] = []
+    start = 0
+    for span in match.spans:
+        target = on_device if span.level is CacheLevel.DEVICE else from_host
+        target.extend(table[start : start + span.length])
+        start += span.length
+    return {
+        "gpu_match_token_num": len(on_device) * match.block_size,
+        "cpu_match_token_num": len(from_host) * match.block_size,
+        "storage_match_token_num": 0,
+        "match_gpu_block_ids": on_device,
+        "gpu_recv_block_ids": from_host,
+        "match_storage_block_ids": [],
+        "cpu_cache_prepare_time": 0,
+        "storage_cache_prepare_time": 0,
+    }

@@ -141,14 +141,18 @@ def _load(reference: str) -> Callable[..., Any]:
 
 
 _active: Overlay | None = None
+_refusal: Exception | None = None
 
 
 def start() -> Overlay | None:
     """Start the overlay of this process, once. None when there is nothing to patch: no host, or one that needs no help.
 
-    Raises `OverlayError` when the host is not one we know.
+    Raises `OverlayError` when the host is not one we know, and again each time after a start that failed: something may
+    be patched by then, and a caller that goes on after an error must not get the unpatched host.
     """
-    global _active
+    global _active, _refusal
+    if _refusal is not None:
+        raise OverlayError(f"the overlay could not be started in this process: {_refusal}") from _refusal
     if _active is None:
         host = installed_host()
         if host is None:
@@ -156,8 +160,13 @@ def start() -> Overlay | None:
         if host.has_own_manager:
             logger.warning("this FastDeploy has its own v1 KV-cache manager; fastdeploy-kvcache-v1 leaves it alone")
             return None
-        _active = overlay_for(host)
-        _active.start()
+        overlay = overlay_for(host)
+        try:
+            overlay.start()
+        except Exception as error:
+            _refusal = error
+            raise
+        _active = overlay
     return _active
 
 

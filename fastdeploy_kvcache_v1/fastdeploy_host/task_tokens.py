@@ -13,21 +13,28 @@ from ..metadata import BlockHash
 logger = logging.getLogger(__name__)
 
 
+_ITEM_FIELDS = ("mm_positions", "mm_hashes")
+
+
 class TaskTokens:
     """Satisfies `metadata.BlockHashes` for a host `Request`; `catch_up` hashes the tokens that are new.
 
-    A request whose tokens cannot be hashed (overlapping images, negative ids) is served without caching.
+    A request whose tokens cannot be hashed (overlapping images, negative ids, whatever else a client sent) is served
+    without caching.
     """
 
     def __init__(self, task: Any, block_size: int) -> None:
         self.task = task
+        self.are_reusable = False
+        """Not with images: the host may rewrite those of a waiting request."""
         self._num_output = 0
         self._prompt_length = len(task.prompt_token_ids)
         self._hasher: BlockHasher | None = None
         try:
+            self.are_reusable = not has_items(task)
             self._hasher = BlockHasher(block_size, items=multimodal_items(task))
             self._hasher.extend(task.prompt_token_ids)
-        except ConfigError as error:
+        except Exception as error:  # the edge to what clients send: it must not hold up the requests behind this one
             self._give_up(error)
         self.catch_up()
 
@@ -52,23 +59,33 @@ class TaskTokens:
                     self._give_up(error)
 
     def is_of(self, task: Any) -> bool:
-        """Do these hashes still describe `task`? The host may rewrite the images of a waiting request."""
+        """Do these hashes, if they are reusable, still describe `task`?"""
         return (
             self.task is task
-            and not task.multimodal_inputs
+            and (self._hasher is None or not has_items(task))
             and len(task.prompt_token_ids) == self._prompt_length
             and len(task.output_token_ids) >= self._num_output
         )
 
-    def _give_up(self, error: ConfigError) -> None:
-        logger.warning("request %s is not cached: %s", self.task.request_id, error)
+    def _give_up(self, error: Exception) -> None:
+        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        logger.warning("request %s is served without the cache, it cannot be hashed: %s", self.task.request_id, reason)
         self._hasher = None
+        self.are_reusable = True  # there is nothing that could be out of date, and one warning is enough
+
+
+def has_items(task: Any) -> bool:
+    """Whether the host found images, videos or audios. Without any it may leave None, {}, or a dict of empty lists."""
+    inputs = task.multimodal_inputs
+    return bool(inputs) and any(inputs.get(name) is not None and len(inputs[name]) for name in _ITEM_FIELDS)
 
 
 def multimodal_items(task: Any) -> list[MultimodalItem]:
     """The images, videos and audios that the host found in the prompt."""
-    inputs = task.multimodal_inputs or {}
-    positions, hashes = inputs.get("mm_positions") or [], inputs.get("mm_hashes") or []
+    if not has_items(task):
+        return []
+    given = (task.multimodal_inputs.get(name) for name in _ITEM_FIELDS)
+    positions, hashes = ([] if each is None else each for each in given)
     if len(positions) != len(hashes):
         raise ConfigError(f"{len(positions)} multimodal positions, {len(hashes)} hashes")
     return [

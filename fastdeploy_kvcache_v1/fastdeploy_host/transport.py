@@ -36,6 +36,11 @@ class SwapOutbox:
             self._carrier, self._previous = tasks[0], step.step
             setattr(tasks[0], SWAP_ATTRIBUTE, wire)
 
+    @property
+    def is_loaded(self) -> bool:
+        """A message is on its way on the last batch."""
+        return self._carrier is not None
+
     def clear(self) -> None:
         """The last batch has been sent: the host uses one object for every chunk of a request, so take ours off it."""
         if self._carrier is not None:

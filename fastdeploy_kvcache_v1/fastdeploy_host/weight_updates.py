@@ -138,18 +138,6 @@ class WeightUpdates:
                 logger.exception("a weight update could not be answered")
 
 
-class Batch(list[Any]):
-    """A batch on its way from `schedule` to the queue; a plain list to whoever unpickles it."""
-
-    def __init__(self, tasks: list[Any], updates: WeightUpdates, epoch: int) -> None:
-        super().__init__(tasks)
-        self.updates = updates
-        self.epoch = epoch
-
-    def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
-        return list, (list(self),)
-
-
 def start_again(manager: Any) -> None:
     """Put every request that `manager` (the host's ResourceManagerV1) has given to the workers back in its queue.
 

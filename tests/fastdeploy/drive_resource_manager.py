@@ -4,6 +4,7 @@ The worker is the FAKE one of tests/overlay: it checks what every block holds.
 Usage: script SEED STEPS HOST_BLOCKS POLICY.
 """
 
+import pickle
 import random
 import sys
 import threading
@@ -21,6 +22,7 @@ from fastdeploy.config import CacheConfig, FDConfig, ParallelConfig  # noqa: E40
 from fastdeploy.engine.args_utils import EngineArgs  # noqa: E402
 from fastdeploy.engine.request import Request, RequestMetrics, RequestStatus  # noqa: E402
 from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1  # noqa: E402
+from fastdeploy.inter_communicator import EngineWorkerQueue  # noqa: E402
 from fastdeploy.scheduler.config import SchedulerConfig  # noqa: E402
 
 IS_26 = hasattr(RequestStatus, "RUNNING_PREFILL")
@@ -73,8 +75,8 @@ def make_manager(
     return ResourceManagerV1(max_num_seqs=seats, config=config, tensor_parallel_size=1, splitwise_role="mixed")
 
 
-def make_request(request_id, prompt):
-    request = Request.from_dict({"request_id": request_id, "multimodal_inputs": {}})
+def make_request(request_id, prompt, items=None):
+    request = Request.from_dict({"request_id": request_id, "multimodal_inputs": {} if items is None else items})
     request.prompt_token_ids = list(prompt)
     request.prompt_token_ids_len = request.need_prefill_tokens = len(prompt)
     request.output_token_ids = []
@@ -83,25 +85,71 @@ def make_request(request_id, prompt):
     return request
 
 
+class Lost(Exception):
+    """What the host's loop catches around `schedule` and `put_tasks`."""
+
+
+class Queue(EngineWorkerQueue):
+    """The host's queue, but for its server process: one worker, who reads at once."""
+
+    num_client = 1
+
+    def __init__(self):
+        self.breaks = None
+        self.connect()
+
+    def connect(self):
+        self.lock, self.client_read_flag, self.tasks, self.message = threading.Lock(), [1], [], None
+
+    def set_exist_tasks(self, flag):
+        if self.breaks != "put":
+            self.message = pickle.dumps(self.tasks)  # as the proxies of its server do
+        if self.breaks is not None:
+            raise Lost("the queue is broken")
+
+    def exist_tasks(self):
+        return False
+
+    def take(self):
+        ((tasks, _),) = pickle.loads(self.message)
+        self.connect()
+        return tasks
+
+
 class Drive:
     def __init__(self, rng, manager):
+        self.queue, self.num_lost = Queue(), 0
+        self.later = {}
+        """Requests, and their limits, whose id a live one has."""
         self.rng, self.manager, self.cache = rng, manager, manager.cache_manager
         self.worker = FakeWorker(manager.config.cache_config.block_size)
         self.requests, self.limits, self.late = {}, {}, []
         self.finished = self.preempted = self.aborted = self.resets = self.idle = 0
         self.outputs = {}
 
-    def add(self, request_id, prompt, limit):
-        request = make_request(request_id, prompt)
-        self.requests[request_id], self.limits[request_id] = request, limit
+    def add(self, request_id, prompt, limit, items=None):
+        request = make_request(request_id, prompt, items)
+        if request_id in self.requests:
+            self.later[request_id] = request, limit
+        else:
+            self.requests[request_id], self.limits[request_id] = request, limit
         self.manager.add_request(request)
 
-    def step(self):
-        tasks, errors = self.manager.schedule()
-        assert not errors, errors
+    def end(self, request_id):
+        """Returns the request. One that waited for its id takes its place."""
+        request = self.requests.pop(request_id)
+        if request_id in self.later:
+            self.requests[request_id], self.limits[request_id] = self.later.pop(request_id)
+        return request
+
+    def step(self, lose=None):
+        """As the host's loop: what raises is logged. `lose` names the place where this batch is lost."""
+        try:
+            tasks = self.schedule(lose)
+        except Lost:
+            tasks = []
+            self.num_lost += 1
         self.check()
-        if tasks:
-            self.deliver(tasks)
         sampled = self.worker.step()
         self.idle = 0 if tasks or sampled else self.idle + 1
         if self.idle > 100 and self.stuck_in_prefill():
@@ -113,6 +161,40 @@ class Drive:
                 if len(request.output_token_ids) >= self.limits[request_id]:
                     self.finish(request_id)
         self.check()
+
+    def schedule(self, lose):
+        if lose == "schedule":
+            self.raise_midway()
+        try:
+            tasks, errors = self.manager.schedule()
+        finally:
+            vars(self.manager).pop("_get_num_new_tokens", None)
+        assert not errors, errors
+        self.check()
+        if tasks and lose == "before put":
+            raise Lost("between the two")
+        if tasks:
+            self.queue.breaks = lose if lose in ("put", "after put") else None
+            try:
+                self.queue.put_tasks((tasks, len(tasks)))
+            finally:
+                if self.queue.message is not None:
+                    self.deliver(self.queue.take())
+                self.queue.connect()
+        return tasks
+
+    def raise_midway(self):
+        """Where the host asserts what a multimodal request has, for the second prompt of a batch or a later one."""
+        original, passed = self.manager._get_num_new_tokens, self.rng.randrange(3)
+
+        def raising(request, budget):
+            nonlocal passed
+            if passed == 0:
+                raise Lost("patch_idx")
+            passed -= 1
+            return original(request, budget)
+
+        self.manager._get_num_new_tokens = raising
 
     def stuck_in_prefill(self):
         """2.6 preempts only decoding requests: with a tiny cache, unfinished prefills can hold all blocks for ever."""
@@ -126,10 +208,10 @@ class Drive:
         for request_id in aborted:
             self.aborted += 1
             self.manager.recycle_abort_task(request_id)
-            del self.requests[request_id]
+            self.end(request_id)
 
     def finish(self, request_id):
-        request = self.requests.pop(request_id)
+        request = self.requests[request_id]
         self.worker.stop(request_id)
         self.manager.cache_output_tokens(request)
         self.outputs[request_id] = list(request.output_token_ids)
@@ -137,6 +219,7 @@ class Drive:
             self.manager.finish_requests_async([request_id]).result()
         else:
             self.manager.finish_requests([request_id])
+        self.end(request_id)
         self.finished += 1
 
     def abort_one(self):
@@ -195,17 +278,49 @@ def random_prompt(rng):
     return common[: rng.randrange(len(common))] + [rng.randrange(1, 50) for _ in range(rng.randrange(1, 20))]
 
 
+LOSSES = ["schedule", "before put", "put", "after put"]
+"""Where a batch is lost. After put: it is in the queue, and the host does not know."""
+
+
+def random_request(rng, drive, number):
+    """Mostly a new one; some cannot be hashed, some have the id of a live one."""
+    action = rng.random()
+    request_id = f"r{number}"
+    if action < 0.05 and drive.requests.keys() - drive.later.keys():
+        request_id = rng.choice(sorted(drive.requests.keys() - drive.later.keys()))
+    items = {"mm_positions": [None], "mm_hashes": ["h"]} if action > 0.95 else None
+    drive.add(request_id, random_prompt(rng), rng.randrange(1, 24), items)
+    return items is not None, request_id in drive.later
+
+
+class KeptUses:
+    """Counts how often a request was matched with hashes of an earlier match."""
+
+    def __init__(self, kept):
+        self.count, self._take = 0, kept.take
+        kept.take = self._counted
+
+    def _counted(self, task):
+        tokens = self._take(task)
+        self.count += tokens is not None
+        return tokens
+
+
 def main(seed, steps, host_blocks, policy):
     rng = random.Random(f"{seed} {host_blocks} {policy}")
     drive = Drive(rng, make_manager(28, host_blocks, policy))
     cache = drive.manager.config.cache_config
     assert drive.cache.launch_cache_manager(cache, 1, ["0"], "127.0.0.1", 0, "", False) == []
     assert drive.cache.updates is None, "without --dynamic-load-weight nothing watches for weight updates"
+    kept = KeptUses(drive.cache._kept)
+    poisoned = doubled = 0
     for number in range(steps):
         action = rng.random()
         if action < 0.4:
             if len(drive.requests) < 12:
-                drive.add(f"r{number}", random_prompt(rng), rng.randrange(1, 24))
+                is_poisoned, is_double = random_request(rng, drive, number)
+                poisoned += is_poisoned
+                doubled += is_double
         elif action < 0.43:
             drive.abort_one()
         elif action < 0.435:
@@ -214,14 +329,15 @@ def main(seed, steps, host_blocks, policy):
             drive.preempt_last()
         elif action < 0.45:
             drive.manager._free_blocks(make_request(f"unknown{number}", [1]))
-        drive.step()
+        drive.step(rng.choice(LOSSES) if rng.random() < 0.03 else None)
     drive.manager.waiting_abort_req_id_set.clear()
     drive.run_dry()
     drive.cache.manager.check_idle()
     worker = drive.worker
     print(
         f"RESULT finished={drive.finished} preempted={drive.preempted} aborted={drive.aborted} resets={drive.resets} "
-        f"swapped_in={worker.num_swapped_in} swapped_out={worker.num_swapped_out}"
+        f"swapped_in={worker.num_swapped_in} swapped_out={worker.num_swapped_out} lost={drive.num_lost} "
+        f"poisoned={poisoned} doubled={doubled} kept={kept.count}"
     )
 
 

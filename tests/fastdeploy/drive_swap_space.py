@@ -65,6 +65,9 @@ CASES = {
     "dsa": (DEEPSEEK, "DSA_ATTN", ["--tensor-parallel-size", "8"]),
     "dsa_mtp": (DEEPSEEK, "DSA_ATTN", ["--speculative-config", MTP]),
     "too_small": (QWEN, "APPEND_ATTN", ["--swap-space", "0.0001"]),
+    "nan": (QWEN, "APPEND_ATTN", ["--swap-space", "nan"]),
+    "infinite": (QWEN, "APPEND_ATTN", ["--swap-space", "inf"]),
+    "negative": (QWEN, "APPEND_ATTN", ["--swap-space=-1"]),
     "none": (QWEN, "APPEND_ATTN", ["--swap-space", "0"]),
 }
 BACKENDS = {

@@ -23,6 +23,7 @@ def test_random_lives(release, tmp_path, host_blocks, policy):
     result = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", output.partition("RESULT")[2])}
     assert result["finished"] > 200
     assert min(result["preempted"], result["aborted"], result["resets"]) > 3
+    assert min(result["lost"], result["poisoned"], result["doubled"], result["kept"]) > 3
     assert (result["swapped_in"] > 0) == (result["swapped_out"] > 0) == (host_blocks > 0)
 
 

@@ -61,6 +61,8 @@ def test_what_cannot_work_is_one_line_at_start(report):
     release, lines = report
     refused = {line.split()[1]: line for line in lines if line.startswith("REFUSED")}
     assert "--swap-space 0.0001 GiB is less than one block: it takes 393216 bytes" in refused.pop("too_small")
+    for name, given in {"nan": "nan", "infinite": "inf", "negative": "-1.0"}.items():
+        assert f"--swap-space must be a number of GiB, 0 or more, got {given}" in refused.pop(name)
     if release == "2.6":
         assert "speculative method mtp with DSA_ATTN" in refused.pop("dsa_mtp")
     assert refused == {}

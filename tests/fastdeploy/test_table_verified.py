@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1.fastdeploy_host.lost_batches import HOSTS_BATCH
 from fastdeploy_kvcache_v1.fastdeploy_host.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_host.release import host_at
 from fastdeploy_kvcache_v1.fastdeploy_host.table import table_for
@@ -102,6 +103,16 @@ with mock.patch("importlib.metadata.entry_points", entry_points):
 @pytest.mark.parametrize("release", ["2.5", "2.6"])
 def test_without_the_variable_the_host_is_untouched(release, tmp_path):
     assert "UNTOUCHED" in run_inside(release, tmp_path, "-c", UNTOUCHED, manager=False)
+
+
+@pytest.mark.parametrize("release", ["2.5", "2.6"])
+def test_the_batch_that_schedule_puts_together_has_the_name_that_we_look_for(release, tmp_path):
+    """When `schedule` raises, its local variable is all that knows which requests it had scheduled."""
+    code = "from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1 as manager\n"
+    code += "names = manager.schedule.__code__\nprint('LOCALS', *names.co_varnames, *names.co_cellvars)"
+    output = run_inside(release, tmp_path, "-c", f"import fastdeploy\n{code}", manager=False)
+    (names,) = (line.split()[1:] for line in output.splitlines() if line.startswith("LOCALS"))
+    assert HOSTS_BATCH in names
 
 
 def test_a_wrong_release_is_refused_at_import(tmp_path, monkeypatch):

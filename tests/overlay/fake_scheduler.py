@@ -4,6 +4,7 @@ Not FastDeploy: it has the steps of ResourceManagerV1 that touch the cache, and 
 """
 
 import enum
+from collections import deque
 from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
@@ -55,7 +56,7 @@ class Control:
 
     def __init__(self, task_type, task):
         self.task_type, self.idx, self.request_id = task_type, task.idx, task.request_id
-        self.block_tables = list(task.block_tables)
+        self.block_tables = task.block_tables
 
 
 def make_adapter(num_device_blocks, num_host_blocks=0, block_size=4, **settings):
@@ -74,7 +75,7 @@ class FakeScheduler:
         self.roll_back = chance
         """Asked before a matched request is scheduled; True takes its match back."""
         self.worker = FakeWorker(self.block_size)
-        self.waiting, self.running, self.free_idx = [], [], list(range(seats))
+        self.waiting, self.running, self.free_idx = deque(), [], list(range(seats))
         self.finished, self.aborting = {}, set()
 
     def add(self, task):
@@ -89,7 +90,9 @@ class FakeScheduler:
             self._schedule_waiting(batch)
         self.cache.send_swaps(batch)
         if batch:
-            for request_id in self.worker.receive(batch)[0]:
+            preempted_now = self.worker.receive(batch)[0]
+            self.cache.batch_sent()
+            for request_id in preempted_now:
                 task = next(task for task in preempted if task.request_id == request_id)
                 self.waiting.insert(0, task)
         self._take_tokens(self.worker.step())
@@ -154,7 +157,7 @@ class FakeScheduler:
             if not self.cache.can_allocate_gpu_blocks(blocks):
                 self._free(task)
                 break
-            self.waiting.pop(0)
+            self.waiting.popleft()
             self.running.append(task)
             task.status, task.idx = Status.RUNNING, self.free_idx.pop()
             self._prefill(task, tokens, blocks, batch)

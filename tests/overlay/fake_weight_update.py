@@ -13,6 +13,8 @@ import threading
 from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.fastdeploy_host import engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_host.lost_batches import Transit
+from fastdeploy_kvcache_v1.fastdeploy_host.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_host.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING, WeightUpdates
 
 from .fake_scheduler import Control, FakeScheduler, Kind, Status
@@ -26,21 +28,32 @@ class FakeResourceManager(FakeScheduler):
         self.cache_manager = cache
         cache.publisher = SimpleNamespace(publish=lambda: None)
         cache.updates, cache.epoch = None, 0
+        cache.transit, cache.held_back = Transit(cache), HeldBack()
         self.lock = threading.Lock()
-        self.requests, self.tasks_list, self.stop_flags = {}, {}, {}
+        self.requests, self.tasks_list, self.stop_flags = {}, [None] * self.seats, [True] * self.seats
         self.waiting_abort_req_id_set = self.aborting
         self.to_be_aborted_req_id_set, self.to_be_rescheduled_request_id_set = set(), set()
         self.num_unconfirmed = self.num_aborted = 0
 
     def add(self, task):
+        engine_patches.add_request(self._add, self, (task,), {})
+
+    def add_request(self, task):
+        self.add(task)
+
+    def _add(self, task):
         super().add(task)
         self.requests[task.request_id] = task
 
     def schedule(self):
-        return engine_patches.schedule(self._schedule, self, (), {})
+        def schedule():
+            scheduled_reqs, self.tokens_left = [], self.budget
+            self._schedule_all(scheduled_reqs)
+            return scheduled_reqs, []
 
-    def _schedule(self):
-        batch, self.tokens_left = [], self.budget
+        return engine_patches.schedule(schedule, self, (), {})
+
+    def _schedule_all(self, batch):
         preempted = self._schedule_running(batch)
         self.to_be_rescheduled_request_id_set.update(task.request_id for task in preempted)
         if not preempted:
@@ -51,7 +64,6 @@ class FakeResourceManager(FakeScheduler):
                 self.to_be_aborted_req_id_set.add(task.request_id)
                 self.requests[task.request_id].status = Status.PREEMPTED
                 self.requests[task.request_id].num_computed_tokens = 0
-        return batch, []
 
     def confirm(self, preempted, aborted):
         for request_id in preempted:
@@ -81,11 +93,23 @@ class FakeResourceManager(FakeScheduler):
             tasks.append(Control(Kind.PREEMPTED, victim))
         return tasks
 
+    def _schedule_waiting(self, batch):
+        super()._schedule_waiting(batch)
+        for task in self.running:
+            self.tasks_list[task.idx] = task
+
+    def _free_blocks(self, task):
+        self._free(task)
+        self.free_idx.append(task.idx)
+
+    def _prepare_preempt_task(self, task):
+        return Control(Kind.PREEMPTED, task)
+
     def reschedule_preempt_task(self, request_id):
         with self.lock:
             if request_id in self.to_be_rescheduled_request_id_set and request_id in self.requests:
                 self.to_be_rescheduled_request_id_set.remove(request_id)
-                self.waiting.insert(0, self.requests[request_id])
+                self.waiting.appendleft(self.requests[request_id])
 
     def check(self):
         self.cache.check()

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, PoolInUseError
+from fastdeploy_kvcache_v1.fastdeploy_host import adapter
 from fastdeploy_kvcache_v1.fastdeploy_host.hit_rates import WINDOW, HitRates
+from fastdeploy_kvcache_v1.fastdeploy_host.task_tokens import TaskTokens
 from fastdeploy_kvcache_v1.fastdeploy_host.transport import SWAP_ATTRIBUTE
 
 from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
@@ -145,6 +147,67 @@ def test_an_old_request_of_the_same_id_touches_nothing():
     cache.request_match_blocks(new, 4)
     cache.release_block_ids(old)
     assert cache.manager.stats().num_requests == 1
+
+
+def test_a_second_request_of_a_live_id_leaves_the_first_ones_blocks_alone(caplog):
+    cache = make_adapter(8)
+    elder, newcomer = FakeTask("x", [1] * 13), FakeTask("x", [2] * 9)
+    elder.block_tables, _, _ = cache.request_match_blocks(elder, 4)
+    elder.block_tables.extend(cache.allocate_gpu_blocks(4, "x"))
+    cache.update_cache_blocks(elder, 4, 13)
+    assert elder.num_cached_blocks == 3
+    newcomer.block_tables, matched, _ = cache.request_match_blocks(newcomer, 4)
+    assert (newcomer.block_tables, matched) == ([], 0)
+    assert "request x is served without the cache: a live request has the same id" in caplog.text
+    newcomer.block_tables = cache.allocate_gpu_blocks(3, "x")
+    cache.update_cache_blocks(newcomer, 4, 9)
+    cache.cache_output_blocks(newcomer, 4)
+    assert newcomer.num_cached_blocks == 0
+    assert not set(cache.allocate_gpu_blocks(1, "other")) & {*elder.block_tables, *newcomer.block_tables}
+    assert not cache.can_allocate_gpu_blocks(1)
+    for task in (newcomer, elder):
+        cache.check()
+        task.status = Status.FINISHED
+        cache.release_block_ids(task)
+        cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], "x")
+    assert cache.num_recycled_wrongly == 0
+    assert cache.can_allocate_gpu_blocks(7)
+
+
+@pytest.mark.parametrize(
+    ("items", "times"), [(None, 1), ({}, 1), ({"mm_positions": [], "mm_hashes": []}, 1), ("an image", 4)]
+)
+def test_a_request_that_waits_is_hashed_once_unless_it_has_images(monkeypatch, items, times):
+    made = []
+
+    class Counted(TaskTokens):
+        def __init__(self, *args):
+            made.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(adapter, "TaskTokens", Counted)
+    cache = make_adapter(8)
+    task = FakeTask("x", [1] * 9, items=images((1, 2)) if items == "an image" else items)
+    for _ in range(4):
+        cache.request_match_blocks(task, 4)
+        cache.release_block_ids(task)
+    assert len(made) == times
+
+
+def test_hashes_of_aborted_requests_are_not_kept(monkeypatch):
+    cache = make_adapter(20)
+    scheduler = FakeScheduler(cache)
+    kept = cache._kept
+    for request_id in "ab":
+        scheduler.add(FakeTask(request_id, [1] * 9, 60))
+    scheduler.step()
+    scheduler.running[0].status = Status.PREEMPTED  # the host says the same of aborted requests
+    scheduler.aborting.add("a")
+    scheduler.step()
+    assert len(kept) == 0
+    scheduler.reset()
+    scheduler.waiting.clear()
+    cache.manager.check_idle()
 
 
 def test_recycling_what_one_does_not_hold_is_counted_and_ignored():
@@ -299,6 +362,11 @@ class Position:
         self.offset, self.length = offset, length
 
 
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 def images(*positions):
     return {"mm_positions": [Position(*position) for position in positions], "mm_hashes": ["h"] * len(positions)}
 
@@ -324,8 +392,51 @@ def test_what_cannot_be_hashed_is_served_without_caching(items, caplog):
         scheduler.add(FakeTask(request_id, [1] * 12, 3, items))
         scheduler.run_dry()
     assert scheduler.cache.hit_rates.num_device_tokens == 0
-    assert "is not cached" in caplog.text
+    assert "request a is served without the cache, it cannot be hashed" in caplog.text
     scheduler.cache.manager.check_idle()
+
+
+POISON = [
+    {"mm_positions": [None], "mm_hashes": ["h"]},
+    {"mm_positions": [Position("x", 2)], "mm_hashes": ["h"]},
+    {"mm_positions": [Position(0, 2)], "mm_hashes": [Unprintable()]},
+    {"mm_positions": 7, "mm_hashes": ["h"]},
+    {"mm_positions": np.ones((2, 2)), "mm_hashes": ["h", "h"]},
+    ["h"],
+]
+
+
+@pytest.mark.parametrize("items", POISON)
+def test_a_request_that_cannot_be_hashed_lets_the_others_pass(items, caplog):
+    """The host would schedule nothing behind a request whose match raises."""
+    scheduler = FakeScheduler(make_adapter(40))
+    for request_id, given in (("before", None), ("poisoned", items), ("behind", None)):
+        scheduler.add(FakeTask(request_id, [1] * 12, 3, given))
+    scheduler.run_dry()
+    scheduler.cache.check()
+    assert scheduler.finished.keys() == {"before", "poisoned", "behind"}
+    assert scheduler.finished["poisoned"].num_cached_blocks == 0
+    assert "matching it failed" not in caplog.text
+    scheduler.cache.manager.check_idle()
+
+
+def test_a_match_that_fails_in_the_cache_itself_leaves_no_trace(monkeypatch, caplog):
+    cache = make_adapter(8)
+    scheduler = FakeScheduler(cache)
+    serve(scheduler, [1] * 9)
+
+    def broken(*_):
+        raise RuntimeError("a defect of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.manager, "allocate", broken)
+        task = FakeTask("x", [1] * 9)
+        assert cache.request_match_blocks(task, 4)[:2] == ([], 0)
+    assert "request x is served without the cache: matching it failed" in caplog.text
+    assert "a defect of ours" in caplog.text
+    cache.check()
+    cache.manager.check_idle()
+    assert cache.request_match_blocks(task, 4)[1] == 8
 
 
 def test_storage_is_not_there():

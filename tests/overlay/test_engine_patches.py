@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import math
 import sys
 from dataclasses import asdict, dataclass, fields
 from types import ModuleType, SimpleNamespace
@@ -89,6 +90,15 @@ def test_workers_read_the_settings_from_the_environment(monkeypatch):
 )
 def test_who_decides_the_number_of_host_blocks(given, sized):
     assert cache_config(**given).sized_by_swap_space is sized
+
+
+@pytest.mark.parametrize("amount", [math.nan, math.inf, -math.inf, -1.0])
+def test_no_amount_of_memory_is_refused_before_the_host_computes_with_it(amount):
+    def host_computes(args):
+        raise AssertionError("int(nan) says nothing of a flag")
+
+    with pytest.raises(ConfigError, match=f"--swap-space must be a number of GiB, 0 or more, got {amount}"):
+        config_patches.init_cache_config(host_computes, SimpleNamespace(), ({"swap_space": amount},), {})
 
 
 @pytest.mark.parametrize("threshold", [0, -1, "many"])
@@ -235,13 +245,13 @@ class FakeResourceManager:
     ("dynamic", "caching", "v1"), [(False, True, False), (True, False, False), (True, True, True), (False, True, True)]
 )
 def test_where_no_legacy_update_can_happen_nobody_looks_for_one(fake_fastdeploy, dynamic, caching, v1):
-    """No thread, no shared memory, and the host's own batch object goes to the queue."""
+    """No thread, and no shared memory."""
     fake_fastdeploy.FD_ENABLE_V1_UPDATE_WEIGHTS = v1
     manager = launched(dynamic=dynamic, caching=caching)
     assert (manager.updates, FakeSignal.opened) == (None, [])
     instance = FakeResourceManager(manager)
     tasks, errors = engine_patches.schedule(lambda: (instance.batch, []), instance, (), {})
-    assert (tasks is instance.batch, errors) == (True, [])
+    assert (tasks, errors) == (instance.batch, [])
 
 
 @pytest.mark.parametrize(("host_blocks", "ranks_here", "heartbeats"), [(4, 8, 2), (0, 1, 1)])

@@ -1,14 +1,17 @@
-"""Copies ride on batches: what happens when one of them never reaches the worker."""
+"""What happens when a batch never reaches the workers: blocks, requests and copies that it named."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.fastdeploy_host import engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_host.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_host.transport import SWAP_ATTRIBUTE
 
-from .fake_scheduler import FakeScheduler, FakeTask, Status, make_adapter, serve
+from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
+from .fake_weight_update import FakeResourceManager
 
 
 def lose_next_batch(scheduler):
@@ -25,9 +28,11 @@ def test_the_attribute_is_taken_off_a_task_that_is_sent_again():
     scheduler.add(task)
     scheduler.step()
     assert SWAP_ATTRIBUTE not in vars(task)
+    received = scheduler.worker.receive
+    had_copies = []
+    scheduler.worker.receive = lambda batch: had_copies.append(SWAP_ATTRIBUTE in vars(task)) or received(batch)
     scheduler.step()
-    assert SWAP_ATTRIBUTE in vars(task)  # the blocks of the first chunk go to the host with the second
-    cache.send_swaps([])
+    assert had_copies == [True]  # the blocks of the first chunk go to the host with the second
     assert SWAP_ATTRIBUTE not in vars(task)
 
 
@@ -37,9 +42,6 @@ def test_a_lost_batch_is_noticed():
     scheduler.add(FakeTask("a", [1] * 24))
     scheduler.step()
     scheduler.step()
-    task = scheduler.running[0]
-    vars(task).pop(SWAP_ATTRIBUTE)
-    cache.update_cache_blocks(task, 4, 4)
     lose_next_batch(scheduler)
     with pytest.raises(TransferError, match="a batch was lost"):
         scheduler.step()
@@ -54,6 +56,7 @@ def test_a_batch_that_the_host_drops_itself():
         scheduler.step()
     lose_next_batch(scheduler)
     scheduler.worker.rows.clear()
+    cache.held_back = HeldBack()
     engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache))
     assert engine_patches.clear_data(lambda: True, engine, (), {}) is True
     cache.check()
@@ -89,3 +92,261 @@ def test_requests_that_run_keep_their_blocks_when_the_cache_is_forgotten():
     cache.check()
     cache.manager.check_idle()
     assert scheduler.finished.keys() >= {"running", "new"}
+
+
+# ---- batches that the host loses between `schedule` and the queue
+
+
+class Loop:
+    """The host's schedule loop, its worker and the thread that reads tokens, one after the other."""
+
+    def __init__(self, cache, **settings):
+        self.manager = FakeResourceManager(cache, **settings)
+
+    def step(self, *, put=None):
+        """Returns the batch, also of a step in which `put` raises."""
+        tasks, errors = self.manager.schedule()
+        assert not errors
+        if tasks:
+            self.send(tasks, put or self.deliver)
+        self.manager.take_tokens(self.manager.worker.step())
+        self.manager.cache.check()
+        return tasks
+
+    def send(self, tasks, put):
+        with suppress(ConnectionError):  # as the host: it logs that, and goes on
+            engine_patches.put_tasks(put, None, ((tasks, len(tasks)),), {})
+
+    def deliver(self, message):
+        tasks, _ = message
+        self.manager.confirm(*self.manager.worker.receive(tasks))
+
+    def run_dry(self):
+        for _ in range(500):
+            if not self.manager.requests:
+                return
+            self.step()
+        raise AssertionError(f"no progress: {sorted(self.manager.requests)}")
+
+
+def broken(message):
+    raise ConnectionError("the queue")
+
+
+def kinds(batch):
+    return [(task.task_type, task.request_id) for task in batch]
+
+
+def test_blocks_of_a_batch_that_was_not_sent_are_never_found():
+    cache = make_adapter(24)
+    loop = Loop(cache)
+    loop.manager.add(FakeTask("a", [1] * 17))
+    loop.step(put=broken)
+    probe = FakeTask("probe", [1] * 17)
+    assert cache.request_match_blocks(probe, 4)[1] == 0
+    cache.release_block_ids(probe)
+    assert kinds(loop.step()) == [(Kind.PREEMPTED, "a")]
+    assert cache.request_match_blocks(probe, 4)[1] == 0
+    cache.release_block_ids(probe)
+    loop.step()
+    assert cache.request_match_blocks(probe, 4)[1] == 16
+    cache.release_block_ids(probe)
+    loop.run_dry()
+    cache.manager.check_idle()
+
+
+def test_blocks_are_found_only_after_their_batch_was_sent():
+    cache = make_adapter(24)
+    manager = FakeResourceManager(cache)
+    manager.add(FakeTask("a", [1] * 17))
+    tasks, _ = manager.schedule()
+    for is_sent in (False, True):
+        if is_sent:
+            engine_patches.put_tasks(lambda message: None, None, ((tasks, 1),), {})
+        probe = FakeTask(f"probe{is_sent}", [1] * 17)
+        assert cache.request_match_blocks(probe, 4)[1] == 16 * is_sent
+        cache.release_block_ids(probe)
+    cache.check()
+
+
+def test_a_request_with_a_lost_chunk_starts_again_and_finishes():
+    cache = make_adapter(24)
+    loop = Loop(cache, budget=8)
+    task = FakeTask("a", [1] * 20, 5)
+    loop.manager.add(task)
+    loop.step()
+    loop.step(put=broken)
+    assert kinds(loop.step()) == [(Kind.PREEMPTED, "a")]
+    assert task.status is Status.PREEMPTED
+    loop.step()
+    assert (task.prefill_start_index, task.prefill_end_index) == (8, 16)  # the first chunk was computed
+    loop.run_dry()
+    assert len(loop.manager.finished["a"].output_token_ids) == 5
+    cache.manager.check_idle()
+
+
+def test_a_schedule_that_raises_loses_what_it_had_scheduled():
+    cache = make_adapter(24)
+    loop = Loop(cache)
+    manager = loop.manager
+    manager.add(FakeTask("a", [1] * 12))
+    manager.add(FakeTask("bad", [2] * 4))
+    match = manager._match
+
+    def raising(task):
+        if task.request_id == "bad":
+            raise AssertionError("as the host's asserts")
+        return match(task)
+
+    manager._match = raising
+    with pytest.raises(AssertionError, match="as the host's"):
+        loop.step()
+    cache.check()
+    manager._match = match
+    batch = loop.step()
+    assert [task.request_id for task in batch] == ["a", "bad"], "without a seat it waits, in front"
+    assert batch[0].prefill_start_index == 0
+    loop.run_dry()
+    cache.manager.check_idle()
+
+
+def test_lost_news_of_preempted_aborted_and_decoding_requests_are_told_again():
+    cache = make_adapter(12)
+    loop = Loop(cache)
+    manager = loop.manager
+    for name in "abc":
+        manager.add(FakeTask(name, [ord(name)] * 10, 12))
+    loop.step()
+    manager.aborting.add("a")
+    lost = []
+    for _ in range(20):
+        lost = loop.step(put=lambda message: broken(message) if len(message[0]) > 2 else loop.deliver(message))
+        if len(lost) > 2:
+            break
+    assert {kind for kind, _ in kinds(lost)} >= {Kind.ABORT, Kind.DECODE}
+    again = kinds(loop.step())
+    expected = [(Kind.PREEMPTED if kind is Kind.PREFILL else kind, name) for kind, name in kinds(lost)]
+    assert again[: len(lost)] == expected
+    loop.run_dry()
+    assert manager.num_aborted == 1
+    cache.manager.check_idle()
+
+
+def test_a_lost_task_of_a_request_that_ended_is_not_told_again():
+    manager = FakeResourceManager(make_adapter(12))
+    ended = FakeTask("a", [1] * 4)
+    ended.block_tables = [3]
+    lost = [Control(kind, ended) for kind in (Kind.PREEMPTED, Kind.ABORT, Kind.DECODE)]
+    transit = manager.cache.transit
+    transit.depart(manager, lost)
+    transit.recover(manager)
+    assert transit.depart(manager, []) == []
+
+
+def test_a_lost_batch_with_copies_does_not_stop_the_worker():
+    cache = make_adapter(8, 40, write_policy="write_back")
+    loop = Loop(cache)
+    for name, token in (("a", 1), ("b", 2)):
+        loop.manager.add(FakeTask(name, [token] * 24))
+        loop.run_dry()
+    loop.manager.add(FakeTask("c", [1] * 24))
+    (lost,) = loop.step(put=broken)
+    assert lost.prefill_start_index == 20, "its prefix was to be swapped in"
+    loop.run_dry()
+    assert loop.manager.finished["c"].prefill_start_index == 0, "no cached block can be trusted"
+    loop.manager.add(FakeTask("d", [1] * 24))
+    loop.run_dry()
+    assert loop.manager.finished["d"].prefill_start_index == 20
+    cache.manager.check_idle()
+
+
+def test_a_request_with_a_hole_caches_nothing_more():
+    """Where the host goes on with it all the same."""
+    cache = make_adapter(12)
+    task = FakeTask("a", [1] * 17)
+    task.block_tables, _, _ = cache.request_match_blocks(task, 4)
+    task.block_tables.extend(cache.allocate_gpu_blocks(5, "a"))
+    cache.update_cache_blocks(task, 4, 8)
+    cache.batch_lost()
+    cache.check()
+    cache.update_cache_blocks(task, 4, 17)
+    cache.batch_sent()
+    task.status = Status.FINISHED
+    cache.cache_output_blocks(task, 4)
+    cache.check()
+    cache.release_block_ids(task)
+    cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], "a")
+    assert len(cache.gpu_free_block_list) == 12
+    assert cache.num_recycled_wrongly == 0
+
+
+def test_a_request_is_not_complete_while_its_prompt_is_on_its_way():
+    cache = make_adapter(12)
+    task = FakeTask("a", [1] * 9)
+    task.block_tables, _, _ = cache.request_match_blocks(task, 4)
+    task.block_tables.extend(cache.allocate_gpu_blocks(3, "a"))
+    cache.update_cache_blocks(task, 4, 9)
+    cache.cache_output_blocks(task, 4)
+    assert cache.manager.stats().device_cached_blocks == 0
+    cache.check()
+
+
+# ---- two requests of one id
+
+
+def test_a_request_waits_while_another_one_has_its_id(caplog):
+    cache = make_adapter(24)
+    loop = Loop(cache)
+    elder, newcomer, third = (FakeTask("x", [token] * 9, 6) for token in (1, 2, 3))
+    for task in (elder, newcomer, third):
+        loop.manager.add(task)
+        loop.step()
+    assert list(loop.manager.running) == [elder]
+    assert "request x waits: a live request has the same id" in caplog.text
+    assert len(cache.held_back) == 2
+    for task in (elder, newcomer, third):
+        assert loop.manager.requests["x"] is task
+        while loop.manager.requests.get("x") is task:
+            loop.step()
+        loop.step()
+    loop.run_dry()
+    assert [len(task.output_token_ids) for task in (elder, newcomer, third)] == [6, 6, 6]
+    cache.manager.check_idle()
+
+
+def test_an_id_that_the_host_forgot_to_forget_is_free():
+    manager = FakeResourceManager(make_adapter(24))
+    manager.requests["x"] = FakeTask("x", [1])  # ended with an error, before it was scheduled
+    task = FakeTask("x", [2])
+    manager.add(task)
+    assert list(manager.waiting) == [task]
+
+
+def test_clearing_all_data_ends_those_that_wait_for_an_id():
+    manager = FakeResourceManager(make_adapter(24))
+    for _ in range(2):
+        manager.add(FakeTask("x", [1]))
+    engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=manager.cache))
+    engine_patches.clear_data(lambda: True, engine, (), {})
+    assert len(manager.cache.held_back) == 0
+
+
+# ---- seats
+
+
+@pytest.mark.parametrize(
+    ("status", "stop_flags", "expected"),
+    [
+        (Status.WAITING, [False, False], "not asked"),
+        (Status.WAITING, [False, True], "matched"),
+        (Status.PREEMPTED, [False, False], "matched"),
+    ],
+)
+def test_a_new_request_is_matched_only_when_there_is_a_seat(status, stop_flags, expected):
+    request = FakeTask("x", [1])
+    request.status = status
+    asked = []
+    manager = SimpleNamespace(stop_flags=stop_flags)
+    matched = engine_patches.get_prefix_cached_blocks(lambda each: not asked.append(each), manager, (request,), {})
+    assert ("matched" if matched else "not asked") == expected
+    assert asked == [request] * matched

@@ -63,6 +63,35 @@ def test_an_unknown_host_cannot_be_imported(tmp_path):
         assert "OverlayError" in done.stderr
 
 
+TRY_TWICE = """
+for attempt in (1, 2, 3):
+    try:
+        import fastdeploy
+        print("imported")
+    except Exception as e:
+        print(type(e).__name__, "is not the 2.6 that the patch table was written for" in str(e))
+"""
+
+
+def test_a_host_that_drifted_cannot_be_imported_at_a_second_attempt_either(tmp_path):
+    fake_host.write(tmp_path, "fastdeploy", version="2.6.0")
+    assert python(tmp_path, TRY_TWICE, "1").stdout.splitlines() == ["OverlayError True"] * 3
+
+
+def test_nor_where_only_its_plugin_groups_call_us(tmp_path):
+    """They call a plugin once in a process: an import after a failed one goes past them."""
+    loads_plugins = """
+        import sys
+        from fastdeploy_kvcache_v1 import plugin
+        if not hasattr(sys, "plugins_loaded"):
+            sys.plugins_loaded = True
+            plugin.register()
+    """
+    fake_host.write(tmp_path, "fastdeploy", version="2.6.0", init=loads_plugins)
+    stand_by = "\nfrom fastdeploy_kvcache_v1 import plugin; plugin.stand_by()"
+    assert python(tmp_path, stand_by + TRY_TWICE, "1").stdout.splitlines() == ["OverlayError True"] * 3
+
+
 def test_the_same_host_is_untouched_without_the_switch(tmp_path):
     fake_host.write(tmp_path, "fastdeploy", version="9.1.0")
     assert python(tmp_path, "\nimport fastdeploy", "0").returncode == 0

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_host import engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_host.lost_batches import Batch
 from fastdeploy_kvcache_v1.fastdeploy_host.weight_updates import (
     CLEARED,
     CLEARING,
     NORMAL,
     UPDATING,
-    Batch,
     WeightUpdates,
     start_again,
 )
@@ -130,6 +130,7 @@ def test_a_clear_that_the_api_gave_up_is_an_update_all_the_same():
         while manager.requests:
             for task in manager.schedule()[0]:
                 assert manager.worker.receive([task]) == ([], [])
+            manager.cache.transit.sent()
             manager.take_tokens(manager.worker.step())
 
     serve("cold")
@@ -201,7 +202,8 @@ def test_the_thread_answers_and_survives_a_failure():
 
 
 def put(signals, epoch, queue):
-    batch = Batch(["task"], signals.updates, epoch)
+    cache = SimpleNamespace(updates=signals.updates, transit=SimpleNamespace(sent=lambda: None))
+    batch = Batch(["task"], cache, epoch)
     engine_patches.put_tasks(queue.put_tasks, queue, ((batch, 1),), {})
 
 
@@ -270,7 +272,7 @@ def test_other_things_are_put_as_ever():
 
 
 def test_a_batch_travels_as_a_plain_list():
-    batch = Batch([1, 2], Signals().updates, 0)
+    batch = Batch([1, 2], Signals(), 0)
     assert batch == [1, 2]
     copy = pickle.loads(pickle.dumps(batch))
     assert (type(copy), copy) == (list, [1, 2])

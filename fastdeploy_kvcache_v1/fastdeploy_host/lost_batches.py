@@ -1,0 +1,141 @@
+"""Batches between the host's `schedule` and its queue for the workers, and what becomes of one that never gets there.
+
+`schedule` may raise after it has put some requests into a batch; so may whatever stands between it and `put_tasks`, and
+`put_tasks` itself. The host logs that and goes on as if the workers had the batch. What was in it, and what we do
+before the next one:
+
+    prefill          its KV is never written: preempted, so that it starts again when the worker confirms
+    preempt, abort   the worker still writes to blocks that are free now: told again, first in the next batch
+    decode, extend   the worker would wait for its new blocks for ever: told again, too
+
+A request whose seat it had not got yet goes back to the waiting ones. Copies that rode on the batch are lost with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+HOSTS_BATCH = "scheduled_reqs"
+"""The local variable of the host's `schedule` that holds the batch being put together."""
+
+
+class Batch(list[Any]):
+    """A batch on its way from `schedule` to the queue; a plain list to whoever unpickles it."""
+
+    def __init__(self, tasks: Sequence[Any], cache: Any, epoch: int) -> None:
+        super().__init__(tasks)
+        self.cache = cache
+        self.epoch = epoch
+        """The weight update before which it was scheduled."""
+
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[list[Any]]]:
+        return list, (list(self),)
+
+
+class Transit:
+    """The schedule loop's own: it has one batch at a time. `cache` has `batch_sent` and `batch_lost`."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self._unsent: Sequence[Any] | None = None
+        """The last batch, until it is in the queue."""
+        self._again: list[Any] = []
+        """Tasks of lost batches that still have to reach the workers."""
+
+    def recover(self, manager: Any) -> None:
+        """Before `manager` (the host's ResourceManagerV1) schedules: if its last batch was lost, undo it."""
+        if self._unsent is not None:
+            lost, self._unsent = self._unsent, None
+            if lost:
+                logger.warning("a batch of %d tasks did not reach the workers: its requests start again", len(lost))
+            self._cache.batch_lost()
+            self._again = take_back(manager, lost)
+
+    def depart(self, manager: Any, tasks: list[Any]) -> list[Any]:
+        """`manager` has scheduled `tasks`. Returns the batch, what has to be said again in front."""
+        if self._again:
+            tasks = [*(task for task in self._again if _still_holds(manager, task)), *tasks]
+            self._again = []
+        self._unsent = tasks or None
+        return tasks
+
+    def failed(self, error: Exception) -> None:
+        """`schedule` raised: what it had scheduled until then is lost."""
+        self._unsent = [*self._again, *scheduled_before(error)]
+        self._again = []
+
+    def sent(self) -> None:
+        """The last batch is in the queue."""
+        self._unsent = None
+        self._cache.batch_sent()
+
+    def forget(self) -> None:
+        """The workers have forgotten all requests, and every request starts again."""
+        self._unsent = None
+        self._again = []
+
+
+def scheduled_before(error: Exception) -> list[Any]:
+    """The batch that the host's `schedule` was putting together when it raised. Nothing else knows all of it."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "schedule" and HOSTS_BATCH in frame.f_locals:
+            return list(frame.f_locals[HOSTS_BATCH])
+    return []
+
+
+def take_back(manager: Any, lost: Sequence[Any]) -> list[Any]:
+    """Preempt the requests whose tokens `lost` would have computed. Returns what the workers have to be told again."""
+    again = []
+    with manager.lock:
+        for task in lost:
+            if task.task_type.name != "PREFILL":
+                again.append(task)
+            elif _remove(manager.running, partial(operator.is_, task)):
+                again += _preempt(manager, task)
+        # `schedule` takes them out of the running ones late: it may have raised before.
+        _remove(manager.running, lambda request: request.request_id in manager.to_be_aborted_req_id_set)
+    return again
+
+
+def _remove(requests: list[Any], is_meant: Callable[[Any], bool]) -> bool:
+    """In place, and by identity: the host's requests are equal when their ids are."""
+    others = [request for request in requests if not is_meant(request)]
+    found = len(others) < len(requests)
+    if found:
+        requests[:] = others
+    return found
+
+
+def _preempt(manager: Any, request: Any) -> list[Any]:
+    """As the host preempts for want of blocks. Returns the task that tells the worker, for a request with a seat."""
+    statuses = type(request.status)
+    request.status = statuses.PREEMPTED
+    request.num_computed_tokens = 0
+    manager._free_blocks(request)
+    request.num_cached_blocks = 0
+    if request.idx is not None and manager.tasks_list[request.idx] is request:
+        manager.to_be_rescheduled_request_id_set.add(request.request_id)
+        return [manager._prepare_preempt_task(request)]
+    request.status = statuses.WAITING
+    manager.waiting.appendleft(request)
+    return []
+
+
+def _still_holds(manager: Any, task: Any) -> bool:
+    """Whether the workers still need to be told: the request may have ended meanwhile, or been preempted."""
+    kind = task.task_type.name
+    if kind == "PREEMPTED":
+        return task.request_id in manager.to_be_rescheduled_request_id_set
+    if kind == "ABORT":
+        return task.request_id in manager.to_be_aborted_req_id_set
+    request = manager.requests.get(task.request_id)
+    if kind == "EXTEND":
+        return request is not None and request.extend_block_tables is task.extend_block_tables
+    return request is not None and request.block_tables is task.block_tables

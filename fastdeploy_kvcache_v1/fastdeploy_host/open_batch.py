@@ -1,0 +1,58 @@
+"""OpenBatch: what the batch between the host's `schedule` and its workers' queue owes the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from ..errors import InvariantError
+
+
+class OpenBatch:
+    """There is one at a time: the host schedules the next one after it has sent this one, or has lost it.
+
+    A block can be matched only once the batch that computes it has reached the queue. Not thread-safe: the adapter's
+    lock covers it.
+    """
+
+    def __init__(self) -> None:
+        self._matched: dict[str, Any] = {}
+        self._computed: dict[str, None] = {}
+
+    def match(self, task: Any) -> None:
+        """It is pinned and has a block table, but is not part of the batch yet."""
+        self._matched[task.request_id] = task
+
+    def compute(self, request_id: str) -> None:
+        """The batch computes tokens of this request."""
+        self._matched.pop(request_id, None)
+        self._computed[request_id] = None
+
+    def computes(self, request_id: str) -> bool:
+        return request_id in self._computed
+
+    def end(self, request_id: str) -> None:
+        """The request is given up: what the batch computes of it never counts."""
+        self._matched.pop(request_id, None)
+        self._computed.pop(request_id, None)
+
+    def matched(self) -> list[Any]:
+        """Requests that were matched and are not part of the batch."""
+        return list(self._matched.values())
+
+    def close(self) -> list[str]:
+        """It has reached the queue, or never will. Returns the requests of which it computes tokens."""
+        computed = list(self._computed)
+        self._computed.clear()
+        return computed
+
+    def clear(self) -> None:
+        self._matched.clear()
+        self._computed.clear()
+
+    def check(self, scheduled: Set[str], unscheduled: Set[str]) -> None:
+        """Raises `InvariantError` unless it names known requests only, and all that wait to be scheduled."""
+        if not self._computed.keys() <= scheduled:
+            raise InvariantError("open batch: it computes tokens of a request that is not scheduled")
+        if self._matched.keys() != unscheduled:
+            raise InvariantError("open batch: it knows other unscheduled requests than the adapter")

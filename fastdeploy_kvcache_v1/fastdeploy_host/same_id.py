@@ -1,0 +1,59 @@
+"""HeldBack: requests that wait because another live request has their id.
+
+Ids come from clients. The host finds, compares and ends requests by id: with two of one id it frees the blocks of one
+when the other is complete, while the worker still writes to them. So the second one comes to the host after the first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class HeldBack:
+    """Thread-safe. `manager` is the host's ResourceManagerV1."""
+
+    def __init__(self) -> None:
+        self._requests: deque[Any] = deque()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def hold(self, manager: Any, request: Any) -> bool:
+        """Whether `request` must wait; then it is held."""
+        with self._lock:
+            is_taken = _is_live(manager, request.request_id)
+            if is_taken:
+                logger.warning("request %s waits: a live request has the same id", request.request_id)
+                self._requests.append(request)
+            return is_taken
+
+    def release(self, manager: Any) -> list[Any]:
+        """Those whose ids are free now, in order of arrival; two of one id not at once."""
+        free: dict[str, Any] = {}
+        with self._lock:
+            for request in self._requests:
+                if request.request_id not in free and not _is_live(manager, request.request_id):
+                    free[request.request_id] = request
+            self._requests = deque(each for each in self._requests if free.get(each.request_id) is not each)
+        return list(free.values())
+
+    def clear(self) -> None:
+        with self._lock:
+            self._requests.clear()
+
+
+def _is_live(manager: Any, request_id: str) -> bool:
+    """The host's own table of requests is no answer: it keeps some that ended with an error."""
+    with manager.lock:
+        if request_id not in manager.requests:
+            return False
+        unconfirmed = manager.to_be_rescheduled_request_id_set, manager.to_be_aborted_req_id_set
+        return any(request_id in ids for ids in unconfirmed) or any(
+            each.request_id == request_id for queue in (manager.running, manager.waiting) for each in queue
+        )
