@@ -29,7 +29,7 @@ def prompt(rng):
 
 def live(rng, policy, *, updates, patience):
     """Requests come and go through so many updates, until the last one has ended. Returns (world, manager)."""
-    cache = make_adapter(24, 60, write_policy=policy)
+    cache = make_adapter(24, 60, write_policy=policy, write_through_threshold=1)
     manager = FakeResourceManager(cache)
     world = World(manager, rng, updates=updates, patience=patience)
     prompts = {}
