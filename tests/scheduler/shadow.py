@@ -49,12 +49,13 @@ class Shadow:
 
     # ---- requests
 
-    def match(self, request_id: str, tokens: list[int], *, resumed: bool = False) -> int:
+    def match(self, request_id: str, tokens: list[int], *, max_blocks: int | None = None, resumed: bool = False) -> int:
         hasher = BlockHasher(self.block_size)
         hasher.extend(tokens)
-        result = self.manager.match_prefix(request_id, hasher, resumed=resumed)
+        result = self.manager.match_prefix(request_id, hasher, max_blocks=max_blocks, resumed=resumed)
         self.requests[request_id] = ShadowRequest(list(tokens), hasher)
         assert result.num_tokens < len(tokens), "the last token is always computed"
+        assert max_blocks is None or result.num_blocks <= max_blocks
         assert [node.hash for node in self.manager.nodes(request_id)] == hasher.hashes[: result.num_blocks]
         return result.num_blocks
 

@@ -63,14 +63,15 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ---- rules
 
-    @rule(tokens=tokens_strategy, resumed=st.booleans())
-    def match(self, tokens: list[int], resumed: bool) -> None:
+    @rule(tokens=tokens_strategy, most=st.none() | st.integers(0, 5), resumed=st.booleans())
+    def match(self, tokens: list[int], most: int | None, resumed: bool) -> None:
         self.shadow.follow_events()
         name = f"r{self.counter}"
         self.counter += 1
-        found = self.shadow.match(name, tokens, resumed=resumed)
+        found = self.shadow.match(name, tokens, max_blocks=most, resumed=resumed)
         # Nothing is reported before it has been handed to the worker, and nothing reported is missed.
-        pending = found - self.shadow.expected_match(tokens)
+        expected = self.shadow.expected_match(tokens)
+        pending = found - (expected if most is None else min(expected, most))
         assert pending >= 0
         if pending:
             assert any(node.open_transfer for node in self.manager.nodes(name))
