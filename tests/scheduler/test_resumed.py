@@ -49,6 +49,19 @@ def test_a_hit_that_is_rolled_back_starts_no_backup() -> None:
     assert [node.hits for node in nodes(cache)] == [0] * 6
 
 
+def test_a_hit_of_what_a_reset_made_unfindable_starts_no_backup() -> None:
+    cache = manager(16, 16, "write_through_selective", write_through_threshold=1)
+    attempt(cache, resumed=False)
+    cache.match_prefix("r", prompt("abcdef!"))
+    cache.allocate("r", 6)
+    cache.reset_cache()
+    assert not cache.take_swap_step().evict
+    cache.check()
+    cache.finish("r")
+    cache.take_swap_step()
+    cache.check_idle()
+
+
 def nodes(cache: CacheManager) -> tuple:  # type: ignore[type-arg]
     cache.match_prefix("look", prompt("abcdef!"))
     found = cache.nodes("look")

@@ -183,3 +183,21 @@ def test_blocks_that_others_cached_first_are_walked_over_run_by_run() -> None:
     assert [node.hash.decode() for node in cache.nodes("second")] == ["a", "ab", "abc"]
     assert shape(cache) == ["a..a", "ab..abc", "abcd..abcd"]
     cache.check()
+
+
+@pytest.mark.parametrize(
+    ("stem", "rest", "is_joined"), [("abc", "def", True), ("ab", "cdef", True), ("a", "bcd", False)]
+)
+def test_a_long_run_is_not_moved_to_a_short_one_above_it(stem: str, rest: str, is_joined: bool) -> None:
+    """Its blocks would be moved again for every run above that comes to share their fate."""
+    cache = manager(16)
+    text = stem + rest
+    cache.match_prefix("r", prompt(text + "!"))
+    grow(cache, "r", len(stem))
+    cache.match_prefix("waits", prompt(stem + "!"))
+    grow(cache, "r", len(text))
+    cache.release("waits")
+    cache.finish("r")
+    cache.check()
+    cut = [f"a..{stem}", f"{stem}{rest[0]}..{text}"]
+    assert shape(cache) == ([f"a..{text}"] if is_joined else cut)
