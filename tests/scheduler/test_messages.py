@@ -51,7 +51,6 @@ def test_extend_and_append_keep_every_step_once() -> None:
         one.extend(BatchRequest([4], [], [step(2, 5)]))
     assert len(one) == 3
     assert not BatchRequest()
-    assert not BatchRequest()
 
 
 def test_the_batch_pickles_without_the_tree() -> None:
