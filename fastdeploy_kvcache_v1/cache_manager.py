@@ -148,7 +148,7 @@ class CacheManager:
             if not request.admitted:
                 raise CacheStateError(f"request {request_id} has no block table yet: allocate first")
             self._lent.end(slots)
-            request.tail += slots
+            request.adopt(slots, self.config.block_size)
 
     def lent_slots(self) -> frozenset[DeviceSlot]:
         """Every slot the caller of `lend` owns; O(lent), for checks."""

@@ -85,6 +85,11 @@ class RequestState:
             self.step, self.num_closed_tokens = step, self.num_tokens
         self.num_tokens = max(self.num_tokens, num_tokens)
 
+    def adopt(self, slots: Sequence[DeviceSlot], block_size: int) -> None:
+        """Its table goes on with `slots`; the caller, who owned them, knows when all their tokens can be computed."""
+        self.tail += slots
+        self.num_tokens = max(self.num_tokens, self.num_blocks * block_size)
+
     def hand_over(self, count: int) -> list[DeviceSlot]:
         """The tree is to take the first `count` blocks behind the cached ones; returns their slots."""
         slots = self.tail[:count]

@@ -75,6 +75,19 @@ def test_adopted_slots_are_cached_and_given_back_with_the_request(manager):
     manager.check_idle()
 
 
+def test_adopted_tokens_of_a_step_that_was_taken_count_while_the_next_one_allocates(manager):
+    admit(manager, "a", sequence(*range(1, 10)))
+    manager.adopt("a", manager.lend(3))
+    manager.take_swap_step()
+    manager.allocate("a", 8)
+    with pytest.raises(CacheStateError, match="closed its step"):
+        manager.commit("a", 7)
+    manager.commit("a", 6)
+    assert len(manager.nodes("a")) == 3
+    manager.finish("a")
+    manager.check()
+
+
 def test_what_another_request_cached_meanwhile_is_kept_as_a_duplicate(manager):
     first, second = sequence(1, 2, 3), sequence(1, 2, 3)
     for request_id, tokens in (("a", first), ("b", second)):
