@@ -172,7 +172,8 @@ class CacheManager:
     def transfer_failed(self, result: TransferResult) -> list[str]:
         """A copy failed in the worker: its targets hold garbage and are forgotten, with every block below them.
 
-        Returns the running requests that use such a block: preempt and recompute them. O(requests + blocks copied in
+        Returns the running requests that use such a block: preempt and recompute them. Tell of a failure before
+        committing what was computed on top of such a block. O(requests + blocks copied in
         that step), but O(cache) for a step of long ago, see `told_copies.py`.
         """
         failed = frozenset(result.target_slots)
@@ -198,7 +199,7 @@ class CacheManager:
         with self._lock:
             if force:
                 self._requests.end_all()
-                self._device_pool.free(self._lent.end_all())
+                self._lent.end_all()
             in_use = self._requests.start_epoch()
             self._tiering.forget_all(in_use, [*self._requests.own_slots(), *self._lent])
             if force:

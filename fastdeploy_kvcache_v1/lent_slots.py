@@ -32,7 +32,6 @@ class LentSlots:
             raise BlockPoolError("a lent slot was named twice")
         self._slots -= named
 
-    def end_all(self) -> list[DeviceSlot]:
-        slots = list(self._slots)
+    def end_all(self) -> None:
+        """Every slot is lent no longer."""
         self._slots.clear()
-        return slots

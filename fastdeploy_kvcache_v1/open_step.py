@@ -46,7 +46,7 @@ class OpenStep:
         given_up = set(request_ids)
         for admissions in (self._admitted, self._unsettled):
             for request_id, request in list(admissions.items()):
-                if request_id in given_up or not slots.isdisjoint(request.block_table()):
+                if request_id in given_up or (slots and not slots.isdisjoint(request.block_table())):
                     del admissions[request_id]
 
     def close(self) -> None:

@@ -23,9 +23,7 @@ class ToldCopies:
         self._last_dropped = -1
 
     def remember(self, step: int, runs: Sequence[Run]) -> None:
-        """`runs` had an open copy when `step` was taken."""
-        if not runs:
-            return
+        """`runs`, at least one, had an open copy when `step` was taken."""
         self._steps[step] = runs
         if len(self._steps) > REMEMBERED_STEPS:
             self._last_dropped = next(iter(self._steps))

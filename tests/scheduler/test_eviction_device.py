@@ -106,3 +106,18 @@ def test_blocks_of_one_fate_used_at_different_times_are_evicted_one_by_one() -> 
     assert (cached(cache, "ab"), cached(cache, "c")) == (["device"], ["device"])
     run(cache, "3!")
     assert (cached(cache, "ab"), cached(cache, "c")) == (["device"], [])
+
+
+def test_a_root_that_waited_for_a_younger_leaf_leaves_the_device_right_after_it() -> None:
+    cache = manager(4)
+    for text in ("pc!", "x!", "p!", "y!"):
+        run(cache, text)  # oldest first: `c`, `x`, `p`, `y`
+    cache.match_prefix("waits", prompt("pc!"))
+    run(cache, "1!")  # passes over `c`, takes `x`
+    cache.release("waits")  # now `p`, `y`, `1`, `c`
+    left = []
+    for name in "23456":
+        run(cache, f"{name}!")
+        cache.check()
+        left.append([text for text in ("y", "1", "pc", "p", "2") if len(cached(cache, text)) == len(text)])
+    assert left == [["1", "pc", "p", "2"], ["pc", "p", "2"], ["p", "2"], ["2"], []]
