@@ -11,7 +11,7 @@ from .metadata import BlockHashes, DeviceSlot
 from .run import Run
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class RequestState:
     """A request's block table is the device slots of its cached prefix, which the tree holds, and its own slots.
 

@@ -51,11 +51,14 @@ class RequestTable:
         limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // self._block_size)
         limit = limit if max_blocks is None else min(limit, max_blocks)
         path = self._tree.match(sequence.hashes, limit)
-        spans = tuple([_span(run) for run in path])
         leaf = path[-1] if path else self._tree.root
-        num_cached = sum([span.length for span in spans])
+        spans, num_cached = [], 0
+        for run in path:
+            length = run.end - run.start
+            spans.append(MatchedSpan(length, CacheLevel.DEVICE if run.on_device else CacheLevel.HOST))
+            num_cached += length
         self._requests[request_id] = RequestState(request_id, sequence, leaf, num_cached, self._epoch, resumed)
-        return MatchResult(request_id, spans, self._block_size)
+        return MatchResult(request_id, tuple(spans), self._block_size)
 
     def allocate(self, request_id: str, num_tokens: int) -> Allocation | NoSpace:
         request = self[request_id]
@@ -196,7 +199,3 @@ class RequestTable:
 
     def check_none(self) -> None:
         expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")
-
-
-def _span(run: Run) -> MatchedSpan:
-    return MatchedSpan(run.length, CacheLevel.DEVICE if run.on_device else CacheLevel.HOST)

@@ -316,6 +316,7 @@ class Run(Link):
         parent = self.parent
         return (
             parent is not None
+            and parent.parent is not None
             and parent.pins == self.pins
             and parent.hits == self.hits
             and parent.open is None

@@ -94,9 +94,10 @@ class Tiering:
 
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
-        if not self._residency.has_open_copies:
+        copied = self._residency.open_runs()
+        if not copied:
             return SwapStep(step)
-        swap_ins = self._residency.open_copies(CacheLevel.DEVICE)
+        swap_ins = [run for run in copied if run.open is CacheLevel.DEVICE]
         sources = [slot for run in swap_ins for slot in run.host_slots]
         targets = [slot for run in swap_ins for slot in run.device_slots]
         evict = _copies(NO_EVICT, self._evict_sources, self._evict_targets)
@@ -104,7 +105,7 @@ class Tiering:
         self._counters.swap_out_blocks += len(evict)
         self._counters.swap_in_blocks += len(swap_in)
         self._evict_sources, self._evict_targets = [], []
-        self._told.remember(step, [*swap_ins, *self._residency.open_copies(CacheLevel.HOST)])
+        self._told.remember(step, copied)
         self._residency.close_copies()
         return SwapStep(step, evict, swap_in)
 

@@ -33,6 +33,8 @@ class ShadowRequest:
     allocated: int = 0
     closed: int = 0
     """Tokens allocated before the step that is being decided."""
+    adopted: int = 0
+    """Tokens in adopted slots and before them: the borrower knows when they are computed, the manager does not ask."""
 
 
 class Shadow:
@@ -82,7 +84,8 @@ class Shadow:
         table = self.manager.block_table(request_id)
         self.manager.adopt(request_id, slots)
         assert self.manager.block_table(request_id) == [*table, *slots]
-        self.requests[request_id].allocated = (len(table) + len(slots)) * self.block_size
+        request = self.requests[request_id]
+        request.allocated = request.adopted = (len(table) + len(slots)) * self.block_size
 
     def step(self) -> SwapStep:
         step = self.manager.take_swap_step()

@@ -167,8 +167,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def commit_too_early(self, data: st.DataObject) -> None:
         name = self.pick(data, sorted(self.scheduled))
+        request = self.shadow.requests[name]
         with pytest.raises(CacheStateError):
-            self.manager.commit(name, self.shadow.requests[name].closed + 1)
+            self.manager.commit(name, max(request.closed, request.adopted) + 1)
 
     @precondition(lambda self: self.counter % 5 == 4)
     @rule(force=st.booleans())
