@@ -6,6 +6,7 @@ machine does hits both alike. The player is this checkout's own `control_plane.M
 
 from __future__ import annotations
 
+import operator
 import os
 import subprocess
 import sys
@@ -82,6 +83,10 @@ def main() -> None:
             connection.send(None)
     rows = {}
     for kind, both in seconds.items():
+
+        def both_medians(name: str, kind: str = kind) -> float:
+            return median(map(operator.add, seconds[kind][name], steps[kind][name]))
+
         rows[kind] = {
             name: {"median_us": 1e6 * median(values), "p99_us": 1e6 * percentile(values, 0.99)}
             for name, values in both.items()
@@ -90,6 +95,7 @@ def main() -> None:
             "median": median(both["this"]) / median(both["other"]),
             "mean": sum(both["this"]) / sum(both["other"]),
             "step_median": median(steps[kind]["this"]) / median(steps[kind]["other"]),
+            "request_and_step_median": both_medians("this") / both_medians("other"),
         }
     commit = subprocess.run(
         ["git", "-C", str(other), "describe", "--always"], capture_output=True, text=True, check=False

@@ -85,7 +85,8 @@ class RadixTree:
         while done < len(hashes):
             child = leaf.child(hashes[done])
             if child is None:
-                runs.append(self._append(leaf, hashes[done:], slots[done:]))
+                rest = (hashes[done:], slots[done:]) if done else (hashes, slots)  # mostly all: no copies
+                runs.append(self._append(leaf, *rest))
                 return runs, duplicates
             taken = child.common_blocks(hashes, done, min(child.length, len(hashes) - done))
             leaf = child if taken == child.length else self.split(child, taken)

@@ -51,6 +51,8 @@ class Tiering:
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` slots, evicting the least recently used blocks where they are short. `NoSpace` changes nothing."""
         pool = self._residency.device_pool
+        if count <= pool.num_free:
+            return pool.allocate(count)
         if count - pool.num_free > self._residency.num_device_evictable:
             self._counters.allocations_refused += 1
             return NoSpace(count, self.num_available_device)
