@@ -38,7 +38,7 @@ def conversations() -> list[Conversation]:
             index,
             rng.choice(systems),
             tuple(text(1, 12) for _ in range(TURNS)),
-            (*(rng.randrange(1, 13) for _ in range(TURNS - 1)), rng.randrange(24, 56)),
+            (*(rng.randrange(1, 13) for _ in range(TURNS - 1)), rng.randrange(90, 130)),
             is_chat=index % 2 == 0,
             streams=index % 3 == 0,
             options={"temperature": 0} if index % 4 else {"temperature": 0.8, "top_p": 0.9, "seed": index},
