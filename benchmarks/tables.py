@@ -26,7 +26,8 @@ def control_plane(result: dict[str, Any]) -> list[Row]:
         )
         rows.append((f"time per request, {name}", value, f"<= {target}x, p99 <= 10x"))
     sizes = result["over_sizes"]["one tier"]
-    rows.append(("growth, 5,000 to 1,000,000 blocks", f"{sizes['growth']:.2f}x", "<= 1.3x"))
+    first, *_, last = (f"{int(size):,}" for size in sizes["median_us"])
+    rows.append((f"growth, {first} to {last} blocks", f"{sizes['growth']:.2f}x", "<= 1.3x"))
     windows = [row["median_us"] for name, row in result["over_windows"].items() if name.startswith("two tiers")]
     rows.append(("window 1, 32, 128, two tiers", " / ".join(f"{value:.0f}" for value in windows) + " us", "alike"))
     for name, row in result["memory"].items():
@@ -105,7 +106,7 @@ def growth() -> str:
     result = json.loads((RESULTS / "growth.json").read_text(encoding="utf-8"))
     lines = ["| operation; what grows | us at size | largest / smallest |", "|---|---|---|"]
     for name, row in result["rows"].items():
-        medians = " / ".join(f"{us:.3g}" for us in row["median_us"].values())
+        medians = " / ".join(f"{us:,.0f}" if us >= 100 else f"{us:.3g}" for us in row["median_us"].values())
         sizes = " / ".join(f"{int(size):,}" for size in row["median_us"])
         ratio = f"{row['largest_over_smallest']:.2f}x" + (" (the work itself grows)" if row["work_grows"] else "")
         lines.append(f"| {name} | {medians} at {sizes} | {ratio} |")
