@@ -194,6 +194,25 @@ def test_a_request_that_waits_is_hashed_once_unless_it_has_images(monkeypatch, i
     assert len(made) == times
 
 
+def test_a_preempted_request_finds_its_own_work_again_which_is_no_hit():
+    cache = make_adapter(20, 20, write_through_threshold=1)
+    task = FakeTask("x", [1] * 9)
+    for attempt in range(2):
+        task.block_tables, cached, _ = cache.request_match_blocks(task, 4)
+        assert cached == (0, 8)[attempt]
+        task.block_tables += cache.allocate_gpu_blocks(3 - len(task.block_tables), "x")
+        cache.update_cache_blocks(task, 4, 9)
+        cache.send_swaps([task])
+        cache.batch_sent()
+        task.status = Status.PREEMPTED
+        cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], "x")
+        cache.release_block_ids(task)
+    counters = cache.manager.stats().counters
+    assert (counters.requests_admitted, counters.device_hit_tokens) == (1, 0)
+    assert (counters.requests_resumed, counters.resumed_hit_tokens) == (1, 8)
+    assert not cache.manager.take_swap_step().evict
+
+
 def test_hashes_of_aborted_requests_are_not_kept(monkeypatch):
     cache = make_adapter(20)
     scheduler = FakeScheduler(cache)
