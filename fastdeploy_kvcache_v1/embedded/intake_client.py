@@ -123,7 +123,7 @@ class IntakeClient:
         except ModelError as error:  # it could be read when the server started
             raise ApiError(503, str(error)) from error
         try:
-            return self._ask(endpoint, raw)
+            return self._ask_again_if_unread(endpoint, raw)
         except (OSError, EOFError, ValueError) as error:
             if self._is_closing:
                 raise ApiError(503, "the server is shutting down") from error
@@ -132,6 +132,20 @@ class IntakeClient:
             self._executor.submit(self._start)
             message = f"{endpoint.param}: this request cannot be read: {reason}"
             raise ApiError(400, message, endpoint.param) from error
+
+    def _ask_again_if_unread(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
+        """A process that ends between two requests still looks alive for a moment. It leaves the body unread, which
+        resets the connection: not the request's fault, so another process reads it; but only once.
+        """
+        try:
+            return self._ask(endpoint, raw)
+        except ConnectionError as error:
+            if self._is_closing:
+                raise
+            logger.warning("the intake process has ended before it read a request, starting it again: %s", error)
+            self._discard()
+            self._start()
+            return self._ask(endpoint, raw)
 
     def _ask(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
         connection = self._connection

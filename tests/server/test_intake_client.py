@@ -131,11 +131,39 @@ def test_every_request_has_its_own_time(client):
 def test_a_process_that_ended_between_two_requests_is_replaced(client):
     process = psutil.Process(client.pid)
     process.kill()
-    # Not its state, which says zombie while its other threads still end.
-    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    wait_until(lambda: os.waitid(os.P_PID, process.pid, ended) is not None, "its end")
+    wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE, "its end")
     assert chat(client, "hello").token_ids
     assert client.pid != process.pid
+
+
+def looks_alive(process):
+    """It has ended, and its parent cannot see that yet: a moment in which other threads of it may still end."""
+    process.kill()
+    wait_until(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None, "its end")
+    process.poll = lambda: None
+
+
+def test_a_process_that_ended_but_still_looks_alive_costs_no_request(client):
+    first = client.pid
+    looks_alive(client._process)
+    assert chat(client, "hello").token_ids
+    assert client.pid != first
+
+
+def test_a_request_that_no_process_reads_is_refused_in_the_end(client, monkeypatch):
+    start, started = client._start, []
+
+    def start_and_end():
+        start()
+        started.append(client.pid)
+        looks_alive(client._process)
+
+    monkeypatch.setattr(client, "_start", start_and_end)
+    assert "this request cannot be read" in refusal(client, "hello").body["error"]["message"]
+    monkeypatch.undo()
+    assert len(set(started)) <= 3, "asked twice, and one more for the next request"
+    client._executor.submit(client._discard).result()
+    assert chat(client, "hello").token_ids
 
 
 def test_a_process_that_ends_while_it_reads_is_a_refusal(client):
