@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "custom_ops"))
 import build as native
 
 ROOT = Path(__file__).resolve().parent
-PREFIX = "fastdeploy_kvcache_v1.ops."
+PREFIX = "fastdeploy_kvcache_v1.worker.ops."
 BOOTSTRAP = ROOT / "fastdeploy_kvcache_v1.pth"
-TABLES = "fastdeploy_kvcache_v1/fastdeploy_host/patches"
+TABLES = "fastdeploy_kvcache_v1/fastdeploy_integration/patches"
 
 
 class BuildNative(build_ext):

@@ -18,11 +18,11 @@ from typing import NamedTuple
 from _support import median, need_trace, percentile, save
 from naive import NaiveCache
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import BlockHash, NoSpace
 from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
 BLOCK_SIZE = 64
 TURN = 250
@@ -150,8 +150,8 @@ def over_windows(requests: list[Request]) -> dict[str, object]:
 
 MEMORY_PROGRAM = """
 import gc, json, sys, tracemalloc
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
 trace, device, host = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

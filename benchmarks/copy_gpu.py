@@ -53,7 +53,7 @@ class Bench:
         self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
 
     def runs(self, pattern: str) -> Any:
-        from fastdeploy_kvcache_v1.ops import plan_runs
+        from fastdeploy_kvcache_v1.worker.ops import plan_runs
 
         length = 1 if pattern == "scattered" else min(RUN, self.slots)
         starts = np.random.default_rng(0).permutation(self.slots // length) * length

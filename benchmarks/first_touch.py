@@ -7,10 +7,10 @@ import time
 import numpy as np
 from _support import median, save
 
-from fastdeploy_kvcache_v1 import ops
-from fastdeploy_kvcache_v1.ops import BlockRows, LayerRows
-from fastdeploy_kvcache_v1.ops.rows import plan_runs
-from fastdeploy_kvcache_v1.runtime.placement import touch
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows
+from fastdeploy_kvcache_v1.worker.ops.rows import plan_runs
+from fastdeploy_kvcache_v1.worker.runtime.placement import touch
 
 BLOCK = 1 << 20
 BLOCKS = 512

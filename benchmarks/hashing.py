@@ -8,7 +8,7 @@ from time import perf_counter
 import numpy as np
 from _support import median, save
 
-from fastdeploy_kvcache_v1.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 
 BLOCK_SIZE = 64
 PROMPT_TOKENS = 131_072

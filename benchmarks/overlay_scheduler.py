@@ -25,7 +25,7 @@ from typing import Any
 
 from _support import ROOT, median, percentile, save
 
-from fastdeploy_kvcache_v1.fastdeploy_host.engine_patches import put_tasks
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.patches import put_tasks
 
 VARIABLES = {"2.5": "FASTDEPLOY_25", "2.6": "FASTDEPLOY_26"}
 SIZES = (1_000, 100_000)

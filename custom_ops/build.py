@@ -24,7 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PACKAGE_OPS = HERE.parent / "fastdeploy_kvcache_v1" / "ops"
+PACKAGE_OPS = HERE.parent / "fastdeploy_kvcache_v1" / "worker" / "ops"
 
 TARGETS = {"core": "_core.so", "cuda": "_core_cuda.so", "paddle": "_paddle_ops.so"}
 DEFAULT_ARCHS = "80,90,100"

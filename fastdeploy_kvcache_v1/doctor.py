@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def host_findings(source: Path | None) -> Iterator[Finding]:
     """The host, its table, and every patch point."""
-    from .fastdeploy_host import overlay, release
+    from .fastdeploy_integration.overlay import overlay, release
 
     plugin.stand_by()
     try:
@@ -161,13 +161,13 @@ def _cupy() -> tuple[bool | None, str]:
 
 
 def _ops() -> tuple[bool | None, str]:
-    from . import ops
+    from .worker import ops
 
     return True, ", ".join(f"{op}={name}" for op, name in sorted(ops.live().items()))
 
 
 def _memory() -> tuple[bool | None, str]:
-    from .runtime.base import free_host_memory
+    from .worker.runtime.base import free_host_memory
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / GIB:.2f} GiB"

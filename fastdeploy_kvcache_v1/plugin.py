@@ -48,7 +48,7 @@ class _Trigger:
 
 def _start() -> None:
     if is_enabled():
-        from .fastdeploy_host import overlay
+        from .fastdeploy_integration.overlay import overlay
 
         overlay.start()
 

@@ -84,7 +84,7 @@ def test_embedded_forces_this_server_beside_fastdeploy(monkeypatch, capsys):
 
 
 def test_missing_extra_is_one_line_that_says_how_to_get_it(monkeypatch, capsys):
-    for name in ("serve", "http_server"):
+    for name in ("serve", "http.server"):
         monkeypatch.delitem(sys.modules, f"fastdeploy_kvcache_v1.embedded.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     status, stderr = run(capsys, "serve", "--embedded")

@@ -5,9 +5,9 @@ import importlib.metadata
 import pytest
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
-from fastdeploy_kvcache_v1.fastdeploy_host import release
-from fastdeploy_kvcache_v1.fastdeploy_host.release import OVERRIDE, host_at
-from fastdeploy_kvcache_v1.fastdeploy_host.table import table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, host_at
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from fastdeploy_kvcache_v1 import plugin
 from fastdeploy_kvcache_v1.errors import ConfigError
 
-from . import fake_host
+from .fastdeploy_integration import fake_host
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 BOOTSTRAP = (ROOT / "fastdeploy_kvcache_v1.pth").read_text(encoding="utf-8")
 
 

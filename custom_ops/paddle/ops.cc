@@ -1,4 +1,4 @@
-// The core's copies as Paddle operators. Bytes only, so every dtype works. Docs: fastdeploy_kvcache_v1/ops/paddle_ops.py
+// The core's copies as Paddle operators. Bytes only, so every dtype works. Docs: fastdeploy_kvcache_v1/worker/ops/paddle_ops.py
 #include <map>
 #include <memory>
 #include <mutex>

@@ -1,0 +1,1 @@
+"""The embedded engine and its OpenAI-compatible server, for machines without FastDeploy."""

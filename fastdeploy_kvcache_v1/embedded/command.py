@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..model.config import load_model_config
 from .handover import exec_fastdeploy, exec_fastdeploy_cpu, fastdeploy_can_serve, fastdeploy_command
-from .model.config import load_model_config
 from .settings import add_serve_arguments, server_config
-from .tokenizer import load_tokenizer
+from .text.tokenizer import load_tokenizer
 
 __all__ = ["add_arguments", "run"]
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if extra:
         raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
     try:
-        from ..runtime.base import free_host_memory
+        from ..worker.runtime.base import free_host_memory
         from .serve import serve
     except ModuleNotFoundError as error:
         install = "pip install 'fastdeploy-kvcache-v1[embedded]'"

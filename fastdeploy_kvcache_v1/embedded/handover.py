@@ -12,7 +12,7 @@ from typing import NoReturn
 
 API_SERVER = "fastdeploy.entrypoints.openai.api_server"
 
-CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker"
+CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
 
 OWN_FLAGS = frozenset(
     {

@@ -11,21 +11,21 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-from ..cache_manager import CacheManager
 from ..errors import ConfigError
-from .access import listens_beyond_this_machine
-from .api import create_app
-from .connections import BoundedListener, connection_limit
-from .engine import Engine
-from .engine_core import EngineCore
-from .http_server import HttpServer
-from .intake_client import IntakeClient
-from .metrics import Metrics, Snapshot
-from .scheduler import Scheduler
-from .service import Service, intake_config
+from ..scheduler.cache_manager import CacheManager
+from .engine.engine import Engine
+from .engine.engine_core import EngineCore
+from .engine.scheduler import Scheduler
+from .http.access import listens_beyond_this_machine
+from .http.api import create_app
+from .http.connections import BoundedListener, connection_limit
+from .http.metrics import Metrics, Snapshot
+from .http.server import HttpServer
+from .http.service import Service, intake_config
+from .intake.client import IntakeClient
 from .settings import ServerConfig
-from .tokenizer import Tokenizer
-from .worker_client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
+from .text.tokenizer import Tokenizer
+from .worker.client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
 
 logger = logging.getLogger(__name__)
 

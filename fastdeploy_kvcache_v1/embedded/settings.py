@@ -9,7 +9,7 @@ from pathlib import Path
 from ..attention.gqa import GQACacheBackend
 from ..config import KVCacheConfig, WritePolicy
 from ..errors import ConfigError
-from .model.config import ModelConfig
+from ..model.config import ModelConfig
 
 GIB = 1 << 30
 RANDOM_MODEL_NAME = "random-tiny"

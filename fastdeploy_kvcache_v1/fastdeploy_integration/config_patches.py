@@ -12,8 +12,8 @@ import wrapt
 
 from ..config import WritePolicy
 from ..errors import ConfigError
-from . import overlay
 from .backends import BLOCK_WISE_FP8, DSA, MLA
+from .overlay import overlay
 from .settings import DEFAULT_POLICY, DEFAULT_THRESHOLD, write_policy, write_through_threshold
 from .swap_space import has_draft_layer, kv_cache_quant_type, require_amount, size_host_tier
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from ..runtime.base import free_host_memory, require
+from ..worker.runtime.base import free_host_memory, require
 from .backends import DSA, MLA, make_backend
 
 logger = logging.getLogger(__name__)

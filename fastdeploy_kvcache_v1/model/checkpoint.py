@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from ...errors import ModelError
+from ..errors import ModelError
 from .hf_json import read_json
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...errors import ModelError
+from ..errors import ModelError
 from .hf_json import Fields, read_json
 from .rope import RopeConfig, parse_rope
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...errors import ModelError
+from ..errors import ModelError
 
 MAX_FILE_MIB = 256
 """The largest file that is read whole; tokenizers have some 20 MiB."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import ModelError
+from ..errors import ModelError
 from .hf_json import Fields
 
 SCALING_TYPES = ("default", "linear", "llama3")

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..batch_request import BatchRequest
-from ..cache_controller import CacheController
 from ..errors import ModelError, TransferError
-from ..layer_done_counter import LayerDoneCounter
-from .messages import StepResult, StepTask, TransferReport
-from .model.plan import SequenceSlice
+from ..worker.cache_controller import CacheController
+from ..worker.layer_done_counter import LayerDoneCounter
+from .plan import SequenceSlice
 from .sampler import sample
+from .step import StepResult, StepTask, TransferReport
 
 logger = logging.getLogger(__name__)
 

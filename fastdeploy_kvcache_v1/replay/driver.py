@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from ..cache_manager import CacheManager
-from ..cache_utils import GivenHashes
 from ..config import KVCacheConfig
 from ..errors import ConfigError, InvariantError
 from ..metadata import NoSpace
+from ..scheduler.cache_manager import CacheManager
+from ..scheduler.cache_utils import GivenHashes
 from .trace import TraceHasher, TraceRequest
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Generic, TypeVar
 
-from .errors import BlockPoolError, InvariantError, PoolInUseError
-from .metadata import DeviceSlot, HostSlot
+from ..errors import BlockPoolError, InvariantError, PoolInUseError
+from ..metadata import DeviceSlot, HostSlot
 
 Slot = TypeVar("Slot", bound=int)
 

@@ -18,14 +18,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .block_pool import DeviceBlockPool, HostBlockPool
-from .cache_stats import CacheStats, Counters
-from .config import KVCacheConfig
-from .errors import CacheStateError, ConfigError
-from .event_log import EventLog
-from .invariants import expect
-from .lent_slots import LentSlots
-from .metadata import (
+from ..config import KVCacheConfig
+from ..errors import CacheStateError, ConfigError
+from ..metadata import (
     Allocation,
     BlockHashes,
     BlockNode,
@@ -37,6 +32,11 @@ from .metadata import (
     SwapStep,
     TransferResult,
 )
+from .block_pool import DeviceBlockPool, HostBlockPool
+from .cache_stats import CacheStats, Counters
+from .event_log import EventLog
+from .invariants import expect
+from .lent_slots import LentSlots
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency

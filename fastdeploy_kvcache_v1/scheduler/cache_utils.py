@@ -16,8 +16,8 @@ from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import ConfigError
-from .metadata import BlockHash
+from ..errors import ConfigError
+from ..metadata import BlockHash
 
 if TYPE_CHECKING:
     import numpy as np

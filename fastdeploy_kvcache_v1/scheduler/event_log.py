@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .metadata import BlockHash, CacheEvent, CacheLevel
+from ..metadata import BlockHash, CacheEvent, CacheLevel
 
 
 class EventLog:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 
-from .errors import InvariantError
-from .metadata import CacheLevel
+from ..errors import InvariantError
+from ..metadata import CacheLevel
 from .run import WIDTH, Link, Run
 from .run_queue import RunQueue
 

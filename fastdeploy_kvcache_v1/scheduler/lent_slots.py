@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .errors import BlockPoolError
-from .metadata import DeviceSlot
+from ..errors import BlockPoolError
+from ..metadata import DeviceSlot
 
 
 class LentSlots:

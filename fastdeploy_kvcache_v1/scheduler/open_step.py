@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
+from ..metadata import DeviceSlot
 from .cache_stats import Counters
-from .metadata import DeviceSlot
 from .request_state import RequestState
 
 

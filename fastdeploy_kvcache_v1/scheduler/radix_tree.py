@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot
+from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot
 from .residency import Residency
 from .run import Run
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .errors import CacheStateError
+from ..errors import CacheStateError
+from ..metadata import BlockHashes, DeviceSlot
 from .invariants import expect
-from .metadata import BlockHashes, DeviceSlot
 from .run import Run
 
 

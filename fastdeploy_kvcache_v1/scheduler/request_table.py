@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 
+from ..config import KVCacheConfig
+from ..errors import CacheStateError, UnknownRequestError
+from ..metadata import Allocation, BlockHashes, CacheLevel, DeviceSlot, MatchedSpan, MatchResult, NoSpace
 from .cache_stats import Counters
-from .config import KVCacheConfig
-from .errors import CacheStateError, UnknownRequestError
 from .invariants import expect
-from .metadata import Allocation, BlockHashes, CacheLevel, DeviceSlot, MatchedSpan, MatchResult, NoSpace
 from .open_step import OpenStep
 from .radix_tree import RadixTree
 from .request_state import RequestState

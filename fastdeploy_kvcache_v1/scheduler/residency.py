@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
-from .metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .run import HostCopy, Run
 from .run_queue import RunQueue
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from .metadata import BlockHash, BlockNode, CacheLevel, DeviceSlot, HostSlot
+from ..metadata import BlockHash, BlockNode, CacheLevel, DeviceSlot, HostSlot
 
 Cells = list[Any]
 """`[hash, device slot, host slot]` of block 0, then of block 1, and so on. A slot means nothing in a tier where the run

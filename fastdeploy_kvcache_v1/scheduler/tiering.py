@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from .cache_stats import Counters
-from .config import KVCacheConfig, WritePolicy
-from .errors import PoolInUseError
-from .invariants import expect
-from .metadata import (
+from ..config import KVCacheConfig, WritePolicy
+from ..errors import PoolInUseError
+from ..metadata import (
     NO_EVICT,
     NO_SWAP_IN,
     CacheLevel,
@@ -22,6 +20,8 @@ from .metadata import (
     SwapStep,
     TransferResult,
 )
+from .cache_stats import Counters
+from .invariants import expect
 from .radix_tree import RadixTree
 from .residency import Residency
 from .run import Run

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from ..attention.base import AttentionCacheBackend, CacheLayout
+from ..errors import CacheStateError, ConfigError, InvariantError
+from ..metadata import CacheLevel, CacheSwapMetadata, TransferResult
 from . import ops
-from .attention.base import AttentionCacheBackend, CacheLayout
-from .errors import CacheStateError, ConfigError, InvariantError
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
-from .metadata import CacheLevel, CacheSwapMetadata, TransferResult
 from .ops import LayerRows
 from .runtime import Runtime
 from .transfer_manager import CacheTransferManager, CopyProgress, TransferStats

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from .errors import CacheStateError, InvariantError
+from ..errors import CacheStateError, InvariantError
 from .runtime import Event
 
 

@@ -5,8 +5,8 @@ Where its pages lie, and that they are there before the first copy, is the runti
 
 from __future__ import annotations
 
-from .attention.base import CacheLayout
-from .errors import CacheStateError, InvariantError
+from ..attention.base import CacheLayout
+from ..errors import CacheStateError, InvariantError
 from .ops import BlockRows, HostBuffer, LayerRows
 from .ops.rows import ByteRows
 from .runtime import Runtime

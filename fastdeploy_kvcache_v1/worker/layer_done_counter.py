@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from .errors import CacheStateError, InvariantError, LayerSwapTimeoutError, TransferError
+from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, TransferError
 from .runtime import Event, Stream
 from .runtime.base import describe
 

@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError
+from ..metadata import CacheLevel, CacheSwapMetadata, TransferResult
 from . import ops
-from .errors import CacheStateError, InvariantError, LayerSwapTimeoutError
 from .hazards import Actor, Dependency, SlotTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter, WaitMeter
-from .metadata import CacheLevel, CacheSwapMetadata, TransferResult
 from .ops import LayerRows, Runs
 from .runtime import Event, Runtime, Stream
 from .runtime.base import describe

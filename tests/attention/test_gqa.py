@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
-from fastdeploy_kvcache_v1.cache_controller import CacheController
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN
-from fastdeploy_kvcache_v1.ops import tensor_rows
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.ops import tensor_rows
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.worker_fakes import evict, swap_in
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
@@ -89,7 +89,7 @@ def test_no_blocks_is_refused():
 
 def test_the_worker_half_imports_without_paddle_and_cupy():
     code = (
-        "import sys, fastdeploy_kvcache_v1.cache_controller, fastdeploy_kvcache_v1.attention.gqa as gqa\n"
+        "import sys, fastdeploy_kvcache_v1.worker.cache_controller, fastdeploy_kvcache_v1.attention.gqa as gqa\n"
         "assert gqa.GQACacheBackend(2, 2, 8, 4, 'bfloat16').layout.block_bytes == 512\n"
         "assert not {'paddle', 'cupy', 'fastdeploy'} & set(sys.modules), 'imported too much'\n"
     )

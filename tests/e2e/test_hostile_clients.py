@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.connections import RESERVED_DESCRIPTORS
+from fastdeploy_kvcache_v1.embedded.http.connections import RESERVED_DESCRIPTORS
 from tests.e2e.server_process import OPERATOR, started, wait_until
 from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 

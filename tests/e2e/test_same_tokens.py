@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
+from fastdeploy_kvcache_v1.worker import ops
 from tests.e2e.server_process import started
 from tests.e2e.workload import NUM_REQUESTS, run_workload
 

@@ -11,7 +11,8 @@ import openai
 import psutil
 import pytest
 
-from fastdeploy_kvcache_v1.embedded import http_server, worker_client
+from fastdeploy_kvcache_v1.embedded.http import server as http_server
+from fastdeploy_kvcache_v1.embedded.worker import client as worker_client
 from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_until
 
 SMALL = ("--block-size", "16", "--num-gpu-blocks-override", "64", "--swap-space", "0.01", "--max-model-len", "2000")

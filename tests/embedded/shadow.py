@@ -8,17 +8,17 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.embedded.engine_core import EngineCore
-from fastdeploy_kvcache_v1.embedded.generation import Delta, Failure, Generation, GenerationRequest
-from fastdeploy_kvcache_v1.embedded.messages import StepResult, StepTask, TransferReport
-from fastdeploy_kvcache_v1.embedded.sampler import SamplingParams
-from fastdeploy_kvcache_v1.embedded.scheduler import Scheduler
-from fastdeploy_kvcache_v1.embedded.text import TextStream
-from fastdeploy_kvcache_v1.embedded.tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
+from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
+from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
+from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.metadata import CacheSwapMetadata, TransferResult
+from fastdeploy_kvcache_v1.model.sampler import SamplingParams
+from fastdeploy_kvcache_v1.model.step import StepResult, StepTask, TransferReport
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 
 LETTERS = 26
 

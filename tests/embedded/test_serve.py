@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.embedded.http_server import HttpServer
+from fastdeploy_kvcache_v1.embedded.http.server import HttpServer
 from fastdeploy_kvcache_v1.embedded.serve import NotedSignals
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 

@@ -4,9 +4,9 @@ import argparse
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model.config import RANDOM_MODEL
 from fastdeploy_kvcache_v1.embedded.settings import GIB, add_serve_arguments, server_config
 from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.model.config import RANDOM_MODEL
 
 BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
 

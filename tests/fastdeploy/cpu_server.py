@@ -23,7 +23,7 @@ import psutil
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_random_model
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 
 from .host_trees import ROOT, tree
 

@@ -14,9 +14,10 @@ plugin.activate()
 import paddle  # noqa: E402
 
 import fastdeploy  # noqa: E402, F401
-from fastdeploy_kvcache_v1.fastdeploy_host import overlay, worker_patches  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_host.table import Where  # noqa: E402
-from fastdeploy_kvcache_v1.runtime import CpuRuntime  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches  # noqa: E402
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime  # noqa: E402
 
 ATTENTION = "fastdeploy.model_executor.layers.attention"
 FIELDS = {

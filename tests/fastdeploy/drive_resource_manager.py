@@ -1,6 +1,6 @@
 """Run inside a FastDeploy process: drives its real ResourceManagerV1 through random lives of requests.
 
-The worker is the FAKE one of tests/overlay: it checks what every block holds.
+The worker is the FAKE one of tests/fastdeploy_integration/engine: it checks what every block holds.
 Usage: script SEED STEPS HOST_BLOCKS POLICY.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1 import plugin
-from tests.overlay.fake_worker import FakeWorker
+from tests.fastdeploy_integration.worker.fake_worker import FakeWorker
 
 plugin.activate()  # what the .pth file does, for a checkout that is not installed
 

@@ -19,7 +19,7 @@ from fastdeploy import envs  # noqa: E402
 from fastdeploy.config import CacheConfig  # noqa: E402
 from fastdeploy.engine import args_utils  # noqa: E402
 from fastdeploy.utils import FlexibleArgumentParser  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_host.backends import cache_layout  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.backends import cache_layout  # noqa: E402
 from tests.fastdeploy.drive_backends import backend_classes, make  # noqa: E402
 
 QWEN = {

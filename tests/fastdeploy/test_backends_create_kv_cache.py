@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_host.table import table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .host_trees import HERE, run_inside
 

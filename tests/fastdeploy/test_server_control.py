@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_random_weights
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
 from .host_trees import tree

@@ -9,9 +9,9 @@ import time
 import psutil
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.environment import RUN_DIRECTORY
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor import end_processes
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.supervisor import UNHEALTHY_S
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import RUN_DIRECTORY
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor import end_processes
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.supervisor import UNHEALTHY_S
 
 from .cpu_server import FLAGS, SHARED_MEMORY, CpuServer, started, wait_until
 from .host_trees import run_inside, tree

@@ -11,7 +11,10 @@ import httpx
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_random_model, write_random_weights
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import (
+    write_random_model,
+    write_random_weights,
+)
 
 from .cpu_server import started, wait_until
 from .server_workload import NUM_DOCUMENTS, document

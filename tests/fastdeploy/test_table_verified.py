@@ -2,10 +2,10 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_host.lost_batches import HOSTS_BATCH
-from fastdeploy_kvcache_v1.fastdeploy_host.overlay import Overlay
-from fastdeploy_kvcache_v1.fastdeploy_host.release import host_at
-from fastdeploy_kvcache_v1.fastdeploy_host.table import table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import HOSTS_BATCH
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import host_at
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .host_trees import run_inside, tree
 
@@ -13,7 +13,7 @@ ENGINE_MODULES = ("envs", "config", "engine.args_utils", "engine.resource_manage
 
 SHOW = """
 import fastdeploy
-from fastdeploy_kvcache_v1.fastdeploy_host import overlay
+from fastdeploy_kvcache_v1.fastdeploy_integration import overlay
 for row, state in overlay.active().states().items():
     print("ROW", row.target, state.name)
 overlay.active().require_complete(overlay.Where.ENGINE)
@@ -45,7 +45,7 @@ assert not hasattr(CacheConfig, "write_through_threshold") and not hasattr(Engin
 for function in (ResourceManagerV1.schedule, FDConfig.postprocess, CacheConfig.__init__, EngineArgs.__init__):
     assert type(function).__name__ == "function", function
 assert "--write-through-threshold" not in EngineArgs.add_cli_args(FlexibleArgumentParser()).format_help()
-assert not any(name.startswith("fastdeploy_kvcache_v1.fastdeploy_host") for name in sys.modules)
+assert not any(name.startswith("fastdeploy_kvcache_v1.fastdeploy_integration") for name in sys.modules)
 print("UNTOUCHED")
 """
 
@@ -93,7 +93,7 @@ def entry_points(**chosen):
 with mock.patch("importlib.metadata.entry_points", entry_points):
 """
     monkeypatch.setenv("FD_PLUGINS", "kvcache_v1")
-    body = "import fastdeploy\nfrom fastdeploy_kvcache_v1.fastdeploy_host import overlay\n"
+    body = "import fastdeploy\nfrom fastdeploy_kvcache_v1.fastdeploy_integration import overlay\n"
     body += "overlay.active().complete()\n" + SHOW
     code = code.replace("import fastdeploy.envs\n", "") + "".join(f"    {line}\n" for line in body.splitlines())
     output = run_inside(release, tmp_path, "-c", code)

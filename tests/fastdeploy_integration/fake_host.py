@@ -48,7 +48,7 @@ def row(package: str, qualname: str, ours: str, **fields: object) -> dict[str, o
     raw: dict[str, object] = {
         "target": f"{package}.{module}:{qualname}",
         "kind": "wrap",
-        "ours": f"tests.overlay.fake_patches:{ours}",
+        "ours": f"tests.fastdeploy_integration.overlay.fake_patches:{ours}",
         "where": "engine",
         "why": "a test",
     }

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_host import swap_space
-from fastdeploy_kvcache_v1.fastdeploy_host.engine_patches import HostedPrefixCache
-from fastdeploy_kvcache_v1.fastdeploy_host.swap_space import GIB
+from fastdeploy_kvcache_v1.fastdeploy_integration import swap_space
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.patches import HostedPrefixCache
+from fastdeploy_kvcache_v1.fastdeploy_integration.swap_space import GIB
 
 BLOCK = 64
 GQA = {"num_key_value_heads": 8, "head_dim": 128}

@@ -9,9 +9,9 @@ from typing import Any
 import cupy
 import numpy as np
 
-from fastdeploy_kvcache_v1 import ops
-from fastdeploy_kvcache_v1.ops import BlockRows, LayerRows, Runs, cupy_copies
-from fastdeploy_kvcache_v1.ops.compiled import CompiledOps, Path
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, Runs, cupy_copies
+from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 
 Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], Runs, int], None]
 """Enqueues the copy of all layers on a raw stream."""

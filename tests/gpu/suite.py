@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.ops import LayerRows, Run, Runs, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import LayerRows, Run, Runs, plan_runs
 from tests.gpu.device import Copy, core, device_rows, host_rows, implementations, kernel, page_locked
 
 DELAY_CYCLES = 100_000_000

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdeploy_kvcache_v1.embedded.model import ModelConfig, load_model_config
-from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder, SequenceSlice
+from fastdeploy_kvcache_v1.model import ModelConfig, load_model_config
+from fastdeploy_kvcache_v1.model.decoder import Decoder, SequenceSlice
 
 # Sizes that no vector register divides, query and key norms, biases, a group of three.
 ODD_MODEL = ModelConfig(

@@ -6,11 +6,11 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model import decoder as decoder_module
-from fastdeploy_kvcache_v1.embedded.model import layers, load_model_config
-from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder, SequenceSlice
-from fastdeploy_kvcache_v1.embedded.model.plan import TILE
-from fastdeploy_kvcache_v1.embedded.model.rope import rope_tables
+from fastdeploy_kvcache_v1.model import decoder as decoder_module
+from fastdeploy_kvcache_v1.model import layers, load_model_config
+from fastdeploy_kvcache_v1.model.decoder import Decoder, SequenceSlice
+from fastdeploy_kvcache_v1.model.plan import TILE
+from fastdeploy_kvcache_v1.model.rope import rope_tables
 
 from .model_dirs import BASE, random_tensors, write_model
 from .reference import reference_logits

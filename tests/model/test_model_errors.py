@@ -5,10 +5,10 @@ import os
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model import hf_json, load_model_config
-from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder
-from fastdeploy_kvcache_v1.embedded.tokenizer import load_tokenizer
+from fastdeploy_kvcache_v1.embedded.text.tokenizer import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ModelError
+from fastdeploy_kvcache_v1.model import hf_json, load_model_config
+from fastdeploy_kvcache_v1.model.decoder import Decoder
 
 from .model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 

@@ -2,7 +2,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model.paged_cache import PagedCache
+from fastdeploy_kvcache_v1.model.paged_cache import PagedCache
 
 
 def nan_cache(dtype):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model import reproducible
+from fastdeploy_kvcache_v1.model import reproducible
 
 NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE")
 AMD = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx avx2\n"
@@ -25,10 +25,10 @@ def run(code, **environment):
 def test_what_the_server_process_imports_does_not_load_paddle():
     code = (
         "import json, sys\n"
-        "from fastdeploy_kvcache_v1.embedded import sampler, tokenizer\n"
-        "from fastdeploy_kvcache_v1.embedded.model import config, load_model_config, plan\n"
+        "from fastdeploy_kvcache_v1.embedded.text import tokenizer\n"
+        "from fastdeploy_kvcache_v1.model import config, load_model_config, plan, sampler\n"
         "load_model_config(None), tokenizer.load_tokenizer(None)\n"
-        "from fastdeploy_kvcache_v1.embedded import hf_tokenizer\n"
+        "from fastdeploy_kvcache_v1.embedded.text import hf_tokenizer\n"
         "print(json.dumps([name for name in ('paddle', 'cupy', 'fastdeploy') if name in sys.modules]))"
     )
     assert run(code) == []
@@ -36,7 +36,7 @@ def test_what_the_server_process_imports_does_not_load_paddle():
 
 CONFIGURE = (
     "import json, os\n"
-    "from fastdeploy_kvcache_v1.embedded.model import configure_reproducible_math\n"
+    "from fastdeploy_kvcache_v1.model import configure_reproducible_math\n"
     "done = configure_reproducible_math(2)\n"
     f"print(json.dumps([done, *(os.environ.get(name) for name in {NAMES})]))"
 )

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_kvcache_v1.embedded.sampler import SamplingParams, sample
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
+from fastdeploy_kvcache_v1.model.sampler import SamplingParams, sample
 
 
 def draw(logits, params, count=4000):

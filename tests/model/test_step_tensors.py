@@ -5,10 +5,10 @@ import gc
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.model import load_model_config
-from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder
-from fastdeploy_kvcache_v1.embedded.model.plan import SequenceSlice
-from fastdeploy_kvcache_v1.embedded.model.tensors import step_tensor
+from fastdeploy_kvcache_v1.model import load_model_config
+from fastdeploy_kvcache_v1.model.decoder import Decoder
+from fastdeploy_kvcache_v1.model.plan import SequenceSlice
+from fastdeploy_kvcache_v1.model.tensors import step_tensor
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float32])

@@ -11,7 +11,7 @@ import pytest
 import wrapt
 
 from fastdeploy_kvcache_v1 import __version__
-from tests.ops.native import compiler
+from tests.worker.ops.native import compiler
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +25,7 @@ else:
 ROOT = Path(__file__).parents[2]
 PACKAGE = "fastdeploy_kvcache_v1"
 PARTS = (PACKAGE, "custom_ops", "patches", f"{PACKAGE}.pth", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-CORE = f"{PACKAGE}/ops/_core.so"
+CORE = f"{PACKAGE}/worker/ops/_core.so"
 OURS = "\nimport sys; print(sorted(name for name in sys.modules if name.startswith('fastdeploy_kvcache_v1')))"
 
 
@@ -107,7 +107,7 @@ def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert archive.read(f"{PACKAGE}.pth") == (ROOT / f"{PACKAGE}.pth").read_bytes()
     modules = {f"{PACKAGE}/{name}" for name in relative(ROOT / PACKAGE, "*.py")}
-    tables = {f"{PACKAGE}/fastdeploy_host/patches/{name}" for name in relative(ROOT / "patches", "*.toml")}
+    tables = {f"{PACKAGE}/fastdeploy_integration/patches/{name}" for name in relative(ROOT / "patches", "*.toml")}
     assert len(tables) == 4
     assert names - {CORE} == modules | tables | {f"{PACKAGE}/py.typed", f"{PACKAGE}.pth"}
 

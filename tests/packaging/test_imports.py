@@ -1,4 +1,4 @@
-"""Which modules may import which, and what importing a half loads."""
+"""Which folders may import which, and what importing a half loads."""
 
 import ast
 import json
@@ -10,69 +10,47 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "fastdeploy_kvcache_v1"
 
-FOUNDATION = {"metadata", "config", "errors", "batch_request"}
-SCHEDULER = {
-    "block_pool",
-    "run",
-    "run_queue",
-    "invariants",
-    "event_log",
-    "cache_stats",
-    "residency",
-    "radix_tree",
-    "tiering",
-    "told_copies",
-    "cache_utils",
-    "request_state",
-    "open_step",
-    "request_table",
-    "lent_slots",
-    "cache_manager",
-}
-WORKER = {
-    "ops",
-    "attention",
-    "runtime",
-    "host_pool",
-    "hazards",
-    "layer_done_counter",
-    "transfer_manager",
-    "cache_controller",
-}
-TOOLS = {"replay", "bench_serve"}
-LEAVES = {"embedded", "fastdeploy_host"}
-BORROWS_THE_MODEL = PACKAGE / "fastdeploy_host" / "cpu_worker"
+SHARED = {"metadata", "config", "errors", "batch_request"}
+"""Modules beside the folders that everybody may import."""
 TOP = {"cli", "doctor", "plugin"}
+"""Modules beside the folders that may import everything, and that nobody imports."""
 
-# Layer -> layers it may import from, besides itself.
 MAY_IMPORT = {
-    "foundation": set(),
-    "scheduler": {"foundation"},
-    "worker": {"foundation"},
-    "tools": {"foundation", "scheduler"},
-    "leaves": {"foundation", "scheduler", "worker"},
-    "top": {"foundation", "scheduler", "worker", "tools", "leaves"},
+    "scheduler": set(),
+    "attention": set(),
+    "worker": {"attention"},
+    "model": {"attention", "worker"},
+    "embedded": {"scheduler", "attention", "worker", "model"},
+    "fastdeploy_integration": {"scheduler", "attention", "worker", "model"},
+    "replay": {"scheduler"},
+    "bench_serve": {"replay"},
 }
-LAYERS = {
-    "foundation": FOUNDATION,
-    "scheduler": SCHEDULER,
-    "worker": WORKER,
-    "tools": TOOLS,
-    "leaves": LEAVES,
-    "top": TOP,
+"""Folder -> folders it may import from, besides itself and the shared modules."""
+
+INSIDE = {
+    "worker/ops": set(),
+    "worker/runtime": {"worker/ops"},
+    "embedded/text": {"model"},
+    "embedded/intake": {"embedded/text"},
+    "embedded/engine": {"embedded/text", "model", "scheduler"},
+    "embedded/worker": {"attention", "worker", "model"},
+    "fastdeploy_integration/overlay": set(),
+    "fastdeploy_integration/engine": {"scheduler", "fastdeploy_integration/overlay"},
+    "fastdeploy_integration/worker": {"attention", "worker", "fastdeploy_integration/overlay"},
 }
-LAYER_OF = {component: layer for layer, components in LAYERS.items() for component in components}
+"""Folders inside a folder with stricter rules: these, themselves, and plain modules of the folder around them."""
 
 FORBIDDEN_IN_SCHEDULER = {"paddle", "cupy", "fastdeploy"}
 
 
-def component_of(path: Path) -> str:
-    """Top-level module or sub-package a file belongs to."""
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def place_of(path: Path) -> str:
+    """`scheduler` for `scheduler/run.py`, `worker/ops` for `worker/ops/rows.py`, `errors` for `errors.py`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "/".join(parts[:-1]) or parts[0]
 
 
-def imported_components(path: Path) -> set[str]:
-    """Components of this package that a file imports, wherever in the file."""
+def imported_places(path: Path) -> set[str]:
+    """Places of this package that a file imports from, wherever in the file."""
     package = ["fastdeploy_kvcache_v1", *path.relative_to(PACKAGE).parts[:-1]]
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -84,8 +62,22 @@ def imported_components(path: Path) -> set[str]:
             names = [[*module, alias.name] for alias in node.names]
         else:
             continue
-        found |= {name[1] for name in names if name[0] == "fastdeploy_kvcache_v1" and len(name) > 1}
-    return {name for name in found if not name.startswith("__")}
+        found |= {place for name in names if name[0] == PACKAGE.name and (place := _place_of_name(name[1:]))}
+    return found - {place_of(path)}
+
+
+def _place_of_name(name: list[str]) -> str:
+    """The longest part of a dotted name that is a folder, or a module beside the folders."""
+    folder = PACKAGE
+    for index, part in enumerate(name):
+        if not (folder / part).is_dir():
+            return "/".join(name[:index]) or (part if (PACKAGE / f"{part}.py").exists() else "")
+        folder /= part
+    return "/".join(name)
+
+
+def within(place: str, folders: set[str]) -> bool:
+    return any(place == folder or place.startswith(folder + "/") for folder in folders)
 
 
 def sources() -> list[Path]:
@@ -93,22 +85,37 @@ def sources() -> list[Path]:
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_down(path):
-    component = component_of(path)
-    assert component in LAYER_OF, f"{component} is new: give it a layer in this test"
-    layer = LAYER_OF[component]
-    for imported in imported_components(path) - {component}:
-        assert imported in LAYER_OF, f"{path.name} imports {imported}, which has no layer in this test"
-        target = LAYER_OF[imported]
-        if layer == "leaves" and not (BORROWS_THE_MODEL in path.parents and imported == "embedded"):
-            assert target != "leaves", f"{component} imports {imported}: leaves do not know each other"
-        assert target == layer or target in MAY_IMPORT[layer], f"{layer} {component} imports {target} {imported}"
+def test_imports_follow_the_rules(path):
+    place = place_of(path)
+    folder = place.split("/")[0]
+    if folder in TOP:
+        return
+    imported = imported_places(path) - SHARED
+    if folder in SHARED:
+        assert not imported, f"{path.name} is shared by all: it imports only its like"
+        return
+    assert folder in MAY_IMPORT, f"{folder} is new: give it a rule in this test"
+    for other in imported:
+        allowed = within(other, {folder, *MAY_IMPORT[folder]})
+        assert allowed, f"{place} must not import {other}"
+    strict = next((inner for inner in INSIDE if within(place, {inner})), None)
+    if strict is not None:
+        around = strict.split("/")[0]
+        for other in imported - {around}:
+            assert within(other, {strict, *INSIDE[strict]}), f"{place} must not import {other}"
 
 
-def test_no_import_cycles_between_components():
+def test_every_rule_names_a_folder():
+    named = {*MAY_IMPORT, *INSIDE, *set().union(*MAY_IMPORT.values(), *INSIDE.values())}
+    assert [folder for folder in sorted(named) if not (PACKAGE / folder).is_dir()] == []
+    assert [name for name in sorted(SHARED | TOP) if not (PACKAGE / f"{name}.py").is_file()] == []
+
+
+def test_no_import_cycles_between_folders():
     imports = {}
     for path in sources():
-        imports.setdefault(component_of(path), set()).update(imported_components(path) - {component_of(path)})
+        folder = place_of(path).split("/")[0]
+        imports.setdefault(folder, set()).update(place.split("/")[0] for place in imported_places(path))
     done, path = set(), []
 
     def visit(component):
@@ -116,7 +123,7 @@ def test_no_import_cycles_between_components():
         if component in done:
             return
         path.append(component)
-        for imported in imports.get(component, ()):
+        for imported in imports.get(component, set()) - {component}:
             visit(imported)
         path.pop()
         done.add(component)
@@ -134,16 +141,13 @@ def modules_after(statement: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def existing(components: set[str]) -> list[str]:
-    return sorted(name for name in components if (PACKAGE / f"{name}.py").exists() or (PACKAGE / name).is_dir())
-
-
 def test_scheduler_half_loads_no_paddle_cupy_or_fastdeploy():
-    names = ", ".join(existing(FOUNDATION | SCHEDULER))
-    loaded = modules_after(f"from fastdeploy_kvcache_v1 import {names}")
+    modules = [path for path in (PACKAGE / "scheduler").rglob("*.py") if path.name != "__init__.py"]
+    names = [".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)) for path in modules]
+    loaded = modules_after(f"import {', '.join(names)}")
     assert {name.split(".")[0] for name in loaded} & FORBIDDEN_IN_SCHEDULER == set()
-    ours = {name.split(".")[1] for name in loaded if name.startswith("fastdeploy_kvcache_v1.")}
-    assert ours <= FOUNDATION | SCHEDULER
+    ours = {name.split(".")[1] for name in loaded if name.startswith(f"{PACKAGE.name}.")}
+    assert ours <= {*SHARED, "scheduler"}
 
 
 def test_the_package_itself_loads_nothing():
@@ -152,7 +156,5 @@ def test_the_package_itself_loads_nothing():
 
 
 def test_command_line_help_loads_no_paddle():
-    if not (PACKAGE / "cli.py").exists():
-        pytest.skip("no command line yet")
     loaded = modules_after("import fastdeploy_kvcache_v1.cli")
     assert {name.split(".")[0] for name in loaded} & FORBIDDEN_IN_SCHEDULER == set()

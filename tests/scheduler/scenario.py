@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import (
     Allocation,
@@ -16,6 +14,8 @@ from fastdeploy_kvcache_v1.metadata import (
     SwapStep,
     TransferResult,
 )
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back", **options: int) -> CacheManager:

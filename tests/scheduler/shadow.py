@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.metadata import (
     BlockHash,
     CacheEvent,
@@ -19,6 +17,8 @@ from fastdeploy_kvcache_v1.metadata import (
     SwapStep,
     TransferResult,
 )
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 
 Prefix = tuple[int, ...]
 GARBAGE: Prefix = (-1,)

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import (
-    ConfigError,
-    PoolInUseError,
-)
-from fastdeploy_kvcache_v1.metadata import (
-    Allocation,
-    BlockHash,
-    CacheLevel,
-    NoSpace,
-)
+from fastdeploy_kvcache_v1.errors import ConfigError, PoolInUseError
+from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, NoSpace
 
 from .scenario import cached, manager, prompt, run, start
 

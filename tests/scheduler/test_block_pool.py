@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_kvcache_v1.block_pool import BlockPool, DeviceBlockPool, HostBlockPool
 from fastdeploy_kvcache_v1.errors import BlockPoolError, PoolInUseError
 from fastdeploy_kvcache_v1.metadata import HostSlot
+from fastdeploy_kvcache_v1.scheduler.block_pool import BlockPool, DeviceBlockPool, HostBlockPool
 
 
 @given(st.integers(0, 12), st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=40))

@@ -8,17 +8,11 @@ from itertools import pairwise
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.errors import (
-    CacheStateError,
-    UnknownRequestError,
-)
-from fastdeploy_kvcache_v1.metadata import (
-    Allocation,
-    NoSpace,
-)
+from fastdeploy_kvcache_v1.errors import CacheStateError, UnknownRequestError
+from fastdeploy_kvcache_v1.metadata import Allocation, NoSpace
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes
 
 from .scenario import cached, manager, prompt, run
 

@@ -7,15 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.errors import (
-    CacheStateError,
-    KVCacheError,
-    PoolInUseError,
-    UnknownRequestError,
-)
+from fastdeploy_kvcache_v1.errors import CacheStateError, KVCacheError, PoolInUseError, UnknownRequestError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, NoSpace, SwapStep
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 from .shadow import Shadow
 

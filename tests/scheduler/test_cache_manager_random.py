@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import CacheStateError, PoolInUseError, UnknownRequestError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 from .shadow import Shadow
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_kvcache_v1.cache_utils import (
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.scheduler.cache_utils import (
     BlockHasher,
     MultimodalItem,
     get_block_hash_extra_keys,
     root_hash,
     token_bytes,
 )
-from fastdeploy_kvcache_v1.errors import ConfigError
 
 tokens_strategy = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, HostSlot
-from fastdeploy_kvcache_v1.request_state import RequestState
-from fastdeploy_kvcache_v1.run import WIDTH, HostCopy, Run
-from fastdeploy_kvcache_v1.run_queue import RunQueue
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.request_state import RequestState
+from fastdeploy_kvcache_v1.scheduler.run import WIDTH, HostCopy, Run
+from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 from .scenario import block, manager, prompt, run, start
 

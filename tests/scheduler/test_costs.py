@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fastdeploy_kvcache_v1 import cache_utils
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import BlockHasher, GivenHashes, MultimodalItem
 from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, TransferResult
-from fastdeploy_kvcache_v1.run import Run
-from fastdeploy_kvcache_v1.run_queue import RunQueue
+from fastdeploy_kvcache_v1.scheduler import cache_utils
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes, MultimodalItem
+from fastdeploy_kvcache_v1.scheduler.run import Run
+from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 from .scenario import manager
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import (
-    Allocation,
-)
+from fastdeploy_kvcache_v1.metadata import Allocation
 
 from .scenario import cached, manager, prompt, run, start
 

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from fastdeploy_kvcache_v1.metadata import (
-    Allocation,
-    BlockHash,
-    CacheLevel,
-    CacheStatus,
-    TransferResult,
-)
+from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, CacheStatus, TransferResult
 
 from .scenario import cached, fail, manager, on_host, prompt, run
 

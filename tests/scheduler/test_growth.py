@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, NoSpace, TransferResult
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
 from .scenario import manager
 

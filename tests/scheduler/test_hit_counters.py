@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 from .scenario import manager, prompt, run
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.errors import BlockPoolError, CacheStateError, PoolInUseError, UnknownRequestError
 from fastdeploy_kvcache_v1.metadata import NoSpace
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 
 
 @pytest.fixture

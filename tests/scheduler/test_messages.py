@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest, attach_swap_steps, detach_swap_steps
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.metadata import BlockHash, BlockNode, CacheLevel, CacheStatus, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
 
 def step(number: int, *targets: int) -> SwapStep:

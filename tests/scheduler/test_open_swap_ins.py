@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.metadata import Allocation
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 from .scenario import cached, manager, prompt, run
 

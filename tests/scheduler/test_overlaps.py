@@ -6,10 +6,10 @@ import gc
 
 import pytest
 
-from fastdeploy_kvcache_v1 import told_copies
-from fastdeploy_kvcache_v1.cache_manager import SWEPT_PER_STEP, CacheManager
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, NoSpace
+from fastdeploy_kvcache_v1.scheduler import told_copies
+from fastdeploy_kvcache_v1.scheduler.cache_manager import SWEPT_PER_STEP, CacheManager
 
 from .scenario import cached, fail, manager, on_host, prompt, run, start
 

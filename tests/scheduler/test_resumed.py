@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 from .scenario import manager, prompt
 

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import (
-    Allocation,
-    CacheLevel,
-    CacheStatus,
-    NoSpace,
-)
+from fastdeploy_kvcache_v1.metadata import Allocation, CacheLevel, CacheStatus, NoSpace
 
 from .scenario import cached, fail, manager, on_host, pairs, prompt, run, start
 

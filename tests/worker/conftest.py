@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
+from fastdeploy_kvcache_v1.worker import ops
 
 
 @pytest.fixture(params=["numpy", "compiled"])

@@ -7,12 +7,12 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 
-from fastdeploy_kvcache_v1 import ops
-from fastdeploy_kvcache_v1.hazards import Actor
-from fastdeploy_kvcache_v1.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, TransferResult
-from fastdeploy_kvcache_v1.ops import Implementation, LayerRows
-from fastdeploy_kvcache_v1.ops.queues import call_on
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.hazards import Actor
+from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
+from fastdeploy_kvcache_v1.worker.ops import Implementation, LayerRows
+from fastdeploy_kvcache_v1.worker.ops.queues import call_on
 from tests.worker.worker_fakes import Rig, evict, swap_in
 
 PLACEHOLDER = Implementation("placeholder", lambda *_: None)

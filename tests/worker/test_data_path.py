@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fastdeploy_kvcache_v1.hazards import Actor, Dependency, Hazard, SlotTable
-from fastdeploy_kvcache_v1.layer_done_counter import LayerDoneCounter
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker.hazards import Actor, Dependency, Hazard, SlotTable
+from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
 from tests.worker.worker_fakes import Rig
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
-from fastdeploy_kvcache_v1.hazards import Actor, Hazard, SlotTable
-from fastdeploy_kvcache_v1.runtime import Event
+from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, SlotTable
+from fastdeploy_kvcache_v1.worker.runtime import Event
 
 IN, OUT, COMPUTE = Actor.INPUT, Actor.OUTPUT, Actor.COMPUTE
 

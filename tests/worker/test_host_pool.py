@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError
-from fastdeploy_kvcache_v1.host_pool import HostPool
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker.host_pool import HostPool
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.worker_fakes import NumpyBackend
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_controller import CacheController
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError
-from fastdeploy_kvcache_v1.ops import HostBuffer
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.ops import HostBuffer
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.worker_fakes import LIMIT_S, Gates, NumpyBackend, Rig, evict, swap_in
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")

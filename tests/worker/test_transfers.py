@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
-from fastdeploy_kvcache_v1.cache_controller import CacheController
 from fastdeploy_kvcache_v1.errors import (
     CacheStateError,
     ConfigError,
@@ -14,8 +12,10 @@ from fastdeploy_kvcache_v1.errors import (
     TransferError,
 )
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata
-from fastdeploy_kvcache_v1.ops import Run
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.ops import Run
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.worker_fakes import LIMIT_S, Gates, NumpyBackend, Rig, evict, swap_in
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")

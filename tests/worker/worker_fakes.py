@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec, tensor_name
-from fastdeploy_kvcache_v1.cache_controller import CacheController
-from fastdeploy_kvcache_v1.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata
-from fastdeploy_kvcache_v1.runtime import Runtime
+from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
+from fastdeploy_kvcache_v1.worker.runtime import Runtime
 
 LIMIT_S = 20.0
 """Longest a test waits for another thread before it is taken for hung. Never asserted on."""

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from ..batch_request import BatchRequest
+from ...batch_request import BatchRequest
+from ...model.step import StepResult, TransferReport
 from .engine_core import EngineCore
 from .generation import Failure, Generation
-from .messages import StepResult, TransferReport
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
-from ..batch_request import BatchRequest
-from ..cache_manager import CacheManager
-from ..metadata import CacheLevel, TransferResult
+from ...batch_request import BatchRequest
+from ...metadata import CacheLevel, TransferResult
+from ...model.step import StepResult, StepTask, TransferReport
+from ...scheduler.cache_manager import CacheManager
 from .generation import Failure, Generation, State
-from .messages import StepResult, StepTask, TransferReport
 from .scheduler import Scheduled, Scheduler
 
 logger = logging.getLogger(__name__)

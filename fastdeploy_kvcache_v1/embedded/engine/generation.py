@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..cache_utils import BlockHasher
+from ...scheduler.cache_utils import BlockHasher
 
 if TYPE_CHECKING:
-    from ..metadata import DeviceSlot
-    from .sampler import SamplingParams
-    from .text import TextStream
+    from ...metadata import DeviceSlot
+    from ...model.sampler import SamplingParams
+    from ..text.text_stream import TextStream
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections import OrderedDict
 from itertools import takewhile
 from typing import NamedTuple
 
-from ..cache_manager import CacheManager
-from ..metadata import Allocation, DeviceSlot, MatchResult, NoSpace
+from ...metadata import Allocation, DeviceSlot, MatchResult, NoSpace
+from ...scheduler.cache_manager import CacheManager
 from .generation import Generation, State
 
 

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .api_error import ApiError, error_body
+from ..api_error import ApiError, error_body
 
 OPERATOR_HEADER = "X-KVCache-Operator"
 

@@ -10,14 +10,14 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from ..errors import InvariantError, KVCacheError
+from ...errors import InvariantError, KVCacheError
+from ..api_error import ApiError, error_body
+from ..engine.engine import Engine
+from ..engine.engine_core import EngineCore
+from ..engine.generation import Delta
+from ..intake.intake import Endpoint, Options, check_model
 from .access import HostCheck, require_json, require_operator
-from .api_error import ApiError, error_body
-from .engine import Engine
-from .engine_core import EngineCore
-from .errors_http import install_error_handlers
-from .generation import Delta
-from .intake import Endpoint, Options, check_model
+from .errors import install_error_handlers
 from .linger import Linger
 from .metrics import Metrics
 from .request_bodies import BodyRoom

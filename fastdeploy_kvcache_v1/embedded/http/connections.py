@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Any
 
-from .api_error import error_body
+from ..api_error import error_body
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import json
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .api_error import error_body
+from ..api_error import error_body
 
 HEADER_TIMEOUT_S = 10.0
 """From the connection, or the first byte of a later request, to the end of the request's headers."""

@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from .api_error import ApiError, describe_validation, error_body
+from ..api_error import ApiError, describe_validation, error_body
 
 
 def install_error_handlers(app: FastAPI) -> None:

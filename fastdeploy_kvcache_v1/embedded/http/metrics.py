@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..cache_stats import CacheStats
-from .engine_core import EngineCounters
+from ...scheduler.cache_stats import CacheStats
+from ..engine.engine_core import EngineCounters
 
 PREFIX = "fastdeploy_kvcache_"
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from .api_error import ApiError
+from ..api_error import ApiError
 
 MIB = 1 << 20
 

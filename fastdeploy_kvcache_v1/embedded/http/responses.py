@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .generation import Delta, Usage
+from ..engine.generation import Delta, Usage
 
 DONE = "data: [DONE]\n\n"
 

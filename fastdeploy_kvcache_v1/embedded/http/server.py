@@ -10,9 +10,9 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from .engine import Engine
-from .http_protocol import DeadlineProtocol
-from .settings import ServerConfig
+from ..engine.engine import Engine
+from ..settings import ServerConfig
+from .deadlines import DeadlineProtocol
 
 GRACE_S = 4
 """After a signal, running requests have this long to end before they are answered with 503."""

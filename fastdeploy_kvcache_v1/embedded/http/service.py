@@ -9,16 +9,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
-from ..cache_utils import BlockHasher
-from .api_error import ApiError
-from .engine import Engine
-from .generation import Delta, Failure, Generation, GenerationRequest
-from .intake import Endpoint, Intake, IntakeConfig, Options, Reading
-from .intake_client import BodyReader
-from .sampler import SamplingParams
-from .settings import ServerConfig
-from .text import TextStream
-from .tokenizer import Tokenizer
+from ...model.sampler import SamplingParams
+from ...scheduler.cache_utils import BlockHasher
+from ..api_error import ApiError
+from ..engine.engine import Engine
+from ..engine.generation import Delta, Failure, Generation, GenerationRequest
+from ..intake.client import BodyReader
+from ..intake.intake import Endpoint, Intake, IntakeConfig, Options, Reading
+from ..settings import ServerConfig
+from ..text.text_stream import TextStream
+from ..text.tokenizer import Tokenizer
 
 CLIENT_CLOSED_REQUEST = 499
 """Status for the log only: nobody is there to read it."""

@@ -17,10 +17,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import ModelError
-from .api_error import ApiError
+from ...errors import ModelError
+from ..api_error import ApiError
 from .intake import Endpoint, IntakeConfig, Reading
-from .intake_process import (
+from .process import (
     ERROR,
     MIB,
     READING,
@@ -213,10 +213,10 @@ class IntakeClient:
 
 
 def _spawn(fd: int) -> subprocess.Popen[bytes]:
-    package_root = str(Path(__file__).resolve().parents[2])
+    package_root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.intake_process", str(fd)],
+        [sys.executable, "-m", f"{__package__}.process", str(fd)],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
         env={**os.environ, "PYTHONPATH": path},

@@ -16,9 +16,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from .api_error import ApiError, describe_validation
+from ..api_error import ApiError, describe_validation
+from ..text.tokenizer import TextTooLongError, Tokenizer
 from .protocol import ChatBody, CompletionBody, GenerationBody
-from .tokenizer import TextTooLongError, Tokenizer
 
 COMPLETION_MAX_TOKENS = 16
 """Default of /v1/completions, as OpenAI has it; chats run up to the limit of model and cache."""

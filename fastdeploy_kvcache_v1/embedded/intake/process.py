@@ -1,6 +1,6 @@
 """The intake process: reads bodies that are large, and those of chats whose template is code of the model's directory.
 
-`python -m fastdeploy_kvcache_v1.embedded.intake_process FD`. Whatever a body or a template does, it takes the time and
+`python -m fastdeploy_kvcache_v1.embedded.intake.process FD`. Whatever a body or a template does, it takes the time and
 memory of this process, never the server's: limits end it, the server answers and starts another. It sends bytes that
 the server checks (JSON and token ids), no pickles.
 
@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ModelError
-from .api_error import ApiError
+from ...errors import ModelError
+from ..api_error import ApiError
+from ..orphan import die_with_parent
+from ..text.tokenizer import load_tokenizer
 from .intake import Endpoint, Intake, IntakeConfig, Options, Reading
-from .orphan import die_with_parent
-from .tokenizer import load_tokenizer
 
 READY, REFUSED, READING, ERROR = range(4)
 

@@ -16,8 +16,8 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import ConfigError, ModelError
-from .model.hf_json import read_file
+from ...errors import ConfigError, ModelError
+from ...model.hf_json import read_file
 
 MAX_CHARACTERS = 1 << 25
 """Of a rendered conversation."""

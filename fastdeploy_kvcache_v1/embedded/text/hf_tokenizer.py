@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from ..errors import ModelError
+from ...errors import ModelError
+from ...model.hf_json import read_file, read_optional_json
 from .chat_template import ChatTemplate
-from .model.hf_json import read_file, read_optional_json
 from .token_length import TokenLength, token_length
 from .tokenizer import Detokenizer, TextTooLongError
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import ConfigError
-from .model.config import BYTE_VOCAB_SIZE
+from ...errors import ConfigError
+from ...model.config import BYTE_VOCAB_SIZE
 
 
 class Detokenizer(Protocol):

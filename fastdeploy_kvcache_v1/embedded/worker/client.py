@@ -20,10 +20,11 @@ from typing import TypeVar
 
 import zmq
 
-from ..batch_request import BatchRequest
-from ..errors import ConfigError, WorkerDiedError
+from ...batch_request import BatchRequest
+from ...errors import ConfigError, WorkerDiedError
+from ...model.step import StepResult, TransferReport
 from .liveness import ProgressBoard, Watchdog, make_page
-from .messages import StepResult, TransferReport, WorkerConnected, WorkerFailed, WorkerReady
+from .messages import WorkerConnected, WorkerFailed, WorkerReady
 
 FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
 
@@ -170,13 +171,13 @@ class ProcessWorkerClient:
         return socket
 
     def _spawn(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
-        package_root = str(Path(__file__).resolve().parents[2])
+        package_root = str(Path(__file__).resolve().parents[3])
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         page = self._make_board()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.worker_process"],
+                [sys.executable, "-m", f"{__package__}.process"],
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
                 env=environment,

@@ -1,4 +1,4 @@
-"""The worker process: model, caches and copies. `python -m fastdeploy_kvcache_v1.embedded.worker_process`.
+"""The worker process: model, caches and copies. `python -m fastdeploy_kvcache_v1.embedded.worker.process`.
 
 Reads a pickled `WorkerLaunch` from its standard input, which only the engine process holds. Stops on the engine's
 `None`, dies with the engine process, and ignores SIGINT and SIGTERM: the engine decides when it ends.
@@ -17,16 +17,16 @@ from dataclasses import replace
 
 import zmq
 
-from .. import ops
-from ..cache_controller import CacheController
-from ..errors import ConfigError, KVCacheError, ModelError
-from .copy_faults import make_runtime
+from ...errors import ConfigError, KVCacheError, ModelError
+from ...model import configure_reproducible_math, load_model_config
+from ...model.step_runner import StepRunner
+from ...worker import ops
+from ...worker.cache_controller import CacheController
+from ...worker.runtime.copy_faults import make_runtime
+from ..orphan import die_with_parent
+from .client import WorkerLaunch
 from .liveness import ProgressBoard
 from .messages import WorkerConnected, WorkerFailed, WorkerReady
-from .model import configure_reproducible_math, load_model_config
-from .orphan import die_with_parent
-from .step_runner import StepRunner
-from .worker_client import WorkerLaunch
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
     configure_reproducible_math()
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
     # Only now: importing paddle fixes the mode of its math library.
-    from ..attention.gqa import GQACacheBackend
-    from .model.decoder import Decoder
+    from ...attention.gqa import GQACacheBackend
+    from ...model.decoder import Decoder
 
     model = replace(load_model_config(config.model_path), max_position=config.max_model_len)
     decoder = Decoder.load(config.model_path, model)

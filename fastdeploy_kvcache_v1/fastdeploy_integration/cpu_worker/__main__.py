@@ -1,4 +1,4 @@
-"""`python -m fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker FLAGS`: what `serve --fastdeploy-cpu` becomes."""
+"""`python -m fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker FLAGS`: what `serve --fastdeploy-cpu` becomes."""
 
 import sys
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ...errors import OverlayError
-from ..overlay import Overlay
-from ..release import installed_host
-from ..table import Where, load_table, table_directory
+from ..overlay.overlay import Overlay
+from ..overlay.release import installed_host
+from ..overlay.table import Where, load_table, table_directory
 
 TABLE_NAME = "cpu-worker-{release}.toml"
 

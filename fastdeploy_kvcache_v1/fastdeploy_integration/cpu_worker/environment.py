@@ -9,7 +9,7 @@ RUN_DIRECTORY = "FASTDEPLOY_KVCACHE_CPU_RUN"
 """Private directory of one server. Every process of the server carries it, so it also marks them."""
 
 COPY_FAULTS = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
-"""Test hook, see `embedded/copy_faults.py`."""
+"""Test hook, see `worker/runtime/copy_faults.py`."""
 
 LOG_DIRECTORY = "FD_LOG_DIR"
 """FastDeploy's own."""

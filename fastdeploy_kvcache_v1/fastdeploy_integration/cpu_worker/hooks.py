@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ConfigError
-from ..table import Where
+from ..overlay.table import Where
 from . import activation
 from .token_channel import get_output, unsupported_output
 
-LAUNCH = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.launch"
+LAUNCH = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.launch"
 
 _WORKER_COMMAND = re.compile(
     r"^(?P<variables>(?:\w+=\S* +)*)(?P<python>\S+) (?:-u )? *-m paddle\.distributed\.launch --log_dir (?P<log>\S+) "

@@ -12,8 +12,8 @@ import runpy
 import signal
 import sys
 
-from .. import overlay
-from ..table import Where
+from ..overlay import overlay
+from ..overlay.table import Where
 from . import activation
 from .environment import run_directory
 from .janitor import record_session
@@ -50,7 +50,7 @@ def _die_with_parent() -> None:
 
 
 def _prepare_math() -> None:
-    from ...embedded.model.reproducible import configure_reproducible_math
+    from ...model.reproducible import configure_reproducible_math
 
     os.environ.pop("OMP_NUM_THREADS", None)  # the host sets it for its GPU worker
     configure_reproducible_math()

@@ -13,14 +13,14 @@ from typing import Any
 
 from ...attention.gqa import GQACacheBackend
 from ...batch_request import BatchRequest
-from ...cache_controller import CacheController
-from ...embedded.copy_faults import make_runtime
-from ...embedded.messages import StepTask
-from ...embedded.model.config import load_model_config
-from ...embedded.model.plan import SequenceSlice
-from ...embedded.step_runner import Logits, StepRunner
+from ...model.config import load_model_config
+from ...model.plan import SequenceSlice
+from ...model.step import StepTask
+from ...model.step_runner import Logits, StepRunner
+from ...worker.cache_controller import CacheController
+from ...worker.runtime.copy_faults import make_runtime
+from ..engine.weight_updates import CLEARED, NORMAL
 from ..transport import SwapInbox
-from ..weight_updates import CLEARED, NORMAL
 from .slots import Slot, SlotTable
 from .tasks import apply_task, sampling_params
 from .token_channel import TokenSender
@@ -97,7 +97,7 @@ class CpuModelRunner:
 
     def load_weights(self) -> None:
         """Read them (again): the directory may hold other ones by now."""
-        from ...embedded.model.decoder import Decoder
+        from ...model.decoder import Decoder
 
         self._decoder = Decoder.load(self._config.model_path, self._model)
 

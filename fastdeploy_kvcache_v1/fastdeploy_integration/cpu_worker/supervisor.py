@@ -19,14 +19,14 @@ from types import FrameType
 import psutil
 
 from ...errors import ConfigError
-from ..weight_updates import CLEARED as WEIGHTS_CLEARED
+from ..engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from .environment import LOG_DIRECTORY, RUN_DIRECTORY
 from .janitor import SHARED_MEMORY, Estate
 from .settings import SWITCH, Settings
 
 logger = logging.getLogger(__name__)
 
-PACKAGE = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker"
+PACKAGE = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
 POLL_S = 0.2
 HEALTH_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 5.0

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ...embedded.sampler import SamplingParams
+from ...model.sampler import SamplingParams
 from .slots import FinishRules, Slot, SlotTable, TaskKind
 
 logger = logging.getLogger(__name__)

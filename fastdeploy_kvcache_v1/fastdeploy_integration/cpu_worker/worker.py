@@ -14,7 +14,7 @@ from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.worker.worker_base import WorkerBase
 
 from ...errors import ConfigError
-from ...runtime.base import free_host_memory
+from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
 from .environment import COPY_FAULTS, log_directory, run_directory
 from .runner import CpuModelRunner, RunnerConfig

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..cache_manager import CacheManager
-from ..config import KVCacheConfig
-from ..errors import BlockPoolError, CacheStateError, InvariantError
-from ..metadata import DeviceSlot, MatchResult, NoSpace
+from ...config import KVCacheConfig
+from ...errors import BlockPoolError, CacheStateError, InvariantError
+from ...metadata import DeviceSlot, MatchResult, NoSpace
+from ...scheduler.cache_manager import CacheManager
+from ..transport import SwapOutbox
 from .hit_rates import HitRates, match_metrics
 from .kept_hashes import KeptHashes
 from .lent_ids import LentIds
@@ -30,7 +31,6 @@ from .open_batch import OpenBatch
 from .pool_gauges import PoolGauges
 from .record import Record
 from .task_tokens import TaskTokens, has_items, multimodal_items, start_of_cut_item
-from .transport import SwapOutbox
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..metadata import CacheLevel, DeviceSlot, MatchResult
+from ...metadata import CacheLevel, DeviceSlot, MatchResult
 
 WINDOW = 10_000
 """Matches after which the host counts anew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from ..errors import InvariantError
+from ...errors import InvariantError
 from .task_tokens import TaskTokens
 
 KEPT_HASHES = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-from ..errors import InvariantError
+from ...errors import InvariantError
 
 
 class OpenBatch:

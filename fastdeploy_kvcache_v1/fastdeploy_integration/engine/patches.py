@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ..config import KVCacheConfig
-from . import overlay, settings, swap_space
+from ...config import KVCacheConfig
+from .. import settings, swap_space
+from ..overlay import overlay
+from ..overlay.table import Where
 from .adapter import PrefixCacheAdapter
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher
 from .same_id import HeldBack
-from .table import Where
 from .weight_updates import WeightUpdates, start_again
 
 Wrapped = Callable[..., Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cache_manager import CacheManager
+from ...scheduler.cache_manager import CacheManager
 
 
 class PoolGauges:

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ..cache_utils import BlockHasher, MultimodalItem
-from ..errors import ConfigError
-from ..metadata import BlockHash
+from ...errors import ConfigError
+from ...metadata import BlockHash
+from ...scheduler.cache_utils import BlockHasher, MultimodalItem
 
 logger = logging.getLogger(__name__)
 

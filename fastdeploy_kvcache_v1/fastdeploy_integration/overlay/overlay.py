@@ -19,7 +19,7 @@ from typing import Any
 
 import wrapt
 
-from ..errors import OverlayError
+from ...errors import OverlayError
 from .release import Host, installed_host
 from .source import check_row, expected_parameters, runtime_parameters
 from .table import Kind, PatchRow, PatchTable, Where, table_for

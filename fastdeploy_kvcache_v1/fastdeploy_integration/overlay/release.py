@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import OverlayError
+from ...errors import OverlayError
 
 PACKAGE = "fastdeploy"
 DISTRIBUTIONS = ("fastdeploy-gpu", "fastdeploy", "fastdeploy-cpu")

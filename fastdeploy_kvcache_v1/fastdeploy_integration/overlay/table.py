@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import OverlayError
+from ...errors import OverlayError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -83,8 +83,8 @@ class PatchTable:
 
 def table_directory() -> Path:
     """Where the tables are: inside the installed package, or `patches/` of a checkout."""
-    inside = Path(__file__).parent / "patches"
-    return inside if inside.is_dir() else Path(__file__).parents[2] / "patches"
+    inside = Path(__file__).parents[1] / "patches"
+    return inside if inside.is_dir() else Path(__file__).parents[3] / "patches"
 
 
 def known_releases() -> list[str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..runtime import CudaRuntime, Runtime
-from . import overlay, settings
-from .backends import cache_layout
-from .swap_space import has_draft_layer
-from .table import Where
+from ...worker.runtime import CudaRuntime, Runtime
+from .. import settings
+from ..backends import cache_layout
+from ..overlay import overlay
+from ..overlay.table import Where
+from ..swap_space import has_draft_layer
 from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
 
 Wrapped = Callable[..., Any]

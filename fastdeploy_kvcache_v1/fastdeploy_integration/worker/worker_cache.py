@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..attention.base import AttentionCacheBackend, CacheLayout
-from ..cache_controller import CacheController
-from ..errors import CacheStateError, ConfigError, TransferError
-from ..layer_done_counter import LayerDoneCounter
-from ..runtime import Runtime
-from .swap_space import compare
-from .transport import SwapInbox
+from ...attention.base import AttentionCacheBackend, CacheLayout
+from ...errors import CacheStateError, ConfigError, TransferError
+from ...worker.cache_controller import CacheController
+from ...worker.layer_done_counter import LayerDoneCounter
+from ...worker.runtime import Runtime
+from ..swap_space import compare
+from ..transport import SwapInbox
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..errors import CacheStateError
+from ...errors import CacheStateError
 from . import cupy_copies, host_memory, library, numpy_twin, queues
 from .compiled import CompiledOps
 from .host_memory import HostBuffer

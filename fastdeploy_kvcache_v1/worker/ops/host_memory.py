@@ -8,7 +8,7 @@ import mmap
 
 import numpy as np
 
-from ..errors import CacheStateError
+from ...errors import CacheStateError
 from .rows import ByteRows
 
 Memory = mmap.mmap | ctypes.Array[ctypes.c_uint8]

@@ -8,7 +8,7 @@ from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
-from ..errors import CacheStateError, ConfigError, InvariantError, TransferError
+from ...errors import CacheStateError, ConfigError, InvariantError, TransferError
 
 CORE = Path(__file__).with_name("_core.so")
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CacheStateError, ConfigError
+from ...errors import CacheStateError, ConfigError
 
 LIBRARY = Path(__file__).with_name("_paddle_ops.so")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CacheStateError, ConfigError
+from ...errors import CacheStateError, ConfigError
 
 ByteRows = npt.NDArray[np.uint8]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from ..errors import ConfigError, LayerSwapTimeoutError, TransferError
+from ...errors import ConfigError, LayerSwapTimeoutError, TransferError
 from ..ops import HostBuffer
 from . import memory_limits
 

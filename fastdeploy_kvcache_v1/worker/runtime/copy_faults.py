@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from typing import Any
 
-from ..errors import ConfigError
-from ..runtime import CpuRuntime
+from ...errors import ConfigError
+from . import CpuRuntime
 
 
 class InjectedCopyError(RuntimeError):

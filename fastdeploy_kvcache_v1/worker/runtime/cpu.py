@@ -13,8 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
 
+from ...errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from .. import ops
-from ..errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
 from .placement import allocate_near, node_of_this_process
 from .queues import QueueStream

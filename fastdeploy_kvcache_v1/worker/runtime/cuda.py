@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ...errors import CacheStateError, ConfigError, TransferError
 from .. import ops
-from ..errors import CacheStateError, ConfigError, TransferError
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
 from .placement import Nodes, allocate_near, node_of_pci_device, node_of_this_process
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from ..errors import CacheStateError, TransferError
+from ...errors import CacheStateError, TransferError
 from ..ops.library import Library
 from ..ops.queues import Queue
 from ..ops.queues import QueueEvent as RawEvent

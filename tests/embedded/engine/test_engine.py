@@ -5,15 +5,15 @@ import threading
 
 import pytest
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.embedded.engine import Engine
-from fastdeploy_kvcache_v1.embedded.engine_core import EngineCore
-from fastdeploy_kvcache_v1.embedded.generation import Delta
-from fastdeploy_kvcache_v1.embedded.scheduler import Scheduler
-from fastdeploy_kvcache_v1.embedded.service import RequestStream
+from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
+from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
+from fastdeploy_kvcache_v1.embedded.engine.generation import Delta
+from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.http.service import RequestStream
 from fastdeploy_kvcache_v1.errors import InvariantError
-from tests.server.shadow import ShadowWorker, ShadowWorkerClient
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient
 
 
 def make_engine():

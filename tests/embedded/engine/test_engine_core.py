@@ -5,11 +5,11 @@ import random
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.embedded.engine_core import MAX_COPY_FAILURES
-from fastdeploy_kvcache_v1.embedded.generation import Failure
-from fastdeploy_kvcache_v1.embedded.messages import StepResult, TransferReport
+from fastdeploy_kvcache_v1.embedded.engine.engine_core import MAX_COPY_FAILURES
+from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
-from tests.server.shadow import Harness, expected_outputs
+from fastdeploy_kvcache_v1.model.step import StepResult, TransferReport
+from tests.embedded.shadow import Harness, expected_outputs
 
 POLICIES = list(WritePolicy)
 

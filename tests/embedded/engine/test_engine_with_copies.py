@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec, tensor_name
-from fastdeploy_kvcache_v1.cache_controller import CacheController
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.embedded.sampler import SamplingParams
-from fastdeploy_kvcache_v1.embedded.step_runner import StepRunner
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
-from tests.server.shadow import Harness, expected_outputs, next_token
+from fastdeploy_kvcache_v1.model.sampler import SamplingParams
+from fastdeploy_kvcache_v1.model.step_runner import StepRunner
+from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.embedded.shadow import Harness, expected_outputs, next_token
 
 LAYERS = 3
 BLOCK = 4

@@ -3,9 +3,9 @@
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.embedded.generation import Failure, Generation, State
-from fastdeploy_kvcache_v1.embedded.messages import StepResult
-from tests.server.shadow import Harness, Recorder, expected_outputs
+from fastdeploy_kvcache_v1.embedded.engine.generation import Failure, Generation, State
+from fastdeploy_kvcache_v1.model.step import StepResult
+from tests.embedded.shadow import Harness, Recorder, expected_outputs
 
 
 def tokens_of(batch):

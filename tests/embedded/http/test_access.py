@@ -4,14 +4,14 @@ import pytest
 from fastapi import Depends, FastAPI, Request
 from fastapi.testclient import TestClient
 
-from fastdeploy_kvcache_v1.embedded.access import (
+from fastdeploy_kvcache_v1.embedded.http.access import (
     OPERATOR_HEADER,
     HostCheck,
     listens_beyond_this_machine,
     require_json,
     require_operator,
 )
-from fastdeploy_kvcache_v1.embedded.errors_http import install_error_handlers
+from fastdeploy_kvcache_v1.embedded.http.errors import install_error_handlers
 
 
 def client_of(host="127.0.0.1", allowed_hosts=()):

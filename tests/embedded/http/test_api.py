@@ -8,21 +8,21 @@ from contextlib import contextmanager
 import pytest
 from fastapi.testclient import TestClient
 
-from fastdeploy_kvcache_v1.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.embedded.access import OPERATOR_HEADER
-from fastdeploy_kvcache_v1.embedded.api import create_app
-from fastdeploy_kvcache_v1.embedded.engine import Engine
-from fastdeploy_kvcache_v1.embedded.engine_core import EngineCore
-from fastdeploy_kvcache_v1.embedded.intake import Intake
-from fastdeploy_kvcache_v1.embedded.metrics import Metrics
-from fastdeploy_kvcache_v1.embedded.model.config import BYTE_VOCAB_SIZE
-from fastdeploy_kvcache_v1.embedded.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
+from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
+from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.http.access import OPERATOR_HEADER
+from fastdeploy_kvcache_v1.embedded.http.api import create_app
+from fastdeploy_kvcache_v1.embedded.http.metrics import Metrics
+from fastdeploy_kvcache_v1.embedded.http.service import SMALL_BODY, Service, intake_config
+from fastdeploy_kvcache_v1.embedded.intake.intake import Intake
 from fastdeploy_kvcache_v1.embedded.serve import _snapshot
-from fastdeploy_kvcache_v1.embedded.service import SMALL_BODY, Service, intake_config
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
-from fastdeploy_kvcache_v1.embedded.tokenizer import ByteTokenizer
-from tests.server.shadow import ShadowWorker, ShadowWorkerClient, expected_outputs
+from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient, expected_outputs
 
 BOS = ByteTokenizer.BOS
 

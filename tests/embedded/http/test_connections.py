@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded import connections
-from fastdeploy_kvcache_v1.embedded.connections import BoundedListener, connection_limit
+from fastdeploy_kvcache_v1.embedded.http import connections
+from fastdeploy_kvcache_v1.embedded.http.connections import BoundedListener, connection_limit
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from fastapi.responses import StreamingResponse
 from uvicorn.server import ServerState
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.embedded import http_protocol
-from fastdeploy_kvcache_v1.embedded.connections import BoundedListener
-from fastdeploy_kvcache_v1.embedded.http_protocol import DeadlineProtocol
-from fastdeploy_kvcache_v1.embedded.http_server import HttpServer
+from fastdeploy_kvcache_v1.embedded.http import deadlines as http_protocol
+from fastdeploy_kvcache_v1.embedded.http.connections import BoundedListener
+from fastdeploy_kvcache_v1.embedded.http.deadlines import DeadlineProtocol
+from fastdeploy_kvcache_v1.embedded.http.server import HttpServer
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 
 CONFIG = ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, KVCacheConfig(8), "float32", 0, "warning")

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded import linger
-from fastdeploy_kvcache_v1.embedded.linger import Linger
+from fastdeploy_kvcache_v1.embedded.http import linger
+from fastdeploy_kvcache_v1.embedded.http.linger import Linger
 
 CHUNK = 1000
 

@@ -4,9 +4,9 @@ import asyncio
 
 from starlette.requests import Request
 
-from fastdeploy_kvcache_v1.embedded import request_bodies
 from fastdeploy_kvcache_v1.embedded.api_error import ApiError
-from fastdeploy_kvcache_v1.embedded.request_bodies import BODIES_IN_ALL, FREE_BYTES, MIB, BodyRoom
+from fastdeploy_kvcache_v1.embedded.http import request_bodies
+from fastdeploy_kvcache_v1.embedded.http.request_bodies import BODIES_IN_ALL, FREE_BYTES, MIB, BodyRoom
 
 CHUNK = 64 * 1024
 

@@ -12,11 +12,11 @@ import threading
 import psutil
 import pytest
 
-from fastdeploy_kvcache_v1.embedded import intake_client
 from fastdeploy_kvcache_v1.embedded.api_error import ApiError
-from fastdeploy_kvcache_v1.embedded.intake import Endpoint, IntakeConfig, Options, Reading
-from fastdeploy_kvcache_v1.embedded.intake_client import IntakeClient
-from fastdeploy_kvcache_v1.embedded.intake_process import (
+from fastdeploy_kvcache_v1.embedded.intake import client as intake_client
+from fastdeploy_kvcache_v1.embedded.intake.client import IntakeClient
+from fastdeploy_kvcache_v1.embedded.intake.intake import Endpoint, IntakeConfig, Options, Reading
+from fastdeploy_kvcache_v1.embedded.intake.process import (
     ERROR,
     MIB,
     START_CPU_S,
@@ -252,8 +252,8 @@ def test_close_ends_a_process_that_is_busy(tmp_path):
 SERVER = """
 import asyncio, sys
 from pathlib import Path
-from fastdeploy_kvcache_v1.embedded.intake import Endpoint, IntakeConfig
-from fastdeploy_kvcache_v1.embedded.intake_client import IntakeClient
+from fastdeploy_kvcache_v1.embedded.intake.intake import Endpoint, IntakeConfig
+from fastdeploy_kvcache_v1.embedded.intake.client import IntakeClient
 client = IntakeClient(IntakeConfig(Path(sys.argv[1]), "m", 264, 4096, 4096, 4, 16.0))
 client.wait_ready()
 print(client.pid, flush=True)

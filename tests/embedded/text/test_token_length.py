@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from fastdeploy_kvcache_v1.embedded.token_length import TokenLength, token_length
+from fastdeploy_kvcache_v1.embedded.text.token_length import TokenLength, token_length
 from tests.model.model_dirs import byte_fallback_tokenizer, byte_level_tokenizer
 
 

@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
-from fastdeploy_kvcache_v1.embedded import worker_client
-from fastdeploy_kvcache_v1.embedded.worker_client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
+from fastdeploy_kvcache_v1.embedded.worker import client as worker_client
+from fastdeploy_kvcache_v1.embedded.worker.client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.liveness import Progress, ProgressBoard, Watchdog, make_page
+from fastdeploy_kvcache_v1.embedded.worker.liveness import Progress, ProgressBoard, Watchdog, make_page
 
 NOTHING = Progress()
 

@@ -4,11 +4,11 @@ import pickle
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.messages import TransferReport
-from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder
-from fastdeploy_kvcache_v1.embedded.worker_client import WorkerConfig, WorkerLaunch
-from fastdeploy_kvcache_v1.embedded.worker_process import OPEN_COPIES_POLL_MS, _build, _loop
+from fastdeploy_kvcache_v1.embedded.worker.client import WorkerConfig, WorkerLaunch
+from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_MS, _build, _loop
 from fastdeploy_kvcache_v1.errors import ModelError
+from fastdeploy_kvcache_v1.model.decoder import Decoder
+from fastdeploy_kvcache_v1.model.step import TransferReport
 
 
 class Idle:

@@ -5,8 +5,8 @@ import inspect
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.activation import TABLE_NAME
-from fastdeploy_kvcache_v1.fastdeploy_host.table import Kind, known_releases, load_table, table_directory
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.activation import TABLE_NAME
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Kind, known_releases, load_table, table_directory
 
 
 @pytest.mark.parametrize("release", ["2.5", "2.6"])

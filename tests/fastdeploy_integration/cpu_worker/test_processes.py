@@ -15,17 +15,17 @@ import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker import hooks, janitor, settings, supervisor
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.environment import RUN_DIRECTORY
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor import (
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import hooks, janitor, settings, supervisor
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import RUN_DIRECTORY
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor import (
     SESSION_FILE,
     Estate,
     end_processes,
     processes_of,
     remove_files,
 )
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.token_channel import TokenReceiver, TokenSender
-from fastdeploy_kvcache_v1.fastdeploy_host.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.token_channel import TokenReceiver, TokenSender
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING
 
 HOST_COMMAND = (
     "A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m paddle.distributed.launch --log_dir /logs --devices 0 "
@@ -36,7 +36,7 @@ HOST_COMMAND = (
 def test_the_workers_command_keeps_its_arguments():
     assert hooks.cpu_worker_command(HOST_COMMAND) == (
         "exec env A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m "
-        "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.launch worker --model m --config '{\"a\": 1}' "
+        "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.launch worker --model m --config '{\"a\": 1}' "
         ">/logs/workerlog.0 2>/logs/launch_worker.log"
     )
 
@@ -253,7 +253,7 @@ def test_the_janitor_works_when_its_input_ends(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     victim = sleeper(env={**os.environ, RUN_DIRECTORY: str(run)})
-    module = "fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.janitor"
+    module = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor"
     process = subprocess.Popen(
         [sys.executable, "-m", module, Estate(str(run), 1, (2, 3)).dumps()], stdin=subprocess.PIPE
     )

@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.batch_request import SWAP_ATTRIBUTE
-from fastdeploy_kvcache_v1.embedded.model.config import load_model_config
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.random_model import write_random_model, write_random_weights
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.runner import STATS_FILE, CpuModelRunner, RunnerConfig
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.slots import FAILED, RELEASED
-from fastdeploy_kvcache_v1.fastdeploy_host.transport import encode
-from fastdeploy_kvcache_v1.fastdeploy_host.weight_updates import CLEARED, NORMAL
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import (
+    write_random_model,
+    write_random_weights,
+)
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import STATS_FILE, CpuModelRunner, RunnerConfig
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.slots import FAILED, RELEASED
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import encode
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.model.config import load_model_config
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 
 from .host_tasks import ABORT, DECODE, other, prefill
 
@@ -63,8 +66,8 @@ def decode_alone(model, prompt, count):
     """Greedy continuation by the decoder, nothing cached."""
     import paddle
 
-    from fastdeploy_kvcache_v1.embedded.model.decoder import Decoder
-    from fastdeploy_kvcache_v1.embedded.model.plan import SequenceSlice
+    from fastdeploy_kvcache_v1.model.decoder import Decoder
+    from fastdeploy_kvcache_v1.model.plan import SequenceSlice
 
     config = load_model_config(model)
     decoder = Decoder.load(model, config)

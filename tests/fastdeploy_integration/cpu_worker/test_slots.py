@@ -3,7 +3,7 @@
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.slots import (
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.slots import (
     FAILED,
     NO_TOKEN,
     RELEASED,

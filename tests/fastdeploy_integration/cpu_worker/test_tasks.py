@@ -1,8 +1,8 @@
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker import tasks
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.slots import FinishRules, SlotTable
-from fastdeploy_kvcache_v1.fastdeploy_host.cpu_worker.tasks import apply_task, sampling_params
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import tasks
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.slots import FinishRules, SlotTable
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.tasks import apply_task, sampling_params
 
 from .host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
 

@@ -8,9 +8,8 @@ from collections import deque
 from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.fastdeploy_host.adapter import PrefixCacheAdapter
-
-from .fake_worker import FakeWorker
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCacheAdapter
+from tests.fastdeploy_integration.worker.fake_worker import FakeWorker
 
 
 class Kind(enum.Enum):

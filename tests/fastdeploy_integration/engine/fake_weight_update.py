@@ -12,10 +12,16 @@ import pickle
 import threading
 from types import SimpleNamespace
 
-from fastdeploy_kvcache_v1.fastdeploy_host import engine_patches
-from fastdeploy_kvcache_v1.fastdeploy_host.lost_batches import Transit
-from fastdeploy_kvcache_v1.fastdeploy_host.same_id import HeldBack
-from fastdeploy_kvcache_v1.fastdeploy_host.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING, WeightUpdates
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import Transit
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import (
+    CLEARED,
+    CLEARING,
+    NORMAL,
+    UPDATING,
+    WeightUpdates,
+)
 
 from .fake_scheduler import Control, FakeScheduler, Kind, Status
 

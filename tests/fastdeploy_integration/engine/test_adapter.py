@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, PoolInUseError
-from fastdeploy_kvcache_v1.fastdeploy_host import adapter
-from fastdeploy_kvcache_v1.fastdeploy_host.hit_rates import WINDOW, HitRates
-from fastdeploy_kvcache_v1.fastdeploy_host.task_tokens import TaskTokens
-from fastdeploy_kvcache_v1.fastdeploy_host.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.hit_rates import WINDOW, HitRates
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 
 from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.fastdeploy_host import engine_patches
-from fastdeploy_kvcache_v1.fastdeploy_host.same_id import HeldBack
-from fastdeploy_kvcache_v1.fastdeploy_host.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 
 from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
 from .fake_weight_update import FakeResourceManager

@@ -11,7 +11,9 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_host import config_patches, engine_patches, metrics, settings
+from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 
 from .fake_scheduler import FakeGauge
 

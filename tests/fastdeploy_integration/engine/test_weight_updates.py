@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_host import engine_patches
-from fastdeploy_kvcache_v1.fastdeploy_host.lost_batches import Batch
-from fastdeploy_kvcache_v1.fastdeploy_host.weight_updates import (
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import Batch
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import (
     CLEARED,
     CLEARING,
     NORMAL,

@@ -8,10 +8,9 @@ import sys
 import pytest
 
 from fastdeploy_kvcache_v1.errors import OverlayError
-from fastdeploy_kvcache_v1.fastdeploy_host.overlay import Overlay, PointState
-from fastdeploy_kvcache_v1.fastdeploy_host.table import Where, load_table
-
-from . import fake_host
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay, PointState
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where, load_table
+from tests.fastdeploy_integration import fake_host
 
 NUMBERS = itertools.count()
 

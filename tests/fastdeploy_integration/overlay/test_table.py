@@ -6,9 +6,8 @@ import inspect
 import pytest
 
 from fastdeploy_kvcache_v1.errors import OverlayError
-from fastdeploy_kvcache_v1.fastdeploy_host.table import Kind, known_releases, load_table, table_for
-
-from . import fake_host
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Kind, known_releases, load_table, table_for
+from tests.fastdeploy_integration import fake_host
 
 GOOD = fake_host.row("host", "Engine.schedule", "wrap_schedule", signature="(self)")
 
@@ -71,7 +70,7 @@ def test_our_tables_name_functions_that_exist(release):
     assert table.release == release
     for row in table.rows:
         module, _, name = row.ours.partition(":")
-        assert module.startswith("fastdeploy_kvcache_v1.fastdeploy_host.")
+        assert module.startswith("fastdeploy_kvcache_v1.fastdeploy_integration.")
         function = getattr(importlib.import_module(module), name)
         parameters = list(inspect.signature(function).parameters)
         assert len(parameters) == (4 if row.kind is Kind.WRAP else 1), row.ours

@@ -4,7 +4,7 @@ there. So it notices at once when a request reads a block that holds something e
 
 import pickle
 
-from fastdeploy_kvcache_v1.fastdeploy_host.transport import SwapInbox
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 
 PREFILL, DECODE, PREEMPTED, EXTEND, ABORT = range(5)
 VOCABULARY = 7

@@ -8,13 +8,13 @@ import pytest
 from fastdeploy_kvcache_v1.attention.base import CacheLayout
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
-from fastdeploy_kvcache_v1.fastdeploy_host import backends, worker_patches
-from fastdeploy_kvcache_v1.fastdeploy_host.transport import RESTART, encode
-from fastdeploy_kvcache_v1.fastdeploy_host.worker_cache import DRAFT, MAIN, RunningTables, WorkerCache
+from fastdeploy_kvcache_v1.fastdeploy_integration import backends
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import RESTART, encode
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN, RunningTables, WorkerCache
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
-
-from .fake_scheduler import Control, FakeTask, Kind
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind
 
 SWAP_ATTRIBUTE = "_kvcache_v1_swap_steps"
 
@@ -232,7 +232,7 @@ def test_a_failed_copy_stops_the_worker(monkeypatch):
     def broken(*_args, **_kwargs):
         raise OSError("bus error")
 
-    monkeypatch.setattr("fastdeploy_kvcache_v1.ops.swap_cache_all_layers", broken)
+    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
     cache.receive([task(SwapStep(0, evict((0, 0))))])
     cache.begin_forward(layer_by_layer=True)
     cache._controller.drain(5.0)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
-from fastdeploy_kvcache_v1.ops import BlockRows, LayerRows, Runs, numpy_twin, paddle_ops
-from fastdeploy_kvcache_v1.ops.compiled import CompiledOps, Path
-from fastdeploy_kvcache_v1.ops.queues import Queue
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, Runs, numpy_twin, paddle_ops
+from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
+from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 
 Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], Runs], None]
 """Copies all layers; done on return."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.ops import library, paddle_ops
-from tests.ops.native import CUSTOM_OPS, ROOT, build, compiler, cuda_compiler, run_python
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import library, paddle_ops
+from tests.worker.ops.native import CUSTOM_OPS, ROOT, build, compiler, cuda_compiler, run_python
 
 BUILD_AGAIN = "build again: python custom_ops/build.py"
 
@@ -35,7 +35,9 @@ def test_calls_release_the_gil():
 
 
 def test_without_a_core_numpy_copies_and_says_so_once():
-    code = "from fastdeploy_kvcache_v1 import ops; import fastdeploy_kvcache_v1.ops.rows; print(ops.live())"
+    code = (
+        "from fastdeploy_kvcache_v1.worker import ops; import fastdeploy_kvcache_v1.worker.ops.rows; print(ops.live())"
+    )
     done = run_python(code, **{library.CHOICE: "numpy"})
     assert done.returncode == 0, done.stderr
     assert "'swap_cache_per_layer.cpu': 'numpy'" in done.stdout
@@ -129,7 +131,7 @@ def test_operators_of_somebody_else_are_not_registered_twice():
     done = run_python(
         "import warnings; warnings.simplefilter('ignore')\n"
         "import paddle\n"
-        "from fastdeploy_kvcache_v1.ops import paddle_ops\n"
+        "from fastdeploy_kvcache_v1.worker.ops import paddle_ops\n"
         "paddle.base.core.load_op_meta_info_and_register_op(str(paddle_ops.LIBRARY))\n"
         "try:\n"
         "    paddle_ops.load()\n"

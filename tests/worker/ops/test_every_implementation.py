@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.ops import Run, Runs, plan_runs
-from tests.ops.faces import FACES, Face, Memory, Shape, face
+from fastdeploy_kvcache_v1.worker.ops import Run, Runs, plan_runs
+from tests.worker.ops.faces import FACES, Face, Memory, Shape, face
 
 
 @pytest.fixture(params=FACES)

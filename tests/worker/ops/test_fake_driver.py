@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
-from tests.ops.native import CUSTOM_OPS, ROOT, compile_program
+from fastdeploy_kvcache_v1.worker import ops
+from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program
 
 PROGRAM = """
 import ctypes, dataclasses, sys
 from pathlib import Path
 import numpy as np
-from fastdeploy_kvcache_v1 import ops
+from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
-from fastdeploy_kvcache_v1.ops import CompiledOps, Run
-from fastdeploy_kvcache_v1.ops.library import Library
-from tests.ops.faces import Memory, Shape
+from fastdeploy_kvcache_v1.worker.ops import CompiledOps, Run
+from fastdeploy_kvcache_v1.worker.ops.library import Library
+from tests.worker.ops.faces import Memory, Shape
 
 # A core without the kernel beside it: the CUDA runtime inside that one wants a driver, not a toy.
 for key, implementation in ops.compiled_implementations(CompiledOps(Library(Path(sys.argv[1])))).items():
@@ -108,7 +108,7 @@ def test_copies_go_to_the_stream_that_was_named(tmp_path):
 LOOK = """
 import sys
 from pathlib import Path
-from fastdeploy_kvcache_v1.ops.library import Library
+from fastdeploy_kvcache_v1.worker.ops.library import Library
 print(Library(Path(sys.argv[1])).raw.kvswap_cuda_has_path(5))
 """
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
-from tests.ops.native import CUSTOM_OPS, ROOT, compile_program
+from fastdeploy_kvcache_v1.worker import ops
+from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program
 
 CUPY = '''
 """Copies happen at once, so nothing can be said about order."""

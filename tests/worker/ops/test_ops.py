@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_kvcache_v1 import ops
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
-from fastdeploy_kvcache_v1.ops import BlockRows, Implementation, Run, plan_runs, tensor_rows
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, Implementation, Run, plan_runs, tensor_rows
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
 

@@ -7,10 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.ops import paddle_ops
-from fastdeploy_kvcache_v1.ops.queues import Queue
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import paddle_ops
+from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 
 paddle = pytest.importorskip("paddle")
 

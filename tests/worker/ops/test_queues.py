@@ -9,13 +9,13 @@ import weakref
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
 from fastdeploy_kvcache_v1.errors import CacheStateError, TransferError
-from fastdeploy_kvcache_v1.ops import Run, Runs
-from fastdeploy_kvcache_v1.ops.queues import Queue
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
-from tests.ops.faces import Memory, Shape, rows_of
-from tests.ops.native import run_python
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import Run, Runs
+from fastdeploy_kvcache_v1.worker.ops.queues import Queue
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.worker.ops.faces import Memory, Shape, rows_of
+from tests.worker.ops.native import run_python
 
 LIMIT_NS = 20_000_000_000
 RUNS = Runs.of([Run(0, 2, 2)])
@@ -174,9 +174,9 @@ def test_a_queue_is_not_closed_by_its_own_work(compiled):
 
 EXIT = """
 import numpy as np
-from fastdeploy_kvcache_v1 import ops
-from fastdeploy_kvcache_v1.ops import BlockRows, Run, Runs
-from fastdeploy_kvcache_v1.ops.queues import Queue
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, Run, Runs
+from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 queue, target, source = Queue(ops.COMPILED.library, "late"), np.zeros((8, 4 << 20), np.uint8), ops.host_alloc(32 << 20)
 rows = [(BlockRows(address, 8, 4 << 20, 4 << 20),) for address in (target.ctypes.data, source.address)]
 for _ in range(100):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.ops.native import CUSTOM_OPS, build, compile_program, run_program
+from tests.worker.ops.native import CUSTOM_OPS, build, compile_program, run_program
 
 TESTS = CUSTOM_OPS / "tests"
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")

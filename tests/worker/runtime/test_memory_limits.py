@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.runtime import base, memory_limits
+from fastdeploy_kvcache_v1.worker.runtime import base, memory_limits
 
 ABUNDANT = 1 << 62
 V1, V2 = ("limit_in_bytes", "usage_in_bytes", "total_"), ("max", "current", "")

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1 import ops
-from fastdeploy_kvcache_v1.runtime import placement
-from fastdeploy_kvcache_v1.runtime.placement import (
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.runtime import placement
+from fastdeploy_kvcache_v1.worker.runtime.placement import (
     allocate_near,
     node_of_pci_device,
     node_of_this_process,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
-from fastdeploy_kvcache_v1.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.worker_fakes import LIMIT_S, Gates
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")

@@ -12,9 +12,9 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.ops import host_alloc, host_free
-from fastdeploy_kvcache_v1.runtime import CudaRuntime, cuda
-from fastdeploy_kvcache_v1.runtime.cuda import CudaStream
+from fastdeploy_kvcache_v1.worker.ops import host_alloc, host_free
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda
+from fastdeploy_kvcache_v1.worker.runtime.cuda import CudaStream
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
 from tests.worker.fake_cupy import COMPUTE, FakeGpu, FakeGpuBackend, make_cupy
 from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in

@@ -1,9 +1,4 @@
-"""What crosses the socket between the engine process and the worker process. Plain picklable data.
-
-Engine to worker: one `BatchRequest` of `StepTask`s per step, or `None` to stop. Worker to engine: `WorkerConnected`,
-then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, and `TransferReport`s for copies that end between
-two steps.
-"""
+"""One step of the model: what each request needs computed, and what came of it. Plain picklable data."""
 
 from __future__ import annotations
 
@@ -52,27 +47,3 @@ class StepResult:
     errors: dict[str, str] = field(default_factory=dict)
     """Reason by request id: its computation raised; do not try again."""
     report: TransferReport = field(default_factory=TransferReport)
-
-
-@dataclass(frozen=True)
-class WorkerConnected:
-    """Both sockets are connected: their names are not needed any more."""
-
-
-@dataclass(frozen=True)
-class WorkerReady:
-    """The model is loaded and both tiers are allocated."""
-
-    pid: int
-    ops: dict[str, str] = field(default_factory=dict)
-    """Name of the implementation behind every copy op, as `ops.live()` says."""
-
-
-@dataclass(frozen=True)
-class WorkerFailed:
-    """The worker cannot start and exits after this message."""
-
-    message: str
-    """One line."""
-    is_user_error: bool
-    """True for a wrong setting or model directory, False for a bug."""

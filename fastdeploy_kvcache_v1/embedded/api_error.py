@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .generation import Failure
+    from .engine.generation import Failure
 
 TYPES = {404: "not_found_error", 409: "conflict_error", 500: "internal_error", 503: "service_unavailable_error"}
 

@@ -1,0 +1,34 @@
+"""What crosses the socket between the engine process and the worker process. Plain picklable data.
+
+Engine to worker: one `BatchRequest` of `StepTask`s per step, or `None` to stop. Worker to engine: `WorkerConnected`,
+then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, and `TransferReport`s for copies that end between
+two steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class WorkerConnected:
+    """Both sockets are connected: their names are not needed any more."""
+
+
+@dataclass(frozen=True)
+class WorkerReady:
+    """The model is loaded and both tiers are allocated."""
+
+    pid: int
+    ops: dict[str, str] = field(default_factory=dict)
+    """Name of the implementation behind every copy op, as `ops.live()` says."""
+
+
+@dataclass(frozen=True)
+class WorkerFailed:
+    """The worker cannot start and exits after this message."""
+
+    message: str
+    """One line."""
+    is_user_error: bool
+    """True for a wrong setting or model directory, False for a bug."""

@@ -1,0 +1,1 @@
+"""Patch tables of FastDeploy's releases, and what applies them."""
