@@ -1,6 +1,7 @@
 """Run inside a FastDeploy process: its real ResourceManagerV1 through weight updates of the legacy API.
 
-The processes around it are the FAKE ones of tests/fastdeploy_integration/engine, and so is the worker, which checks what every block holds.
+The processes around it are the FAKE ones of tests/fastdeploy_integration/engine, and so is the worker, which checks
+what every block holds.
 Never more requests than seats, and blocks for all of them: 2.5 may seat a request where a preempted one still is, and
 2.6 may fill its blocks with prompts that are not complete.
 Usage: script SEED UPDATES POLICY.
