@@ -126,7 +126,7 @@ class Keys:
     """Keys and values that the tiles of one bucket look at, float32: `[num_kv_heads, n, head_dim]` each."""
 
     def __init__(self, head: Tensor | None, tail: Tensor, values: Tensor) -> None:
-        """`head`: keys before the last segment; `tail`: those of the last segment; `values`: of both."""
+        """`head`: keys before the last segment; `tail`: keys of the last segment; `values`: values of both."""
         self._head = head
         self._tail = tail
         self._values = values

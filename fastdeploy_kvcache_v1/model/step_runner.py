@@ -56,7 +56,7 @@ class StepRunner:
 
     @property
     def has_open_copies(self) -> bool:
-        """Some submitted copy has not been reported yet."""
+        """True while a submitted copy is not reported yet."""
         return self._controller.stats().in_flight > 0
 
     def run(self, batch: BatchRequest) -> StepResult:
@@ -88,7 +88,7 @@ class StepRunner:
                 logger.warning("dropped %d of %d requests from the step: %s", len(dropped), len(tasks), error)
                 result.retry.update({task.request_id: str(error) for task in dropped})
                 tasks = [task for task in tasks if task.request_id not in result.retry]
-                counter = None  # nobody left reads what it was waiting for
+                counter = None  # no remaining task reads what it was waiting for
             except Exception as error:  # the edge of a unit of work: these requests fail, the worker lives on
                 logger.exception("the forward pass of %d requests failed", len(tasks))
                 result.errors.update({task.request_id: f"internal error: {error!r}" for task in tasks})

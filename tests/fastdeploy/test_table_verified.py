@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import HOSTS_BATCH
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import BATCH_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import host_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
@@ -112,7 +112,7 @@ def test_the_batch_that_schedule_puts_together_has_the_name_that_we_look_for(rel
     code += "names = manager.schedule.__code__\nprint('LOCALS', *names.co_varnames, *names.co_cellvars)"
     output = run_inside(release, tmp_path, "-c", f"import fastdeploy\n{code}", manager=False)
     (names,) = (line.split()[1:] for line in output.splitlines() if line.startswith("LOCALS"))
-    assert HOSTS_BATCH in names
+    assert BATCH_VARIABLE in names
 
 
 def test_a_wrong_release_is_refused_at_import(tmp_path, monkeypatch):

@@ -1,14 +1,14 @@
-"""PrefixCacheAdapter: the interface of the host's cache manager over our `CacheManager`.
+"""PrefixCacheAdapter: the interface of FastDeploy's cache manager over our `CacheManager`.
 
-The host keeps its own block tables: it allocates and recycles ids by hand, and calls a prefix of a request's table
-"cached", which the cache manager then owns. So an id is always in exactly one of two hands. It is *lent* to the host
+FastDeploy keeps its own block tables: it allocates and recycles ids by hand, and calls a prefix of a request's table
+"cached", which the cache manager then owns. So an id has exactly one of two owners. It is *lent* to FastDeploy
 (`LentIds`), or it belongs to the manager: cached, or in the table of an admitted request whose first
-`task.num_cached_blocks` entries it holds. `update_cache_blocks` moves ids from the first hand to the second.
+`task.num_cached_blocks` entries the manager holds. `update_cache_blocks` moves ids from FastDeploy to the manager.
 
-Deliberate differences from the host's own manager: a match never reaches the last token, so no shared block is ever
-rewritten; a match never ends inside an image where the host would go back before it; blocks computed by a batch become
-matchable when it has reached the workers' queue (`batch_sent`), and never if it was lost (`batch_lost`); swap-ins are
-planned here and awaited layer by layer in the worker, never in `schedule`.
+Deliberate differences from FastDeploy's own manager: a match never reaches the last token, so no shared block is ever
+rewritten. A match never ends inside an image where FastDeploy would go back before it. Blocks that a batch computes
+become matchable when the batch has reached the workers' queue (`batch_sent`), and never if it was lost
+(`batch_lost`). Swap-ins are planned here and awaited layer by layer in the worker, never in `schedule`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixCacheAdapter:
-    """Thread-safe. `gauges` has the host's metric objects as attributes; they follow once per batch.
+    """Thread-safe. `gauges` has FastDeploy's metric objects as attributes; they follow once per batch.
 
-    `whole_items` says that the host never computes part of an image: see `start_of_cut_item`.
+    `whole_items` says that FastDeploy never computes part of an image: see `start_of_cut_item`.
     """
 
     gpu_cache_lock: Any = None
-    """Set by the host; its lock between engine and transfer process, which we have no use for."""
+    """FastDeploy sets it: its lock between engine and transfer process. Unused here."""
 
     def __init__(self, config: KVCacheConfig, *, gauges: Any, whole_items: bool = False) -> None:
         self.manager = CacheManager(config)
         self.hit_rates = HitRates()
         self.num_cpu_blocks = config.num_host_blocks
         self.num_recycled_wrongly = 0
-        """Ids that the host recycled without owning them; discarded."""
+        """Ids that FastDeploy recycled without owning them; discarded."""
         self._gauges = gauges
         self._whole_items = whole_items
         self._block_size = config.block_size
@@ -64,7 +64,7 @@ class PrefixCacheAdapter:
         gauges.max_cpu_block_num.set(self.num_cpu_blocks)
         self._pool_gauges.publish_size()
 
-    # ---- ids in the host's hands
+    # ---- ids that FastDeploy owns
 
     @property
     def num_gpu_blocks(self) -> int:
@@ -89,7 +89,7 @@ class PrefixCacheAdapter:
         )
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[DeviceSlot]:
-        """Raises `CacheStateError` when there are too few: the host asks first."""
+        """Raises `CacheStateError` when there are too few: FastDeploy asks first."""
         if num_blocks <= 0:
             return []
         with self._lock:
@@ -109,11 +109,11 @@ class PrefixCacheAdapter:
     # ---- the life of a request
 
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
-        """Returns the cached prefix as (fresh block table, its tokens, the host's dictionary of metrics).
+        """Returns the cached prefix as (fresh block table, its tokens, FastDeploy's dictionary of metrics).
 
-        Raises `CacheStateError` when its host blocks find no room on the device: the host then tries again later, and
-        lets every request behind this one wait. So nothing else is raised: what goes wrong with a request itself, or a
-        live request of the same id, means that it is served without the cache.
+        Raises `CacheStateError` when the device has no room for its host blocks: FastDeploy then tries again later, and
+        every request behind this one waits. So nothing else is raised: a request that cannot be matched, or that has
+        the id of a live request, is served without the cache.
         """
         with self._lock:
             self._has_news = True
@@ -189,7 +189,7 @@ class PrefixCacheAdapter:
             self._commit(task.request_id, record)
 
     def release_block_ids(self, task: Any) -> None:
-        """The host gives its request up: unscheduled, preempted, aborted, or finished. Unknown requests are ignored."""
+        """The request is unscheduled, preempted, aborted, or finished. Unknown requests are ignored."""
         with self._lock:
             if self._record_of(task) is not None:
                 self._forget(task.request_id)
@@ -262,9 +262,9 @@ class PrefixCacheAdapter:
                 self._commit(request_id, self._records[request_id])
 
     def batch_lost(self) -> None:
-        """The last batch never reached the queue: nobody computes what it would have computed.
+        """The last batch never reached the queue: what it should compute is never computed.
 
-        Requests that it named cache nothing more: the host must preempt them, their tokens so far have a hole.
+        Requests that it named cache nothing more: FastDeploy must preempt them, their tokens so far have a hole.
         """
         with self._lock:
             self._roll_back_unscheduled()
@@ -275,8 +275,8 @@ class PrefixCacheAdapter:
                 self.batch_dropped()
 
     def _roll_back_unscheduled(self) -> None:
-        """2.6 without chunked prefill may stop after a match and keep it. Its pinned blocks would count as taken when
-        the host asks, before it matches the request again, whether the whole prompt fits: perhaps for ever.
+        """2.6 without chunked prefill may stop after a match and keep it. Before it matches the request again, it asks
+        whether the whole prompt fits, and the pinned blocks would count as taken: perhaps for ever.
         """
         for task in self._batch.matched():
             self._forget(task.request_id)
@@ -297,9 +297,9 @@ class PrefixCacheAdapter:
             self._pool_gauges.publish_empty()
 
     def batch_dropped(self) -> None:
-        """The host threw away batches that it had queued, or copies that rode on one: no cached block can be trusted.
+        """FastDeploy dropped queued batches, or copies that rode on one: no cached block can be trusted.
 
-        Requests keep their ids until the host takes them back.
+        Requests keep their ids until FastDeploy takes them back.
         """
         with self._lock:
             self._batch.close()
@@ -324,7 +324,7 @@ class PrefixCacheAdapter:
                 if record.num_owned != self.manager.num_blocks(request_id):
                     raise InvariantError(f"adapter: request {request_id} has another table in the manager")
                 if len(self.manager.nodes(request_id)) > record.num_computed:
-                    raise InvariantError(f"adapter: blocks of request {request_id} are cached that nobody computes")
+                    raise InvariantError(f"adapter: blocks of request {request_id} are cached that no batch computes")
 
     # ---- storage: none yet
 

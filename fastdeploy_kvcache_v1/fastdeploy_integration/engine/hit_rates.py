@@ -1,6 +1,4 @@
-"""Hit rates as the host's cache manager publishes them: over all matches since the start, or since the last window; and
-what the host wants to know of one match.
-"""
+"""Hit rates as FastDeploy's cache manager publishes them, over all matches of a window; metrics of one match."""
 
 from __future__ import annotations
 
@@ -10,11 +8,11 @@ from typing import Any
 from ...metadata import CacheLevel, DeviceSlot, MatchResult
 
 WINDOW = 10_000
-"""Matches after which the host counts anew."""
+"""Matches after which FastDeploy counts anew."""
 
 
 class HitRates:
-    """Not thread-safe. Every match counts, those that are rolled back too: that is what the host's gauges mean."""
+    """Not thread-safe. Every match counts, also one that is rolled back: so FastDeploy's gauges mean it."""
 
     def __init__(self) -> None:
         self.reset()
@@ -39,7 +37,7 @@ class HitRates:
         self._has_news = True
 
     def publish(self, gauges: Any) -> None:
-        """Set the host's gauges where anything was counted: each costs a microsecond or two of the schedule loop."""
+        """Set FastDeploy's gauges where anything was counted: each costs a microsecond or two of the schedule loop."""
         if not self._has_news:
             return
         self._has_news = False
@@ -51,7 +49,7 @@ class HitRates:
 
 
 def match_metrics(match: MatchResult, table: Sequence[DeviceSlot]) -> dict[str, Any]:
-    """The host changes the dictionary. `table` begins with the slots of the match."""
+    """FastDeploy changes the dictionary. `table` begins with the slots of the match."""
     on_device: list[DeviceSlot] = []
     from_host: list[DeviceSlot] = []
     start = 0

@@ -1,4 +1,4 @@
-"""KeptHashes: hashes of requests whose match came to nothing. The host matches a waiting request again each step."""
+"""KeptHashes: hashes of requests whose match was given up. FastDeploy matches a waiting request again each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KeptHashes:
         return len(self._kept)
 
     def keep(self, tokens: TaskTokens) -> None:
-        """Nothing happens with images that were hashed: the host may rewrite them, so they are hashed anew anyway."""
+        """Requests with images are not kept: FastDeploy may rewrite their images, so they must be hashed again."""
         if tokens.are_reusable:
             self._kept[tokens.task.request_id] = tokens
             if len(self._kept) > KEPT_HASHES:

@@ -1,4 +1,4 @@
-"""LentIds: device blocks that the host has in its own block tables, and which request they were lent to."""
+"""LentIds: device blocks that FastDeploy has in its own block tables, and which request they were lent to."""
 
 from __future__ import annotations
 

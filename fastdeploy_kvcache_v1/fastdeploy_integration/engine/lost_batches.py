@@ -1,14 +1,13 @@
-"""Batches between the host's `schedule` and its queue for the workers, and what becomes of one that never gets there.
+"""Batches between FastDeploy's `schedule` and its queue for the workers; recovery of one that is lost there.
 
-`schedule` may raise after it has put some requests into a batch; so may whatever stands between it and `put_tasks`, and
-`put_tasks` itself. The host logs that and goes on as if the workers had the batch. What was in it, and what we do
-before the next one:
+`schedule` may raise after it has put some requests into a batch, and so may `put_tasks` and the code between the two.
+FastDeploy logs that and goes on as if the workers had the batch. What was in it, and what we do before the next one:
 
     prefill          its KV is never written: preempted, so that it starts again when the worker confirms
     preempt, abort   the worker still writes to blocks that are free now: told again, first in the next batch
     decode, extend   the worker would wait for its new blocks for ever: told again, too
 
-A request whose seat it had not got yet goes back to the waiting ones. Copies that rode on the batch are lost with it.
+A request without a seat goes back to the waiting ones. Copies that rode on the batch are lost with it.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-HOSTS_BATCH = "scheduled_reqs"
-"""The local variable of the host's `schedule` that holds the batch being put together."""
+BATCH_VARIABLE = "scheduled_reqs"
+"""The local variable of FastDeploy's `schedule` that holds the batch being put together."""
 
 
 class Batch(list[Any]):
-    """A batch on its way from `schedule` to the queue; a plain list to whoever unpickles it."""
+    """A batch on its way from `schedule` to the queue; it pickles as a plain list."""
 
     def __init__(self, tasks: Sequence[Any], cache: Any, epoch: int) -> None:
         super().__init__(tasks)
@@ -40,7 +39,7 @@ class Batch(list[Any]):
 
 
 class Transit:
-    """The schedule loop's own: it has one batch at a time. `cache` has `batch_sent` and `batch_lost`."""
+    """The schedule loop owns it: there is one batch at a time. `cache` has `batch_sent` and `batch_lost`."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -50,7 +49,7 @@ class Transit:
         """Tasks of lost batches that still have to reach the workers."""
 
     def recover(self, manager: Any) -> None:
-        """Before `manager` (the host's ResourceManagerV1) schedules: if its last batch was lost, undo it."""
+        """Before `manager` (FastDeploy's ResourceManagerV1) schedules: if its last batch was lost, undo it."""
         if self._unsent is not None:
             lost, self._unsent = self._unsent, None
             if lost:
@@ -59,7 +58,7 @@ class Transit:
             self._again = take_back(manager, lost)
 
     def depart(self, manager: Any, tasks: list[Any]) -> list[Any]:
-        """`manager` has scheduled `tasks`. Returns the batch, what has to be said again in front."""
+        """`manager` has scheduled `tasks`. Returns the batch: first the tasks that must be sent again, then these."""
         if self._again:
             tasks = [*(task for task in self._again if _still_holds(manager, task)), *tasks]
             self._again = []
@@ -83,10 +82,10 @@ class Transit:
 
 
 def scheduled_before(error: Exception) -> list[Any]:
-    """The batch that the host's `schedule` was putting together when it raised. Nothing else knows all of it."""
+    """The batch that FastDeploy's `schedule` was putting together when it raised. Nothing else knows all of it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "schedule" and HOSTS_BATCH in frame.f_locals:
-            return list(frame.f_locals[HOSTS_BATCH])
+        if frame.f_code.co_name == "schedule" and BATCH_VARIABLE in frame.f_locals:
+            return list(frame.f_locals[BATCH_VARIABLE])
     return []
 
 
@@ -105,7 +104,7 @@ def take_back(manager: Any, lost: Sequence[Any]) -> list[Any]:
 
 
 def _remove(requests: list[Any], is_meant: Callable[[Any], bool]) -> bool:
-    """In place, and by identity: the host's requests are equal when their ids are."""
+    """In place, and by identity: FastDeploy's requests are equal when their ids are."""
     others = [request for request in requests if not is_meant(request)]
     found = len(others) < len(requests)
     if found:
@@ -114,7 +113,7 @@ def _remove(requests: list[Any], is_meant: Callable[[Any], bool]) -> bool:
 
 
 def _preempt(manager: Any, request: Any) -> list[Any]:
-    """As the host preempts for want of blocks. Returns the task that tells the worker, for a request with a seat."""
+    """As FastDeploy does when blocks are short. Returns the task that tells the worker, for a request with a seat."""
     statuses = type(request.status)
     request.status = statuses.PREEMPTED
     request.num_computed_tokens = 0

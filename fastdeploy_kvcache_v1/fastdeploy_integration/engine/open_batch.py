@@ -1,4 +1,4 @@
-"""OpenBatch: what the batch between the host's `schedule` and its workers' queue owes the cache."""
+"""OpenBatch: which requests are in the batch between FastDeploy's `schedule` and its workers' queue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...errors import InvariantError
 
 
 class OpenBatch:
-    """There is one at a time: the host schedules the next one after it has sent this one, or has lost it.
+    """There is one at a time: FastDeploy schedules the next one after it has sent this one, or has lost it.
 
     A block can be matched only once the batch that computes it has reached the queue. Not thread-safe: the adapter's
     lock covers it.
@@ -20,7 +20,7 @@ class OpenBatch:
         self._computed: dict[str, None] = {}
 
     def match(self, task: Any) -> None:
-        """It is pinned and has a block table, but is not part of the batch yet."""
+        """The request is pinned and has a block table, but is not part of the batch yet."""
         self._matched[task.request_id] = task
 
     def compute(self, request_id: str) -> None:
@@ -41,7 +41,7 @@ class OpenBatch:
         return list(self._matched.values())
 
     def close(self) -> list[str]:
-        """It has reached the queue, or never will. Returns the requests of which it computes tokens."""
+        """The batch has reached the queue, or never will. Returns the requests of which it computes tokens."""
         computed = list(self._computed)
         self._computed.clear()
         return computed

@@ -24,11 +24,11 @@ class NoSignal:
     """Stands for a shared-memory signal that nobody waits for."""
 
     def clear(self) -> None:
-        """The host clears it at its end."""
+        """FastDeploy clears it at its end."""
 
 
 class HostedPrefixCache(PrefixCacheAdapter):
-    """The adapter inside a real host: takes its settings from `FDConfig`, feeds the host's metrics."""
+    """The adapter inside a real FastDeploy: takes its settings from `FDConfig`, feeds FastDeploy's metrics."""
 
     shm_cache_task_flag_broadcast = NoSignal()
     cache_ready_signal = NoSignal()
@@ -96,7 +96,7 @@ class HostedPrefixCache(PrefixCacheAdapter):
 
 
 def _log_host_tier(cache: Any, num_ranks: int) -> None:
-    from fastdeploy.utils import llm_logger  # where operators look; the host shows nothing of other loggers
+    from fastdeploy.utils import llm_logger  # where operators look; FastDeploy shows nothing of other loggers
 
     llm_logger.info(swap_space.describe(cache.swap_space, cache.num_cpu_blocks, cache.host_block_bytes, num_ranks))
     if not cache.enable_prefix_caching:
@@ -144,7 +144,7 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
             instance.add_request(request)
     try:
         tasks, errors = wrapped(*args, **kwargs)
-    except Exception as error:  # the host's own loop catches it, and goes on as if nothing had been scheduled
+    except Exception as error:  # FastDeploy's own loop catches it, and goes on as if nothing had been scheduled
         cache.transit.failed(error)
         raise
     tasks = cache.transit.depart(instance, tasks)

@@ -1,4 +1,4 @@
-"""PoolGauges: the host's gauges of the device blocks."""
+"""PoolGauges: FastDeploy's gauges of the device blocks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ...scheduler.cache_manager import CacheManager
 
 
 class PoolGauges:
-    """`gauges` has the host's metric objects as attributes. Not thread-safe: the adapter's lock covers it."""
+    """`gauges` has FastDeploy's metric objects as attributes. Not thread-safe: the adapter's lock covers it."""
 
     def __init__(self, manager: CacheManager, gauges: Any) -> None:
         self._manager = manager
         self._gauges = gauges
         self._published = (-1, 0)
-        """Free device blocks, and all, that they show."""
+        """Free device blocks and all device blocks, as the gauges show them."""
 
     def publish_free(self) -> None:
-        """Sets nothing where nothing changed: each costs a microsecond or two of the schedule loop."""
+        """Set the gauges if their values changed: each costs a microsecond or two of the schedule loop."""
         free, total = self._manager.num_free_device_blocks, self._manager.num_device_blocks
         if (free, total) != self._published:
             self._published = free, total
@@ -29,6 +29,6 @@ class PoolGauges:
         self.publish_empty()
 
     def publish_empty(self) -> None:
-        """No request uses a block; the host itself follows this gauge from here on."""
+        """No request uses a block; FastDeploy itself follows this gauge from here on."""
         self._gauges.available_gpu_block_num.set(self._manager.num_device_blocks)
         self.publish_free()

@@ -1,4 +1,4 @@
-"""Record: a host request that the cache manager knows."""
+"""Record: a FastDeploy request that the cache manager knows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .task_tokens import TaskTokens
 
 
 class Record:
-    """Of one request object, not of an id: ids come from clients. The adapter's lock covers it."""
+    """Belongs to one request object, not to an id: ids come from clients. The adapter's lock covers it."""
 
     __slots__ = ("has_hole", "is_scheduled", "num_computed", "num_owned", "tokens")
 
@@ -15,7 +15,7 @@ class Record:
         self.num_owned = num_owned
         """Leading entries of its block table that the manager holds."""
         self.num_computed = num_owned
-        """Those of them whose batches have reached the workers' queue."""
+        """Entries of these whose batches have reached the workers' queue."""
         self.is_scheduled = False
         self.has_hole = False
-        """A batch with tokens of it was lost: what is computed on top of them is worth nothing."""
+        """A batch with tokens of it was lost: later tokens are computed on a gap and are never cached."""

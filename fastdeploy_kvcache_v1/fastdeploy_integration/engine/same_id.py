@@ -1,7 +1,7 @@
 """HeldBack: requests that wait because another live request has their id.
 
-Ids come from clients. The host finds, compares and ends requests by id: with two of one id it frees the blocks of one
-when the other is complete, while the worker still writes to them. So the second one comes to the host after the first.
+Ids come from clients. FastDeploy finds, compares and ends requests by id. With two requests of one id it frees the
+blocks of one when the other is complete, while the worker still writes to them. So the second waits for the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeldBack:
-    """Thread-safe. `manager` is the host's ResourceManagerV1."""
+    """Thread-safe. `manager` is FastDeploy's ResourceManagerV1."""
 
     def __init__(self) -> None:
         self._requests: deque[Any] = deque()
@@ -34,7 +34,7 @@ class HeldBack:
             return is_taken
 
     def release(self, manager: Any) -> list[Any]:
-        """Those whose ids are free now, in order of arrival; two of one id not at once."""
+        """The held requests whose ids are free now, in order of arrival; of two with one id only the first."""
         free: dict[str, Any] = {}
         with self._lock:
             for request in self._requests:
@@ -49,7 +49,7 @@ class HeldBack:
 
 
 def _is_live(manager: Any, request_id: str) -> bool:
-    """The host's own table of requests is no answer: it keeps some that ended with an error."""
+    """FastDeploy's own table of requests does not tell: it keeps some that ended with an error."""
     with manager.lock:
         if request_id not in manager.requests:
             return False

@@ -1,4 +1,4 @@
-"""The tokens of one host request as block hashes."""
+"""The tokens of one FastDeploy request as block hashes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ITEM_FIELDS = ("mm_positions", "mm_hashes")
 
 
 class TaskTokens:
-    """Satisfies `metadata.BlockHashes` for a host `Request`; `catch_up` hashes the tokens that are new.
+    """Satisfies `metadata.BlockHashes` for a FastDeploy `Request`; `catch_up` hashes the tokens that are new.
 
     A request whose tokens cannot be hashed (overlapping images, negative ids, whatever else a client sent) is served
     without caching.
@@ -26,7 +26,7 @@ class TaskTokens:
     def __init__(self, task: Any, block_size: int) -> None:
         self.task = task
         self.are_reusable = False
-        """Not with images: the host may rewrite those of a waiting request."""
+        """False with images: FastDeploy may rewrite the images of a waiting request."""
         self._num_output = 0
         self._prompt_length = len(task.prompt_token_ids)
         self._hasher: BlockHasher | None = None
@@ -69,19 +69,21 @@ class TaskTokens:
 
     def _give_up(self, error: Exception) -> None:
         reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        logger.warning("request %s is served without the cache, it cannot be hashed: %s", self.task.request_id, reason)
+        logger.warning(
+            "request %s is served without the cache, its tokens cannot be hashed: %s", self.task.request_id, reason
+        )
         self._hasher = None
         self.are_reusable = True  # there is nothing that could be out of date, and one warning is enough
 
 
 def has_items(task: Any) -> bool:
-    """Whether the host found images, videos or audios. Without any it may leave None, {}, or a dict of empty lists."""
+    """Did FastDeploy find images, videos or audios? If not, there may be None, {}, or a dict of empty lists."""
     inputs = task.multimodal_inputs
     return bool(inputs) and any(inputs.get(name) is not None and len(inputs[name]) for name in _ITEM_FIELDS)
 
 
 def multimodal_items(task: Any) -> list[MultimodalItem]:
-    """The images, videos and audios that the host found in the prompt."""
+    """The images, videos and audios that FastDeploy found in the prompt."""
     if not has_items(task):
         return []
     given = (task.multimodal_inputs.get(name) for name in _ITEM_FIELDS)

@@ -1,8 +1,7 @@
-"""Weight updates of the host's legacy API: what its transfer process and its own cache manager would answer, and which
-batches may still reach the workers.
+"""Weight updates of FastDeploy's legacy API: answers for its transfer process and cache manager; a gate for batches.
 
 One update, by API process, worker W, this thread P and the schedule loop S. W drops everything that it holds or that is
-queued for it, twice, and nobody tells the scheduler; the status of the tree follows only afterwards:
+queued for it, twice, and the scheduler is not told; the status of the tree follows only afterwards:
 
     weights NORMAL -> CLEARING     by the API. From here on S gets no batch
     weights -> CLEARED             by W, which then drops its caches and what is queued, and sleeps
@@ -28,7 +27,7 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 
 NORMAL, UPDATING, CLEARING, CLEARED = 0, 1, -1, -2
-"""Values of the host's ModelWeightsStatus, PrefixTreeStatus and KVCacheStatus."""
+"""Values of FastDeploy's ModelWeightsStatus, PrefixTreeStatus and KVCacheStatus."""
 
 POLL_S = 0.01
 QUEUE_POLL_S = 0.001
@@ -38,10 +37,10 @@ Result = TypeVar("Result")
 
 
 class WeightUpdates:
-    """Thread-safe. `cache` has `batch_dropped`; the signals have arrays of the host's in `.value`.
+    """Thread-safe. `cache` has `batch_dropped`; each signal is an array of FastDeploy in `.value`.
 
     `heartbeats`: one time per worker rank of this machine, which the rank changes each second, in its loop only.
-    `copies`: the status of the transfer process; None where nobody waits for one.
+    `copies`: the status of the transfer process; None where FastDeploy does not wait for it.
 
     Its lock comes before every other one, and is held while a batch is put into the queue.
     """
@@ -134,14 +133,14 @@ class WeightUpdates:
         while not self._stopped.wait(POLL_S):
             try:
                 self.poll()
-            except Exception:  # the edge of a thread: whoever waits times out, the next update may work
+            except Exception:  # the edge of a thread: the waiting call times out, the next update may work
                 logger.exception("a weight update could not be answered")
 
 
 def start_again(manager: Any) -> None:
-    """Put every request that `manager` (the host's ResourceManagerV1) has given to the workers back in its queue.
+    """Put every request that `manager` (FastDeploy's ResourceManagerV1) has given to the workers back in its queue.
 
-    The workers have forgotten them. They wait like new ones, in order of arrival, without a seat: 2.6 schedules nobody
+    The workers have forgotten them. They wait like new ones, in order of arrival, without a seat: 2.6 schedules none
     while preempted requests, which keep theirs, hold all seats. Output so far is kept and computed anew. An abortion
     that was not confirmed is asked for again.
     """

@@ -3,7 +3,7 @@
 `caches` are tensors `[num_blocks, ...]`, contiguous, without gradient, all in GPU or all in CPU memory, of any dtype:
 the roles of one layer, or the flat list of all layers. They are changed in place and must live until the copy is done.
 `stream` is a raw CUDA stream for GPU tensors; for CPU tensors the id of a queue of the core, or 0, the calling thread.
-Errors of a call are those of the other ops, raised before a byte moves.
+A call raises the same errors as the other ops, before a byte moves.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class HostBlocks(NamedTuple):
 
 
 def load(library: Path = LIBRARY) -> None:
-    """Register the operators. Raises `ConfigError` where they were not built, do not fit this Paddle, or belong to
-    somebody else: Paddle ends the process when a name is registered twice."""
+    """Register the operators. Raises `ConfigError` where they were not built, do not fit this Paddle, or where another
+    package has registered one of the names: Paddle ends the process when a name is registered twice."""
     import paddle
 
     core = paddle.base.core
@@ -45,9 +45,9 @@ def load(library: Path = LIBRARY) -> None:
     if len(taken) == len(OPERATORS) and _registered_here:
         return
     if taken:
-        raise ConfigError(f"Paddle has operators named {', '.join(taken)} already: somebody else's")
+        raise ConfigError(f"another package has registered Paddle operators named {', '.join(taken)}: unload it first")
     if not library.exists():
-        raise ConfigError(f"{library.name} was not built: see docs/native-ops.md")
+        raise ConfigError(f"{library.name} is not built: run scripts/build_ops.sh (docs/native-ops.md)")
     try:
         ctypes.CDLL(str(library))  # says in one line what does not fit; Paddle would blame the CUDA installation
         core.load_op_meta_info_and_register_op(str(library))

@@ -1,6 +1,6 @@
 """Streams and events on a CPU. A copy stream is a thread with a FIFO; compute is the calling thread itself.
 
-With the compiled core the threads are its own (`queues.py`); here are those of Python, which work everywhere.
+The compiled core has threads of its own (`queues.py`). The Python threads here work everywhere.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class CpuStream(Stream):
 
 
 class CpuRuntime(Runtime):
-    """Threads as copy streams: those of the compiled core where `compiled` (None: where there is one), else Python's.
+    """Threads as copy streams: the compiled core's where `compiled` (None: where there is a core), else Python's.
 
     `delay(stream_name)` runs on the stream's thread before each submitted function: tests make copies slow, gated or
     failing with it. `threaded_compute` makes the compute stream asynchronous as well, as it is on a GPU. Raises

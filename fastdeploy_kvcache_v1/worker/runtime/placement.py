@@ -100,7 +100,7 @@ def touch(memory: ByteRows, cpus: Set[int] = frozenset()) -> None:
 
 @contextlib.contextmanager
 def _page_threads(num_threads: int, cpus: Set[int]) -> Iterator[ThreadPoolExecutor]:
-    """Whoever interrupts does not wait for pages that nobody has begun with."""
+    """Threads that touch pages. An interrupt drops the pages that no thread has started."""
     threads = ThreadPoolExecutor(num_threads, "host-pages", initializer=_run_on, initargs=(cpus,))
     try:
         yield threads

@@ -411,7 +411,7 @@ def test_what_cannot_be_hashed_is_served_without_caching(items, caplog):
         scheduler.add(FakeTask(request_id, [1] * 12, 3, items))
         scheduler.run_dry()
     assert scheduler.cache.hit_rates.num_device_tokens == 0
-    assert "request a is served without the cache, it cannot be hashed" in caplog.text
+    assert "request a is served without the cache, its tokens cannot be hashed" in caplog.text
     scheduler.cache.manager.check_idle()
 
 
