@@ -20,10 +20,10 @@ from .errors import KVCacheError, OverlayError
 
 BOOTSTRAP = "fastdeploy_kvcache_v1.pth"
 PLUGIN, PLUGIN_GROUP = "kvcache_v1", "fastdeploy.tool_parser_plugins"
-"""The other way in, for hosts that load their plugins: `FD_PLUGINS` names it."""
+"""The other way in, for a FastDeploy that loads plugins: `FD_PLUGINS` names it."""
 GIB = 2**30
 STORAGE_MODULES = {"mooncake": "mooncake", "attention_store": "attentionstore_sdk"}
-"""Storage backends of the host, with the Python module each needs."""
+"""Storage backends of FastDeploy, with the Python module each needs."""
 
 
 class Finding(NamedTuple):
@@ -50,9 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status; raises `OverlayError` for a `--source` that is no FastDeploy."""
+    """Returns the exit status; raises `OverlayError` for a `--source` that holds no FastDeploy."""
     print(f"fastdeploy-kvcache-v1 {__version__}, Python {sys.version.split()[0]}")
-    findings = list(host_findings(args.source))
+    findings = list(fastdeploy_findings(args.source))
     this_machine = list(machine_findings())
     if args.source is not None:  # another tree says nothing about this machine
         this_machine = [Finding(None, each.name, each.detail) for each in this_machine]
@@ -63,27 +63,27 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def host_findings(source: Path | None) -> Iterator[Finding]:
-    """The host, its table, and every patch point."""
+def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
+    """FastDeploy, its table, and every patch point."""
     from .fastdeploy_integration.overlay import overlay, release
 
     plugin.stand_by()
     try:
-        host = release.installed_host() if source is None else release.host_at(source)
+        found = release.installed_fastdeploy() if source is None else release.fastdeploy_at(source)
     except OverlayError as error:
         if source is not None:
             raise
         yield Finding(False, "FastDeploy", str(error))
         return
-    if host is None:
+    if found is None:
         yield Finding(False, "FastDeploy", "not installed in this environment (or name a tree with --source)")
         return
-    yield Finding(True, "FastDeploy", f"{host.version} at {host.root}")
-    if host.has_own_manager:
+    yield Finding(True, "FastDeploy", f"{found.version} at {found.root}")
+    if found.has_own_manager:
         yield Finding(None, "patch table", "not needed: this FastDeploy has its own v1 manager")
         return
     try:
-        checked = overlay.overlay_for(host)
+        checked = overlay.overlay_for(found)
     except OverlayError as error:
         yield Finding(False, "patch table", str(error))
         return

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
-HOST = "fastdeploy"
+FASTDEPLOY = "fastdeploy"
 
 
 def is_enabled() -> bool:
@@ -28,7 +28,7 @@ def is_enabled() -> bool:
 
 
 class _Trigger:
-    """Starts the overlay at the moment `fastdeploy` is looked up, so that its errors reach whoever imports it."""
+    """Starts the overlay at the moment `fastdeploy` is looked up, so that its errors reach the importing code."""
 
     def __init__(self) -> None:
         self._busy = False
@@ -36,8 +36,8 @@ class _Trigger:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name == HOST and not self._busy:
-            self._busy = True  # finding out what the host is looks it up again
+        if name == FASTDEPLOY and not self._busy:
+            self._busy = True  # finding out which FastDeploy it is looks it up again
             try:
                 _start()
             finally:
@@ -55,7 +55,7 @@ def _start() -> None:
 
 def activate() -> None:
     """Called from the `.pth` file. Cheap, raises nothing, may be called again."""
-    if HOST not in sys.modules:
+    if FASTDEPLOY not in sys.modules:
         _arm()
 
 
@@ -65,12 +65,12 @@ def _arm() -> None:
 
 
 def stand_by() -> None:
-    """Undo `activate`, for a process that only looks at the host: a host that we refuse must not end it."""
+    """Undo `activate`, for a process that only looks at FastDeploy: a release that we refuse must not end it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Trigger)]
 
 
 def register() -> None:
-    """Entry point of FastDeploy's plugin groups. Raises `OverlayError` when the host cannot be patched.
+    """Entry point of FastDeploy's plugin groups. Raises `OverlayError` when FastDeploy cannot be patched.
 
     FastDeploy calls it in the first import only, so another import after a failure is refused by the trigger.
     """

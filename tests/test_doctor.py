@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, host_at
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 
@@ -33,7 +33,7 @@ def test_every_patch_point_is_named(make_tree, capsys):
     for row in table_for("2.6").rows:
         assert row.target in report
     assert "ok  extend fastdeploy.envs:environment_variables" in report
-    assert "CacheConfig.__init__: drifted: expected (self, args), the host has (self, changed)" in report
+    assert "CacheConfig.__init__: drifted: expected (self, args), FastDeploy has (self, changed)" in report
     assert "FAIL  replace fastdeploy.engine.resource_manager:PrefixCacheManager: missing" in report
     assert f"{len(table_for('2.6').rows) - 2} problems" in report
 
@@ -43,7 +43,7 @@ def test_unknown_release(make_tree, capsys):
     assert "FastDeploy 3.1 is not supported" in capsys.readouterr().out
 
 
-def test_a_host_with_its_own_manager_is_left_alone(make_tree, capsys):
+def test_a_fastdeploy_with_its_own_manager_is_left_alone(make_tree, capsys):
     assert cli.main(["doctor", "--source", str(make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""}))]) == 0
     assert "not needed" in capsys.readouterr().out
 
@@ -56,16 +56,16 @@ def test_no_fastdeploy_there(tmp_path, capsys):
 def test_where_the_version_comes_from(make_tree, monkeypatch):
     tree = make_tree(version=None)
     with pytest.raises(doctor.OverlayError, match=f"set {OVERRIDE}"):
-        host_at(tree)
+        fastdeploy_at(tree)
     (tree / "setup.py").write_text('V = os.environ.get("FASTDEPLOY_VERSION", "2.5.0")\n', encoding="utf-8")
-    assert host_at(tree).release == "2.5"
+    assert fastdeploy_at(tree).release == "2.5"
     (tree / "fastdeploy" / "version.txt").write_text(
         "Paddle version: 3.3\nfastdeploy version: 2.5.0\nfastdeploy version: 2.6.1\n", encoding="utf-8"
     )
-    assert host_at(tree).version == "2.6.1"
-    assert host_at(tree / "fastdeploy").release == "2.6"
+    assert fastdeploy_at(tree).version == "2.6.1"
+    assert fastdeploy_at(tree / "fastdeploy").release == "2.6"
     monkeypatch.setenv(OVERRIDE, "2.5.9")
-    assert host_at(tree).release == "2.5"
+    assert fastdeploy_at(tree).release == "2.5"
 
 
 def test_this_machine_is_described(monkeypatch):
@@ -108,12 +108,12 @@ def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):
     ("version", "line"),
     [("2.6.0", "FAIL  wrap fastdeploy.config:FDConfig.postprocess: missing"), (None, "does not say its version")],
 )
-def test_a_refused_host_is_described_while_the_switch_is_on(make_tree, monkeypatch, capsys, version, line):
+def test_a_refused_fastdeploy_is_described_while_the_switch_is_on(make_tree, monkeypatch, capsys, version, line):
     """The start-up error sends people here, with the variable still set."""
     monkeypatch.setattr(doctor.sys, "meta_path", list(doctor.sys.meta_path))
     monkeypatch.syspath_prepend(make_tree(version))
     monkeypatch.setenv(plugin.SWITCH, "1")
-    monkeypatch.delitem(doctor.sys.modules, plugin.HOST, raising=False)
+    monkeypatch.delitem(doctor.sys.modules, plugin.FASTDEPLOY, raising=False)
     monkeypatch.setattr(doctor, "machine_findings", lambda: iter(()))
     monkeypatch.setattr(release, "_metadata_version", lambda: None)
     plugin.activate()

@@ -10,7 +10,7 @@ import pytest
 from fastdeploy_kvcache_v1 import plugin
 from fastdeploy_kvcache_v1.errors import ConfigError
 
-from .fastdeploy_integration import fake_host
+from .fastdeploy_integration import fake_fastdeploy
 
 ROOT = Path(__file__).parents[1]
 BOOTSTRAP = (ROOT / "fastdeploy_kvcache_v1.pth").read_text(encoding="utf-8")
@@ -52,8 +52,8 @@ def test_the_bootstrap_is_one_import_line():
     assert BOOTSTRAP.count("\n") == 1
 
 
-def test_an_unknown_host_cannot_be_imported(tmp_path):
-    fake_host.write(tmp_path, "fastdeploy", version="9.1.0")
+def test_an_unknown_release_cannot_be_imported(tmp_path):
+    fake_fastdeploy.write(tmp_path, "fastdeploy", version="9.1.0")
     for _ in range(2):  # not the second time either
         done = python(
             tmp_path, "\ntry:\n    import fastdeploy\nexcept Exception as e:\n    print(e)\nimport fastdeploy", "1"
@@ -73,8 +73,8 @@ for attempt in (1, 2, 3):
 """
 
 
-def test_a_host_that_drifted_cannot_be_imported_at_a_second_attempt_either(tmp_path):
-    fake_host.write(tmp_path, "fastdeploy", version="2.6.0")
+def test_a_fastdeploy_that_drifted_cannot_be_imported_at_a_second_attempt_either(tmp_path):
+    fake_fastdeploy.write(tmp_path, "fastdeploy", version="2.6.0")
     assert python(tmp_path, TRY_TWICE, "1").stdout.splitlines() == ["OverlayError True"] * 3
 
 
@@ -87,18 +87,18 @@ def test_nor_where_only_its_plugin_groups_call_us(tmp_path):
             sys.plugins_loaded = True
             plugin.register()
     """
-    fake_host.write(tmp_path, "fastdeploy", version="2.6.0", init=loads_plugins)
+    fake_fastdeploy.write(tmp_path, "fastdeploy", version="2.6.0", init=loads_plugins)
     stand_by = "\nfrom fastdeploy_kvcache_v1 import plugin; plugin.stand_by()"
     assert python(tmp_path, stand_by + TRY_TWICE, "1").stdout.splitlines() == ["OverlayError True"] * 3
 
 
-def test_the_same_host_is_untouched_without_the_switch(tmp_path):
-    fake_host.write(tmp_path, "fastdeploy", version="9.1.0")
+def test_the_same_fastdeploy_is_untouched_without_the_switch(tmp_path):
+    fake_fastdeploy.write(tmp_path, "fastdeploy", version="9.1.0")
     assert python(tmp_path, "\nimport fastdeploy", "0").returncode == 0
 
 
-def test_a_host_with_its_own_manager_is_left_alone(tmp_path):
-    root = fake_host.write(tmp_path, "fastdeploy", version="9.1.0")
+def test_a_fastdeploy_with_its_own_manager_is_left_alone(tmp_path):
+    root = fake_fastdeploy.write(tmp_path, "fastdeploy", version="9.1.0")
     (root / "cache_manager" / "v1").mkdir(parents=True)
     done = python(tmp_path, "\nimport fastdeploy; print('imported')", "1")
     assert done.stdout.strip() == "imported"
@@ -118,7 +118,7 @@ def test_the_switch_is_0_or_1(monkeypatch, value):
 
 def test_activating_twice_leaves_one_trigger(monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if type(f).__module__ != plugin.__name__])
-    monkeypatch.delitem(sys.modules, plugin.HOST, raising=False)  # a fake one of another test, perhaps
+    monkeypatch.delitem(sys.modules, plugin.FASTDEPLOY, raising=False)  # a fake one of another test, perhaps
     for _ in range(2):
         plugin.activate()
     added = [finder for finder in sys.meta_path if type(finder).__module__ == plugin.__name__]

@@ -1,4 +1,4 @@
-"""Patches of the host's environment variables, arguments and configuration, and what we refuse to start with."""
+"""Patches of FastDeploy's environment variables, arguments and configuration, and what we refuse to start with."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
 
 @dataclasses.dataclass
 class _NewArguments:
-    """Fields for the host's `EngineArgs`."""
+    """Fields for FastDeploy's `EngineArgs`."""
 
     write_through_threshold: int = DEFAULT_THRESHOLD
 
 
 def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:
-    """Extends the host's list of environment variables, so that it shows ours among its own."""
+    """Extends FastDeploy's list of environment variables, so that it shows ours among its own."""
     environment_variables[SWITCH] = lambda: int(os.getenv(SWITCH, "0"))
 
 
@@ -78,7 +78,7 @@ def add_cache_fields(cache_config: Any) -> None:
 def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Wraps `CacheConfig.__init__`: defaults (from the environment in workers) and validation.
 
-    Raises `ConfigError`, for an amount of memory before the host computes with it: its own error names no flag.
+    Raises `ConfigError`, for an amount of memory before FastDeploy computes with it: its own error names no flag.
     """
     given = kwargs["args"] if "args" in kwargs else args[0]
     if given.get("swap_space") is not None:
@@ -90,7 +90,7 @@ def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `FDConfig.postprocess`: refuses what we cannot serve, sizes the host tier, switches off what does not go
+    """Wraps `FDConfig.postprocess`: refuses what we cannot serve, sizes the host tier, switches off what cannot run
     with it.
 
     Raises `ConfigError` with every reason.
@@ -140,7 +140,7 @@ def refusals(
 
 
 def _foreign_platform(platform: Any) -> str | None:
-    """Devices whose model runners we do not patch: nobody would copy the blocks there."""
+    """The name of a device whose model runner we do not patch, so that nothing copies its blocks; None on a GPU."""
     for name in ("xpu", "intel_hpu", "maca", "iluvatar", "gcu", "dcu"):
         if getattr(platform, f"is_{name}", bool)():
             return name

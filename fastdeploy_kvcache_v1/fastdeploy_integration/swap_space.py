@@ -1,6 +1,6 @@
 """How many host blocks `--swap-space` buys: the bytes a block really takes on every rank, by our own cache layouts.
 
-The host's own formula counts a key and a value of all heads, once. That is not what a rank keeps with latent caches
+FastDeploy's own formula counts a key and a value of all heads, once. That is not what a rank keeps with latent caches
 (the same on every rank), scales, packed int4, fewer heads than ranks, or draft layers.
 """
 
@@ -86,7 +86,7 @@ def cached_model(config: Any, attention_backend: str) -> CachedModel:
 
 
 def has_draft_layer(config: Any) -> bool:
-    """Whether a draft model's layer is cached as well: the host's draft models have one, whatever was trained."""
+    """Whether a draft model's layer is cached as well: FastDeploy's draft models have one, whatever was trained."""
     speculative = config.speculative_config
     return speculative is not None and speculative.method == "mtp"
 
@@ -104,7 +104,7 @@ def kv_cache_quant_type(config: Any) -> str | None:
 
 
 def require_amount(gib: float) -> None:
-    """Raises `ConfigError` for what is no amount of memory."""
+    """Raises `ConfigError` for a number that is no amount of memory."""
     if not math.isfinite(gib) or gib < 0:
         raise ConfigError(f"--swap-space must be a number of GiB, 0 or more, got {gib}")
 
@@ -112,7 +112,7 @@ def require_amount(gib: float) -> None:
 def num_host_blocks(gib: float, block_bytes: int, num_ranks: int) -> int:
     """Blocks of `block_bytes` on each of `num_ranks` ranks that fit into `gib` GiB together.
 
-    Raises `ConfigError` for less than one block, and for what is no amount of memory.
+    Raises `ConfigError` for less than one block, and for a number that is no amount of memory.
     """
     require_amount(gib)
     blocks = int(gib * GIB) // (block_bytes * num_ranks)
@@ -125,7 +125,7 @@ def num_host_blocks(gib: float, block_bytes: int, num_ranks: int) -> int:
 
 
 def size_host_tier(config: Any, attention_backend: str) -> None:
-    """Set `num_cpu_blocks` of the cache configuration, unless somebody else has decided it. Raises `ConfigError`.
+    """Set `num_cpu_blocks` of the cache configuration, unless it was given. Raises `ConfigError`.
 
     A worker is told the number and computes nothing: all ranks have the engine's.
     """
@@ -139,8 +139,8 @@ def size_host_tier(config: Any, attention_backend: str) -> None:
 def require_host_memory(config: Any) -> None:
     """Raises `ConfigError` when the tensor-parallel ranks of this machine cannot have their blocks all at once.
 
-    Each of them asks for its own part only, and they do it at the same time: what is free would be enough for every one
-    of them, and the system would then kill some.
+    Each rank asks for its own part only, and all ask at the same time: the free memory would be enough for each of
+    them alone, and the system would then kill some.
     """
     cache = config.cache_config
     if cache.host_block_bytes is None or not cache.enable_prefix_caching:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from .host_trees import COMMAND, VARIABLES, tree
+from .fastdeploy_trees import COMMAND, VARIABLES, tree
 
 
 @pytest.fixture(scope="module", params=["2.5", "2.6"])

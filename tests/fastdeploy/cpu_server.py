@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 
-from .host_trees import ROOT, tree
+from .fastdeploy_trees import ROOT, tree
 
 START_TIMEOUT_S = 240.0
 EXIT_TIMEOUT_S = 60.0

@@ -1,5 +1,5 @@
-"""Run inside a FastDeploy process without a GPU: the host's real attention backends and, over FAKE custom ops, its real
-model runner and proposer classes. Only what allocates is run; no kernel is.
+"""Run inside a FastDeploy process without a GPU: its real attention backends and, over FAKE custom ops, its real model
+runner and proposer classes. Only what allocates is run; no kernel is.
 """
 
 import importlib
@@ -97,7 +97,7 @@ def import_worker_modules():
 
 
 def run_initialization(runner_class, proposer_class):
-    """The host's order at start and at a weight update, with swap space and a draft model."""
+    """FastDeploy's order at start and at a weight update, with swap space and a draft model."""
     paddle.device.cuda.empty_cache = lambda: None
     common = {
         "quant_config": None,

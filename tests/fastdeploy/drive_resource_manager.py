@@ -33,7 +33,7 @@ BLOCK_SIZE = 8
 def make_manager(
     num_device_blocks, num_host_blocks, policy, *, threshold=2, block_size=BLOCK_SIZE, seats=SEATS, max_tokens=64
 ):
-    """ResourceManagerV1 with the configuration objects it needs, made as the host's own tests make them."""
+    """ResourceManagerV1 with the configuration objects it needs, made as FastDeploy's own tests make them."""
     engine_args = EngineArgs(
         max_num_seqs=seats,
         num_gpu_blocks_override=num_device_blocks,
@@ -41,7 +41,7 @@ def make_manager(
         write_policy=policy,
         **({"write_through_threshold": threshold} if plugin.is_enabled() else {}),
     )
-    if envs.ENABLE_V1_KVCACHE_SCHEDULER == 0:  # the host switches it off where there is no GPU
+    if envs.ENABLE_V1_KVCACHE_SCHEDULER == 0:  # FastDeploy switches it off where there is no GPU
         envs.__dict__.pop("ENABLE_V1_KVCACHE_SCHEDULER", None)
         envs.environment_variables["ENABLE_V1_KVCACHE_SCHEDULER"] = lambda: 1
     arguments = {**asdict(engine_args), "num_cpu_blocks": num_host_blocks}
@@ -86,11 +86,11 @@ def make_request(request_id, prompt, items=None):
 
 
 class Lost(Exception):
-    """What the host's loop catches around `schedule` and `put_tasks`."""
+    """What FastDeploy's loop catches around `schedule` and `put_tasks`."""
 
 
 class Queue(EngineWorkerQueue):
-    """The host's queue, but for its server process: one worker, who reads at once."""
+    """FastDeploy's queue, but for its server process: one worker, which reads at once."""
 
     num_client = 1
 
@@ -143,7 +143,7 @@ class Drive:
         return request
 
     def step(self, lose=None):
-        """As the host's loop: what raises is logged. `lose` names the place where this batch is lost."""
+        """As FastDeploy's loop: what raises is logged. `lose` names the place where this batch is lost."""
         try:
             tasks = self.schedule(lose)
         except Lost:
@@ -184,7 +184,7 @@ class Drive:
         return tasks
 
     def raise_midway(self):
-        """Where the host asserts what a multimodal request has, for the second prompt of a batch or a later one."""
+        """Where FastDeploy asserts what a multimodal request has, for the second prompt of a batch or a later one."""
         original, passed = self.manager._get_num_new_tokens, self.rng.randrange(3)
 
         def raising(request, budget):
@@ -227,7 +227,7 @@ class Drive:
             self.manager.add_abort_req_ids(self.rng.choice(self.manager.running).request_id)
 
     def preempt_last(self):
-        """As the host does it for want of blocks, which 2.6 nearly always avoids by holding some back."""
+        """As FastDeploy does it for want of blocks, which 2.6 nearly always avoids by holding some back."""
         with self.manager.lock:
             decoding = [each for each in self.manager.running if each.num_computed_tokens >= each.need_prefill_tokens]
             if not decoding or len(self.manager.running) < 2:
@@ -279,7 +279,7 @@ def random_prompt(rng):
 
 
 LOSSES = ["schedule", "before put", "put", "after put"]
-"""Where a batch is lost. After put: it is in the queue, and the host does not know."""
+"""Where a batch is lost. After put: it is in the queue, and FastDeploy does not know."""
 
 
 def random_request(rng, drive, number):

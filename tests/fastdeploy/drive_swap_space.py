@@ -1,4 +1,4 @@
-"""Run inside a FastDeploy process without a GPU: the host's real command line and configuration objects count the host
+"""Run inside a FastDeploy process without a GPU: its real command line and configuration objects count the host
 blocks, its real attention backends say what a block of that model looks like on a rank, the worker's real configuration
 takes the number over. Prints one line per case. Usage: script RELEASE.
 """
@@ -79,7 +79,7 @@ BACKENDS = {
 
 
 class Cuda:
-    """The host's platform, but for the answer that lets it keep its V1 scheduler."""
+    """FastDeploy's platform, but for the answer that lets it keep its V1 scheduler."""
 
     def __getattr__(self, name):
         return getattr(fastdeploy.platforms.current_platform, name)
@@ -96,7 +96,7 @@ def engine_config(model, flags):
 
 
 def rank_block_bytes(config, attention_backend):
-    """From the shapes of the host's own backend with the attributes that the model runner gives it."""
+    """From the shapes of FastDeploy's own backend with the attributes that the model runner gives it."""
     model, ranks = config.model_config, config.parallel_config.tensor_parallel_size
     backend = make(backend_classes()[BACKENDS[attention_backend]])
     for name in ("head_dim", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim"):
@@ -130,7 +130,7 @@ def run(name, model, attention_backend, flags):
                 "expected_bytes": cache.host_block_bytes,
                 "real_bytes": rank_block_bytes(config, attention_backend) if cache.num_cpu_blocks else None,
                 "ranks": config.parallel_config.tensor_parallel_size,
-                "hosts_formula": int(1.5 * 1024**3 / cache.bytes_per_block),
+                "fastdeploys_formula": int(1.5 * 1024**3 / cache.bytes_per_block),
             }
         ),
     )

@@ -18,8 +18,8 @@ SEATS = 3
 BLOCKS = 45
 
 
-class Host:
-    """The parts of a host that `World` steps."""
+class Engine:
+    """The parts of FastDeploy's engine that `World` steps."""
 
     def __init__(self, drive):
         self.drive, self.worker, self.cache = drive, drive.worker, drive.cache
@@ -38,7 +38,7 @@ class Host:
             request = self.drive.requests.get(request_id)
             if request is not None and request.status.name.startswith("RUNNING"):
                 if request.status.name == "RUNNING_PREFILL":
-                    request.status = type(request.status).RUNNING_DECODE  # as the host's token processor does
+                    request.status = type(request.status).RUNNING_DECODE  # as FastDeploy's token processor does
                 request.output_token_ids.append(token)
                 if len(request.output_token_ids) >= self.drive.limits[request_id]:
                     self.drive.finish(request_id)
@@ -47,7 +47,7 @@ class Host:
 def main(seed, updates, policy):
     rng = random.Random(f"{seed} {policy}")
     drive = Drive(rng, make_manager(BLOCKS, 120, policy, threshold=1, seats=SEATS))
-    world = World(Host(drive), rng, updates=updates, patience=rng.choice([40, NEVER]), idle=1500)
+    world = World(Engine(drive), rng, updates=updates, patience=rng.choice([40, NEVER]), idle=1500)
     prompts = {}
     while drive.requests or not world.is_done:
         if rng.random() < 0.05 and len(drive.requests) < SEATS and not world.is_done:

@@ -1,10 +1,10 @@
-"""create_kv_cache on the host's real attention backends, and every worker row applied to the real classes."""
+"""create_kv_cache on FastDeploy's real attention backends, and every worker row applied to the real classes."""
 
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
-from .host_trees import HERE, run_inside
+from .fastdeploy_trees import HERE, run_inside
 
 PAIR = [[3, 2, 4, 16]] * 2
 WITH_SCALES = PAIR + [[3, 2, 4]] * 2
@@ -15,7 +15,7 @@ OTHERS = ("PlasAttentionBackend", "BlockAttentionBackend")
 @pytest.fixture(scope="module", params=["2.5", "2.6"])
 def report(request, tmp_path_factory):
     release = request.param
-    lines = run_inside(release, tmp_path_factory.mktemp("host"), HERE / "drive_backends.py", release).splitlines()
+    lines = run_inside(release, tmp_path_factory.mktemp("fastdeploy"), HERE / "drive_backends.py", release).splitlines()
     return release, lines
 
 
@@ -47,7 +47,7 @@ def test_the_runner_makes_and_drops_its_tensors_in_both_orders(report):
     assert names == [expected] * 4
 
 
-def test_host_memory_stays_allocated_unless_the_host_is_told_to_clear_it(report):
+def test_host_memory_stays_allocated_unless_fastdeploy_is_told_to_clear_it(report):
     _, lines = report
     allocated = dict(line.split(maxsplit=2)[1:] for line in lines if line.startswith("HOST_MEMORY"))
     tier = str(5 * 3 * 2 * 2 * 4 * 16 * 4)

@@ -1,4 +1,4 @@
-"""The host's real ResourceManagerV1 over our adapter: thousands of random steps, checked after each.
+"""FastDeploy's real ResourceManagerV1 over our adapter: thousands of random steps, checked after each.
 
 The worker is a FAKE that keeps what every block holds and fails when a request reads anything else.
 """
@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from .host_trees import HERE, run_inside
+from .fastdeploy_trees import HERE, run_inside
 
 STEPS = 2500
 

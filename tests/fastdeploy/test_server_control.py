@@ -9,7 +9,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
-from .host_trees import tree
+from .fastdeploy_trees import tree
 from .server_workload import NUM_DOCUMENTS, document, user
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
-from .host_trees import tree
+from .fastdeploy_trees import tree
 from .lru_reference import LruReference
 from .server_workload import user
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 DEVICE_BLOCKS = 9
 HOST_BLOCKS = 12
 BLOCK_BYTES = 2 * 4 * 2 * 16 * BLOCK_SIZE * 2
-"""As the host counts: key and value, layers, heads, head size, tokens, bf16."""
+"""As FastDeploy counts: key and value, layers, heads, head size, tokens, bf16."""
 
 FLAGS = ("--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--max-model-len", "448", "--max-num-batched-tokens", "448")
 HOST_TIER = ("--swap-space", str((HOST_BLOCKS + 0.5) * BLOCK_BYTES / 2**30), "--write-policy", "write_through")
@@ -98,7 +98,7 @@ class Observed:
 
     @staticmethod
     def _read_hits(metrics):
-        """Cached tokens so far, by tier, as the host counts them."""
+        """Cached tokens so far, by tier, as FastDeploy counts them."""
         return {tier: int(metrics[f"prefix_{tier}_cache_token_num_total"]) for tier in ("gpu", "cpu")}
 
     def _read_counts(self):

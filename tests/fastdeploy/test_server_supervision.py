@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor import end_
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.supervisor import UNHEALTHY_S
 
 from .cpu_server import FLAGS, SHARED_MEMORY, CpuServer, started, wait_until
-from .host_trees import run_inside, tree
+from .fastdeploy_trees import run_inside, tree
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
@@ -104,7 +104,7 @@ def test_a_start_that_takes_too_long(release, tmp_path):
         server.kill()
 
 
-def test_an_error_of_the_host_is_shown(release, tmp_path):
+def test_an_error_of_fastdeploy_is_shown(release, tmp_path):
     server = CpuServer(release, tmp_path, *FLAGS, "--num-gpu-blocks-override", "2")
     try:
         assert server.process.wait(120) == 1

@@ -1,4 +1,4 @@
-"""Whatever the cache does, the real server's tokens are those of the host without a prefix cache."""
+"""Whatever the cache does, the real server's tokens are those of FastDeploy without a prefix cache."""
 
 import pytest
 
@@ -12,7 +12,7 @@ HOST_TIER = ("--swap-space", "0.02")
 
 @pytest.fixture(scope="module")
 def expected(release, tmp_path_factory):
-    """The host as it is without us, prefix cache off."""
+    """FastDeploy as it is without us, prefix cache off."""
     directory = tmp_path_factory.mktemp("reference")
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "256")
     with started(release, directory, *flags, manager=False) as server, server.client() as client:

@@ -1,4 +1,4 @@
-"""Weight updates of the host's legacy API (clear_load_weight, update_model_weight) while the cache is in use."""
+"""Weight updates of FastDeploy's legacy API (clear_load_weight, update_model_weight) while the cache is in use."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""--swap-space through the host's real command line and configuration, against the shapes of its real backends."""
+"""--swap-space through FastDeploy's real command line and configuration, against the shapes of its real backends."""
 
 import json
 
 import pytest
 
-from .host_trees import HERE, run_inside
+from .fastdeploy_trees import HERE, run_inside
 
 SWAP_BYTES = int(1.5 * 1024**3)
 GQA_BLOCK = 6 * 2 * 4 * 64 * 64 * 2
@@ -27,7 +27,7 @@ EXPECTED = {
 def report(request, tmp_path_factory):
     release = request.param
     script = HERE / "drive_swap_space.py"
-    return release, run_inside(release, tmp_path_factory.mktemp("host"), script, release).splitlines()
+    return release, run_inside(release, tmp_path_factory.mktemp("fastdeploy"), script, release).splitlines()
 
 
 def cases(lines):
@@ -50,10 +50,10 @@ def test_a_worker_takes_the_engines_number(report):
     assert all(case["told"] == case["blocks"] for case in cases(lines).values())
 
 
-def test_the_hosts_formula_is_right_only_for_plain_heads(report):
-    """Why we count ourselves: if the host's own number becomes right, ours can go."""
+def test_the_formula_of_fastdeploy_is_right_only_for_plain_heads(report):
+    """Why we count ourselves: if FastDeploy's own number becomes right, ours can go."""
     _, lines = report
-    right = {name for name, case in cases(lines).items() if case["blocks"] == case["hosts_formula"]}
+    right = {name for name, case in cases(lines).items() if case["blocks"] == case["fastdeploys_formula"]}
     assert right == {"gqa", "gqa_4_ranks"}
 
 

@@ -4,10 +4,10 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import BATCH_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import host_at
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
-from .host_trees import run_inside, tree
+from .fastdeploy_trees import run_inside, tree
 
 ENGINE_MODULES = ("envs", "config", "engine.args_utils", "engine.resource_manager", "engine.common_engine")
 
@@ -56,14 +56,14 @@ def activated(code):
 
 @pytest.mark.parametrize("release", ["2.5", "2.6"])
 def test_every_row_fits_the_source(release):
-    host = host_at(tree(release))
-    assert host.release == release
-    assert not host.has_own_manager
-    assert Overlay(table_for(release), host.root).problems() == {}
+    found = fastdeploy_at(tree(release))
+    assert found.release == release
+    assert not found.has_own_manager
+    assert Overlay(table_for(release), found.root).problems() == {}
 
 
 def test_the_tables_are_not_interchangeable():
-    problems = Overlay(table_for("2.6"), host_at(tree("2.5")).root).problems()
+    problems = Overlay(table_for("2.6"), fastdeploy_at(tree("2.5")).root).problems()
     assert problems, "2.5 passes for 2.6: the release decides nothing"
 
 
@@ -101,7 +101,7 @@ with mock.patch("importlib.metadata.entry_points", entry_points):
 
 
 @pytest.mark.parametrize("release", ["2.5", "2.6"])
-def test_without_the_variable_the_host_is_untouched(release, tmp_path):
+def test_without_the_variable_fastdeploy_is_untouched(release, tmp_path):
     assert "UNTOUCHED" in run_inside(release, tmp_path, "-c", UNTOUCHED, manager=False)
 
 

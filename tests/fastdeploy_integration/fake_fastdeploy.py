@@ -1,4 +1,4 @@
-"""A FAKE host: a small package written to disk, with classes shaped like the places we patch. Not FastDeploy."""
+"""A FAKE FastDeploy: a small package written to disk, with classes shaped like the places we patch."""
 
 import importlib
 import sys
@@ -67,7 +67,7 @@ def rows(package: str) -> list[dict[str, object]]:
 
 
 def table_text(patches: list[dict[str, object]], release: str = "9.1") -> str:
-    text = f'[host]\nrelease = "{release}"\ncommit = "abc"\n'
+    text = f'[fastdeploy]\nrelease = "{release}"\ncommit = "abc"\n'
     for patch in patches:
         text += "\n[[patch]]\n" + "".join(f"{key} = {value!r}\n" for key, value in patch.items())
     return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...errors import OverlayError
 from ..overlay.overlay import Overlay
-from ..overlay.release import installed_host
+from ..overlay.release import installed_fastdeploy
 from ..overlay.table import Where, load_table, table_directory
 
 TABLE_NAME = "cpu-worker-{release}.toml"
@@ -13,15 +13,17 @@ _active: Overlay | None = None
 
 
 def start() -> Overlay:
-    """Before anything of the host is imported. Raises `OverlayError` when there is no host that we know."""
+    """Call it before anything of FastDeploy is imported. Raises `OverlayError` without a FastDeploy that we know."""
     global _active
-    host = installed_host()
-    if host is None:
+    fastdeploy = installed_fastdeploy()
+    if fastdeploy is None:
         raise OverlayError("FastDeploy is not installed: `serve --fastdeploy-cpu` runs its server")
-    path = table_directory() / TABLE_NAME.format(release=host.release)
+    path = table_directory() / TABLE_NAME.format(release=fastdeploy.release)
     if not path.is_file():
-        raise OverlayError(f"FastDeploy {host.release} is not known to the CPU worker: install release 2.5 or 2.6")
-    _active = Overlay(load_table(path), host.root)
+        raise OverlayError(
+            f"FastDeploy {fastdeploy.release} is not known to the CPU worker: install release 2.5 or 2.6"
+        )
+    _active = Overlay(load_table(path), fastdeploy.root)
     _active.start()
     return _active
 

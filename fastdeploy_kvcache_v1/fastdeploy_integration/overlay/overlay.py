@@ -1,7 +1,7 @@
-"""Overlay: applies a patch table to the host as its modules are imported, all of it or none.
+"""Overlay: applies a patch table to FastDeploy as its modules are imported, all of it or none.
 
-The whole table is checked against the host's source before anything is patched; each target is looked at again when its
-module has been imported. A module that is still being imported when we arrive is patched later: its classes may not
+The whole table is checked against FastDeploy's source before anything is patched; each target is looked at again when
+its module has been imported. A module that is still being imported when we arrive is patched later: its classes may not
 exist yet. `require_complete` is what makes a half-applied overlay unable to serve.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import wrapt
 
 from ...errors import OverlayError
-from .release import Host, installed_host
+from .release import FastDeployTree, installed_fastdeploy
 from .source import check_row, expected_parameters, runtime_parameters
 from .table import Kind, PatchRow, PatchTable, Where, table_for
 
@@ -66,7 +66,7 @@ class Overlay:
                 self._module_imported(loaded)
 
     def problems(self) -> dict[PatchRow, str]:
-        """Rows whose target the host's source does not have as expected."""
+        """Rows whose target in FastDeploy's source is not as expected."""
         checked = {row: check_row(self._root, row) for row in self.table.rows}
         return {row: problem for row, problem in checked.items() if problem is not None}
 
@@ -120,7 +120,7 @@ def _apply(row: PatchRow, module: ModuleType) -> None:
             owner = getattr(owner, part)
         target = vars(owner)[name]
     except (AttributeError, KeyError):
-        raise OverlayError(f"{row.target} is missing although the host's source has it") from None
+        raise OverlayError(f"{row.target} is missing although FastDeploy's source has it") from None
     ours = _load(row.ours)
     if row.kind is Kind.EXTEND:
         ours(target)
@@ -145,22 +145,23 @@ _refusal: Exception | None = None
 
 
 def start() -> Overlay | None:
-    """Start the overlay of this process, once. None when there is nothing to patch: no host, or one that needs no help.
+    """Start the overlay of this process, once. None when there is nothing to patch: no FastDeploy, or one that
+    needs no help.
 
-    Raises `OverlayError` when the host is not one we know, and again each time after a start that failed: something may
-    be patched by then, and a caller that goes on after an error must not get the unpatched host.
+    Raises `OverlayError` when FastDeploy is not a release we know, and again each time after a start that failed:
+    something may be patched by then, and a caller that goes on after an error must not get an unpatched FastDeploy.
     """
     global _active, _refusal
     if _refusal is not None:
         raise OverlayError(f"the overlay could not be started in this process: {_refusal}") from _refusal
     if _active is None:
-        host = installed_host()
-        if host is None:
+        fastdeploy = installed_fastdeploy()
+        if fastdeploy is None:
             return None
-        if host.has_own_manager:
+        if fastdeploy.has_own_manager:
             logger.warning("this FastDeploy has its own v1 KV-cache manager; fastdeploy-kvcache-v1 leaves it alone")
             return None
-        overlay = overlay_for(host)
+        overlay = overlay_for(fastdeploy)
         try:
             overlay.start()
         except Exception as error:
@@ -170,8 +171,8 @@ def start() -> Overlay | None:
     return _active
 
 
-def overlay_for(host: Host) -> Overlay:
-    return Overlay(table_for(host.release), host.root)
+def overlay_for(fastdeploy: FastDeployTree) -> Overlay:
+    return Overlay(table_for(fastdeploy.release), fastdeploy.root)
 
 
 def active() -> Overlay:

@@ -14,14 +14,14 @@ from ...errors import OverlayError
 PACKAGE = "fastdeploy"
 DISTRIBUTIONS = ("fastdeploy-gpu", "fastdeploy", "fastdeploy-cpu")
 OVERRIDE = "FASTDEPLOY_KVCACHE_HOST_VERSION"
-"""Environment variable that names the host's version where the host does not."""
+"""Environment variable that names FastDeploy's version where FastDeploy does not."""
 
 _IN_VERSION_FILE = re.compile(r"^fastdeploy version:\s*(\S+)", re.MULTILINE)
 _IN_SETUP = re.compile(r"FASTDEPLOY_VERSION\"?,\s*\"([^\"]+)\"")
 
 
 @dataclass(frozen=True)
-class Host:
+class FastDeployTree:
     """A FastDeploy tree. `root` is the directory of its package, `version` as it names itself."""
 
     root: Path
@@ -34,20 +34,20 @@ class Host:
 
     @property
     def has_own_manager(self) -> bool:
-        """A newer host that ships the v1 manager needs nothing from us."""
+        """A newer FastDeploy that ships the v1 manager needs nothing from us."""
         return (self.root / "cache_manager" / "v1").is_dir()
 
 
-def installed_host() -> Host | None:
+def installed_fastdeploy() -> FastDeployTree | None:
     """The FastDeploy that `import fastdeploy` would load; None when there is none."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
-    return host_at(Path(next(iter(spec.submodule_search_locations))), installed=True)
+    return fastdeploy_at(Path(next(iter(spec.submodule_search_locations))), installed=True)
 
 
-def host_at(directory: Path, *, installed: bool = False) -> Host:
-    """The FastDeploy of a checkout, or of its package directory. Raises `OverlayError` when it is none.
+def fastdeploy_at(directory: Path, *, installed: bool = False) -> FastDeployTree:
+    """The FastDeploy of a checkout, or of its package directory. Raises `OverlayError` when there is none.
 
     `installed`: distribution metadata of this environment describes it.
     """
@@ -60,7 +60,7 @@ def host_at(directory: Path, *, installed: bool = False) -> Host:
             f"the FastDeploy in {root} does not say its version (no version.txt, setup.py or package metadata): "
             f"set {OVERRIDE}, for example to 2.6.0"
         )
-    return Host(root, version)
+    return FastDeployTree(root, version)
 
 
 def _written_version(root: Path) -> str | None:

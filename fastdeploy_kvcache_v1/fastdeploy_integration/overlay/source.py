@@ -1,4 +1,4 @@
-"""Reading the host's source without running it: does a patch target exist, and is its signature the expected one?
+"""Reading FastDeploy's source without running it: does a patch target exist, and is its signature the expected one?
 
 Works on a tree that cannot be imported here (another machine's, or one that needs a GPU), and on the whole table before
 the first patch is applied.
@@ -30,15 +30,15 @@ class Definition:
 
 
 def check_row(root: Path, row: PatchRow) -> str | None:
-    """None when the target is as the row expects, else what is wrong. `root` is the directory of the host's package."""
+    """None when the target is as the row expects, else what is wrong. `root` is FastDeploy's package directory."""
     found = find(root, row.module, row.qualname)
     if found is None:
         return "missing"
     if row.kind is Kind.EXTEND:
         taken = sorted(found.names.intersection(row.adds))
-        return f"drifted: the host has {', '.join(taken)} itself" if taken else None
+        return f"drifted: FastDeploy has {', '.join(taken)} itself" if taken else None
     if found.signature != row.signature:
-        return f"drifted: expected {row.signature}, the host has {found.signature}"
+        return f"drifted: expected {row.signature}, FastDeploy has {found.signature}"
     return None
 
 

@@ -1,7 +1,7 @@
-"""Patch tables: one TOML file per FastDeploy release names every place of the host we touch, how, and why.
+"""Patch tables: one TOML file per FastDeploy release names every place in it that we touch, how, and why.
 
-[host]
-release = "2.5"             matches the host's version by its first two numbers
+[fastdeploy]
+release = "2.5"             matches FastDeploy's version by its first two numbers
 commit = "f3fb7e032"        the tree the table was written against
 
 [[patch]]
@@ -10,7 +10,7 @@ kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is calle
                             replace: ours(original) returns what takes the target's place
                             extend: ours(target) adds the names of `adds`, which must not be there yet
 ours = "package.module:function"
-signature = "(self, x, y=1)"  what the host's parameters must be, without annotations (wrap and replace);
+signature = "(self, x, y=1)"  what FastDeploy's parameters must be, without annotations (wrap and replace);
                             of a class: those of its __init__; "value" for anything that is not callable
 adds = ["name"]             attributes of a class, keys of a dictionary (extend)
 where = "engine"            engine, worker, or both: the processes in which it has an effect
@@ -53,7 +53,7 @@ class Where(str, enum.Enum):
 
 @dataclass(frozen=True)
 class PatchRow:
-    """One touched place of the host."""
+    """One touched place in FastDeploy."""
 
     target: str
     kind: Kind
@@ -74,7 +74,7 @@ class PatchRow:
 
 @dataclass(frozen=True)
 class PatchTable:
-    """All rows for one release of the host."""
+    """All rows for one release of FastDeploy."""
 
     release: str
     commit: str
@@ -107,8 +107,8 @@ def load_table(path: Path) -> PatchTable:
     """Raises `OverlayError` naming the file and the row for anything missing, unknown or contradictory."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        host = content["host"]
-        table = PatchTable(host["release"], host["commit"], tuple(_row(raw) for raw in content["patch"]))
+        about = content["fastdeploy"]
+        table = PatchTable(about["release"], about["commit"], tuple(_row(raw) for raw in content["patch"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OverlayError(f"patch table {path.name}: {_reason(error)}") from error
     targets = [row.target for row in table.rows]

@@ -1,4 +1,4 @@
-"""Patch functions of engine and configuration against FAKE host objects."""
+"""Patch functions of engine and configuration against FAKE objects of FastDeploy."""
 
 import argparse
 import asyncio
@@ -56,7 +56,7 @@ def test_command_line():
 
 
 def cache_config(**given):
-    """Made as the host makes its own: arguments become attributes."""
+    """Made as FastDeploy makes its own: arguments become attributes."""
     config = SimpleNamespace(write_policy=None, write_through_threshold=None, swap_space=None)
     config_patches.init_cache_config(vars(config).update, config, (given,), {})
     return config
@@ -95,12 +95,12 @@ def test_who_decides_the_number_of_host_blocks(given, sized):
 
 
 @pytest.mark.parametrize("amount", [math.nan, math.inf, -math.inf, -1.0])
-def test_no_amount_of_memory_is_refused_before_the_host_computes_with_it(amount):
-    def host_computes(args):
+def test_no_amount_of_memory_is_refused_before_fastdeploy_computes_with_it(amount):
+    def fastdeploy_computes(args):
         raise AssertionError("int(nan) says nothing of a flag")
 
     with pytest.raises(ConfigError, match=f"--swap-space must be a number of GiB, 0 or more, got {amount}"):
-        config_patches.init_cache_config(host_computes, SimpleNamespace(), ({"swap_space": amount},), {})
+        config_patches.init_cache_config(fastdeploy_computes, SimpleNamespace(), ({"swap_space": amount},), {})
 
 
 @pytest.mark.parametrize("threshold", [0, -1, "many"])
@@ -201,7 +201,7 @@ class FakeSignal:
 
 @pytest.fixture
 def fake_fastdeploy(monkeypatch):
-    """The modules of FastDeploy that the cache manager asks inside a host. Returns its `envs`."""
+    """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`."""
     envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
     gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
     modules = {

@@ -1,4 +1,4 @@
-"""The loader against FAKE hosts: drifted, half imported, imported before or after us."""
+"""The loader against FAKE FastDeploys: drifted, half imported, imported before or after us."""
 
 import asyncio
 import importlib
@@ -10,7 +10,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import OverlayError
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay, PointState
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where, load_table
-from tests.fastdeploy_integration import fake_host
+from tests.fastdeploy_integration import fake_fastdeploy
 
 NUMBERS = itertools.count()
 
@@ -18,16 +18,16 @@ NUMBERS = itertools.count()
 @pytest.fixture
 def package(monkeypatch, tmp_path):
     """A package name never used before: import hooks cannot be taken back."""
-    name = f"fakehost{next(NUMBERS)}"
+    name = f"fakefastdeploy{next(NUMBERS)}"
     monkeypatch.syspath_prepend(str(tmp_path))
     yield name
-    fake_host.forget(name)
+    fake_fastdeploy.forget(name)
 
 
-def overlay(tmp_path, package, rows=None, **host):
-    root = fake_host.write(tmp_path, package, **host)
+def overlay(tmp_path, package, rows=None, **tree):
+    root = fake_fastdeploy.write(tmp_path, package, **tree)
     path = tmp_path / "table.toml"
-    path.write_text(fake_host.table_text(rows or fake_host.rows(package)), encoding="utf-8")
+    path.write_text(fake_fastdeploy.table_text(rows or fake_fastdeploy.rows(package)), encoding="utf-8")
     return Overlay(load_table(path), root)
 
 
@@ -61,7 +61,7 @@ def test_modules_imported_before_us_are_patched_at_once(tmp_path, package):
 
 
 def test_half_imported_modules_are_patched_once_they_are_whole(tmp_path, package, monkeypatch):
-    half = "import builtins\nbuiltins.start_overlay()\n" + fake_host.textwrap.dedent(fake_host.ENGINE)
+    half = "import builtins\nbuiltins.start_overlay()\n" + fake_fastdeploy.textwrap.dedent(fake_fastdeploy.ENGINE)
     made = overlay(tmp_path, package, engine=half)
     monkeypatch.setattr("builtins.start_overlay", made.start, raising=False)
     module = importlib.import_module(f"{package}.engine")
@@ -74,7 +74,7 @@ def test_half_imported_modules_are_patched_once_they_are_whole(tmp_path, package
 
 
 def test_half_imported_modules_cannot_be_completed_yet(tmp_path, package, monkeypatch):
-    half = "import builtins\nbuiltins.start_overlay()\n" + fake_host.textwrap.dedent(fake_host.ENGINE)
+    half = "import builtins\nbuiltins.start_overlay()\n" + fake_fastdeploy.textwrap.dedent(fake_fastdeploy.ENGINE)
     made = overlay(tmp_path, package, engine=half)
 
     def start_and_serve():
@@ -89,13 +89,13 @@ def test_half_imported_modules_cannot_be_completed_yet(tmp_path, package, monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("def schedule(self)", "def schedule(self, budget)"), r"schedule drifted: expected \(self\), the host has"),
+        (("def schedule(self)", "def schedule(self, budget)"), r"schedule drifted: expected \(self\), FastDeploy has"),
         (("def schedule", "def plan"), "Engine.schedule missing"),
         (("executors=None", "executors=()"), "Engine.wait drifted"),
     ],
 )
-def test_drifted_host_is_named_and_left_alone(tmp_path, package, change, message):
-    made = overlay(tmp_path, package, engine=fake_host.ENGINE.replace(*change))
+def test_drifted_fastdeploy_is_named_and_left_alone(tmp_path, package, change, message):
+    made = overlay(tmp_path, package, engine=fake_fastdeploy.ENGINE.replace(*change))
     with pytest.raises(OverlayError, match=message) as caught:
         made.start()
     assert "unset ENABLE_V1_KVCACHE_MANAGER" in str(caught.value)
@@ -105,7 +105,7 @@ def test_drifted_host_is_named_and_left_alone(tmp_path, package, change, message
 
 
 def test_all_problems_are_named_at_once(tmp_path, package):
-    engine = fake_host.ENGINE.replace("def schedule", "def plan").replace("flag=False", "flag=True")
+    engine = fake_fastdeploy.ENGINE.replace("def schedule", "def plan").replace("flag=False", "flag=True")
     problems = overlay(tmp_path, package, engine=engine).problems()
     assert [row.qualname for row in problems] == ["Engine.schedule", "Engine.helper"]
 
@@ -117,8 +117,8 @@ def test_missing_module(tmp_path, package):
 
 
 def test_what_we_add_must_not_be_there_yet(tmp_path, package):
-    rows = [fake_host.row(package, "names", "extend_names", kind="extend", adds=["old", "new"])]
-    assert list(overlay(tmp_path, package, rows).problems().values()) == ["drifted: the host has old itself"]
+    rows = [fake_fastdeploy.row(package, "names", "extend_names", kind="extend", adds=["old", "new"])]
+    assert list(overlay(tmp_path, package, rows).problems().values()) == ["drifted: FastDeploy has old itself"]
 
 
 def test_target_replaced_by_another_plugin(tmp_path, package):
@@ -132,7 +132,7 @@ def test_target_replaced_by_another_plugin(tmp_path, package):
 
 
 def test_a_failing_hook_reaches_the_importer(tmp_path, package):
-    rows = [fake_host.row(package, "Engine.schedule", "no_such_function", signature="(self)")]
+    rows = [fake_fastdeploy.row(package, "Engine.schedule", "no_such_function", signature="(self)")]
     made = overlay(tmp_path, package, rows)
     made.start()
     with pytest.raises(AttributeError, match="no_such_function"):
@@ -144,7 +144,7 @@ def test_a_failing_hook_reaches_the_importer(tmp_path, package):
 
 
 def test_rows_of_the_other_side_do_not_matter(tmp_path, package):
-    rows = [fake_host.row(package, "Engine.schedule", "no_such_function", signature="(self)", where="worker")]
+    rows = [fake_fastdeploy.row(package, "Engine.schedule", "no_such_function", signature="(self)", where="worker")]
     made = overlay(tmp_path, package, rows)
     made.start()
     with pytest.raises(AttributeError):

@@ -7,20 +7,20 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import OverlayError
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Kind, known_releases, load_table, table_for
-from tests.fastdeploy_integration import fake_host
+from tests.fastdeploy_integration import fake_fastdeploy
 
-GOOD = fake_host.row("host", "Engine.schedule", "wrap_schedule", signature="(self)")
+GOOD = fake_fastdeploy.row("fakefd", "Engine.schedule", "wrap_schedule", signature="(self)")
 
 
 def load(tmp_path, *rows):
     path = tmp_path / "table.toml"
-    path.write_text(fake_host.table_text(list(rows)), encoding="utf-8")
+    path.write_text(fake_fastdeploy.table_text(list(rows)), encoding="utf-8")
     return load_table(path)
 
 
 def test_a_good_row(tmp_path):
     (row,) = load(tmp_path, GOOD).rows
-    assert (row.module, row.qualname, row.kind) == ("host.engine", "Engine.schedule", Kind.WRAP)
+    assert (row.module, row.qualname, row.kind) == ("fakefd.engine", "Engine.schedule", Kind.WRAP)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_good_row(tmp_path):
     [
         ({"kind": "patch"}, "'patch' is not a valid Kind"),
         ({"where": "router"}, "'router' is not a valid Where"),
-        ({"target": "host.engine.Engine"}, "not of the form"),
+        ({"target": "fakefd.engine.Engine"}, "not of the form"),
         ({"ours": "os.path"}, "not of the form"),
         ({"signature": ""}, "wrap and replace need `signature`"),
         ({"kind": "extend"}, "extend needs `adds`"),
@@ -48,7 +48,7 @@ def test_missing_fields_are_named(tmp_path, field):
 
 
 def test_two_rows_for_one_place(tmp_path):
-    with pytest.raises(OverlayError, match=r"two rows for host\.engine:Engine\.schedule"):
+    with pytest.raises(OverlayError, match=r"two rows for fakefd\.engine:Engine\.schedule"):
         load(tmp_path, GOOD, GOOD)
 
 
@@ -59,7 +59,7 @@ def test_unknown_release():
 
 def test_not_a_table(tmp_path):
     path = tmp_path / "table.toml"
-    path.write_text("[host]\n", encoding="utf-8")
+    path.write_text("[fastdeploy]\n", encoding="utf-8")
     with pytest.raises(OverlayError, match=r"table.toml: no 'release'"):
         load_table(path)
 

@@ -1,5 +1,5 @@
 """A FAKE worker: instead of a model it keeps, for every token position of every block, the prefix that was computed
-there. So it notices at once when a request reads a block that holds something else. Takes the host's task objects.
+there. So it notices at once when a request reads a block that holds something else. Takes FastDeploy's task objects.
 """
 
 import pickle
@@ -27,7 +27,7 @@ class FakeWorker:
         self.num_swapped_in = self.num_swapped_out = self.num_prefilled = 0
 
     def receive(self, tasks):
-        """One batch, pickled as on the host's queue. Returns ids of (preempted, aborted) requests."""
+        """One batch, pickled as on FastDeploy's queue. Returns ids of (preempted, aborted) requests."""
         tasks = pickle.loads(pickle.dumps(list(tasks)))
         for step in self.inbox.take(tasks):
             self._copy(step.evict, self.device, self.host)

@@ -103,7 +103,7 @@ def test_swap_ins_of_skipped_passes_are_waited_for():
 
 
 def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for():
-    """The host prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
+    """FastDeploy prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
     cache = make_cache()
     register(cache)
     cache.receive([task(SwapStep(0, evict((0, 0)), swap_in((0, 4))))])
@@ -345,7 +345,7 @@ def test_half_batches_wait_for_the_layers_of_the_whole_one():
     assert worker_patches.split_batch(lambda **_: [plain], None, (), {"forward_meta": plain}) == [SimpleNamespace()]
 
 
-# ---- create_kv_cache against FAKE backends with the attributes and shapes of the host's
+# ---- create_kv_cache against FAKE backends with the attributes and shapes of FastDeploy's
 
 
 class AppendAttentionBackend:
