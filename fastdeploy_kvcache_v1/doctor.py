@@ -12,11 +12,16 @@ import resource
 import site
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import __version__, plugin
 from .errors import KVCacheError, OverlayError
+
+if TYPE_CHECKING:
+    from .fastdeploy_integration.overlay.overlay import Overlay
+    from .fastdeploy_integration.overlay.release import FastDeployTree
 
 BOOTSTRAP = "fastdeploy_kvcache_v1.pth"
 PLUGIN, PLUGIN_GROUP = "kvcache_v1", "fastdeploy.tool_parser_plugins"
@@ -87,11 +92,31 @@ def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
     except OverlayError as error:
         yield Finding(False, "patch table", str(error))
         return
-    table = checked.table
-    yield Finding(True, "patch table", f"{table.release}, {len(table.rows)} places, written for {table.commit}")
-    problems = checked.problems()
+    yield from _table_findings("patch table", checked)
+    for name, has_it in asdict(checked.table.capabilities).items():
+        yield Finding(None, f"capability {name}", "yes" if has_it else "no")
+    for each in _cpu_worker_findings(found):
+        yield each if source is not None else Finding(None, each.name, each.detail)  # a GPU server does without
+
+
+def _table_findings(name: str, checked: Overlay) -> Iterator[Finding]:
+    table, problems = checked.table, checked.problems()
+    yield Finding(True, name, f"{table.release}, {len(table.rows)} places, written for {table.commit}")
     for row in table.rows:
         yield Finding(row not in problems, f"{row.kind.value} {row.target}", problems.get(row, row.where.value))
+
+
+def _cpu_worker_findings(fastdeploy: FastDeployTree) -> Iterator[Finding]:
+    """The places that only `serve --fastdeploy-cpu` patches."""
+    from .fastdeploy_integration.cpu_worker import activation
+    from .fastdeploy_integration.overlay.overlay import Overlay
+
+    try:
+        table = activation.table_for(fastdeploy.release)
+    except OverlayError as error:
+        yield Finding(False, "CPU worker table", str(error))
+        return
+    yield from _table_findings("CPU worker table", Overlay(table, fastdeploy.root))
 
 
 def machine_findings() -> Iterator[Finding]:

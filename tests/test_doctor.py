@@ -5,6 +5,7 @@ import importlib.metadata
 import pytest
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
@@ -30,12 +31,28 @@ def test_every_patch_point_is_named(make_tree, capsys):
     tree = make_tree(files={"config.py": "class CacheConfig:\n    def __init__(self, changed): ...\n"})
     assert cli.main(["doctor", "--source", str(tree)]) == 1
     report = capsys.readouterr().out
-    for row in table_for("2.6").rows:
+    rows = [*table_for("2.6").rows, *activation.table_for("2.6").rows]
+    for row in rows:
         assert row.target in report
     assert "ok  extend fastdeploy.envs:environment_variables" in report
     assert "CacheConfig.__init__: drifted: expected (self, args), FastDeploy has (self, changed)" in report
     assert "FAIL  replace fastdeploy.engine.resource_manager:PrefixCacheManager: missing" in report
-    assert f"{len(table_for('2.6').rows) - 2} problems" in report
+    assert f"{len(rows) - 2} problems" in report
+
+
+@pytest.mark.parametrize(("version", "answer"), [("2.5.0", "no"), ("2.6.0", "yes")])
+def test_the_capabilities_of_the_release_are_shown(make_tree, capsys, version, answer):
+    cli.main(["doctor", "--source", str(make_tree(version))])
+    assert f"   -  capability flash_block_wise_fp8: {answer}\n" in capsys.readouterr().out
+
+
+def test_what_only_the_cpu_worker_patches_does_not_decide_about_an_installed_fastdeploy(make_tree, monkeypatch):
+    monkeypatch.syspath_prepend(make_tree())
+    monkeypatch.delitem(doctor.sys.modules, plugin.FASTDEPLOY, raising=False)
+    found = {finding.name: finding.ok for finding in doctor.fastdeploy_findings(None)}
+    for row in table_for("2.6").rows:
+        assert found[f"{row.kind.value} {row.target}"] is not None
+    assert {found[f"{row.kind.value} {row.target}"] for row in activation.table_for("2.6").rows} == {None}
 
 
 def test_unknown_release(make_tree, capsys):

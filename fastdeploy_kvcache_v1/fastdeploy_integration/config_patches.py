@@ -14,6 +14,7 @@ from ..config import WritePolicy
 from ..errors import ConfigError
 from .backends import BLOCK_WISE_FP8, DSA, MLA
 from .overlay import overlay
+from .overlay.table import PatchTable
 from .settings import DEFAULT_POLICY, DEFAULT_THRESHOLD, write_policy, write_through_threshold
 from .swap_space import has_draft_layer, kv_cache_quant_type, require_amount, size_host_tier
 
@@ -101,7 +102,7 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
 
     reasons = refusals(
         instance,
-        release=overlay.active().table.release,
+        fastdeploy=overlay.active().table,
         v1_scheduler=bool(int(envs.ENABLE_V1_KVCACHE_SCHEDULER)),
         attention_backend=envs.FD_ATTENTION_BACKEND,
         foreign_platform=_foreign_platform(current_platform),
@@ -116,9 +117,9 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
 
 
 def refusals(
-    config: Any, *, release: str, v1_scheduler: bool, attention_backend: str, foreign_platform: str | None
+    config: Any, *, fastdeploy: PatchTable, v1_scheduler: bool, attention_backend: str, foreign_platform: str | None
 ) -> list[str]:
-    """Why this `FDConfig` cannot be served; empty when it can."""
+    """Why this `FDConfig` cannot be served; empty when it can. `fastdeploy`: the table of the release that runs."""
     cache, role = config.cache_config, config.scheduler_config.splitwise_role
     swaps = cache.num_cpu_blocks > 0 or cache.sized_by_swap_space
     fp8 = kv_cache_quant_type(config) == BLOCK_WISE_FP8
@@ -131,8 +132,8 @@ def refusals(
         "MLA attention with block_wise_fp8": fp8 and attention_backend == MLA,
         f"speculative method mtp with {DSA} (FastDeploy has no draft model for it)": attention_backend == DSA
         and has_draft_layer(config),
-        f"{attention_backend} with block_wise_fp8 in FastDeploy {release}": fp8
-        and release == "2.5"
+        f"{attention_backend} with block_wise_fp8 in FastDeploy {fastdeploy.release}": fp8
+        and not fastdeploy.capabilities.flash_block_wise_fp8
         and attention_backend != "APPEND_ATTN",
         "routing replay with --swap-space": bool(routing) and swaps,
     }

@@ -66,11 +66,31 @@ def rows(package: str) -> list[dict[str, object]]:
     ]
 
 
-def table_text(patches: list[dict[str, object]], release: str = "9.1") -> str:
-    text = f'[fastdeploy]\nrelease = "{release}"\ncommit = "abc"\n'
+def write_table(
+    directory: Path,
+    patches: list[dict[str, object]],
+    *,
+    release: str = "9.1",
+    capabilities: dict[str, object] | None = None,
+    **about: object,
+) -> Path:
+    """`about`: more keys of the section [fastdeploy]. Returns the file, which lies in `directory`."""
+    section = {"release": release, "commit": "abc", **about}
+    text = "[fastdeploy]\n" + _assignments(section)
+    if capabilities is not None:
+        text += "\n[capabilities]\n" + _assignments(capabilities)
     for patch in patches:
-        text += "\n[[patch]]\n" + "".join(f"{key} = {value!r}\n" for key, value in patch.items())
-    return text
+        text += "\n[[patch]]\n" + _assignments(patch)
+    path = directory / f"fake-{release}.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _assignments(section: dict[str, object]) -> str:
+    """Strings, numbers and lists look the same in TOML and in Python."""
+    return "".join(
+        f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}\n" for key, value in section.items()
+    )
 
 
 def forget(package: str) -> None:

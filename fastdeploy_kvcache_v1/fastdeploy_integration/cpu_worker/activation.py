@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...errors import OverlayError
 from ..overlay.overlay import Overlay
 from ..overlay.release import installed_fastdeploy
-from ..overlay.table import Where, load_table, table_directory
+from ..overlay.table import PatchTable, Where, known_releases, load_table, table_directory
 
 TABLE_NAME = "cpu-worker-{release}.toml"
 
@@ -18,14 +18,17 @@ def start() -> Overlay:
     fastdeploy = installed_fastdeploy()
     if fastdeploy is None:
         raise OverlayError("FastDeploy is not installed: `serve --fastdeploy-cpu` runs its server")
-    path = table_directory() / TABLE_NAME.format(release=fastdeploy.release)
-    if not path.is_file():
-        raise OverlayError(
-            f"FastDeploy {fastdeploy.release} is not known to the CPU worker: install release 2.5 or 2.6"
-        )
-    _active = Overlay(load_table(path), fastdeploy.root)
+    _active = Overlay(table_for(fastdeploy.release), fastdeploy.root)
     _active.start()
     return _active
+
+
+def table_for(release: str) -> PatchTable:
+    """The CPU worker's table for `release`. Raises `OverlayError` when there is none."""
+    known = known_releases(TABLE_NAME)
+    if release not in known:
+        raise OverlayError(f"FastDeploy {release} is not known to the CPU worker: install one of {', '.join(known)}")
+    return load_table(table_directory() / TABLE_NAME.format(release=release))
 
 
 def require_complete(where: Where) -> None:

@@ -1,11 +1,16 @@
 """Patch tables: one TOML file per FastDeploy release names every place in it that we touch, how, and why.
 
 [fastdeploy]
-release = "2.5"             matches FastDeploy's version by its first two numbers
-commit = "f3fb7e032"        the tree the table was written against
+release = "2.6"             the release as `FastDeployTree.release` names it; the file's name ends with it
+commit = "7198b5883"        the tree the table was written against
+inherits = "2.5"            optional: this file says only what differs from that release's
+removes = ["module:name"]   targets of inherited rows that this release does without
+
+[capabilities]
+name = true                 what the release can do, where our code depends on it: see `Capabilities`; inherited as well
 
 [[patch]]
-target = "package.module:Qualified.name"
+target = "package.module:Qualified.name"   a target of an inherited row: this row replaces that one
 kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is called instead of the target
                             replace: ours(original) returns what takes the target's place
                             extend: ours(target) adds the names of `adds`, which must not be there yet
@@ -21,11 +26,14 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import OverlayError
+from .capabilities import Capabilities
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -74,11 +82,16 @@ class PatchRow:
 
 @dataclass(frozen=True)
 class PatchTable:
-    """All rows for one release of FastDeploy."""
+    """All rows for one release of FastDeploy, inherited ones included."""
 
     release: str
     commit: str
     rows: tuple[PatchRow, ...]
+    capabilities: Capabilities
+
+
+NOTHING = PatchTable("", "", (), Capabilities())
+"""What a table inherits that names no release to inherit from."""
 
 
 def table_directory() -> Path:
@@ -87,8 +100,9 @@ def table_directory() -> Path:
     return inside if inside.is_dir() else Path(__file__).parents[3] / "patches"
 
 
-def known_releases() -> list[str]:
-    prefix, suffix = TABLE_NAME.split("{release}")
+def known_releases(name: str = TABLE_NAME) -> list[str]:
+    """Releases that have a table called `name`."""
+    prefix, suffix = name.split("{release}")
     return sorted(path.name[len(prefix) : -len(suffix)] for path in table_directory().glob(prefix + "*" + suffix))
 
 
@@ -104,17 +118,64 @@ def table_for(release: str) -> PatchTable:
 
 
 def load_table(path: Path) -> PatchTable:
-    """Raises `OverlayError` naming the file and the row for anything missing, unknown or contradictory."""
+    """The table in `path`, on top of those it inherits from, which lie beside it.
+
+    Raises `OverlayError` naming the file, and the row, for anything missing, unknown or contradictory.
+    """
+    return _load(path, ())
+
+
+def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
+    """`heirs`: the releases that inherit from this file, the nearest one last."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         about = content["fastdeploy"]
-        table = PatchTable(about["release"], about["commit"], tuple(_row(raw) for raw in content["patch"]))
+        _require_known(content, {"fastdeploy", "capabilities", "patch"})
+        _require_known(about, {"release", "commit", "inherits", "removes"})
+        release = about["release"]
+        if not path.name.endswith(f"-{release}.toml"):
+            raise ValueError(f"its name must end with -{release}.toml, because it says release {release!r}")
+        parent = NOTHING
+        if "inherits" in about:
+            parent = _load(_parent_path(path, about["inherits"], (*heirs, release)), (*heirs, release))
+        rows = _merged(parent, [_row(raw) for raw in content.get("patch", ())], about.get("removes", ()))
+        capabilities = parent.capabilities.with_changes(content.get("capabilities", {}))
+        return PatchTable(release, about["commit"], rows, capabilities)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OverlayError(f"patch table {path.name}: {_reason(error)}") from error
-    targets = [row.target for row in table.rows]
-    if doubled := sorted({target for target in targets if targets.count(target) > 1}):
-        raise OverlayError(f"patch table {path.name}: two rows for {', '.join(doubled)}")
-    return table
+
+
+def _parent_path(path: Path, inherits: str, chain: tuple[str, ...]) -> Path:
+    """The file of the release `inherits`, beside `path`. `chain` ends with the release of `path`."""
+    if inherits in chain:
+        raise ValueError(f"it inherits from itself: {' -> '.join([*chain, inherits])}")
+    parent = path.with_name(path.name.removesuffix(f"{chain[-1]}.toml") + f"{inherits}.toml")
+    if not parent.is_file():
+        raise ValueError(f"it inherits {inherits!r}, but there is no {parent.name} beside it")
+    return parent
+
+
+def _merged(parent: PatchTable, rows: Sequence[PatchRow], removes: Sequence[str]) -> tuple[PatchRow, ...]:
+    """Inherited rows in their order, replaced where `rows` has their target; then what `rows` adds."""
+    inherited = {row.target: row for row in parent.rows}
+    own = {row.target: row for row in rows}
+    if doubled := sorted(target for target, times in Counter(row.target for row in rows).items() if times > 1):
+        raise ValueError(f"two rows for {', '.join(doubled)}")
+    if absent := [target for target in removes if target not in inherited]:
+        raise ValueError(f"it removes {', '.join(absent)}, which it does not inherit")
+    if both := [target for target in removes if target in own]:
+        raise ValueError(f"it removes {', '.join(both)} and has a row for it: the row alone replaces the inherited one")
+    if same := [target for target, row in own.items() if inherited.get(target) == row]:
+        raise ValueError(f"it repeats the row of {parent.release} for {', '.join(same)}: leave the row out")
+    merged = {target: row for target, row in inherited.items() if target not in removes} | own
+    if not merged:
+        raise ValueError("no rows")
+    return tuple(merged.values())
+
+
+def _require_known(section: Mapping[str, object], known: set[str]) -> None:
+    if unknown := section.keys() - known:
+        raise ValueError(f"unknown {', '.join(sorted(unknown))}")
 
 
 def _row(raw: dict[str, Any]) -> PatchRow:

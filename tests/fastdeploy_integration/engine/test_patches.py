@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import math
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -14,6 +14,8 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .fake_scheduler import FakeGauge
 
@@ -122,7 +124,13 @@ def fd_config(*, role="mixed", storage=None, host_blocks=0, swap=False, quant=No
     )
 
 
-FACTS = {"release": "2.6", "v1_scheduler": True, "attention_backend": "APPEND_ATTN", "foreign_platform": None}
+FACTS = {
+    "fastdeploy": replace(table_for("2.6"), capabilities=Capabilities(flash_block_wise_fp8=True)),
+    "v1_scheduler": True,
+    "attention_backend": "APPEND_ATTN",
+    "foreign_platform": None,
+}
+NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilities())}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +142,7 @@ FACTS = {"release": "2.6", "v1_scheduler": True, "attention_backend": "APPEND_AT
         ({}, {"v1_scheduler": False}, "V0 scheduler"),
         ({}, {"foreign_platform": "xpu"}, "xpu platform"),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "MLA_ATTN"}, "MLA attention with block_wise_fp8"),
-        ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN", "release": "2.5"}, "FLASH_ATTN with block"),
+        ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN", **NO_FLASH_FP8}, "FLASH_ATTN with block"),
         ({"routing": True, "host_blocks": 4}, {}, "routing replay with --swap-space"),
         ({"routing": True, "swap": True}, {}, "routing replay with --swap-space"),
         ({"method": "mtp"}, {"attention_backend": "DSA_ATTN"}, "speculative method mtp with DSA_ATTN"),
@@ -150,7 +158,7 @@ def test_what_is_refused(config, facts, reason):
     [
         ({"host_blocks": 9}, {}),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN"}),
-        ({"quant": "block_wise_fp8"}, {"release": "2.5"}),
+        ({"quant": "block_wise_fp8"}, NO_FLASH_FP8),
         ({"quant": "int8"}, {"attention_backend": "MLA_ATTN"}),
         ({"routing": True}, {}),
         ({"method": "mtp"}, {"attention_backend": "MLA_ATTN"}),

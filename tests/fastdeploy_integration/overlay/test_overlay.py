@@ -26,8 +26,7 @@ def package(monkeypatch, tmp_path):
 
 def overlay(tmp_path, package, rows=None, **tree):
     root = fake_fastdeploy.write(tmp_path, package, **tree)
-    path = tmp_path / "table.toml"
-    path.write_text(fake_fastdeploy.table_text(rows or fake_fastdeploy.rows(package)), encoding="utf-8")
+    path = fake_fastdeploy.write_table(tmp_path, rows or fake_fastdeploy.rows(package))
     return Overlay(load_table(path), root)
 
 

@@ -13,9 +13,7 @@ GOOD = fake_fastdeploy.row("fakefd", "Engine.schedule", "wrap_schedule", signatu
 
 
 def load(tmp_path, *rows):
-    path = tmp_path / "table.toml"
-    path.write_text(fake_fastdeploy.table_text(list(rows)), encoding="utf-8")
-    return load_table(path)
+    return load_table(fake_fastdeploy.write_table(tmp_path, list(rows)))
 
 
 def test_a_good_row(tmp_path):
@@ -38,7 +36,7 @@ def test_a_good_row(tmp_path):
 def test_bad_rows_are_named(tmp_path, change, message):
     with pytest.raises(OverlayError, match=message) as caught:
         load(tmp_path, {**GOOD, **change})
-    assert "table.toml" in str(caught.value)
+    assert "patch table fake-9.1.toml: " in str(caught.value)
 
 
 @pytest.mark.parametrize("field", ["kind", "ours", "where", "why"])

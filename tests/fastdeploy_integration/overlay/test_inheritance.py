@@ -1,0 +1,106 @@
+"""Tables that say only what differs from another release, made of small fixture tables."""
+
+from functools import partial
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import OverlayError
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import load_table, table_for
+from tests.fastdeploy_integration import fake_fastdeploy
+
+SCHEDULE = fake_fastdeploy.row("fakefd", "Engine.schedule", "wrap_schedule", signature="(self)")
+HELPER = fake_fastdeploy.row("fakefd", "Engine.helper", "wrap_helper", signature="(flag=False)")
+WAIT = fake_fastdeploy.row("fakefd", "Engine.wait", "wrap_wait", signature="(self, request_id, executors=None)")
+
+
+@pytest.fixture
+def write(tmp_path):
+    return partial(fake_fastdeploy.write_table, tmp_path)
+
+
+def qualnames(table):
+    return [row.qualname for row in table.rows]
+
+
+def test_a_table_inherits_every_row_and_capability_it_does_not_mention(write):
+    write([SCHEDULE, HELPER], release="9.1", capabilities={"flash_block_wise_fp8": True})
+    table = load_table(write([], release="9.2", inherits="9.1", commit="def"))
+    assert (table.release, table.commit) == ("9.2", "def")
+    assert qualnames(table) == ["Engine.schedule", "Engine.helper"]
+    assert table.capabilities == Capabilities(flash_block_wise_fp8=True)
+
+
+def test_a_row_with_an_inherited_target_takes_its_place_and_others_are_added(write):
+    write([SCHEDULE, HELPER], release="9.1")
+    changed = {**SCHEDULE, "signature": "(self, budget)"}
+    table = load_table(write([WAIT, changed], release="9.2", inherits="9.1"))
+    assert qualnames(table) == ["Engine.schedule", "Engine.helper", "Engine.wait"]
+    assert table.rows[0].signature == "(self, budget)"
+
+
+def test_a_removed_row_is_gone_and_a_later_release_can_bring_it_back(write):
+    write([SCHEDULE, HELPER], release="9.1")
+    middle = write([], release="9.2", inherits="9.1", removes=[SCHEDULE["target"]])
+    last = write([SCHEDULE], release="9.3", inherits="9.2", capabilities={"flash_block_wise_fp8": True})
+    assert qualnames(load_table(middle)) == ["Engine.helper"]
+    assert load_table(middle).capabilities == Capabilities()
+    assert qualnames(load_table(last)) == ["Engine.helper", "Engine.schedule"]
+    assert load_table(last).capabilities == Capabilities(flash_block_wise_fp8=True)
+
+
+def test_a_capability_can_be_lost_again(write):
+    write([SCHEDULE], release="9.1", capabilities={"flash_block_wise_fp8": True})
+    table = load_table(write([], release="9.2", inherits="9.1", capabilities={"flash_block_wise_fp8": False}))
+    assert table.capabilities == Capabilities(flash_block_wise_fp8=False)
+
+
+@pytest.mark.parametrize(
+    ("patches", "section", "message"),
+    [
+        ([], {"removes": [HELPER["target"]]}, "removes fakefd.engine:Engine.helper, which it does not inherit"),
+        ([SCHEDULE], {"removes": [SCHEDULE["target"]]}, "removes fakefd.engine:Engine.schedule and has a row for it"),
+        ([SCHEDULE], {}, "repeats the row of 9.1 for fakefd.engine:Engine.schedule"),
+        ([], {"removes": [SCHEDULE["target"]]}, "no rows"),
+        ([], {"inherits": "9.0"}, "inherits '9.0', but there is no fake-9.0.toml beside it"),
+        ([], {"inherit": "9.1"}, "unknown inherit"),
+        ([], {"capabilities": {"flash": True}}, "unknown capability flash: choose from flash_block_wise_fp8"),
+        ([], {"capabilities": {"flash_block_wise_fp8": 1}}, "true or false, got flash_block_wise_fp8 = 1"),
+        ([HELPER, HELPER], {}, "two rows for fakefd.engine:Engine.helper"),
+    ],
+)
+def test_a_table_that_contradicts_what_it_inherits_is_one_clear_error(write, patches, section, message):
+    write([SCHEDULE], release="9.1")
+    path = write(patches, release="9.2", **{"inherits": "9.1", **section})
+    with pytest.raises(OverlayError, match=r"patch table fake-9\.2\.toml: ") as caught:
+        load_table(path)
+    assert message in str(caught.value)
+
+
+def test_a_cycle_names_its_releases(write):
+    write([SCHEDULE], release="9.1", inherits="9.3")
+    write([], release="9.2", inherits="9.1")
+    path = write([], release="9.3", inherits="9.2")
+    with pytest.raises(OverlayError, match=r"it inherits from itself: 9\.3 -> 9\.2 -> 9\.1 -> 9\.3"):
+        load_table(path)
+
+
+def test_an_error_of_an_inherited_table_names_that_table(write):
+    write([{**SCHEDULE, "kind": "patch"}], release="9.1")
+    with pytest.raises(OverlayError, match=r"^patch table fake-9\.1\.toml: 'patch' is not a valid Kind"):
+        load_table(write([], release="9.2", inherits="9.1"))
+
+
+def test_a_copied_table_that_still_says_its_old_release_is_refused(write, tmp_path):
+    copied = tmp_path / "fake-9.2.toml"
+    write([SCHEDULE], release="9.1").rename(copied)
+    with pytest.raises(OverlayError, match=r"its name must end with -9\.1\.toml, because it says release '9\.1'"):
+        load_table(copied)
+
+
+def test_what_our_releases_differ_in():
+    old, new = table_for("2.5"), table_for("2.6")
+    assert {row.target for row in old.rows} - {row.target for row in new.rows} == {
+        "fastdeploy.engine.sched.resource_manager_v1:ResourceManagerV1.get_prefix_cached_blocks"
+    }
+    assert (old.capabilities, new.capabilities) == (Capabilities(), Capabilities(flash_block_wise_fp8=True))
