@@ -1,13 +1,14 @@
 """The `doctor` command on FAKE FastDeploy trees, and on this machine."""
 
 import importlib.metadata
+from pathlib import Path
 
 import pytest
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, fastdeploy_at
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, FastDeployTree, fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 
@@ -83,6 +84,25 @@ def test_where_the_version_comes_from(make_tree, monkeypatch):
     assert fastdeploy_at(tree / "fastdeploy").release == "2.6"
     monkeypatch.setenv(OVERRIDE, "2.5.9")
     assert fastdeploy_at(tree).release == "2.5"
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("2.6.0", "2.6"),
+        ("2.6", "2.6"),
+        ("2.6.1.post2", "2.6"),
+        ("2.6.0rc1", "2.6"),
+        ("2.6.0-dev", "2.6-dev"),
+        ("2.6.0.dev0", "2.6-dev"),
+        ("2.6.0.dev20260415+cuda12", "2.6-dev"),
+        ("2.10.0-dev", "2.10-dev"),
+        ("2.6.0+devbox", "2.6"),
+        ("develop", "develop"),
+    ],
+)
+def test_which_release_a_version_belongs_to(version, release):
+    assert FastDeployTree(Path(), version).release == release
 
 
 def test_this_machine_is_described(monkeypatch):

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from .fastdeploy_trees import COMMAND, VARIABLES, tree
+from .fastdeploy_trees import COMMAND, RELEASES, VARIABLES, tree
 
 
-@pytest.fixture(scope="module", params=["2.5", "2.6"])
+@pytest.fixture(scope="module", params=RELEASES)
 def release(request):
     tree(request.param)  # or skip
     return request.param

@@ -3,8 +3,8 @@ runner and proposer classes. Only what allocates is run; no kernel is.
 """
 
 import importlib
+import importlib.util
 import os
-import sys
 from types import ModuleType, SimpleNamespace
 
 from fastdeploy_kvcache_v1 import plugin
@@ -42,7 +42,7 @@ def backend_classes():
         "mla_attention_backend": "MLAAttentionBackend",
         "dsa_attention_backend": "DSAAttentionBackend",
     }
-    if sys.argv[1] == "2.5":
+    if importlib.util.find_spec(f"{ATTENTION}.dsa_attention_backend") is None:
         del names["dsa_attention_backend"]
     return {name: getattr(importlib.import_module(f"{ATTENTION}.{module}"), name) for module, name in names.items()}
 
@@ -88,11 +88,10 @@ class FakeOps(ModuleType):
 def import_worker_modules():
     gpu = importlib.import_module("fastdeploy.model_executor.ops.gpu")
     gpu.__class__ = FakeOps
-    importlib.import_module("fastdeploy.worker.tbo")
+    for row in overlay.active().table.rows:
+        importlib.import_module(row.module)
     runner = importlib.import_module("fastdeploy.worker.gpu_model_runner").GPUModelRunner
     proposer = importlib.import_module("fastdeploy.spec_decode.mtp").MTPProposer
-    if sys.argv[1] != "2.5":
-        importlib.import_module("fastdeploy.model_executor.models.deepseek_v3")
     return runner, proposer
 
 

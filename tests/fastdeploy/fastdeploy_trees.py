@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-VARIABLES = {"2.5": "FASTDEPLOY_25", "2.6": "FASTDEPLOY_26"}
-COMMAND = "FASTDEPLOY_25=DIR FASTDEPLOY_26=DIR ./scripts/test-fastdeploy"
+VARIABLES = {"2.5": "FASTDEPLOY_25", "2.6": "FASTDEPLOY_26", "2.6-dev": "FASTDEPLOY_26_DEV"}
+"""Releases with a patch table, and the environment variable that names the checkout of each."""
+RELEASES = tuple(VARIABLES)
+COMMAND = " ".join(f"{variable}=DIR" for variable in VARIABLES.values()) + " ./scripts/test-fastdeploy"
 
 
 def tree(release):
@@ -21,6 +25,10 @@ def tree(release):
     if not directory:
         pytest.skip(f"no FastDeploy {release} here: {COMMAND}")
     return Path(directory).resolve()
+
+
+def has_dsa_attention(release):
+    return any(row.qualname == "Indexer.forward" for row in table_for(release).rows)
 
 
 def run_inside(release, tmp_path, *arguments, manager=True, expect=0):

@@ -7,12 +7,12 @@ import re
 
 import pytest
 
-from .fastdeploy_trees import HERE, run_inside
+from .fastdeploy_trees import HERE, RELEASES, run_inside
 
 STEPS = 2500
 
 
-@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
     ("host_blocks", "policy"),
     [(0, "write_through"), (10, "write_through_selective"), (80, "write_through"), (80, "write_back")],
@@ -27,7 +27,7 @@ def test_random_lives(release, tmp_path, host_blocks, policy):
     assert (result["swapped_in"] > 0) == (result["swapped_out"] > 0) == (host_blocks > 0)
 
 
-@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_weight_updates_in_every_order_of_events(release, tmp_path, policy):
     output = run_inside(release, tmp_path, HERE / "drive_weight_updates.py", 1, 30, policy)

@@ -9,7 +9,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
-from .fastdeploy_trees import tree
+from .fastdeploy_trees import RELEASES, tree
 from .server_workload import NUM_DOCUMENTS, document, user
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
@@ -18,7 +18,7 @@ FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.02", "--write-pol
 ENDLESS = {"max_tokens": 440, "extra_body": {"min_tokens": 440}}
 
 
-@pytest.fixture(scope="module", params=["2.5", "2.6"])
+@pytest.fixture(scope="module", params=RELEASES)
 def server(request, tmp_path_factory):
     tree(request.param)  # or skip
     environment = {"FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE": "1"}

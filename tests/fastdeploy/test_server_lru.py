@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
-from .fastdeploy_trees import tree
+from .fastdeploy_trees import RELEASES, tree
 from .lru_reference import LruReference
 from .server_workload import user
 
@@ -139,7 +139,7 @@ def cache(server):
 
 def tiers(*host_blocks):
     """Runs a test with a server of each release, the one that the tests before used if there is one."""
-    servers = [(release, blocks) for release in ("2.5", "2.6") for blocks in host_blocks]
+    servers = [(release, blocks) for release in RELEASES for blocks in host_blocks]
     return pytest.mark.parametrize("server", servers, indirect=True, ids=lambda each: f"{each[0]}-{each[1]}")
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from .fastdeploy_trees import HERE, run_inside
+from .fastdeploy_trees import HERE, RELEASES, has_dsa_attention, run_inside
 
 SWAP_BYTES = int(1.5 * 1024**3)
 GQA_BLOCK = 6 * 2 * 4 * 64 * 64 * 2
@@ -23,11 +23,11 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module", params=["2.5", "2.6"])
+@pytest.fixture(scope="module", params=RELEASES)
 def report(request, tmp_path_factory):
     release = request.param
     script = HERE / "drive_swap_space.py"
-    return release, run_inside(release, tmp_path_factory.mktemp("fastdeploy"), script, release).splitlines()
+    return release, run_inside(release, tmp_path_factory.mktemp("fastdeploy"), script).splitlines()
 
 
 def cases(lines):
@@ -39,7 +39,7 @@ def test_the_tier_is_as_large_as_asked_in_real_bytes_of_all_ranks(report):
     release, lines = report
     found = cases(lines)
     assert found.pop("none")["blocks"] == 0
-    assert set(found) == set(EXPECTED) - ({"dsa"} if release == "2.5" else set())
+    assert set(found) == set(EXPECTED) - (set() if has_dsa_attention(release) else {"dsa"})
     for name, case in found.items():
         assert case["real_bytes"] == case["expected_bytes"] == EXPECTED[name], name
         assert case["blocks"] == SWAP_BYTES // (EXPECTED[name] * case["ranks"]), name
@@ -63,6 +63,6 @@ def test_what_cannot_work_is_one_line_at_start(report):
     assert "--swap-space 0.0001 GiB is less than one block: it takes 393216 bytes" in refused.pop("too_small")
     for name, given in {"nan": "nan", "infinite": "inf", "negative": "-1.0"}.items():
         assert f"--swap-space must be a number of GiB, 0 or more, got {given}" in refused.pop(name)
-    if release == "2.6":
+    if has_dsa_attention(release):
         assert "speculative method mtp with DSA_ATTN" in refused.pop("dsa_mtp")
     assert refused == {}

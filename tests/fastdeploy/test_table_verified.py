@@ -7,7 +7,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
-from .fastdeploy_trees import run_inside, tree
+from .fastdeploy_trees import RELEASES, run_inside, tree
 
 ENGINE_MODULES = ("envs", "config", "engine.args_utils", "engine.resource_manager", "engine.common_engine")
 
@@ -54,7 +54,7 @@ def activated(code):
     return f"from fastdeploy_kvcache_v1 import plugin\nplugin.activate()\n{code}"
 
 
-@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("release", RELEASES)
 def test_every_row_fits_the_source(release):
     found = fastdeploy_at(tree(release))
     assert found.release == release
@@ -67,7 +67,7 @@ def test_the_tables_are_not_interchangeable():
     assert problems, "2.5 passes for 2.6: the release decides nothing"
 
 
-@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("late", [False, True], ids=["before import", "after import"])
 def test_engine_rows_are_applied(release, tmp_path, late):
     output = run_inside(release, tmp_path, "-c", LATE + SHOW if late else activated(SHOW), manager=not late)
@@ -78,7 +78,7 @@ def test_engine_rows_are_applied(release, tmp_path, late):
             assert state == "APPLIED", target
 
 
-@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("release", RELEASES)
 def test_plugin_group_alone_is_enough(release, tmp_path, monkeypatch):
     """As FD_PLUGINS does it: in the middle of `import fastdeploy`, with modules half imported."""
     code = """
@@ -100,12 +100,12 @@ with mock.patch("importlib.metadata.entry_points", entry_points):
     assert "EngineService._wait_for_control_responses APPLIED" in output
 
 
-@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("release", RELEASES)
 def test_without_the_variable_fastdeploy_is_untouched(release, tmp_path):
     assert "UNTOUCHED" in run_inside(release, tmp_path, "-c", UNTOUCHED, manager=False)
 
 
-@pytest.mark.parametrize("release", ["2.5", "2.6"])
+@pytest.mark.parametrize("release", RELEASES)
 def test_the_batch_that_schedule_puts_together_has_the_name_that_we_look_for(release, tmp_path):
     """When `schedule` raises, its local variable is all that knows which requests it had scheduled."""
     code = "from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1 as manager\n"

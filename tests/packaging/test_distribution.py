@@ -183,7 +183,7 @@ def test_switched_off_the_host_is_imported_as_if_nothing_were_installed(python):
 
 def test_switched_on_the_tables_decide_whether_the_host_is_imported(python):
     output = python("import fastdeploy", "1", expect=1)
-    assert "FastDeploy 9.1 is not supported by this version of fastdeploy-kvcache-v1 (supported: 2.5, 2.6)" in output
+    assert "FastDeploy 9.1 is not supported by this version of fastdeploy-kvcache-v1 (supported: 2.5, 2.6, 2.6-dev)" in output
 
 
 def test_the_command_is_installed(installed):

@@ -16,6 +16,7 @@ DISTRIBUTIONS = ("fastdeploy-gpu", "fastdeploy", "fastdeploy-cpu")
 OVERRIDE = "FASTDEPLOY_KVCACHE_HOST_VERSION"
 """Environment variable that names FastDeploy's version where FastDeploy does not."""
 
+_RELEASE = re.compile(r"(\d+\.\d+)(?:\.\d+)*(?:[-_.]?(dev))?")
 _IN_VERSION_FILE = re.compile(r"^fastdeploy version:\s*(\S+)", re.MULTILINE)
 _IN_SETUP = re.compile(r"FASTDEPLOY_VERSION\"?,\s*\"([^\"]+)\"")
 
@@ -29,8 +30,16 @@ class FastDeployTree:
 
     @property
     def release(self) -> str:
-        """The first two numbers of the version."""
-        return ".".join(self.version.split(".")[:2])
+        """How patch tables call it: the first two numbers of the version, with "-dev" for a develop version.
+
+        "2.6.1" is release 2.6. "2.6.0-dev", which package metadata writes "2.6.0.dev0", is 2.6-dev: the develop branch
+        is another program than the release that has branched off it.
+        """
+        found = _RELEASE.match(self.version)
+        if found is None:
+            return self.version
+        numbers, dev = found.groups()
+        return f"{numbers}-dev" if dev else str(numbers)
 
     @property
     def has_own_manager(self) -> bool:

@@ -127,13 +127,15 @@ def make_attention_forward(original: Wrapped) -> Wrapped:
 
 
 def make_indexer_forward(original: Wrapped) -> Wrapped:
-    """Replaces `Indexer.forward`, which reads its cache before the layer's attention runs."""
+    """Replaces `Indexer.forward`, which reads its cache before the layer's attention runs. What it takes beside the
+    forward meta depends on the release, and the table's row says it.
+    """
 
-    def forward(self: Any, forward_meta: Any, hidden_states: Any, qr: Any, positions: Any, rotary_emb: Any) -> Any:
+    def forward(self: Any, forward_meta: Any, *inputs: Any, **named: Any) -> Any:
         counter = getattr(forward_meta, COUNTER, None)
         if counter is not None:
             counter.wait_for_layer(self.layer_id)
-        return original(self, forward_meta, hidden_states, qr, positions, rotary_emb)
+        return original(self, forward_meta, *inputs, **named)
 
     return forward
 

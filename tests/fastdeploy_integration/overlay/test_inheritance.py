@@ -98,6 +98,14 @@ def test_a_copied_table_that_still_says_its_old_release_is_refused(write, tmp_pa
         load_table(copied)
 
 
+def test_what_the_develop_branch_differs_in():
+    release, develop = table_for("2.6"), table_for("2.6-dev")
+    changed = set(develop.rows) - set(release.rows)
+    assert {row.qualname for row in changed} == {"Indexer.forward"}
+    assert qualnames(develop) == qualnames(release)
+    assert develop.capabilities == release.capabilities
+
+
 def test_what_our_releases_differ_in():
     old, new = table_for("2.5"), table_for("2.6")
     assert {row.target for row in old.rows} - {row.target for row in new.rows} == {

@@ -282,9 +282,10 @@ def test_attention_waits_for_its_layer_only_when_there_is_something_to_wait_for(
     assert forward(layer, qkv="x", forward_meta=meta) == (None, None, None, "x", None, None, meta)
     setattr(meta, worker_patches.COUNTER, SimpleNamespace(wait_for_layer=waited.append))
     forward(layer, qkv="x", forward_meta=meta)
-    indexer = worker_patches.make_indexer_forward(lambda self, *given: given)
-    assert indexer(layer, meta, 1, 2, 3, 4) == (meta, 1, 2, 3, 4)
-    assert waited == [4, 4]
+    indexer = worker_patches.make_indexer_forward(lambda self, *given, rotary_emb: (*given, rotary_emb))
+    assert indexer(layer, meta, 1, 2, 3, rotary_emb=4) == (meta, 1, 2, 3, 4)
+    assert indexer(layer, meta, 1, 2, rotary_emb=4) == (meta, 1, 2, 4)  # the develop branch passes no positions
+    assert waited == [4, 4, 4]
 
 
 @pytest.mark.parametrize(
