@@ -6,7 +6,6 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..attention.gqa import GQACacheBackend
 from ..config import KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from ..model.config import ModelConfig
@@ -170,10 +169,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
 def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len: int, free_bytes: int) -> KVCacheConfig:
     policy = WritePolicy.parse(values.write_policy)
     _require_at_least(values, "write_through_threshold", 1)
-    backend = GQACacheBackend(
-        model.num_layers, model.num_kv_heads, model.head_dim, values.block_size, values.cache_dtype
-    )
-    block_bytes = backend.layout.block_bytes
+    block_bytes = model.cache_backend(block_size=values.block_size, dtype=values.cache_dtype).layout.block_bytes
     share = int(free_bytes * MEMORY_SHARE)
     num_device_blocks = values.num_gpu_blocks_override
     if num_device_blocks is None:

@@ -1,26 +1,31 @@
-"""`create_kv_cache` for the host's attention backends: our layouts, checked against the shapes the host asks for."""
+"""`create_kv_cache` for FastDeploy's attention backends: our layouts, checked against the shapes it asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
-from ..attention.dsa import DSACacheBackend
-from ..attention.gqa import GQACacheBackend
-from ..attention.mla import MLACacheBackend
+from ..attention.geometry import CacheGeometry
+from ..attention.registry import make_cache_backend, needed_numbers
 from ..errors import ConfigError
 
 BLOCK_WISE_FP8 = "block_wise_fp8"
+INT4 = "int4_zp"
+"""Two values in one byte, along the head dimension."""
 
 MLA, DSA = "MLA_ATTN", "DSA_ATTN"
-"""Attention backends by the host's names. All others keep a key and a value per head."""
+"""Attention backends, as FD_ATTENTION_BACKEND names them."""
 
-_KINDS = {"MLAAttentionBackend": MLA, "DSAAttentionBackend": DSA}
+_FAMILIES = {MLA: "mla", "MLAAttentionBackend": "mla", DSA: "dsa", "DSAAttentionBackend": "dsa"}
+"""Attention families, by the names of attention backends and of their classes."""
+
+_IN_BACKENDS = {"num_kv_heads": "kv_num_heads"}
+"""Fields of `CacheGeometry` that have another name in FastDeploy's backend objects."""
 
 
 def add_create_kv_cache(attention_backend: Any) -> None:
-    """Extends the host's base class of attention backends."""
+    """Extends FastDeploy's base class of attention backends."""
     attention_backend.create_kv_cache = create_kv_cache
 
 
@@ -35,42 +40,63 @@ def create_kv_cache(
     device: int = 0,
     first_layer: int = 0,
 ) -> dict[str, Any]:
-    """Method of a host's attention backend: zero-filled cache tensors by name, in the order its kernels index them.
+    """Method of FastDeploy's attention backends: zero-filled cache tensors by name, in the order that kernels index.
 
     `dtype` is that of the model; quantized caches are uint8. Raises `ConfigError` for a combination whose kernels do
     not agree with the layout.
     """
-    made = cache_layout(self, num_layers, dtype=dtype, quant_type=quant_type)
+    made = cache_backend(self, num_layers, dtype=dtype, quant_type=quant_type)
     return made.create_kv_cache(num_blocks, rank=rank, device=device, first_layer=first_layer)
 
 
-def cache_layout(backend: Any, num_layers: int, *, dtype: str, quant_type: str | None) -> AttentionCacheBackend:
-    """Our layout for a host's backend object. Raises `ConfigError`."""
+def cache_backend(backend: Any, num_layers: int, *, dtype: str, quant_type: str | None) -> AttentionCacheBackend:
+    """Our cache backend for an attention backend of FastDeploy. Raises `ConfigError`."""
     name = type(backend).__name__
-    scale_dtype = _default_dtype() if quant_type == BLOCK_WISE_FP8 else dtype
+    family = family_of(name)
     made = make_backend(
-        _KINDS.get(name, name), backend, num_layers, dtype=dtype, quant_type=quant_type, scale_dtype=scale_dtype
+        family,
+        {number: getattr(backend, _IN_BACKENDS.get(number, number)) for number in needed_numbers(family)},
+        num_layers=num_layers,
+        block_size=backend.block_size,
+        dtype=dtype,
+        quant_type=quant_type,
+        scale_dtype=_default_dtype() if quant_type == BLOCK_WISE_FP8 else dtype,
     )
-    _expect_host_shapes(name, made.layout, backend.get_kv_cache_shape(max_num_blocks=1, kv_cache_quant_type=quant_type))
+    _expect_shapes(name, made.layout, backend.get_kv_cache_shape(max_num_blocks=1, kv_cache_quant_type=quant_type))
     return made
 
 
+def family_of(attention_backend: str) -> str:
+    """Of an attention backend of FastDeploy, by its name or that of its class. Most keep a key and a value per head."""
+    return _FAMILIES.get(attention_backend, "gqa")
+
+
 def make_backend(
-    kind: str, sizes: Any, num_layers: int, *, dtype: str, quant_type: str | None, scale_dtype: str
+    family: str,
+    numbers: Mapping[str, int],
+    *,
+    num_layers: int,
+    block_size: int,
+    dtype: str,
+    quant_type: str | None,
+    scale_dtype: str,
 ) -> AttentionCacheBackend:
-    """Our layout for one rank. `sizes` has the attributes of the host's backend of that kind. Raises `ConfigError`."""
-    stored = dtype if quant_type is None else "uint8"
-    if kind == DSA:
-        return DSACacheBackend(
-            num_layers, sizes.kv_lora_rank, sizes.qk_rope_head_dim, sizes.index_head_dim, sizes.block_size
-        )
-    if kind == MLA:
-        if quant_type == BLOCK_WISE_FP8:
-            raise ConfigError("MLA attention with block_wise_fp8: its kernels expect one tensor per layer")
-        return MLACacheBackend(num_layers, sizes.kv_lora_rank, sizes.qk_rope_head_dim, sizes.block_size, stored)
-    head_dim = sizes.head_dim // 2 if quant_type == "int4_zp" else sizes.head_dim
-    scales = scale_dtype if quant_type == BLOCK_WISE_FP8 else None
-    return GQACacheBackend(num_layers, sizes.kv_num_heads, head_dim, sizes.block_size, stored, scale_dtype=scales)
+    """Our cache backend for one rank, with FastDeploy's quantizations. Raises `ConfigError`.
+
+    `numbers`: what the family needs, by the names of `CacheGeometry`. `dtype` is the model's.
+    """
+    if family == "mla" and quant_type == BLOCK_WISE_FP8:
+        raise ConfigError("MLA attention with block_wise_fp8: its kernels expect one tensor per layer")
+    if quant_type == INT4 and "head_dim" in numbers:
+        numbers = {**numbers, "head_dim": numbers["head_dim"] // 2}
+    geometry = CacheGeometry(
+        num_layers=num_layers,
+        block_size=block_size,
+        dtype=dtype if quant_type is None else "uint8",
+        scale_dtype=scale_dtype if quant_type == BLOCK_WISE_FP8 else None,
+        **numbers,
+    )
+    return make_cache_backend(family, geometry)
 
 
 def _default_dtype() -> str:
@@ -79,9 +105,9 @@ def _default_dtype() -> str:
     return str(paddle.get_default_dtype())
 
 
-def _expect_host_shapes(name: str, layout: CacheLayout, shapes: Sequence[Sequence[int]]) -> None:
-    """The host names key, value and indexer shapes, `[]` for those it has not; scales it derives itself."""
+def _expect_shapes(name: str, layout: CacheLayout, shapes: Sequence[Sequence[int]]) -> None:
+    """FastDeploy names the shapes of key, value and indexer, `[]` for one that it lacks, and derives scales itself."""
     ours = [(1, *role.block_shape) for role in layout.roles if not role.role.endswith("_scale")]
-    hosts = [tuple(shape) for shape in shapes if shape]
-    if ours != hosts:
-        raise ConfigError(f"{name} wants cache blocks of {hosts}, its layout has {ours}")
+    theirs = [tuple(shape) for shape in shapes if shape]
+    if ours != theirs:
+        raise ConfigError(f"{name} wants cache blocks of {theirs}, its layout has {ours}")

@@ -8,81 +8,50 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
+from ..attention.registry import needed_numbers
 from ..errors import ConfigError
 from ..worker.runtime.base import free_host_memory, require
-from .backends import DSA, MLA, make_backend
+from .backends import family_of, make_backend
 
 logger = logging.getLogger(__name__)
 
 GIB = 1024**3
 
-_SIZES = {
-    MLA: ("kv_lora_rank", "qk_rope_head_dim"),
-    DSA: ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"),
-}
-"""What decides a block's bytes, by attention backend, in the names of the host's model configuration."""
-
-_GQA_SIZES = ("num_key_value_heads", "head_dim")
+_IN_CONFIGURATION = {"num_kv_heads": "num_key_value_heads"}
+"""Fields of `CacheGeometry` that have another name in FastDeploy's model configuration."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CachedModel:
-    """What decides the bytes of a block on one rank. `dtype` is the model's; sizes that its attention has not are 0."""
+def host_block_bytes(config: Any, attention_backend: str) -> int:
+    """Bytes of one host block on one rank, draft layer included, for the model of an `FDConfig`.
 
-    attention_backend: str
-    num_layers: int
-    """Draft layers included: they are swapped with the others."""
-    dtype: str
-    quant_type: str | None
-    block_size: int
-    num_ranks: int
-    num_key_value_heads: int = 0
-    """Of the whole model."""
-    head_dim: int = 0
-    kv_lora_rank: int = 0
-    qk_rope_head_dim: int = 0
-    index_head_dim: int = 0
-
-    @property
-    def kv_num_heads(self) -> int:
-        """On one rank: with more ranks than heads, ranks keep copies of the same one."""
-        return max(1, self.num_key_value_heads // self.num_ranks)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one host block on one rank. Raises `ConfigError` for a cache that no layout describes."""
-        made = make_backend(
-            self.attention_backend,
-            self,
-            self.num_layers,
-            dtype=self.dtype,
-            quant_type=self.quant_type,
-            scale_dtype=self.dtype,
-        )
-        return made.layout.block_bytes
-
-
-def cached_model(config: Any, attention_backend: str) -> CachedModel:
-    """Read off an `FDConfig`. Raises `ConfigError` when its model lacks a size that the backend needs."""
-    model = config.model_config
-    names = _SIZES.get(attention_backend, _GQA_SIZES)
-    sizes: dict[str, Any] = {name: getattr(model, name, None) for name in names}
-    if missing := [name for name, size in sizes.items() if size is None]:
+    Raises `ConfigError` when its model lacks a number that the backend needs, and for a cache that no layout describes.
+    """
+    model, family = config.model_config, family_of(attention_backend)
+    names = {number: _IN_CONFIGURATION.get(number, number) for number in needed_numbers(family)}
+    if missing := [name for name in names.values() if getattr(model, name, None) is None]:
         raise ConfigError(
-            f"--swap-space: {attention_backend} needs the model's {', '.join(missing)}, which its configuration has not"
+            f"--swap-space: the model's configuration lacks {', '.join(missing)}, which {attention_backend} needs: "
+            "choose another FD_ATTENTION_BACKEND, or leave the flag out"
         )
-    return CachedModel(
-        attention_backend=attention_backend,
+    numbers = {number: int(getattr(model, name)) for number, name in names.items()}
+    if "num_kv_heads" in numbers:  # with more ranks than heads, several ranks keep the same head
+        numbers["num_kv_heads"] = max(1, numbers["num_kv_heads"] // _num_ranks(config))
+    made = make_backend(
+        family,
+        numbers,
         num_layers=int(model.num_hidden_layers) + has_draft_layer(config),
+        block_size=int(config.cache_config.block_size),
         dtype=str(model.dtype),
         quant_type=kv_cache_quant_type(config),
-        block_size=int(config.cache_config.block_size),
-        num_ranks=int(config.parallel_config.tensor_parallel_size),
-        **{name: int(size) for name, size in sizes.items()},
+        scale_dtype=str(model.dtype),
     )
+    return made.layout.block_bytes
+
+
+def _num_ranks(config: Any) -> int:
+    return int(config.parallel_config.tensor_parallel_size)
 
 
 def has_draft_layer(config: Any) -> bool:
@@ -131,9 +100,8 @@ def size_host_tier(config: Any, attention_backend: str) -> None:
     """
     cache = config.cache_config
     if cache.sized_by_swap_space:
-        model = cached_model(config, attention_backend)
-        cache.num_cpu_blocks = num_host_blocks(cache.swap_space, model.block_bytes, model.num_ranks)
-        cache.host_block_bytes = model.block_bytes
+        cache.host_block_bytes = host_block_bytes(config, attention_backend)
+        cache.num_cpu_blocks = num_host_blocks(cache.swap_space, cache.host_block_bytes, _num_ranks(config))
 
 
 def require_host_memory(config: Any) -> None:

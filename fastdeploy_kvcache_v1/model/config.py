@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..attention.base import AttentionCacheBackend
+from ..attention.geometry import CacheGeometry
+from ..attention.registry import make_cache_backend
 from ..errors import ModelError
 from .hf_json import Fields, read_json
 from .rope import RopeConfig, parse_rope
@@ -42,6 +45,8 @@ class ModelConfig:
     """Bias of the attention's output projection."""
     qk_norm: bool = False
     """RMS norm over each query and key head."""
+    attention_family: str = "gqa"
+    """Name in `attention.registry`."""
     seed: int = 0
     """Of the random weights, where no directory gives any."""
 
@@ -50,6 +55,17 @@ class ModelConfig:
             raise ModelError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads")
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
+
+    def cache_backend(self, *, block_size: int, dtype: str) -> AttentionCacheBackend:
+        """What its cache looks like, with blocks of `block_size` tokens. Takes no memory; raises `ConfigError`."""
+        geometry = CacheGeometry(
+            num_layers=self.num_layers,
+            block_size=block_size,
+            dtype=dtype,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        return make_cache_backend(self.attention_family, geometry)
 
 
 RANDOM_MODEL = ModelConfig(

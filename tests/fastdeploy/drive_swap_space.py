@@ -18,7 +18,7 @@ from fastdeploy import envs  # noqa: E402
 from fastdeploy.config import CacheConfig  # noqa: E402
 from fastdeploy.engine import args_utils  # noqa: E402
 from fastdeploy.utils import FlexibleArgumentParser  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.backends import cache_layout  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.backends import cache_backend  # noqa: E402
 from tests.fastdeploy.drive_backends import backend_classes, make  # noqa: E402
 
 QWEN = {
@@ -107,7 +107,7 @@ def rank_block_bytes(config, attention_backend):
     paddle.set_default_dtype(model.dtype)  # as workers do
     if attention_backend == "DSA_ATTN":
         quant_type = "uint8"
-    return cache_layout(backend, layers, dtype=model.dtype, quant_type=quant_type).layout.block_bytes
+    return cache_backend(backend, layers, dtype=model.dtype, quant_type=quant_type).layout.block_bytes
 
 
 def run(name, model, attention_backend, flags):

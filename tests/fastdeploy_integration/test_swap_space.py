@@ -62,7 +62,7 @@ def fd_config(sizes, *, layers=10, ranks=1, dtype="bfloat16", quant=None, method
     ],
 )
 def test_bytes_of_a_block_on_one_rank(sizes, options, backend, expected):
-    assert swap_space.cached_model(fd_config(sizes, **options), backend).block_bytes == expected
+    assert swap_space.host_block_bytes(fd_config(sizes, **options), backend) == expected
 
 
 def test_swap_space_is_what_all_ranks_take_together():
@@ -112,8 +112,8 @@ def test_what_is_no_amount_of_memory(gib):
     ],
 )
 def test_a_model_without_the_sizes_of_its_backend(sizes, backend, missing):
-    with pytest.raises(ConfigError, match=f"{backend} needs the model's {missing}, which"):
-        swap_space.cached_model(fd_config(sizes), backend)
+    with pytest.raises(ConfigError, match=f"the model's configuration lacks {missing}, which {backend} needs"):
+        swap_space.host_block_bytes(fd_config(sizes), backend)
 
 
 @pytest.mark.parametrize(

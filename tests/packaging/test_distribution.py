@@ -11,6 +11,7 @@ import pytest
 import wrapt
 
 from fastdeploy_kvcache_v1 import __version__
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases
 from tests.worker.ops.native import compiler
 
 if sys.version_info >= (3, 11):
@@ -108,7 +109,9 @@ def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
         assert archive.read(f"{PACKAGE}.pth") == (ROOT / f"{PACKAGE}.pth").read_bytes()
     modules = {f"{PACKAGE}/{name}" for name in relative(ROOT / PACKAGE, "*.py")}
     tables = {f"{PACKAGE}/fastdeploy_integration/patches/{name}" for name in relative(ROOT / "patches", "*.toml")}
-    assert len(tables) == 4
+    assert len(tables) == 2 * len(known_releases()), (
+        "each release has a table for the overlay and one for the CPU worker"
+    )
     assert names - {CORE} == modules | tables | {f"{PACKAGE}/py.typed", f"{PACKAGE}.pth"}
 
 
@@ -177,13 +180,16 @@ def test_a_process_loads_no_more_than_the_switch_asks_for(python, switch, loaded
     assert python(OURS, switch) == str(loaded)
 
 
-def test_switched_off_the_host_is_imported_as_if_nothing_were_installed(python):
+def test_switched_off_fastdeploy_is_imported_as_if_nothing_were_installed(python):
     assert python(f"import fastdeploy{OURS}", "0") == "[]"
 
 
-def test_switched_on_the_tables_decide_whether_the_host_is_imported(python):
+def test_switched_on_the_tables_decide_whether_fastdeploy_is_imported(python):
     output = python("import fastdeploy", "1", expect=1)
-    assert "FastDeploy 9.1 is not supported by this version of fastdeploy-kvcache-v1 (supported: 2.5, 2.6, 2.6-dev)" in output
+    assert (
+        "FastDeploy 9.1 is not supported by this version of fastdeploy-kvcache-v1 (supported: 2.5, 2.6, 2.6-dev)"
+        in output
+    )
 
 
 def test_the_command_is_installed(installed):

@@ -79,16 +79,14 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
     configure_reproducible_math()
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
     # Only now: importing paddle fixes the mode of its math library.
-    from ...attention.gqa import GQACacheBackend
     from ...model.decoder import Decoder
 
     model = replace(load_model_config(config.model_path), max_position=config.max_model_len)
     decoder = Decoder.load(config.model_path, model)
-    backend = GQACacheBackend(
-        model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, config.cache_dtype
-    )
     controller = CacheController(
-        backend, runtime=make_runtime(config.copy_faults), layer_timeout_s=config.layer_timeout_s
+        model.cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
+        runtime=make_runtime(config.copy_faults),
+        layer_timeout_s=config.layer_timeout_s,
     )
     caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...attention.gqa import GQACacheBackend
 from ...batch_request import BatchRequest
 from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
@@ -76,11 +75,8 @@ class CpuModelRunner:
         self._steps: StepRunner | None = None
         self._num_device_blocks = 0
         self._num_steps = 0
-        model = self._model
         self._controller = CacheController(
-            GQACacheBackend(
-                model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, config.cache_dtype
-            ),
+            self._model.cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
             runtime=make_runtime(config.copy_faults),
         )
 

@@ -16,7 +16,7 @@ kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is calle
                             extend: ours(target) adds the names of `adds`, which must not be there yet
 ours = "package.module:function"
 signature = "(self, x, y=1)"  what FastDeploy's parameters must be, without annotations (wrap and replace);
-                            of a class: those of its __init__; "value" for anything that is not callable
+                            of a class: the parameters of its __init__; "value" for anything that is not callable
 adds = ["name"]             attributes of a class, keys of a dictionary (extend)
 where = "engine"            engine, worker, or both: the processes in which it has an effect
 why = "one sentence"

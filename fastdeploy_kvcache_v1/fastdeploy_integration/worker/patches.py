@@ -7,7 +7,7 @@ from typing import Any
 
 from ...worker.runtime import CudaRuntime, Runtime
 from .. import settings
-from ..backends import cache_layout
+from ..backends import DSA, MLA, cache_backend
 from ..overlay import overlay
 from ..overlay.table import Where
 from ..swap_space import has_draft_layer
@@ -144,14 +144,14 @@ def make_indexer_forward(original: Wrapped) -> Wrapped:
 
 
 def make_initialize_kv_cache(original: Wrapped) -> Wrapped:
-    """Replaces `GPUModelRunner.initialize_kv_cache`: the worker makes its tensors itself and waits for nobody."""
+    """Replaces `GPUModelRunner.initialize_kv_cache`: the worker makes its tensors itself, waiting for no process."""
 
     def initialize_kv_cache(self: Any, profile: bool = False) -> None:
         import paddle
         from fastdeploy import envs
 
-        self.mla_cache = envs.FD_ATTENTION_BACKEND == "MLA_ATTN"
-        self.dsa_cache = envs.FD_ATTENTION_BACKEND == "DSA_ATTN"
+        self.mla_cache = envs.FD_ATTENTION_BACKEND == MLA
+        self.dsa_cache = envs.FD_ATTENTION_BACKEND == DSA
         quant_type = "uint8" if self.dsa_cache else _quant_type(self.quant_config)
         rank = self.local_rank % self.parallel_config.tensor_parallel_size
         tensors = _make_tensors(
@@ -191,7 +191,7 @@ def make_initialize_draft_kv_cache(original: Wrapped) -> Wrapped:
 def _make_tensors(
     runner: Any, part: str, num_blocks: int, *, quant_type: str | None, rank: int, first_layer: int, keep: bool
 ) -> dict[str, Any]:
-    """`keep`: they stay; those of the profiling run do not."""
+    """`keep`: register them; tensors of the profiling run are not kept."""
     backend, num_layers = runner.attn_backends[0], runner.model_config.num_hidden_layers
     dtype = runner.model_config.dtype
     tensors: dict[str, Any] = backend.create_kv_cache(
@@ -204,7 +204,7 @@ def _make_tensors(
         first_layer=first_layer,
     )
     if keep:
-        layout = cache_layout(backend, num_layers, dtype=dtype, quant_type=quant_type).layout
+        layout = cache_backend(backend, num_layers, dtype=dtype, quant_type=quant_type).layout
         worker_cache().register(part, layout, tensors, num_blocks)
     return tensors
 
@@ -214,7 +214,7 @@ def _quant_type(quant_config: Any) -> str | None:
 
 
 def make_clear_cache(original: Wrapped) -> Wrapped:
-    """Replaces `GPUModelRunner.clear_cache`: copies end, its tensors are given back, nobody else is waited for."""
+    """Replaces `GPUModelRunner.clear_cache`: copies end, its tensors are given back, and no process is waited for."""
 
     def clear_cache(self: Any, profile: bool = False) -> None:
         import paddle
