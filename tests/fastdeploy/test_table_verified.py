@@ -13,7 +13,7 @@ ENGINE_MODULES = ("envs", "config", "engine.args_utils", "engine.resource_manage
 
 SHOW = """
 import fastdeploy
-from fastdeploy_kvcache_v1.fastdeploy_integration import overlay
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 for row, state in overlay.active().states().items():
     print("ROW", row.target, state.name)
 overlay.active().require_complete(overlay.Where.ENGINE)
@@ -93,7 +93,7 @@ def entry_points(**chosen):
 with mock.patch("importlib.metadata.entry_points", entry_points):
 """
     monkeypatch.setenv("FD_PLUGINS", "kvcache_v1")
-    body = "import fastdeploy\nfrom fastdeploy_kvcache_v1.fastdeploy_integration import overlay\n"
+    body = "import fastdeploy\nfrom fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay\n"
     body += "overlay.active().complete()\n" + SHOW
     code = code.replace("import fastdeploy.envs\n", "") + "".join(f"    {line}\n" for line in body.splitlines())
     output = run_inside(release, tmp_path, "-c", code)
