@@ -37,6 +37,7 @@ from .cache_stats import CacheStats, Counters
 from .event_log import EventLog
 from .invariants import expect
 from .lent_slots import LentSlots
+from .policies.tables import backup_policy, eviction_policy
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
@@ -56,9 +57,15 @@ class CacheManager:
         self._events = EventLog(config.max_queued_events)
         self._device_pool = DeviceBlockPool(config.num_device_blocks)
         self._host_pool = HostBlockPool(config.num_host_blocks)
-        self._residency = Residency(self._device_pool, self._host_pool, self._events)
+        self._residency = Residency(
+            self._device_pool,
+            self._host_pool,
+            eviction_policy(config.device_eviction, "device"),
+            eviction_policy(config.host_eviction, "host"),
+            self._events,
+        )
         self._tree = RadixTree(self._residency)
-        self._tiering = Tiering(config, self._tree, self._residency, self._counters)
+        self._tiering = Tiering(backup_policy(config), self._tree, self._residency, self._counters)
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters)
         self._lent = LentSlots()
 
@@ -234,7 +241,7 @@ class CacheManager:
     def nodes(self, request_id: str) -> tuple[BlockNode, ...]:
         """The cached blocks the request uses, in prompt order. Raises `UnknownRequestError`."""
         with self._lock:
-            path = self._tree.path(self._requests[request_id].leaf)
+            path = self._requests[request_id].leaf.path()
             return tuple(node for run in path for node in run.nodes())
 
     def num_blocks(self, request_id: str) -> int:

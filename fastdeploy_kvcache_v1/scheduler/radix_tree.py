@@ -32,23 +32,13 @@ class RadixTree:
     def match(self, hashes: Sequence[BlockHash], limit: int) -> list[Run]:
         """Pin the longest cached prefix of `hashes[:limit]`; returns its runs in prompt order."""
         run, taken = self._find(hashes, limit)
-        path = self.path(run if taken == run.length else self.split(run, taken))
+        path = (run if taken == run.length else self.split(run, taken)).path()
         for run in path:
             self._residency.pin(run)
         return path
 
-    def path(self, leaf: Run) -> list[Run]:
-        """Runs from the root's child down to `leaf`, in prompt order."""
-        runs = []
-        run = leaf
-        while run.parent is not None:
-            runs.append(run)
-            run = run.parent
-        runs.reverse()
-        return runs
-
     def release(self, leaf: Run, *, touch: bool) -> None:
-        """Drop one pin of the path to `leaf`. `touch` makes it the most recently used, leaf first and root last."""
+        """Drop one pin of the path to `leaf`, leaf first and root last. `touch`: it counts as used."""
         run = leaf
         while run.parent is not None:
             self._residency.unpin(run)
@@ -102,15 +92,15 @@ class RadixTree:
     # ---- taking blocks away
 
     def device_victim(self, most: int) -> Run | None:
-        """The least recently used device run that can leave, split to at most `most` blocks."""
-        for run in self._residency.device_queue:
+        """The next device run to leave, split to at most `most` blocks."""
+        for run in self._residency.device_order.candidates():
             if self._residency.is_device_victim(run):
                 return self._tail(run, most)
         return None
 
     def host_victim(self, most: int) -> Run | None:
-        """The least recently used run whose host copy can go, split to at most `most` blocks."""
-        for run in self._residency.host_queue:
+        """The next run whose host copy is to go, split to at most `most` blocks."""
+        for run in self._residency.host_order.candidates():
             if self._residency.is_host_victim(run):
                 return self._tail(run, most)
         return None
@@ -176,7 +166,7 @@ class RadixTree:
         return run
 
     def _undo_splits(self, leaf: Run) -> None:
-        """Merge the runs of a released path whose sides share one fate again, next to each other in the LRU order."""
+        """Merge the runs of a released path whose sides share one fate again, neighbours in every tier's order."""
         run = leaf.only_child() or leaf
         while run.parent is not None:
             if run.fits_parent() and run.is_queued_next_to_parent():

@@ -52,13 +52,8 @@ class RequestState:
         """A new list. O(its blocks)."""
         if not self.admitted:
             return []
-        runs = []
-        run = self.leaf
-        while run.parent is not None:
-            runs.append(run)
-            run = run.parent
         table: list[DeviceSlot] = []
-        for run in reversed(runs):
+        for run in self.leaf.path():
             table += run.device_slots
         for index, slot in self.duplicates.items():
             table[index] = slot

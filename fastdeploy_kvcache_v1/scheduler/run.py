@@ -32,7 +32,7 @@ _NO_CHILDREN: dict[BlockHash, Run] = {}
 
 
 class Link:
-    """A place in an LRU queue; in none while it has no neighbours."""
+    """A place in the order of a tier; in no queue while it has no neighbours."""
 
     __slots__ = ("older", "younger")
 
@@ -284,6 +284,16 @@ class Run(Link):
         if self.host is not None:
             self.host.older = self.host.younger = None
             self.host = None
+
+    def path(self) -> list[Run]:
+        """Runs from the root's child down to this one, in prompt order; none for the root."""
+        runs = []
+        run = self
+        while run.parent is not None:
+            runs.append(run)
+            run = run.parent
+        runs.reverse()
+        return runs
 
     def subtree(self) -> Iterator[Run]:
         """This run and everything below it, parents before children."""

@@ -1,4 +1,4 @@
-"""Tiering: which block leaves which tier, and what is copied, under a write policy.
+"""Tiering: room in a tier, copies to the host and back, as the policies want them.
 
 Collects the copies of the scheduling step that is being decided. Not thread-safe: the manager's lock covers it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from ..config import KVCacheConfig, WritePolicy
 from ..errors import PoolInUseError
 from ..metadata import (
     NO_EVICT,
@@ -22,6 +21,7 @@ from ..metadata import (
 )
 from .cache_stats import Counters
 from .invariants import expect
+from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
 from .residency import Residency
 from .run import Run
@@ -31,9 +31,8 @@ from .told_copies import ToldCopies
 class Tiering:
     """Makes room in a tier, backs blocks up to the host, and batches the copies of a step."""
 
-    def __init__(self, config: KVCacheConfig, tree: RadixTree, residency: Residency, counters: Counters) -> None:
-        self._policy = config.write_policy
-        self._hits_that_count = config.hits_that_count
+    def __init__(self, policy: BackupPolicy, tree: RadixTree, residency: Residency, counters: Counters) -> None:
+        self._policy = policy
         self._tree = tree
         self._residency = residency
         self._counters = counters
@@ -49,7 +48,7 @@ class Tiering:
         return self._residency.device_pool.num_free + self._residency.num_device_evictable
 
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
-        """`count` slots, evicting the least recently used blocks where they are short. `NoSpace` changes nothing."""
+        """`count` slots, evicting cached blocks where they are short. `NoSpace` changes nothing."""
         pool = self._residency.device_pool
         if count <= pool.num_free:
             return pool.allocate(count)
@@ -78,19 +77,18 @@ class Tiering:
     # ---- backups
 
     def hit(self, leaf: Run) -> None:
-        """The blocks of the pinned path to `leaf`, all on the device, have served one more request."""
-        self._tree.hit(leaf, self._hits_that_count)
-        if self._policy is WritePolicy.WRITE_THROUGH:
-            self._count_skipped(self._back_up(self._tree.path(leaf)))
-        elif self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            wanted = [run for run in self._tree.path(leaf) if run.hits >= self._hits_that_count]
+        """The blocks of the pinned path to `leaf`, if any, all on the device, have served one more request."""
+        if leaf.parent is None:
+            return
+        self._tree.hit(leaf, self._policy.hits_that_count)
+        if wanted := self._policy.on_hit(leaf):
             self._count_skipped(self._back_up(wanted))
 
     def back_up_completed(self, runs: Sequence[Run], num_new: int) -> None:
         """The last `num_new` blocks of `runs`, in prompt order, have just been computed."""
-        if self._policy is WritePolicy.WRITE_THROUGH:
-            skipped = self._back_up(runs)  # retries blocks before them for which there was no room
-            self._count_skipped(min(skipped, num_new))
+        if wanted := self._policy.on_completion(runs):
+            skipped = self._back_up(wanted)
+            self._count_skipped(min(skipped, num_new))  # for older ones that was counted before
 
     # ---- the step
 
@@ -196,7 +194,7 @@ class Tiering:
 
     def _evict_device(self, run: Run) -> None:
         """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
-        if run.host is None and self._policy is WritePolicy.WRITE_BACK:
+        if run.host is None and self._policy.on_eviction(run):
             room = self._make_host_room(run.length)
             if 0 < room < run.length:
                 self._start_swap_out(self._tree.split(run, room))  # the upper part stays, and is the next victim

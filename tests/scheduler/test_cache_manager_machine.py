@@ -12,9 +12,11 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, KVCacheError, PoolInUs
 from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, NoSpace, SwapStep
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
+from .other_policies import OTHER_POLICIES
 from .shadow import Shadow
 
 BLOCK = 2
+EVICTIONS = ["lru", *OTHER_POLICIES]
 tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
@@ -25,15 +27,20 @@ class ManagerMachine(RuleBasedStateMachine):
         device=st.integers(1, 12),
         host=st.integers(0, 16),
         policy=st.sampled_from(WritePolicy),
+        evictions=st.tuples(st.sampled_from(EVICTIONS), st.sampled_from(EVICTIONS)),
         threshold=st.integers(1, 3),
         events=st.sampled_from([3, 10_000]),
     )
-    def start(self, device: int, host: int, policy: WritePolicy, threshold: int, events: int) -> None:
+    def start(
+        self, device: int, host: int, policy: WritePolicy, evictions: tuple[str, str], threshold: int, events: int
+    ) -> None:
         config = KVCacheConfig(
             device,
             host,
             block_size=BLOCK,
             write_policy=policy,
+            device_eviction=evictions[0],
+            host_eviction=evictions[1],
             write_through_threshold=threshold,
             max_queued_events=events,
         )

@@ -12,6 +12,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, PoolInUseError, Unknow
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
+from .other_policies import OTHER_POLICIES
 from .shadow import Shadow
 
 BLOCK = 2
@@ -20,9 +21,18 @@ BLOCK = 2
 class Driver:
     """Random but engine-like: requests share prefixes, generate, end, come back longer; now and then disaster."""
 
-    def __init__(self, seed: int, policy: WritePolicy, device: int, host: int) -> None:
+    def __init__(self, seed: int, policy: WritePolicy, device: int, host: int, eviction: str = "lru") -> None:
         self.random = random.Random(seed)
-        config = KVCacheConfig(device, host, block_size=BLOCK, write_policy=policy, max_queued_events=400)
+        self.ordered = eviction != "shuffled"
+        config = KVCacheConfig(
+            device,
+            host,
+            block_size=BLOCK,
+            write_policy=policy,
+            device_eviction=eviction,
+            host_eviction=eviction,
+            max_queued_events=400,
+        )
         self.manager = CacheManager(config)
         self.shadow = Shadow(self.manager)
         self.history: list[list[int]] = [[0]]
@@ -133,7 +143,9 @@ class Driver:
         stats = self.manager.stats()
         queues = [
             [node.hash for run in queue for node in reversed(list(run.nodes()))]
-            for queue in (residency.device_queue, residency.host_queue, residency._parked)
+            for order in (residency.device_order, residency.host_order)
+            for queue in order.queues()
+            if self.ordered
         ]
         return state, queues, stats.device_free_blocks, stats.host_free_blocks, stats.device_evictable_blocks
 
@@ -164,16 +176,21 @@ class Driver:
         self.manager.check_idle()
 
 
-@pytest.mark.parametrize("policy", WritePolicy)
-@pytest.mark.parametrize(("device", "host"), [(10, 0), (10, 6), (12, 40), (40, 12)])
-def test_long_runs(policy: WritePolicy, device: int, host: int) -> None:
+def play(seeds: range, policy: WritePolicy, device: int, host: int, eviction: str = "lru") -> Counter[str]:
     seen: Counter[str] = Counter()
-    for seed in range(4):
-        driver = Driver(seed, policy, device, host)
+    for seed in seeds:
+        driver = Driver(seed, policy, device, host, eviction)
         for _ in range(700):
             driver.act()
         driver.finish_all()
         seen += driver.seen
+    return seen
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+@pytest.mark.parametrize(("device", "host"), [(10, 0), (10, 6), (12, 40), (40, 12)])
+def test_long_runs(policy: WritePolicy, device: int, host: int) -> None:
+    seen = play(range(4), policy, device, host)
     # The run is only worth something if it went through what it is for.
     assert seen["matched"]
     assert seen["refused"]
@@ -181,3 +198,13 @@ def test_long_runs(policy: WritePolicy, device: int, host: int) -> None:
         assert seen["evict"]
         assert seen["swap_in"] or host < device  # a small host tier is a subset of the device tier
         assert seen["failed"] or host < device
+
+
+@pytest.mark.parametrize("eviction", OTHER_POLICIES)
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_long_runs_under_other_eviction_policies(policy: WritePolicy, eviction: str) -> None:
+    seen = play(range(3), policy, 12, 24, eviction)
+    assert seen["matched"]
+    assert seen["refused"]
+    assert seen["evict"]
+    assert seen["swap_in"]

@@ -116,16 +116,19 @@ DAMAGES: dict[str, Damage] = {
     ),
     # Detached runs
     "a detached run has no user left": lambda cache: detach(cache, unused(cache)),
-    "a detached run is queued": lambda cache: detach(cache, leaf(cache)),
+    "a detached run is queued": lambda cache: (
+        detach(cache, leaf(cache)),
+        cache._residency.device_order.used(leaf(cache)),
+    ),
     # Queues and counts
     "the device queue is torn": lambda cache: setattr(unused(cache), "older", unused(cache)),
     "the host queue is torn": lambda cache: setattr(host_copy(unused(cache)), "older", host_copy(leaf(cache))),
-    "the device queue holds runs that are not in its tier": lambda cache: cache._residency.device_queue.touch(
+    "the device queue holds runs that are not in its tier": lambda cache: cache._residency.device_order.used(
         Run.of([block("y")], [DeviceSlot(0)])
     ),
-    "the host queue holds a run twice": lambda cache: cache._residency.host_queue.touch(HostCopy(unused(cache))),
-    "the device queue misses runs": lambda cache: cache._residency.device_queue.discard(unused(cache)),
-    "the host queue misses runs": lambda cache: cache._residency.host_queue.discard(host_copy(unused(cache))),
+    "the host queue holds a run twice": lambda cache: cache._residency.host_order.used(HostCopy(unused(cache))),
+    "the device queue misses runs": lambda cache: cache._residency.device_order.removed(unused(cache)),
+    "the host queue misses runs": lambda cache: cache._residency.host_order.removed(host_copy(unused(cache))),
     "a run is in another queue than that of the device tier": lambda cache: RunQueue().touch(top(cache)),
     "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
     # Copies

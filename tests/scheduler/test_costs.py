@@ -12,8 +12,8 @@ from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, Tr
 from fastdeploy_kvcache_v1.scheduler import cache_utils
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes, MultimodalItem
+from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
 from fastdeploy_kvcache_v1.scheduler.run import Run
-from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 from .scenario import manager
 
@@ -38,14 +38,14 @@ def run(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockHash]]:
     """The blocks of every run that a search for a victim looked at."""
     seen: list[list[BlockHash]] = []
-    plain = RunQueue.__iter__
+    plain = LeastRecentlyUsed.candidates
 
-    def counting(queue: RunQueue) -> Iterator[Run]:
-        for found in plain(queue):
+    def counting(policy: LeastRecentlyUsed) -> Iterator[Run]:
+        for found in plain(policy):
             seen.append(found.hashes)
             yield found
 
-    monkeypatch.setattr(RunQueue, "__iter__", counting)
+    monkeypatch.setattr(LeastRecentlyUsed, "candidates", counting)
     return seen
 
 
