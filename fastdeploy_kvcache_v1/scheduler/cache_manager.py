@@ -294,7 +294,6 @@ class CacheManager:
         """Raises `InvariantError` unless every slot has exactly one owner and every pin a request; O(cache)."""
         with self._lock:
             self._residency.check(self._tree.runs())
-            self._tiering.check()
             runs = [*self._tree.runs(), *self._residency.detached_runs()]
             cached = [slot for run in runs for slot in run.device_slots]
             self._device_pool.check_owners([*cached, *self._requests.own_slots(), *self._lent])

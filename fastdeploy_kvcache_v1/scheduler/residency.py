@@ -256,6 +256,9 @@ class Residency:
         """Raises `InvariantError` naming the first broken invariant, given the whole tree, parents first; O(cache)."""
         runs = list(findable)
         check_runs(runs, self._detached.keys(), self._open.keys())
+        sources = [slot for run in self.open_copies(CacheLevel.HOST) for slot in run.latest_device_slots]
+        in_pool = all(0 <= slot < self.device_pool.size for slot in sources)
+        expect(in_pool, "an open copy reads a device slot outside the pool")
         waiting = {run for run in runs if run.device_children}
         check_queue(self.device_order.queues(), {run: run for run in runs if run.on_device}, waiting, "device")
         waiting = {run for run in runs if run.other_children and not run.on_device}

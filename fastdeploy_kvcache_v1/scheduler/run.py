@@ -98,7 +98,7 @@ class Run(Link):
         """Requests that use this run or one below it."""
         self.hits = 0
         self.open: CacheLevel | None = None
-        """Tier a copy is filling that the worker has not been told of yet."""
+        """Tier that a copy is filling of which the worker does not know yet."""
         self.detached = False
         """Can no longer be found, and only waits for its last user."""
 
@@ -127,7 +127,14 @@ class Run(Link):
     @property
     def device_slots(self) -> list[DeviceSlot]:
         """A copy, empty if it is not on the device; O(length)."""
-        return self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH] if self.on_device else []
+        return self.latest_device_slots if self.on_device else []
+
+    @property
+    def latest_device_slots(self) -> list[DeviceSlot]:
+        """What an open copy to the host reads, also after the run has left the device: the copy comes before whatever
+        the slots are used for next. A copy; O(length).
+        """
+        return self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH]
 
     @property
     def host_slots(self) -> list[HostSlot]:

@@ -5,7 +5,8 @@ Collects the copies of the scheduling step that is being decided. Not thread-saf
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from itertools import chain
 
 from ..errors import PoolInUseError
 from ..metadata import (
@@ -14,13 +15,12 @@ from ..metadata import (
     CacheLevel,
     CacheSwapMetadata,
     DeviceSlot,
-    HostSlot,
     NoSpace,
     SwapStep,
     TransferResult,
 )
+from .block_pool import Slot
 from .cache_stats import Counters
-from .invariants import expect
 from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
 from .residency import Residency
@@ -36,8 +36,6 @@ class Tiering:
         self._tree = tree
         self._residency = residency
         self._counters = counters
-        self._evict_sources: list[DeviceSlot] = []
-        self._evict_targets: list[HostSlot] = []
         self._told = ToldCopies()
 
     # ---- device slots
@@ -97,14 +95,14 @@ class Tiering:
         copied = self._residency.open_runs()
         if not copied:
             return SwapStep(step)
-        swap_ins = [run for run in copied if run.open is CacheLevel.DEVICE]
-        sources = [slot for run in swap_ins for slot in run.host_slots]
-        targets = [slot for run in swap_ins for slot in run.device_slots]
-        evict = _copies(NO_EVICT, self._evict_sources, self._evict_targets)
-        swap_in = _copies(NO_SWAP_IN, sources, targets)
+        outgoing = [run for run in copied if run.open is CacheLevel.HOST]
+        incoming = [run for run in copied if run.open is CacheLevel.DEVICE]
+        device, host = _slots(run.latest_device_slots for run in outgoing), _slots(run.host_slots for run in outgoing)
+        evict = _copies(NO_EVICT, device, host)
+        host, device = _slots(run.host_slots for run in incoming), _slots(run.device_slots for run in incoming)
+        swap_in = _copies(NO_SWAP_IN, host, device)
         self._counters.swap_out_blocks += len(evict)
         self._counters.swap_in_blocks += len(swap_in)
-        self._evict_sources, self._evict_targets = [], []
         self._told.remember(step, copied)
         self._residency.close_copies()
         return SwapStep(step, evict, swap_in)
@@ -121,7 +119,6 @@ class Tiering:
 
     def abandon_step(self) -> None:
         """Forget all copies decided but not handed over (nothing is in use any more)."""
-        self._evict_sources, self._evict_targets = [], []
         self._residency.abandon_copies()
 
     def evict_above(self, size: int) -> None:
@@ -133,7 +130,8 @@ class Tiering:
         above = self._residency.device_pool.slots_above(size)
         hit = [run for run in self._tree.runs() if not above.isdisjoint(run.device_slots)]
         evictable = {slot for run in hit if not run.pins for slot in run.device_slots}
-        in_use = (above - evictable) | {slot for slot in self._evict_sources if slot >= size}
+        to_copy = _slots(run.latest_device_slots for run in self._residency.open_copies(CacheLevel.HOST))
+        in_use = (above - evictable) | {slot for slot in to_copy if slot >= size}
         if in_use:
             raise PoolInUseError(
                 f"cannot shrink the device pool to {size} blocks: {len(in_use)} blocks above are in use; "
@@ -162,12 +160,6 @@ class Tiering:
             elif run.open is None and not run.detached and not failed.isdisjoint(run.host_slots):
                 self._residency.drop_host(run)
         return lost
-
-    def check(self) -> None:
-        """Raises `InvariantError` unless every copy to hand over fills a slot that is kept for it."""
-        expect(len(self._evict_sources) == len(self._evict_targets), "tiering: copies without a source or a target")
-        waiting = [slot for run in self._residency.open_copies(CacheLevel.HOST) for slot in run.host_slots]
-        expect(sorted(waiting) == sorted(self._evict_targets), "tiering: open copies and host slots disagree")
 
     # ---- inside
 
@@ -235,8 +227,6 @@ class Tiering:
     def _start_swap_out(self, run: Run) -> None:
         assert run.on_device
         slots = self._residency.host_pool.allocate(run.length)
-        self._evict_sources += run.device_slots
-        self._evict_targets += slots
         self._residency.start_swap_out(run, slots)
 
     def _make_host_room(self, count: int) -> int:
@@ -252,6 +242,10 @@ class Tiering:
             else:
                 self._tree.detach(victim)
         return count
+
+
+def _slots(ranges: Iterable[list[Slot]]) -> list[Slot]:
+    return list(chain.from_iterable(ranges))
 
 
 def _copies(none: CacheSwapMetadata, sources: Sequence[int], targets: Sequence[int]) -> CacheSwapMetadata:

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy_kvcache_v1.errors import InvariantError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, HostSlot
+from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.request_state import RequestState
-from fastdeploy_kvcache_v1.scheduler.run import WIDTH, HostCopy, Run
+from fastdeploy_kvcache_v1.scheduler.run import DEVICE, WIDTH, HostCopy, Run
 from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 from .scenario import block, manager, prompt, run, start
@@ -133,8 +133,7 @@ DAMAGES: dict[str, Damage] = {
     "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
     # Copies
     "open transfers and runs disagree": lambda cache: cache._residency._open.clear(),
-    "copies without a source or a target": lambda cache: cache._tiering._evict_targets.pop(),
-    "open copies and host slots disagree": lambda cache: cache._tiering._evict_targets.__setitem__(0, HostSlot(7)),
+    "an open copy reads a device slot outside the pool": lambda cache: leaf(cache).cells.__setitem__(DEVICE, 8),
 }
 
 
