@@ -46,7 +46,7 @@ class KVCacheConfig:
     host_eviction: str = "lru"
     """Which block leaves the host first, likewise."""
     max_queued_events: int = 262_144
-    """Blocks that queued events may name; past it the queue collapses into a snapshot. 0 switches events off."""
+    """Blocks that events not taken yet may name; past it, `take_events` describes the whole cache. 0: no events."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", WritePolicy.parse(self.write_policy))

@@ -228,7 +228,9 @@ class CacheManager:
     def take_events(self) -> list[CacheEvent]:
         """What was stored in and removed from each tier since the last call, in order.
 
-        If more than `max_queued_events` piled up, the list starts with `cleared` and describes the whole cache anew.
+        The first call subscribes: until then events cost nothing. Its list, as every one after more than
+        `max_queued_events` piled up, starts with `cleared` and describes the whole cache; O(cache) then. With
+        `max_queued_events` 0 there are no events.
         """
         with self._lock:
             events = self._events.take()

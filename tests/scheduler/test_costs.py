@@ -122,6 +122,7 @@ def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
 
 def test_events_are_bounded_by_the_blocks_they_name() -> None:
     cache = manager(64, max_queued_events=10)
+    cache.take_events()
     run(cache, "short", chain(1, 2, 3))
     assert [len(event.hashes) for event in cache.take_events()] == [3]
     run(cache, "long", chain(*range(100, 111)))  # one event, eleven blocks
@@ -131,6 +132,7 @@ def test_events_are_bounded_by_the_blocks_they_name() -> None:
 
 def test_events_that_name_as_many_blocks_as_the_bound_are_kept() -> None:
     cache = manager(64, max_queued_events=10)
+    cache.take_events()
     run(cache, "long", chain(*range(10)))
     assert cache.stats().events_overflowed == 0
     assert [len(event.hashes) for event in cache.take_events()] == [10]
@@ -138,6 +140,7 @@ def test_events_that_name_as_many_blocks_as_the_bound_are_kept() -> None:
 
 def test_a_reset_names_no_block_and_overflows_nothing() -> None:
     cache = manager(64, max_queued_events=20)
+    cache.take_events()
     for number in range(3):
         run(cache, str(number), chain(*range(100 * number, 100 * number + 16)))
         cache.take_events()
@@ -167,6 +170,7 @@ def test_items_after_a_block_cost_it_nothing(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("empty", [CacheManager.take_events, CacheManager.reset_cache])
 def test_the_bound_on_events_starts_anew_when_the_queue_is_emptied(empty: Callable[[CacheManager], object]) -> None:
     cache = manager(64, max_queued_events=10)
+    cache.take_events()
     for number in range(5):
         run(cache, str(number), chain(number, 1, 2, 3))
         empty(cache)
