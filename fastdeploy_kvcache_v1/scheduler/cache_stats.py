@@ -39,6 +39,10 @@ class Counters:
     duplicate_blocks: int = 0
     """Blocks computed by a request although another one had cached them meanwhile."""
     failed_transfer_blocks: int = 0
+    loaded_blocks: int = 0
+    """Blocks that came from outside the two tiers and were cached."""
+    wasted_load_blocks: int = 0
+    """Blocks that came from outside and were not: cancelled, cached meanwhile, or their prefix was evicted."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class CacheStats:
     host_blocks: int
     host_free_blocks: int
     host_cached_blocks: int
+    device_loading_blocks: int
+    host_loading_blocks: int
+    """Slots of loads that have not been completed: bytes may arrive in them."""
+    quarantined_blocks: int
+    """Slots among the loading ones of both tiers whose load is not wanted any more."""
     events_overflowed: int
 
     @property

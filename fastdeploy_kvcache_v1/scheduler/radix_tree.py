@@ -12,8 +12,9 @@ to copy, is the manager's business. Not thread-safe: the manager's lock covers i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot
+from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot, HostSlot
 from .residency import Residency
 from .run import Run
 
@@ -89,6 +90,27 @@ class RadixTree:
             done += taken
         return runs, duplicates
 
+    def graft(self, hashes: Sequence[BlockHash], slots: Sequence[Any], level: CacheLevel) -> int:
+        """Cache blocks from outside: the last of `hashes`, as many as `slots` of tier `level`. No request uses them.
+
+        Returns for how many of them, the last ones, the slots were taken. The others are cached already; none is taken
+        if the blocks before them are not cached, or, for the device tier, not on the device.
+        """
+        run, taken = self._find(hashes, len(hashes))
+        known = sum(above.length for above in run.path()) - run.length + taken
+        num_new = len(hashes) - known
+        has_prefix = num_new <= len(slots) and (level is CacheLevel.HOST or run.is_root or run.on_device)
+        if not num_new or not has_prefix:
+            return 0
+        if taken < run.length:
+            run = self.split(run, taken)
+        if run.child(hashes[known]) is not None:
+            return 0  # on its way to the host: it cannot be found yet, but it is cached
+        added = (Run.on_host if level is CacheLevel.HOST else Run.of)(hashes[known:], slots[-num_new:])
+        run.add_child(added)
+        self._residency.add_loaded(added)
+        return num_new
+
     # ---- taking blocks away
 
     def device_victim(self, most: int) -> Run | None:
@@ -115,13 +137,15 @@ class RadixTree:
             self._residency.detach(run)
         return detached
 
-    def detach_all(self, in_use: Sequence[Run], other_slots: Sequence[DeviceSlot]) -> None:
-        """Make everything unfindable. `in_use` are all pinned runs, `other_slots` the device slots of nobody here.
+    def detach_all(
+        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
+    ) -> None:
+        """Make everything unfindable. `in_use` are all pinned runs; the other slots are not the tree's, and stay owned.
 
         O(runs in use + size of the pools); the rest is left to `sweep`.
         """
         self._ruins += self.root.drop_children()
-        kept = self._residency.detach_all(in_use, other_slots)
+        kept = self._residency.detach_all(in_use, other_device, other_host)
         for run in kept:
             self._ruins += run.drop_children()
         for run in kept:

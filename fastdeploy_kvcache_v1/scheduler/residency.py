@@ -86,6 +86,16 @@ class Residency:
         self.device_order.entered(run)
         self._tell_stored(CacheLevel.DEVICE, run)
 
+    def add_loaded(self, run: Run) -> None:
+        """`run`, in one tier and used by no request, has just been added to the tree: its bytes came from outside."""
+        if run.host is not None:
+            self.host_order.entered(run.host)
+            self._tell_stored(CacheLevel.HOST, run)
+        else:
+            self.num_device_evictable += run.length
+            self.device_order.entered(run)
+            self._tell_stored(CacheLevel.DEVICE, run)
+
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         """The pinned `run`, whose bytes are in `slots`, is now on the device."""
         self._put_on_device(run, slots)
@@ -129,11 +139,13 @@ class Residency:
         self._detached[run] = None
         self._free_if_unused(run)
 
-    def detach_all(self, in_use: Iterable[Run], other_slots: Sequence[DeviceSlot]) -> list[Run]:
+    def detach_all(
+        self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
+    ) -> list[Run]:
         """Nothing can be found any more. Runs `in_use`, which are all that are pinned, keep their slots, and host slots
         wait for their open copy; returns these runs. The rest is for the caller to forget.
 
-        `other_slots` of the device are owned outside the tree. O(runs in use + size of the pools).
+        The other slots are owned outside the tree. O(runs in use + size of the pools).
         """
         kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
         for run in kept:
@@ -148,8 +160,8 @@ class Residency:
         self.device_order.cleared()
         self.host_order.cleared()
         self.num_device_evictable = 0
-        self.device_pool.keep_only([*other_slots, *(slot for run in kept for slot in run.device_slots)])
-        self.host_pool.keep_only(slot for run in kept for slot in run.host_slots)
+        self.device_pool.keep_only([*other_device, *(slot for run in kept for slot in run.device_slots)])
+        self.host_pool.keep_only([*other_host, *(slot for run in kept for slot in run.host_slots)])
         self._events.cleared()
         return list(kept)
 

@@ -109,6 +109,13 @@ class Run(Link):
         run.on_device = True
         return run
 
+    @classmethod
+    def on_host(cls, hashes: Sequence[BlockHash], slots: Sequence[HostSlot]) -> Run:
+        """A run with cells of its own for blocks in host `slots`."""
+        run = cls(_cells(hashes, [None] * len(hashes)), 0, len(hashes))
+        run.enter_host(slots)
+        return run
+
     # ---- its blocks
 
     @property
@@ -381,7 +388,7 @@ class Run(Link):
         return parent
 
 
-def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Cells:
+def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot | None]) -> Cells:
     cells: Cells = [None] * (WIDTH * len(hashes))
     cells[::WIDTH] = hashes
     cells[DEVICE::WIDTH] = slots

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from itertools import chain
+from typing import Any
 
 from ..errors import PoolInUseError
 from ..metadata import (
@@ -15,6 +16,7 @@ from ..metadata import (
     CacheLevel,
     CacheSwapMetadata,
     DeviceSlot,
+    HostSlot,
     NoSpace,
     SwapStep,
     TransferResult,
@@ -60,7 +62,7 @@ class Tiering:
         return pool.allocate(count)
 
     def free_device(self, slots: Sequence[DeviceSlot]) -> None:
-        """Slots outside the tree are nobody's any more."""
+        """Slots outside the tree are free again."""
         self._residency.device_pool.free(slots)
 
     def swap_in(self, path: Sequence[Run], slots: Sequence[DeviceSlot]) -> None:
@@ -71,6 +73,20 @@ class Tiering:
                 self._residency.start_swap_in(run, slots[used : used + run.length])
                 used += run.length
         assert used == len(slots), "one slot per block"
+
+    # ---- slots of either tier for blocks from outside
+
+    def allocate_up_to(self, count: int, level: CacheLevel) -> list[Any]:
+        """`count` slots, evicting cached blocks where they are short, or as many as there is room for."""
+        if level is CacheLevel.HOST:
+            return self._residency.host_pool.allocate(self._make_host_room(count))
+        slots = self.allocate_device(min(count, self.num_available_device))
+        assert not isinstance(slots, NoSpace), "what is available can be allocated"
+        return slots
+
+    def free(self, slots: Sequence[Any], level: CacheLevel) -> None:
+        """Slots outside the tree are free again."""
+        (self._residency.host_pool if level is CacheLevel.HOST else self._residency.device_pool).free(slots)
 
     # ---- backups
 
@@ -89,6 +105,14 @@ class Tiering:
             self._count_skipped(min(skipped, num_new))  # for older ones that was counted before
 
     # ---- the step
+
+    def last_step_with_copies(self, level: CacheLevel, open_step: int) -> int:
+        """Number of the last step, at most `open_step`, whose copies may use slots of tier `level` that are free now.
+
+        Host slots that a copy of the open step uses are not free. Device slots that one reads may be.
+        """
+        is_read = level is CacheLevel.DEVICE and bool(self._residency.open_copies(CacheLevel.HOST))
+        return open_step if is_read else open_step - 1
 
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
@@ -109,12 +133,14 @@ class Tiering:
 
     # ---- administration
 
-    def forget_all(self, in_use: Sequence[Run], other_slots: Sequence[DeviceSlot]) -> None:
-        """Both tiers are empty but for runs `in_use`, all that are pinned, and `other_slots`, which are not the tree's.
+    def forget_all(
+        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
+    ) -> None:
+        """Both tiers are empty but for `in_use`, all runs that are pinned, and slots that are not the tree's.
 
         O(runs in use + size of the pools).
         """
-        self._tree.detach_all(in_use, other_slots)
+        self._tree.detach_all(in_use, other_device, other_host)
         self._told.forget()
 
     def abandon_step(self) -> None:

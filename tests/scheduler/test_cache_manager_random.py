@@ -47,6 +47,8 @@ class Driver:
             self.step: 10,
             self.end: 5,
             self.retry: 3,
+            self.load: 3,
+            self.end_load: 3,
             self.resize: 0.2,
             self.reset: 0.1,
         }
@@ -149,6 +151,27 @@ class Driver:
         ]
         return state, queues, stats.device_free_blocks, stats.host_free_blocks, stats.device_evictable_blocks
 
+    def load(self) -> None:
+        """Blocks of a prompt seen before, behind those that are cached or behind more."""
+        tokens = self.random.choice(self.history[-40:])
+        num_blocks = len(tokens) // BLOCK
+        if not num_blocks or len(self.shadow.loads) >= 3:
+            return
+        first = min(self.shadow.expected_match(tokens) + self.random.choice([0, 0, 0, 1]), num_blocks - 1)
+        level = self.random.choice([CacheLevel.HOST, CacheLevel.HOST, CacheLevel.DEVICE])
+        self.counter += 1
+        self.seen["loads"] += self.shadow.begin_load(f"l{self.counter}", tokens, first, level)
+
+    def end_load(self) -> None:
+        if not self.shadow.loads:
+            return
+        name = self.random.choice(list(self.shadow.loads))
+        load = self.shadow.loads[name]
+        if self.random.random() < 0.2:
+            self.shadow.cancel_load(name)
+        elif self.shadow.may_arrive(name):
+            self.seen["loaded"] += self.shadow.complete_load(name, self.random.randint(0, len(load.slots)))
+
     def resize(self) -> None:
         size = self.manager.num_device_blocks + self.random.randint(-6, 6)
         before = self.manager.stats()
@@ -160,11 +183,11 @@ class Driver:
 
     def reset(self) -> None:
         force = self.random.random() < 0.5
-        self.manager.reset_cache(force=force)
+        self.shadow.reset(force=force)
         if force:
-            self.shadow.requests.clear()
             self.fresh.clear()
-            self.manager.check_idle()
+            if not self.shadow.loads:
+                self.manager.check_idle()
         assert not self.shadow.index[CacheLevel.DEVICE] or self.manager.take_events()[0].kind == "cleared"
         for known in self.shadow.index.values():
             known.clear()
@@ -173,6 +196,8 @@ class Driver:
         for name in list(self.shadow.requests):
             self.shadow.end(name, "finish")
         self.shadow.step()
+        for name in list(self.shadow.loads):
+            self.shadow.complete_load(name, 0)
         self.manager.check_idle()
 
 
@@ -196,6 +221,7 @@ def test_long_runs(policy: WritePolicy, device: int, host: int) -> None:
     assert seen["refused"]
     if host:
         assert seen["evict"]
+        assert seen["loaded"]
         assert seen["swap_in"] or host < device  # a small host tier is a subset of the device tier
         assert seen["failed"] or host < device
 
@@ -208,3 +234,4 @@ def test_long_runs_under_other_eviction_policies(policy: WritePolicy, eviction: 
     assert seen["refused"]
     assert seen["evict"]
     assert seen["swap_in"]
+    assert seen["loaded"]
