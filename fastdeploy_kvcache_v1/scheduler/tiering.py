@@ -5,8 +5,7 @@ Collects the copies of the scheduling step that is being decided. Not thread-saf
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from itertools import chain
+from collections.abc import Sequence, Set
 from typing import Any
 
 from ..errors import PoolInUseError
@@ -21,7 +20,6 @@ from ..metadata import (
     SwapStep,
     TransferResult,
 )
-from .block_pool import Slot
 from .cache_stats import Counters
 from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
@@ -119,12 +117,13 @@ class Tiering:
         copied = self._residency.open_runs()
         if not copied:
             return SwapStep(step)
-        outgoing = [run for run in copied if run.open is CacheLevel.HOST]
-        incoming = [run for run in copied if run.open is CacheLevel.DEVICE]
-        device, host = _slots(run.latest_device_slots for run in outgoing), _slots(run.host_slots for run in outgoing)
-        evict = _copies(NO_EVICT, device, host)
-        host, device = _slots(run.host_slots for run in incoming), _slots(run.device_slots for run in incoming)
-        swap_in = _copies(NO_SWAP_IN, host, device)
+        device: dict[CacheLevel | None, list[DeviceSlot]] = {CacheLevel.DEVICE: [], CacheLevel.HOST: []}
+        host: dict[CacheLevel | None, list[HostSlot]] = {CacheLevel.DEVICE: [], CacheLevel.HOST: []}
+        for run in copied:
+            device[run.open] += run.latest_device_slots
+            host[run.open] += run.host_slots
+        evict = _copies(NO_EVICT, device[CacheLevel.HOST], host[CacheLevel.HOST])
+        swap_in = _copies(NO_SWAP_IN, host[CacheLevel.DEVICE], device[CacheLevel.DEVICE])
         self._counters.swap_out_blocks += len(evict)
         self._counters.swap_in_blocks += len(swap_in)
         self._told.remember(step, copied)
@@ -156,8 +155,9 @@ class Tiering:
         above = self._residency.device_pool.slots_above(size)
         hit = [run for run in self._tree.runs() if not above.isdisjoint(run.device_slots)]
         evictable = {slot for run in hit if not run.pins for slot in run.device_slots}
-        to_copy = _slots(run.latest_device_slots for run in self._residency.open_copies(CacheLevel.HOST))
-        in_use = (above - evictable) | {slot for slot in to_copy if slot >= size}
+        outgoing = self._residency.open_copies(CacheLevel.HOST)
+        to_copy = {slot for run in outgoing for slot in run.latest_device_slots if slot >= size}
+        in_use = (above - evictable) | to_copy
         if in_use:
             raise PoolInUseError(
                 f"cannot shrink the device pool to {size} blocks: {len(in_use)} blocks above are in use; "
@@ -268,10 +268,6 @@ class Tiering:
             else:
                 self._tree.detach(victim)
         return count
-
-
-def _slots(ranges: Iterable[list[Slot]]) -> list[Slot]:
-    return list(chain.from_iterable(ranges))
 
 
 def _copies(none: CacheSwapMetadata, sources: Sequence[int], targets: Sequence[int]) -> CacheSwapMetadata:

@@ -128,6 +128,7 @@ def test_no_event_is_ever_kept_with_a_limit_of_none() -> None:
         run(cache, "a!")
         assert cache.take_events() == []
         assert not cache._events._events
+    assert cache.stats().events_overflowed == 0
 
 
 def test_too_many_events_collapse_into_a_snapshot() -> None:

@@ -280,10 +280,10 @@ def test_what_a_request_computes_that_was_loaded_meanwhile_is_on_both_tiers() ->
 def test_a_block_on_its_way_to_the_host_is_not_cached_again() -> None:
     cache = manager(2, 6)
     run(cache, "ab!")
-    begin(cache, "abc", 1)
+    begin(cache, "abc", 0)
     cache.lend(2)
     assert cached(cache, "ab") == []
-    assert end(cache, 2) == 0
+    assert end(cache, 3) == 0
     cache.take_swap_step()
     assert cached(cache, "abc") == ["host", "host"]
     cache.check()
