@@ -78,7 +78,7 @@ class BlockHashes(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, prompt and output, those of the last partial block included."""
+        """All tokens so far, prompt and output, the last partial block included."""
 
 
 class MatchedSpan(NamedTuple):

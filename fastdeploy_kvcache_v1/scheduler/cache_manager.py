@@ -307,7 +307,7 @@ class CacheManager:
 
     @property
     def num_free_device_blocks(self) -> int:
-        """Device slots nobody owns, cached blocks excluded."""
+        """Device slots that are free; cached blocks are not."""
         with self._lock:
             return self._device_pool.num_free
 

@@ -30,7 +30,7 @@ class Counters:
     device_evicted_blocks: int = 0
     """Blocks whose device copy was given up to make room (with or without a host copy)."""
     device_lost_blocks: int = 0
-    """Those of them that had no host copy: their KV is gone."""
+    """Blocks among them that had no host copy: their KV is gone."""
     host_evicted_blocks: int = 0
     swap_out_blocks: int = 0
     swap_in_blocks: int = 0
@@ -63,7 +63,7 @@ class CacheStats:
     host_loading_blocks: int
     """Slots of loads that have not been completed: bytes may arrive in them."""
     quarantined_blocks: int
-    """Slots among the loading ones of both tiers whose load is not wanted any more."""
+    """Slots among the loading ones of both tiers: their load is not wanted any more."""
     events_overflowed: int
 
     @property

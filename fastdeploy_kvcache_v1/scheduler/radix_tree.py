@@ -5,8 +5,8 @@ prefix closure (DESIGN 4.2) holds by construction; on the device tier it holds b
 because requests pin whole paths. Cost of every operation: O(runs touched + blocks named), independent of cache size and
 of the length of runs.
 
-The tree is the shape; what is in which tier is `Residency`'s. It decides nothing: which block to evict when, and what
-to copy, is the manager's business. Not thread-safe: the manager's lock covers it.
+The tree is the shape; what is in which tier is `Residency`'s. It decides nothing: which block to evict next, and what
+to copy, is for the policies to say. Not thread-safe: the manager's lock covers it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RadixTree:
     def hit(self, leaf: Run, most: int) -> None:
         """Count one more hit of each run of the path of `leaf`, at most up to `most`.
 
-        A hit of a run is one of all runs above it, so those above a run that has had `most` have had them too.
+        A hit of a run is one of all runs above it, so runs above one that has had `most` have had them too.
         """
         run = leaf
         while run.parent is not None and run.hits < most:
@@ -128,7 +128,7 @@ class RadixTree:
         return None
 
     def detach(self, top: Run) -> list[Run]:
-        """Make `top` and everything below it unfindable; slots come back as soon as nobody uses them."""
+        """Make `top` and everything below it unfindable; slots come back as soon as no request uses them."""
         assert top.parent is not None and not top.detached, "only attached runs can be detached"
         top.leave_parent()
         self._residency.child_left(top.parent)
@@ -161,7 +161,7 @@ class RadixTree:
                 continue
             _, run = family.popitem()
             most -= 1
-            if not run.detached:  # those in use have been cared for
+            if not run.detached:  # a run in use has been cared for
                 self._ruins += run.drop_children()
                 run.drop_links()
 

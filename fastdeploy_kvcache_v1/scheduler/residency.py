@@ -1,4 +1,4 @@
-"""Residency: which runs are in which tier, who may leave it, and which copies are open.
+"""Residency: which runs are in which tier, which of them may leave it, and which copies are open.
 
 It owns the slots of cached blocks and gives them back to their pools, counts what could be evicted, and tells the
 event log. It knows single runs, not the shape of the tree, and decides nothing. Every method costs O(1) plus the blocks
@@ -51,8 +51,8 @@ class Residency:
         run.pins += 1
 
     def unpin(self, run: Run) -> None:
-        """One request uses it no longer. A swap-in that nobody waits for any more is cancelled, unless blocks below it
-        are on the device.
+        """One request uses it no longer. A swap-in that no request waits for any more is cancelled, unless blocks below
+        it are on the device.
         """
         run.pins -= 1
         if run.pins:
@@ -124,7 +124,7 @@ class Residency:
         self._take_host(run)
 
     def detach(self, run: Run) -> None:
-        """It can no longer be found; its slots come back as soon as nobody uses them."""
+        """It can no longer be found; its slots come back as soon as no request uses them."""
         if run.on_device:
             if not run.pins:
                 self.num_device_evictable -= run.length

@@ -228,7 +228,7 @@ class Run(Link):
 
     def drop_cells(self) -> None:
         """This run is gone, and its blocks are not needed any more. They leave the list of cells when its later blocks
-        have left it; so with them may go those of runs above it that went before.
+        have left it; with them go blocks of runs above it that are gone already.
         """
         run, cells = self, self.cells
         while run.cells is cells and run.ends_its_cells and run.is_gone:
@@ -287,13 +287,13 @@ class Run(Link):
             del parent.other_children[block]
 
     def drop_children(self) -> list[dict[BlockHash, Run]]:
-        """Returns those it had; they keep their way up. O(1)."""
+        """Returns the children it had; they keep their way up. O(1)."""
         families = [family for family in (self.device_children, self.other_children) if family]
         self.device_children = self.other_children = _NO_CHILDREN
         return families
 
     def drop_links(self) -> None:
-        """Of a run that nobody needs: it refers to no other run, so that it is no cyclic garbage."""
+        """The run is not needed any more: it refers to no other run, so that it is no cyclic garbage."""
         self.older = self.younger = self.parent = None
         if self.host is not None:
             self.host.older = self.host.younger = None
@@ -374,7 +374,7 @@ class Run(Link):
     def take_over_parent(self) -> Run:
         """It begins with its parent's blocks, in its parent's place. Returns the parent, which is nowhere now.
 
-        A reference to the parent that somebody kept leads to this run, by its `parent`.
+        A reference to the parent that was kept elsewhere leads to this run, by its `parent`.
         """
         parent = self.parent
         assert parent is not None and parent.parent is not None

@@ -64,7 +64,7 @@ class Tiering:
         self._residency.device_pool.free(slots)
 
     def swap_in(self, path: Sequence[Run], slots: Sequence[DeviceSlot]) -> None:
-        """Plan the copies that bring those blocks of the pinned `path` to the device that are not there."""
+        """Plan the copies that bring the blocks of the pinned `path` to the device that are not there yet."""
         used = 0
         for run in path:
             if not run.on_device:
@@ -161,13 +161,13 @@ class Tiering:
         if in_use:
             raise PoolInUseError(
                 f"cannot shrink the device pool to {size} blocks: {len(in_use)} blocks above are in use; "
-                "finish or preempt their requests first"
+                "finish or preempt their requests, and complete their loads, first"
             )
         for run in hit:
             self._evict_subtree(run, above)
 
     def forget_failed(self, result: TransferResult) -> set[Run]:
-        """Forget what is in the slots that `result` failed to fill, and the blocks below those that are nowhere else.
+        """Forget what is in the slots that `result` failed to fill, and the blocks below which are nowhere else.
 
         Returns the runs that can no longer be found; some may still be in use. Costs O(the blocks copied in that step
         and their prefixes), O(cache) when the step was so long ago that it is not remembered.
@@ -222,7 +222,7 @@ class Tiering:
         self._drop_device(run)
 
     def _drop_device(self, run: Run) -> None:
-        if run.open is CacheLevel.DEVICE:  # nobody waits for its swap-in any more
+        if run.open is CacheLevel.DEVICE:  # no request waits for its swap-in any more
             self._residency.drop_device(run)
             return
         self._counters.device_evicted_blocks += run.length

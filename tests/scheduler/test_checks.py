@@ -95,6 +95,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "device pool: slots both free and allocated": lambda cache: cache._device_pool._free.append(0),
     "device pool: slots lost or out of range": lambda cache: cache._device_pool._free.pop(),
+    "host pool: 1 slots leaked": lambda cache: cache._host_pool.allocate(1),
     # The tree
     "a run is not its parent's child": lambda cache: top(cache).cells.__setitem__(0, block("x")),
     "a run is pinned less than its children": lambda cache: setattr(top(cache), "pins", 0),
@@ -142,7 +143,7 @@ def test_check_names_the_damage(expected: str) -> None:
     assert expected in damaged_by(DAMAGES[expected])
 
 
-def test_idle_means_that_nobody_holds_anything() -> None:
+def test_idle_means_that_nothing_is_held() -> None:
     cache = manager(4)
     cache.check_idle()
     start(cache, "ab!")
