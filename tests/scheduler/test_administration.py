@@ -124,8 +124,8 @@ def test_events_are_kept_from_the_first_time_they_are_taken() -> None:
 
 def test_no_event_is_ever_kept_with_a_limit_of_none() -> None:
     cache = manager(8, max_queued_events=0)
-    for _ in range(2):
-        run(cache, "a!")
+    for text in ("a!", "b!", "c!"):
+        run(cache, text)
         assert cache.take_events() == []
         assert not cache._events._events
     assert cache.stats().events_overflowed == 0
