@@ -1,4 +1,4 @@
-"""One frozen, validated settings object for the scheduler half. Host adapters build it from their own configuration."""
+"""One frozen, validated settings object for the scheduler half. Each server builds it from its own configuration."""
 
 from __future__ import annotations
 
@@ -41,13 +41,12 @@ class KVCacheConfig:
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
     write_through_threshold: int = 2
     enable_prefix_caching: bool = True
+    device_eviction: str = "lru"
+    """Which block leaves the device first: a name of `scheduler/policies/tables.py`, else `CacheManager` refuses it."""
+    host_eviction: str = "lru"
+    """Which block leaves the host first, likewise."""
     max_queued_events: int = 262_144
-    """Blocks that queued events may name; past it the queue collapses into a snapshot. 0 switches events off."""
-
-    @property
-    def hits_that_count(self) -> int:
-        """Hits of a block that the write policy tells apart. More are not counted: they would keep blocks apart."""
-        return self.write_through_threshold if self.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 0
+    """Blocks that events not taken yet may name; past it, `take_events` describes the whole cache. 0: no events."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", WritePolicy.parse(self.write_policy))

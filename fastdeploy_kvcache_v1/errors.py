@@ -4,7 +4,7 @@ KVCacheError
 ├── ConfigError                a setting is wrong; the message says which and what to do
 ├── CacheStateError            the caller broke a contract (a bug, never a load condition)
 │   ├── UnknownRequestError    the request is not (or no longer) known to the manager
-│   └── BlockPoolError         a slot was freed twice, or by somebody who does not own it
+│   └── BlockPoolError         a slot was freed twice, or by a caller that does not own it
 ├── InvariantError             `check()` found damaged state
 ├── PoolInUseError             a resize would take slots from running requests; nothing changed
 ├── OverlayError               the host is not what the patch table expects; nothing is served

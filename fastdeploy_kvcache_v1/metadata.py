@@ -78,7 +78,7 @@ class BlockHashes(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """All tokens so far, prompt and output, those of the last partial block included."""
+        """All tokens so far, prompt and output, the last partial block included."""
 
 
 class MatchedSpan(NamedTuple):
@@ -133,10 +133,21 @@ class Allocation(NamedTuple):
 
 
 class NoSpace(NamedTuple):
-    """`CacheManager.allocate` could not find enough device slots. No state was changed."""
+    """There are not enough slots. No state was changed."""
 
     needed: int
     available: int
+
+
+class LoadSlots(NamedTuple):
+    """What `CacheManager.begin_load` lends."""
+
+    slots: tuple[int, ...]
+    """Of the load's tier, for its first blocks in prompt order: fewer than it has blocks where room is short."""
+    after_step: int
+    """No byte may arrive before the worker has begun this swap step (-1: at once), and then only after the copies and
+    passes that use these slots by then: until that step their old content may still be read.
+    """
 
 
 @dataclass(frozen=True)

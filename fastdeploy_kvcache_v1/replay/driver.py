@@ -82,7 +82,7 @@ class Replay:
         self.num_too_long = 0
         """Requests that no empty device tier could hold; a server refuses them."""
         self.num_outputs_cut = 0
-        """Requests that finished without output blocks: no empty tier holds them, or nobody else could make room."""
+        """Requests that finished without output blocks: no empty tier holds them, or no request could make room."""
         self.shadow: ShadowDataPlane | None = None
         if options.verify:
             from .shadow import ShadowDataPlane
@@ -159,7 +159,7 @@ class Replay:
         """Give the requests prefilled in the last step room for all their output tokens, computed in one step."""
         members: list[_Request] = []
         for opened in self._generating:
-            if opened.request_id not in self._open:  # finished early, to make room for somebody else
+            if opened.request_id not in self._open:  # finished early, to make room for another request
                 continue
             request, sequence = opened.request, opened.sequence
             if not self._fits(request.input_length + request.output_length - 1):

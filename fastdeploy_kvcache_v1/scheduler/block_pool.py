@@ -1,4 +1,4 @@
-"""Pools of slots: who may use which block of a tier.
+"""Pools of slots: which blocks of a tier are free.
 
 A pool only knows free and allocated; the prefix tree and the requests own what is allocated. Last freed, first
 reused, whole runs at a time, so that neighbouring slots tend to stay together (copies coalesce them).
@@ -16,7 +16,7 @@ from ..metadata import DeviceSlot, HostSlot
 Slot = TypeVar("Slot", bound=int)
 
 _INVERTED = bytes([1, 0]) + bytes(254)
-"""Table for `translate`: who is owned is not free."""
+"""Table for `translate`: an owned slot is not free."""
 
 
 class BlockPool(Generic[Slot]):
@@ -28,7 +28,7 @@ class BlockPool(Generic[Slot]):
         self._size = size
         self._free: list[int] = list(range(size - 1, -1, -1))
         self._owned = bytearray(size)
-        """1 for each slot that somebody owns."""
+        """1 for each slot that has an owner."""
 
     @property
     def size(self) -> int:
@@ -84,7 +84,7 @@ class BlockPool(Generic[Slot]):
         self._free = list(compress(range(self._size - 1, -1, -1), kept[::-1].translate(_INVERTED)))
 
     def allocated_slots(self) -> frozenset[int]:
-        """Every slot somebody owns; O(size), for checks."""
+        """Every slot that has an owner; O(size), for checks."""
         return frozenset(compress(range(self._size), self._owned))
 
     def check(self) -> None:

@@ -22,11 +22,13 @@ from ..config import KVCacheConfig
 from ..errors import CacheStateError, ConfigError
 from ..metadata import (
     Allocation,
+    BlockHash,
     BlockHashes,
     BlockNode,
     CacheEvent,
     CacheLevel,
     DeviceSlot,
+    LoadSlots,
     MatchResult,
     NoSpace,
     SwapStep,
@@ -37,6 +39,8 @@ from .cache_stats import CacheStats, Counters
 from .event_log import EventLog
 from .invariants import expect
 from .lent_slots import LentSlots
+from .load_table import LoadTable
+from .policies.tables import backup_policy, eviction_policy
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
@@ -56,11 +60,18 @@ class CacheManager:
         self._events = EventLog(config.max_queued_events)
         self._device_pool = DeviceBlockPool(config.num_device_blocks)
         self._host_pool = HostBlockPool(config.num_host_blocks)
-        self._residency = Residency(self._device_pool, self._host_pool, self._events)
+        self._residency = Residency(
+            self._device_pool,
+            self._host_pool,
+            eviction_policy(config.device_eviction, "device"),
+            eviction_policy(config.host_eviction, "host"),
+            self._events,
+        )
         self._tree = RadixTree(self._residency)
-        self._tiering = Tiering(config, self._tree, self._residency, self._counters)
+        self._tiering = Tiering(backup_policy(config), self._tree, self._residency, self._counters)
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters)
         self._lent = LentSlots()
+        self._loads = LoadTable(config, self._tree, self._tiering, self._counters)
 
     # ---- the life of a request
 
@@ -155,6 +166,42 @@ class CacheManager:
         with self._lock:
             return frozenset(self._lent)
 
+    # ---- blocks from outside the two tiers
+
+    def begin_load(
+        self, load_id: str, hashes: Sequence[BlockHash], first: int, *, level: CacheLevel = CacheLevel.HOST
+    ) -> LoadSlots | NoSpace:
+        """Lend slots of tier `level` for blocks `hashes[first:]` of a prompt, which storage or a peer is going to fill.
+
+        `hashes` begin with the prompt's first block. Cached blocks are evicted where slots are short, and there may be
+        fewer slots than blocks: then the load is of the first ones. `NoSpace`, changing nothing, if there is none, or
+        prefix caching is off. Read `LoadSlots.after_step` before letting bytes in.
+
+        Until `complete_load` nothing of it can be matched, and no other owner gets its slots. A load pins nothing: to
+        keep the blocks before `first`, let a request match them. Raises `CacheStateError` if `load_id` has begun
+        already or there is no such block. O(blocks).
+        """
+        with self._lock:
+            return self._loads.begin(load_id, hashes, first, level, self._requests.step)
+
+    def complete_load(self, load_id: str, num_arrived: int) -> int:
+        """The first `num_arrived` blocks of a load are there, and no byte can arrive in any of its slots any more.
+
+        They become ordinary cached blocks, and all other slots are free again. Returns how many became cached, the last
+        ones of those that arrived: blocks that are cached already do not, nor any if the load was cancelled or the
+        blocks before it are gone (for the device tier: are not on the device). 0 arrived aborts a load.
+        Raises `CacheStateError`, changing nothing, for an unknown load or more blocks than it has slots. O(blocks).
+        """
+        with self._lock:
+            return self._loads.complete(load_id, num_arrived)
+
+    def cancel_load(self, load_id: str) -> None:
+        """Nothing of the load is wanted any more, but bytes may still arrive: quarantine. Its slots are kept until
+        `complete_load`, however long that takes. Idempotent. Raises `CacheStateError` for an unknown load.
+        """
+        with self._lock:
+            self._loads.cancel(load_id)
+
     # ---- the worker
 
     def take_swap_step(self) -> SwapStep:
@@ -193,23 +240,25 @@ class CacheManager:
 
         Running requests keep their blocks until they end and cache nothing more. With `force` they are forgotten too,
         all slots, lent ones included, are free, and copies not yet taken are dropped: the caller has stopped the
-        worker's use of them. O(requests + blocks in use), and a copy of the pools' lists; what was forgotten is taken
-        apart little by little, by later steps.
+        worker's use of them. Either way loads are cancelled, see `cancel_load`: their slots stay reserved. O(requests +
+        blocks in use), and a copy of the pools' lists; what was forgotten is taken apart little by little, by later
+        steps.
         """
         with self._lock:
             if force:
                 self._requests.end_all()
                 self._lent.end_all()
+            self._loads.cancel_all()
             in_use = self._requests.start_epoch()
-            self._tiering.forget_all(in_use, [*self._requests.own_slots(), *self._lent])
+            self._tiering.forget_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
             if force:
                 self._tiering.abandon_step()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
 
-        Raises `ConfigError` for a size below 1, and `PoolInUseError`, with no change, when a request uses a slot above
-        the new end or such a slot still waits to be copied out. O(cache).
+        Raises `ConfigError` for a size below 1, and `PoolInUseError`, with no change, when a request or a load uses a
+        slot above the new end or such a slot still waits to be copied out. O(cache).
         """
         size = operator.index(num_device_blocks)
         if size < 1:
@@ -221,7 +270,9 @@ class CacheManager:
     def take_events(self) -> list[CacheEvent]:
         """What was stored in and removed from each tier since the last call, in order.
 
-        If more than `max_queued_events` piled up, the list starts with `cleared` and describes the whole cache anew.
+        The first call subscribes: until then events cost nothing. Its list, as every one after more than
+        `max_queued_events` piled up, starts with `cleared` and describes the whole cache; O(cache) then. With
+        `max_queued_events` 0 there are no events.
         """
         with self._lock:
             events = self._events.take()
@@ -234,7 +285,7 @@ class CacheManager:
     def nodes(self, request_id: str) -> tuple[BlockNode, ...]:
         """The cached blocks the request uses, in prompt order. Raises `UnknownRequestError`."""
         with self._lock:
-            path = self._tree.path(self._requests[request_id].leaf)
+            path = self._requests[request_id].leaf.path()
             return tuple(node for run in path for node in run.nodes())
 
     def num_blocks(self, request_id: str) -> int:
@@ -256,7 +307,7 @@ class CacheManager:
 
     @property
     def num_free_device_blocks(self) -> int:
-        """Device slots nobody owns, cached blocks excluded."""
+        """Device slots that are free; cached blocks are not."""
         with self._lock:
             return self._device_pool.num_free
 
@@ -269,7 +320,8 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """O(requests)."""
         with self._lock:
-            owned = self._requests.num_own_slots + len(self._lent)
+            loading, on_host = self._loads.num_slots(CacheLevel.DEVICE), self._loads.num_slots(CacheLevel.HOST)
+            owned = self._requests.num_own_slots + len(self._lent) + loading
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),
@@ -279,7 +331,10 @@ class CacheManager:
                 device_evictable_blocks=self._residency.num_device_evictable,
                 host_blocks=self._host_pool.size,
                 host_free_blocks=self._host_pool.num_free,
-                host_cached_blocks=self._host_pool.num_allocated,
+                host_cached_blocks=self._host_pool.num_allocated - on_host,
+                device_loading_blocks=loading,
+                host_loading_blocks=on_host,
+                quarantined_blocks=self._loads.num_quarantined,
                 events_overflowed=self._events.overflows,
             )
 
@@ -287,20 +342,25 @@ class CacheManager:
         """Raises `InvariantError` unless every slot has exactly one owner and every pin a request; O(cache)."""
         with self._lock:
             self._residency.check(self._tree.runs())
-            self._tiering.check()
             runs = [*self._tree.runs(), *self._residency.detached_runs()]
             cached = [slot for run in runs for slot in run.device_slots]
-            self._device_pool.check_owners([*cached, *self._requests.own_slots(), *self._lent])
-            self._host_pool.check_owners([slot for run in runs for slot in run.host_slots])
+            self._device_pool.check_owners([*cached, *self._device_slots_outside()])
+            on_host = [slot for run in runs for slot in run.host_slots]
+            self._host_pool.check_owners([*on_host, *self._loads.slots(CacheLevel.HOST)])
             self._requests.check(runs)
 
     def check_idle(self) -> None:
-        """`check`, and nobody holds anything: every allocated slot is cached and evictable."""
+        """`check`, and every allocated slot is cached and evictable: no request, loan or load holds one."""
         with self._lock:
             self.check()
             self._requests.check_none()
+            self._loads.check_none()
             expect(
                 not self._residency.detached_runs(),
                 "manager: forgotten blocks still hold slots; take the swap step first",
             )
             expect(self._tiering.num_available_device == self._device_pool.size, "manager: device slots leaked")
+
+    def _device_slots_outside(self) -> list[DeviceSlot]:
+        """Every allocated device slot that is not the tree's."""
+        return [*self._requests.own_slots(), *self._lent, *self._loads.slots(CacheLevel.DEVICE)]

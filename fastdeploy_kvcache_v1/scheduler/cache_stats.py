@@ -30,7 +30,7 @@ class Counters:
     device_evicted_blocks: int = 0
     """Blocks whose device copy was given up to make room (with or without a host copy)."""
     device_lost_blocks: int = 0
-    """Those of them that had no host copy: their KV is gone."""
+    """Blocks among them that had no host copy: their KV is gone."""
     host_evicted_blocks: int = 0
     swap_out_blocks: int = 0
     swap_in_blocks: int = 0
@@ -39,6 +39,10 @@ class Counters:
     duplicate_blocks: int = 0
     """Blocks computed by a request although another one had cached them meanwhile."""
     failed_transfer_blocks: int = 0
+    loaded_blocks: int = 0
+    """Blocks that came from outside the two tiers and were cached."""
+    wasted_load_blocks: int = 0
+    """Blocks that came from outside and were not: cancelled, cached meanwhile, or their prefix was evicted."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,11 @@ class CacheStats:
     host_blocks: int
     host_free_blocks: int
     host_cached_blocks: int
+    device_loading_blocks: int
+    host_loading_blocks: int
+    """Slots of loads that have not been completed: bytes may arrive in them."""
+    quarantined_blocks: int
+    """Slots among the loading ones of both tiers: their load is not wanted any more."""
     events_overflowed: int
 
     @property

@@ -135,7 +135,7 @@ def token_bytes(token_ids: npt.NDArray[np.integer] | Sequence[int]) -> bytes:
     if isinstance(token_ids, list) and not TOKENS_ARE_SWAPPED:  # four times as fast as through NumPy
         with suppress(TypeError, OverflowError):
             return array(TOKEN_TYPE, token_ids).tobytes()
-    # Imported here: the scheduler half must load fast, and whoever passes an array has numpy loaded already.
+    # Imported here: the scheduler half must load fast, and a caller that passes an array has numpy loaded already.
     import numpy as np
 
     ids = np.asarray(token_ids)

@@ -8,23 +8,20 @@ from ..metadata import BlockHash, CacheEvent, CacheLevel
 
 
 class EventLog:
-    """Keeps events that name at most `limit` blocks; one more and all are dropped, until the next `take`.
+    """Keeps events from the first `take` on, as long as they name at most `limit` blocks: one more, and all are dropped
+    until the next `take`. While none are kept, an event costs neither memory nor time.
 
     Not thread-safe: the manager's lock covers it.
     """
 
     def __init__(self, limit: int) -> None:
         self.overflows = 0
-        """How often that happened."""
+        """How often the limit was passed."""
+        self.is_listening = False
+        """Would an event be kept now? If not, there is no need to make it."""
         self._limit = limit
         self._events: list[CacheEvent] = []
         self._num_blocks = 0
-        self._lost = False
-
-    @property
-    def is_listening(self) -> bool:
-        """Would an event be kept now? If not, nobody need make it."""
-        return bool(self._limit) and not self._lost
 
     def stored(self, level: CacheLevel, hashes: Sequence[BlockHash], parent: BlockHash | None) -> None:
         if self._has_room(len(hashes)):
@@ -36,14 +33,16 @@ class EventLog:
 
     def cleared(self) -> None:
         """Everything before this is void."""
-        self._lost, self._num_blocks = False, 0
-        self._events = [CacheEvent("cleared", None)] if self._limit else []
+        if self.is_listening:
+            self._events, self._num_blocks = [CacheEvent("cleared", None)], 0
 
     def take(self) -> list[CacheEvent] | None:
-        """All events since the last call, oldest first; None when some were lost and the reader needs a snapshot."""
-        lost, self._lost = self._lost, False
+        """All events since the last call, oldest first; None when there are more than were kept, and the reader needs a
+        snapshot: the first time, and after an overflow. A limit of 0 keeps none.
+        """
+        complete, self.is_listening = self.is_listening or not self._limit, bool(self._limit)
         events, self._events, self._num_blocks = self._events, [], 0
-        return None if lost else events
+        return events if complete else None
 
     def _has_room(self, num_blocks: int) -> bool:
         if not self.is_listening:
@@ -52,6 +51,6 @@ class EventLog:
         if self._num_blocks <= self._limit:
             return True
         self._events = []
-        self._lost = True
+        self.is_listening = False
         self.overflows += 1
         return False

@@ -36,7 +36,7 @@ def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> 
 
 
 def check_queue(queues: Sequence[RunQueue], places: Mapping[Run, Link], waiting: Set[Run], tier: str) -> None:
-    """`places` of the findable runs of a tier, some of them `waiting` for those below: each is in the tier's queues at
+    """`places` of the findable runs of a tier, some of them `waiting` for runs below: each is in the tier's queues at
     most once, and none that can be evicted is missing.
     """
     expect(all(queue.check_links() for queue in queues), f"the {tier} queue is torn")

@@ -27,9 +27,9 @@ class LentSlots:
         """`slots` are lent no longer. Raises `BlockPoolError`, changing nothing, unless each is lent and named once."""
         named = set(slots)
         if wrong := named - self._slots:
-            raise BlockPoolError(f"slots that are not lent: {sorted(wrong)}")
+            raise BlockPoolError(f"slots {sorted(wrong)} are not lent: name slots that `lend` returned")
         if len(named) != len(slots):
-            raise BlockPoolError("a lent slot was named twice")
+            raise BlockPoolError(f"a lent slot was named twice: {sorted(slots)[:8]}")
         self._slots -= named
 
     def end_all(self) -> None:

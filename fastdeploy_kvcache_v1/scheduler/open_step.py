@@ -42,7 +42,7 @@ class OpenStep:
                 self._count(request)
 
     def void(self, request_ids: Iterable[str], slots: Set[DeviceSlot]) -> None:
-        """These requests, and those that read one of `slots`, were served nothing: their next attempt counts."""
+        """These requests, and others that read one of `slots`, were served nothing: their next attempt counts."""
         given_up = set(request_ids)
         for admissions in (self._admitted, self._unsettled):
             for request_id, request in list(admissions.items()):

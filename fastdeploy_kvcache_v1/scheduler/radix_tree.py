@@ -5,15 +5,16 @@ prefix closure (DESIGN 4.2) holds by construction; on the device tier it holds b
 because requests pin whole paths. Cost of every operation: O(runs touched + blocks named), independent of cache size and
 of the length of runs.
 
-The tree is the shape; what is in which tier is `Residency`'s. It decides nothing: which block to evict when, and what
-to copy, is the manager's business. Not thread-safe: the manager's lock covers it.
+The tree is the shape; what is in which tier is `Residency`'s. It decides nothing: which block to evict next, and what
+to copy, is for the policies to say. Not thread-safe: the manager's lock covers it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot
+from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot, HostSlot
 from .residency import Residency
 from .run import Run
 
@@ -32,23 +33,13 @@ class RadixTree:
     def match(self, hashes: Sequence[BlockHash], limit: int) -> list[Run]:
         """Pin the longest cached prefix of `hashes[:limit]`; returns its runs in prompt order."""
         run, taken = self._find(hashes, limit)
-        path = self.path(run if taken == run.length else self.split(run, taken))
+        path = (run if taken == run.length else self.split(run, taken)).path()
         for run in path:
             self._residency.pin(run)
         return path
 
-    def path(self, leaf: Run) -> list[Run]:
-        """Runs from the root's child down to `leaf`, in prompt order."""
-        runs = []
-        run = leaf
-        while run.parent is not None:
-            runs.append(run)
-            run = run.parent
-        runs.reverse()
-        return runs
-
     def release(self, leaf: Run, *, touch: bool) -> None:
-        """Drop one pin of the path to `leaf`. `touch` makes it the most recently used, leaf first and root last."""
+        """Drop one pin of the path to `leaf`, leaf first and root last. `touch`: it counts as used."""
         run = leaf
         while run.parent is not None:
             self._residency.unpin(run)
@@ -60,7 +51,7 @@ class RadixTree:
     def hit(self, leaf: Run, most: int) -> None:
         """Count one more hit of each run of the path of `leaf`, at most up to `most`.
 
-        A hit of a run is one of all runs above it, so those above a run that has had `most` have had them too.
+        A hit of a run is one of all runs above it, so runs above one that has had `most` have had them too.
         """
         run = leaf
         while run.parent is not None and run.hits < most:
@@ -99,24 +90,45 @@ class RadixTree:
             done += taken
         return runs, duplicates
 
+    def graft(self, hashes: Sequence[BlockHash], slots: Sequence[Any], level: CacheLevel) -> int:
+        """Cache blocks from outside: the last of `hashes`, as many as `slots` of tier `level`. No request uses them.
+
+        Returns for how many of them, the last ones, the slots were taken. The others are cached already; none is taken
+        if the blocks before them are not cached, or, for the device tier, not on the device.
+        """
+        run, taken = self._find(hashes, len(hashes))
+        known = sum(above.length for above in run.path()) - run.length + taken
+        num_new = len(hashes) - known
+        has_prefix = num_new <= len(slots) and (level is CacheLevel.HOST or run.is_root or run.on_device)
+        if not num_new or not has_prefix:
+            return 0
+        if taken < run.length:
+            run = self.split(run, taken)
+        if run.child(hashes[known]) is not None:
+            return 0  # on its way to the host: it cannot be found yet, but it is cached
+        added = (Run.on_host if level is CacheLevel.HOST else Run.of)(hashes[known:], slots[-num_new:])
+        run.add_child(added)
+        self._residency.add_loaded(added)
+        return num_new
+
     # ---- taking blocks away
 
     def device_victim(self, most: int) -> Run | None:
-        """The least recently used device run that can leave, split to at most `most` blocks."""
-        for run in self._residency.device_queue:
+        """The next device run to leave, split to at most `most` blocks."""
+        for run in self._residency.device_order.candidates():
             if self._residency.is_device_victim(run):
                 return self._tail(run, most)
         return None
 
     def host_victim(self, most: int) -> Run | None:
-        """The least recently used run whose host copy can go, split to at most `most` blocks."""
-        for run in self._residency.host_queue:
+        """The next run whose host copy is to go, split to at most `most` blocks."""
+        for run in self._residency.host_order.candidates():
             if self._residency.is_host_victim(run):
                 return self._tail(run, most)
         return None
 
     def detach(self, top: Run) -> list[Run]:
-        """Make `top` and everything below it unfindable; slots come back as soon as nobody uses them."""
+        """Make `top` and everything below it unfindable; slots come back as soon as no request uses them."""
         assert top.parent is not None and not top.detached, "only attached runs can be detached"
         top.leave_parent()
         self._residency.child_left(top.parent)
@@ -125,13 +137,15 @@ class RadixTree:
             self._residency.detach(run)
         return detached
 
-    def detach_all(self, in_use: Sequence[Run], other_slots: Sequence[DeviceSlot]) -> None:
-        """Make everything unfindable. `in_use` are all pinned runs, `other_slots` the device slots of nobody here.
+    def detach_all(
+        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
+    ) -> None:
+        """Make everything unfindable. `in_use` are all pinned runs; the other slots are not the tree's, and stay owned.
 
         O(runs in use + size of the pools); the rest is left to `sweep`.
         """
         self._ruins += self.root.drop_children()
-        kept = self._residency.detach_all(in_use, other_slots)
+        kept = self._residency.detach_all(in_use, other_device, other_host)
         for run in kept:
             self._ruins += run.drop_children()
         for run in kept:
@@ -147,7 +161,7 @@ class RadixTree:
                 continue
             _, run = family.popitem()
             most -= 1
-            if not run.detached:  # those in use have been cared for
+            if not run.detached:  # a run in use has been cared for
                 self._ruins += run.drop_children()
                 run.drop_links()
 
@@ -176,7 +190,7 @@ class RadixTree:
         return run
 
     def _undo_splits(self, leaf: Run) -> None:
-        """Merge the runs of a released path whose sides share one fate again, next to each other in the LRU order."""
+        """Merge the runs of a released path whose sides share one fate again, neighbours in every tier's order."""
         run = leaf.only_child() or leaf
         while run.parent is not None:
             if run.fits_parent() and run.is_queued_next_to_parent():

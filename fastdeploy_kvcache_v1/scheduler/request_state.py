@@ -32,7 +32,7 @@ class RequestState:
     num_tokens: int = 0
     """Tokens it has been allocated for."""
     num_closed_tokens: int = 0
-    """Those of them that an earlier step than `step` allocated."""
+    """Tokens among them that a step before `step` allocated."""
     tail: list[DeviceSlot] = field(default_factory=list)
     """Own slots of the blocks behind the cached ones."""
     duplicates: dict[int, DeviceSlot] = field(default_factory=dict)
@@ -52,13 +52,8 @@ class RequestState:
         """A new list. O(its blocks)."""
         if not self.admitted:
             return []
-        runs = []
-        run = self.leaf
-        while run.parent is not None:
-            runs.append(run)
-            run = run.parent
         table: list[DeviceSlot] = []
-        for run in reversed(runs):
+        for run in self.leaf.path():
             table += run.device_slots
         for index, slot in self.duplicates.items():
             table[index] = slot
@@ -97,7 +92,7 @@ class RequestState:
         return slots
 
     def cache(self, runs: Sequence[Run], slots: Sequence[DeviceSlot], duplicates: Sequence[int]) -> None:
-        """The tree holds the blocks of `slots` in `runs` now, those with an index in `duplicates` in other slots."""
+        """The tree holds the blocks of `slots` in `runs` now: in other slots where the index is in `duplicates`."""
         for index in duplicates:
             self.duplicates[self.num_cached + index] = slots[index]
         self.leaf = runs[-1]
@@ -108,15 +103,17 @@ class RequestState:
         """Full blocks among its first `num_computed_tokens` tokens, the newest token of the sequence never counted.
 
         Raises `CacheStateError` for tokens that have no block, blocks that have no hash, and tokens that were allocated
-        in `open_step`, which nobody can have computed.
+        in `open_step`, which cannot have been computed yet.
         """
         num_blocks = min(num_computed_tokens, self.sequence.num_tokens - 1) // block_size
         if self.step == open_step and num_computed_tokens > self.num_closed_tokens:
             raise CacheStateError(f"request {self.request_id}: committed before take_swap_step closed its step")
         if num_computed_tokens > self.num_blocks * block_size:
-            raise CacheStateError(f"request {self.request_id}: {num_computed_tokens} tokens committed, fewer allocated")
+            room = self.num_blocks * block_size
+            raise CacheStateError(f"request {self.request_id}: {num_computed_tokens} tokens committed, room for {room}")
         if num_blocks > len(self.sequence.hashes):
-            raise CacheStateError(f"request {self.request_id}: {num_blocks} blocks committed, fewer hashed")
+            num_hashed = len(self.sequence.hashes)
+            raise CacheStateError(f"request {self.request_id}: {num_blocks} blocks committed, {num_hashed} hashed")
         return num_blocks
 
     def check(self, path: Sequence[Run]) -> None:

@@ -74,7 +74,7 @@ class RequestTable:
     def _admit(self, request: RequestState, num_blocks: int, num_tokens: int) -> Allocation | NoSpace:
         if num_blocks < request.num_cached:
             raise CacheStateError(f"request {request.request_id}: {num_tokens} tokens are fewer than its cached prefix")
-        path = self._tree.path(request.leaf)
+        path = request.leaf.path()
         num_swap_in = sum([run.length for run in path if not run.on_device])
         slots = self._tiering.allocate_device(num_swap_in + num_blocks - request.num_cached)
         if isinstance(slots, NoSpace):
@@ -170,7 +170,7 @@ class RequestTable:
         for request in waiting:  # first: what they let go may be joined
             self._forget_match(request)
             request.epoch = self._epoch
-        paths = [self._tree.path(request.leaf) for request in self._requests.values()]
+        paths = [request.leaf.path() for request in self._requests.values()]
         return list(dict.fromkeys(run for path in paths for run in path))
 
     def _forget_match(self, request: RequestState) -> None:
@@ -189,7 +189,7 @@ class RequestTable:
 
     def check(self, runs: Sequence[Run]) -> None:
         """Raises `InvariantError` unless every pin of `runs`, all there are, is a request's; O(cache)."""
-        paths = {request_id: self._tree.path(request.leaf) for request_id, request in self._requests.items()}
+        paths = {request_id: request.leaf.path() for request_id, request in self._requests.items()}
         pins = Counter(run for path in paths.values() for run in path)
         for run in runs:
             expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")

@@ -1,4 +1,4 @@
-"""Residency: which runs are in which tier, in what LRU order, and which copies are open.
+"""Residency: which runs are in which tier, which of them may leave it, and which copies are open.
 
 It owns the slots of cached blocks and gives them back to their pools, counts what could be evicted, and tells the
 event log. It knows single runs, not the shape of the tree, and decides nothing. Every method costs O(1) plus the blocks
@@ -13,29 +13,32 @@ from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
+from .policies.eviction import EvictionPolicy
 from .run import HostCopy, Run
-from .run_queue import RunQueue
 
 
 class Residency:
-    """A run that can be evicted is in the queue of its tier.
+    """A run that can leave a tier is in the order of that tier (see `EvictionPolicy`).
 
-    One that cannot may be taken out when it gets in the way, and comes back when that changes: a run in use as the
-    youngest when its last user leaves, one that waits for the runs below it as the oldest, which it was, when the last
-    of them has left the tier. So looking for a victim costs O(1) amortized, whatever is in use and however runs hang
-    below each other.
+    One that cannot may be taken out when it gets in the way, and comes back when that changes: a run in use when its
+    last user leaves, one that waits for the runs below it when the last of them has left the tier.
     """
 
-    def __init__(self, device_pool: DeviceBlockPool, host_pool: HostBlockPool, events: EventLog) -> None:
+    def __init__(
+        self,
+        device_pool: DeviceBlockPool,
+        host_pool: HostBlockPool,
+        device_order: EvictionPolicy,
+        host_order: EvictionPolicy,
+        events: EventLog,
+    ) -> None:
         self.device_pool = device_pool
         self.host_pool = host_pool
-        self.device_queue = RunQueue()
-        self.host_queue = RunQueue()
+        self.device_order = device_order
+        self.host_order = host_order
         self.num_device_evictable = 0
         """Blocks that device eviction can free at once; exact."""
         self._events = events
-        self._parked = RunQueue()
-        """Host copies that stay until the step is taken, because a copy that it starts fills or reads them."""
         self._open: dict[Run, None] = {}
         self._detached: dict[Run, None] = {}
 
@@ -48,8 +51,8 @@ class Residency:
         run.pins += 1
 
     def unpin(self, run: Run) -> None:
-        """One request uses it no longer. A swap-in that nobody waits for any more is cancelled, unless blocks below it
-        are on the device.
+        """One request uses it no longer. A swap-in that no request waits for any more is cancelled, unless blocks below
+        it are on the device.
         """
         run.pins -= 1
         if run.pins:
@@ -62,25 +65,36 @@ class Residency:
         if run.on_device:
             self.num_device_evictable += run.length
             if not run.is_queued and not run.device_children:
-                self.device_queue.touch(run)
+                self.device_order.released(run)
         if run.host is not None and not run.host.is_queued and (run.on_device or not run.other_children):
-            self.host_queue.touch(run.host)
+            self.host_order.released(run.host)
 
     def touch(self, run: Run) -> None:
-        """Make it the most recently used run of its tiers, unless it is detached."""
+        """A request that used it has ended."""
         if run.detached:
             return
         if run.on_device:
-            self.device_queue.touch(run)
+            self.device_order.used(run)
         if run.host is not None:
-            self.host_queue.touch(run.host)
+            self.host_order.used(run.host)
 
     # ---- slots
 
     def add_new(self, run: Run) -> None:
-        """`run`, on the device and used by one request, has just been added to the tree; queued when that leaves."""
+        """`run`, on the device and used by one request, has just been added to the tree."""
         run.pins = 1
+        self.device_order.entered(run)
         self._tell_stored(CacheLevel.DEVICE, run)
+
+    def add_loaded(self, run: Run) -> None:
+        """`run`, in one tier and used by no request, has just been added to the tree: its bytes came from outside."""
+        if run.host is not None:
+            self.host_order.entered(run.host)
+            self._tell_stored(CacheLevel.HOST, run)
+        else:
+            self.num_device_evictable += run.length
+            self.device_order.entered(run)
+            self._tell_stored(CacheLevel.DEVICE, run)
 
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         """The pinned `run`, whose bytes are in `slots`, is now on the device."""
@@ -110,26 +124,28 @@ class Residency:
         self._take_host(run)
 
     def detach(self, run: Run) -> None:
-        """It can no longer be found; its slots come back as soon as nobody uses them."""
+        """It can no longer be found; its slots come back as soon as no request uses them."""
         if run.on_device:
             if not run.pins:
                 self.num_device_evictable -= run.length
-            self.device_queue.discard(run)
+            self.device_order.removed(run)
             if run.open is not CacheLevel.DEVICE:
                 self._tell_removed(CacheLevel.DEVICE, run)
         if run.host is not None:
-            self.host_queue.discard(run.host)
+            self.host_order.removed(run.host)
             if run.open is not CacheLevel.HOST:
                 self._tell_removed(CacheLevel.HOST, run)
         run.detached = True
         self._detached[run] = None
         self._free_if_unused(run)
 
-    def detach_all(self, in_use: Iterable[Run], other_slots: Sequence[DeviceSlot]) -> list[Run]:
+    def detach_all(
+        self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
+    ) -> list[Run]:
         """Nothing can be found any more. Runs `in_use`, which are all that are pinned, keep their slots, and host slots
         wait for their open copy; returns these runs. The rest is for the caller to forget.
 
-        `other_slots` of the device are owned outside the tree. O(runs in use + size of the pools).
+        The other slots are owned outside the tree. O(runs in use + size of the pools).
         """
         kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
         for run in kept:
@@ -141,11 +157,11 @@ class Residency:
                 run.on_device = False
         self._detached = kept
         self._open = {run: None for run in self._open if run.open is CacheLevel.HOST or run.pins}
-        for queue in (self.device_queue, self.host_queue, self._parked):
-            queue.forget()
+        self.device_order.cleared()
+        self.host_order.cleared()
         self.num_device_evictable = 0
-        self.device_pool.keep_only([*other_slots, *(slot for run in kept for slot in run.device_slots)])
-        self.host_pool.keep_only(slot for run in kept for slot in run.host_slots)
+        self.device_pool.keep_only([*other_device, *(slot for run in kept for slot in run.device_slots)])
+        self.host_pool.keep_only([*other_host, *(slot for run in kept for slot in run.host_slots)])
         self._events.cleared()
         return list(kept)
 
@@ -155,7 +171,7 @@ class Residency:
         """Can the queued `run` leave the device? If not, it is out of the way now."""
         if not run.pins and not run.device_children:
             return True
-        self.device_queue.discard(run)
+        self.device_order.passed_over(run)
         return False
 
     def is_host_victim(self, run: Run) -> bool:
@@ -163,10 +179,10 @@ class Residency:
         host = run.host
         assert host is not None
         if run.pins or (run.other_children and not run.on_device):
-            self.host_queue.discard(host)
+            self.host_order.passed_over(host)
             return False
         if run.open is not None:
-            self._parked.touch(host)  # back when the step is taken
+            self.host_order.deferred(host)
             return False
         return True
 
@@ -175,30 +191,30 @@ class Residency:
         if run.pins or run.detached:
             return
         if run.on_device and not run.is_queued and not run.device_children:
-            self.device_queue.put_oldest(run)
+            self.device_order.unblocked(run)
         if run.host is not None and not run.host.is_queued and (run.on_device or not run.other_children):
-            self.host_queue.put_oldest(run.host)
+            self.host_order.unblocked(run.host)
 
     # ---- cutting and joining
 
     def split(self, head: Run, run: Run) -> None:
-        """`head` was cut from `run`: it takes the places next to `run`'s."""
+        """`head` was cut from `run`, and is in its tiers."""
         if run.is_queued:
-            self.device_queue.insert_after(head, run)
+            self.device_order.cut(head, run)
         if run.host is not None:
             head.host = HostCopy(head)
             if run.host.is_queued:
-                self.host_queue.insert_after(head.host, run.host)
+                self.host_order.cut(head.host, run.host)
         if run.open is not None:
             self._open[head] = None
 
     def join(self, run: Run) -> None:
-        """`run` takes over its parent; the parent's places in the queues go."""
+        """`run` takes over its parent; the parent's places go."""
         parent = run.parent
         assert parent is not None
-        self.device_queue.discard(parent)
+        self.device_order.joined(parent)
         if parent.host is not None:
-            self.host_queue.discard(parent.host)
+            self.host_order.joined(parent.host)
         run.take_over_parent()
 
     # ---- copies that the worker has not been told of
@@ -214,7 +230,7 @@ class Residency:
         assert run.host is None and len(slots) == run.length, "one host slot per block"
         run.open = CacheLevel.HOST
         self._open[run] = None
-        self.host_queue.touch(run.enter_host(slots))
+        self.host_order.entered(run.enter_host(slots))
 
     def open_copies(self, target: CacheLevel) -> list[Run]:
         return [run for run in self._open if run.open is target]
@@ -233,7 +249,7 @@ class Residency:
             else:
                 self._tell_stored(level, run)
         self._open.clear()
-        self.host_queue.put_back(self._parked)
+        self.host_order.step_taken()
 
     def abandon_copies(self) -> None:
         """Forget open copies that will never be handed to a worker (everything has been detached and released)."""
@@ -252,10 +268,13 @@ class Residency:
         """Raises `InvariantError` naming the first broken invariant, given the whole tree, parents first; O(cache)."""
         runs = list(findable)
         check_runs(runs, self._detached.keys(), self._open.keys())
+        sources = [slot for run in self.open_copies(CacheLevel.HOST) for slot in run.latest_device_slots]
+        in_pool = all(0 <= slot < self.device_pool.size for slot in sources)
+        expect(in_pool, "an open copy reads a device slot outside the pool")
         waiting = {run for run in runs if run.device_children}
-        check_queue([self.device_queue], {run: run for run in runs if run.on_device}, waiting, "device")
+        check_queue(self.device_order.queues(), {run: run for run in runs if run.on_device}, waiting, "device")
         waiting = {run for run in runs if run.other_children and not run.on_device}
-        check_queue([self._parked, self.host_queue], {run: run.host for run in runs if run.host}, waiting, "host")
+        check_queue(self.host_order.queues(), {run: run.host for run in runs if run.host}, waiting, "host")
         device = sum(run.length for run in runs if run.on_device and not run.pins)
         expect(
             device == self.num_device_evictable, f"{device} device blocks evictable, not {self.num_device_evictable}"
@@ -265,7 +284,8 @@ class Residency:
 
     def _put_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         assert run.pins and not run.on_device and len(slots) == run.length, "a run in use gets one slot per block"
-        run.enter_device(slots)  # queued when its last user leaves
+        run.enter_device(slots)
+        self.device_order.entered(run)
 
     def _close_unfilled(self, run: Run) -> None:
         """Cancel the swap-in of `run`, of which the worker does not know yet."""
@@ -274,14 +294,16 @@ class Residency:
         del self._open[run]
 
     def _take_device(self, run: Run) -> None:
-        self.device_queue.discard(run)
+        if not run.detached:
+            self.device_order.removed(run)
         self.device_pool.free(run.leave_device())
         if run.parent is not None:
             self.child_left(run.parent)
 
     def _take_host(self, run: Run) -> None:
         assert run.host is not None
-        self.host_queue.discard(run.host)
+        if not run.detached:
+            self.host_order.removed(run.host)
         self.host_pool.free(run.host_slots)
         run.host = None
 

@@ -32,7 +32,7 @@ _NO_CHILDREN: dict[BlockHash, Run] = {}
 
 
 class Link:
-    """A place in an LRU queue; in none while it has no neighbours."""
+    """A place in the order of a tier; in no queue while it has no neighbours."""
 
     __slots__ = ("older", "younger")
 
@@ -98,7 +98,7 @@ class Run(Link):
         """Requests that use this run or one below it."""
         self.hits = 0
         self.open: CacheLevel | None = None
-        """Tier a copy is filling that the worker has not been told of yet."""
+        """Tier that a copy is filling of which the worker does not know yet."""
         self.detached = False
         """Can no longer be found, and only waits for its last user."""
 
@@ -107,6 +107,13 @@ class Run(Link):
         """A run with cells of its own for blocks in device `slots`."""
         run = cls(_cells(hashes, slots), 0, len(hashes))
         run.on_device = True
+        return run
+
+    @classmethod
+    def on_host(cls, hashes: Sequence[BlockHash], slots: Sequence[HostSlot]) -> Run:
+        """A run with cells of its own for blocks in host `slots`."""
+        run = cls(_cells(hashes, [None] * len(hashes)), 0, len(hashes))
+        run.enter_host(slots)
         return run
 
     # ---- its blocks
@@ -127,7 +134,14 @@ class Run(Link):
     @property
     def device_slots(self) -> list[DeviceSlot]:
         """A copy, empty if it is not on the device; O(length)."""
-        return self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH] if self.on_device else []
+        return self.latest_device_slots if self.on_device else []
+
+    @property
+    def latest_device_slots(self) -> list[DeviceSlot]:
+        """What an open copy to the host reads, also after the run has left the device: the copy comes before whatever
+        the slots are used for next. A copy; O(length).
+        """
+        return self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH]
 
     @property
     def host_slots(self) -> list[HostSlot]:
@@ -214,7 +228,7 @@ class Run(Link):
 
     def drop_cells(self) -> None:
         """This run is gone, and its blocks are not needed any more. They leave the list of cells when its later blocks
-        have left it; so with them may go those of runs above it that went before.
+        have left it; with them go blocks of runs above it that are gone already.
         """
         run, cells = self, self.cells
         while run.cells is cells and run.ends_its_cells and run.is_gone:
@@ -273,17 +287,27 @@ class Run(Link):
             del parent.other_children[block]
 
     def drop_children(self) -> list[dict[BlockHash, Run]]:
-        """Returns those it had; they keep their way up. O(1)."""
+        """Returns the children it had; they keep their way up. O(1)."""
         families = [family for family in (self.device_children, self.other_children) if family]
         self.device_children = self.other_children = _NO_CHILDREN
         return families
 
     def drop_links(self) -> None:
-        """Of a run that nobody needs: it refers to no other run, so that it is no cyclic garbage."""
+        """The run is not needed any more: it refers to no other run, so that it is no cyclic garbage."""
         self.older = self.younger = self.parent = None
         if self.host is not None:
             self.host.older = self.host.younger = None
             self.host = None
+
+    def path(self) -> list[Run]:
+        """Runs from the root's child down to this one, in prompt order; none for the root."""
+        runs = []
+        run = self
+        while run.parent is not None:
+            runs.append(run)
+            run = run.parent
+        runs.reverse()
+        return runs
 
     def subtree(self) -> Iterator[Run]:
         """This run and everything below it, parents before children."""
@@ -350,7 +374,7 @@ class Run(Link):
     def take_over_parent(self) -> Run:
         """It begins with its parent's blocks, in its parent's place. Returns the parent, which is nowhere now.
 
-        A reference to the parent that somebody kept leads to this run, by its `parent`.
+        A reference to the parent that was kept elsewhere leads to this run, by its `parent`.
         """
         parent = self.parent
         assert parent is not None and parent.parent is not None
@@ -364,7 +388,7 @@ class Run(Link):
         return parent
 
 
-def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Cells:
+def _cells(hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot | None]) -> Cells:
     cells: Cells = [None] * (WIDTH * len(hashes))
     cells[::WIDTH] = hashes
     cells[DEVICE::WIDTH] = slots

@@ -1,4 +1,4 @@
-"""RunQueue: the LRU order of a tier."""
+"""RunQueue: places of runs in an order, what eviction policies are made of."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from .run import Link, Run
 
 
 class RunQueue:
-    """Places of runs, least recently used first: a linked list, so that the half of a split run gets its place.
-
-    A run that cannot be evicted now may be taken out when it gets in the way, and comes back when that changes. So
-    looking for a victim costs O(1) amortized, however many runs are in use. Every method is O(1).
-    """
+    """Oldest first: a linked list, so that the half of a split run gets its place. Every method is O(1)."""
 
     def __init__(self) -> None:
         end = self._end = Link()
@@ -28,7 +24,7 @@ class RunQueue:
             link = following
 
     def touch(self, link: Link) -> None:
-        """Make it the most recently used, whatever queue it is in, or none."""
+        """Make it the youngest, whatever queue it is in, or none."""
         end = self._end
         newest = end.older
         if newest is link:
@@ -63,7 +59,7 @@ class RunQueue:
             link.older = link.younger = None
 
     def put_back(self, taken: RunQueue) -> None:
-        """All of `taken` become the least recently used ones here, in their order, and leave it empty."""
+        """All of `taken` become the oldest ones here, in their order, and leave it empty."""
         first, last, oldest = taken._end.younger, taken._end.older, self._end.younger
         if first is taken._end:
             return
@@ -73,7 +69,7 @@ class RunQueue:
         taken._end.older = taken._end.younger = taken._end
 
     def forget(self) -> None:
-        """Be empty. Whoever was in it still looks queued: the caller cares for them."""
+        """Be empty. Places that were in it still look queued: the caller cares for them."""
         end = self._end
         end.older = end.younger = end
 

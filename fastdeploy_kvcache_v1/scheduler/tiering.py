@@ -1,4 +1,4 @@
-"""Tiering: which block leaves which tier, and what is copied, under a write policy.
+"""Tiering: room in a tier, copies to the host and back, as the policies want them.
 
 Collects the copies of the scheduling step that is being decided. Not thread-safe: the manager's lock covers it.
 """
@@ -6,8 +6,8 @@ Collects the copies of the scheduling step that is being decided. Not thread-saf
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from typing import Any
 
-from ..config import KVCacheConfig, WritePolicy
 from ..errors import PoolInUseError
 from ..metadata import (
     NO_EVICT,
@@ -21,7 +21,7 @@ from ..metadata import (
     TransferResult,
 )
 from .cache_stats import Counters
-from .invariants import expect
+from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
 from .residency import Residency
 from .run import Run
@@ -31,14 +31,11 @@ from .told_copies import ToldCopies
 class Tiering:
     """Makes room in a tier, backs blocks up to the host, and batches the copies of a step."""
 
-    def __init__(self, config: KVCacheConfig, tree: RadixTree, residency: Residency, counters: Counters) -> None:
-        self._policy = config.write_policy
-        self._hits_that_count = config.hits_that_count
+    def __init__(self, policy: BackupPolicy, tree: RadixTree, residency: Residency, counters: Counters) -> None:
+        self._policy = policy
         self._tree = tree
         self._residency = residency
         self._counters = counters
-        self._evict_sources: list[DeviceSlot] = []
-        self._evict_targets: list[HostSlot] = []
         self._told = ToldCopies()
 
     # ---- device slots
@@ -49,7 +46,7 @@ class Tiering:
         return self._residency.device_pool.num_free + self._residency.num_device_evictable
 
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
-        """`count` slots, evicting the least recently used blocks where they are short. `NoSpace` changes nothing."""
+        """`count` slots, evicting cached blocks where they are short. `NoSpace` changes nothing."""
         pool = self._residency.device_pool
         if count <= pool.num_free:
             return pool.allocate(count)
@@ -63,11 +60,11 @@ class Tiering:
         return pool.allocate(count)
 
     def free_device(self, slots: Sequence[DeviceSlot]) -> None:
-        """Slots outside the tree are nobody's any more."""
+        """Slots outside the tree are free again."""
         self._residency.device_pool.free(slots)
 
     def swap_in(self, path: Sequence[Run], slots: Sequence[DeviceSlot]) -> None:
-        """Plan the copies that bring those blocks of the pinned `path` to the device that are not there."""
+        """Plan the copies that bring the blocks of the pinned `path` to the device that are not there yet."""
         used = 0
         for run in path:
             if not run.on_device:
@@ -75,55 +72,78 @@ class Tiering:
                 used += run.length
         assert used == len(slots), "one slot per block"
 
+    # ---- slots of either tier for blocks from outside
+
+    def allocate_up_to(self, count: int, level: CacheLevel) -> list[Any]:
+        """`count` slots, evicting cached blocks where they are short, or as many as there is room for."""
+        if level is CacheLevel.HOST:
+            return self._residency.host_pool.allocate(self._make_host_room(count))
+        slots = self.allocate_device(min(count, self.num_available_device))
+        assert not isinstance(slots, NoSpace), "what is available can be allocated"
+        return slots
+
+    def free(self, slots: Sequence[Any], level: CacheLevel) -> None:
+        """Slots outside the tree are free again."""
+        (self._residency.host_pool if level is CacheLevel.HOST else self._residency.device_pool).free(slots)
+
     # ---- backups
 
     def hit(self, leaf: Run) -> None:
-        """The blocks of the pinned path to `leaf`, all on the device, have served one more request."""
-        self._tree.hit(leaf, self._hits_that_count)
-        if self._policy is WritePolicy.WRITE_THROUGH:
-            self._count_skipped(self._back_up(self._tree.path(leaf)))
-        elif self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            wanted = [run for run in self._tree.path(leaf) if run.hits >= self._hits_that_count]
+        """The blocks of the pinned path to `leaf`, if any, all on the device, have served one more request."""
+        if leaf.parent is None:
+            return
+        self._tree.hit(leaf, self._policy.hits_that_count)
+        if wanted := self._policy.on_hit(leaf):
             self._count_skipped(self._back_up(wanted))
 
     def back_up_completed(self, runs: Sequence[Run], num_new: int) -> None:
         """The last `num_new` blocks of `runs`, in prompt order, have just been computed."""
-        if self._policy is WritePolicy.WRITE_THROUGH:
-            skipped = self._back_up(runs)  # retries blocks before them for which there was no room
-            self._count_skipped(min(skipped, num_new))
+        if wanted := self._policy.on_completion(runs):
+            skipped = self._back_up(wanted)
+            self._count_skipped(min(skipped, num_new))  # for older ones that was counted before
 
     # ---- the step
+
+    def last_step_with_copies(self, level: CacheLevel, open_step: int) -> int:
+        """Number of the last step, at most `open_step`, whose copies may use slots of tier `level` that are free now.
+
+        Host slots that a copy of the open step uses are not free. Device slots that one reads may be.
+        """
+        is_read = level is CacheLevel.DEVICE and bool(self._residency.open_copies(CacheLevel.HOST))
+        return open_step if is_read else open_step - 1
 
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
         copied = self._residency.open_runs()
         if not copied:
             return SwapStep(step)
-        swap_ins = [run for run in copied if run.open is CacheLevel.DEVICE]
-        sources = [slot for run in swap_ins for slot in run.host_slots]
-        targets = [slot for run in swap_ins for slot in run.device_slots]
-        evict = _copies(NO_EVICT, self._evict_sources, self._evict_targets)
-        swap_in = _copies(NO_SWAP_IN, sources, targets)
+        device: dict[CacheLevel | None, list[DeviceSlot]] = {CacheLevel.DEVICE: [], CacheLevel.HOST: []}
+        host: dict[CacheLevel | None, list[HostSlot]] = {CacheLevel.DEVICE: [], CacheLevel.HOST: []}
+        for run in copied:
+            device[run.open] += run.latest_device_slots
+            host[run.open] += run.host_slots
+        evict = _copies(NO_EVICT, device[CacheLevel.HOST], host[CacheLevel.HOST])
+        swap_in = _copies(NO_SWAP_IN, host[CacheLevel.DEVICE], device[CacheLevel.DEVICE])
         self._counters.swap_out_blocks += len(evict)
         self._counters.swap_in_blocks += len(swap_in)
-        self._evict_sources, self._evict_targets = [], []
         self._told.remember(step, copied)
         self._residency.close_copies()
         return SwapStep(step, evict, swap_in)
 
     # ---- administration
 
-    def forget_all(self, in_use: Sequence[Run], other_slots: Sequence[DeviceSlot]) -> None:
-        """Both tiers are empty but for runs `in_use`, all that are pinned, and `other_slots`, which are not the tree's.
+    def forget_all(
+        self, in_use: Sequence[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
+    ) -> None:
+        """Both tiers are empty but for `in_use`, all runs that are pinned, and slots that are not the tree's.
 
         O(runs in use + size of the pools).
         """
-        self._tree.detach_all(in_use, other_slots)
+        self._tree.detach_all(in_use, other_device, other_host)
         self._told.forget()
 
     def abandon_step(self) -> None:
         """Forget all copies decided but not handed over (nothing is in use any more)."""
-        self._evict_sources, self._evict_targets = [], []
         self._residency.abandon_copies()
 
     def evict_above(self, size: int) -> None:
@@ -135,17 +155,19 @@ class Tiering:
         above = self._residency.device_pool.slots_above(size)
         hit = [run for run in self._tree.runs() if not above.isdisjoint(run.device_slots)]
         evictable = {slot for run in hit if not run.pins for slot in run.device_slots}
-        in_use = (above - evictable) | {slot for slot in self._evict_sources if slot >= size}
+        outgoing = self._residency.open_copies(CacheLevel.HOST)
+        to_copy = {slot for run in outgoing for slot in run.latest_device_slots if slot >= size}
+        in_use = (above - evictable) | to_copy
         if in_use:
             raise PoolInUseError(
                 f"cannot shrink the device pool to {size} blocks: {len(in_use)} blocks above are in use; "
-                "finish or preempt their requests first"
+                "finish or preempt their requests, and complete their loads, first"
             )
         for run in hit:
             self._evict_subtree(run, above)
 
     def forget_failed(self, result: TransferResult) -> set[Run]:
-        """Forget what is in the slots that `result` failed to fill, and the blocks below those that are nowhere else.
+        """Forget what is in the slots that `result` failed to fill, and the blocks below which are nowhere else.
 
         Returns the runs that can no longer be found; some may still be in use. Costs O(the blocks copied in that step
         and their prefixes), O(cache) when the step was so long ago that it is not remembered.
@@ -164,12 +186,6 @@ class Tiering:
             elif run.open is None and not run.detached and not failed.isdisjoint(run.host_slots):
                 self._residency.drop_host(run)
         return lost
-
-    def check(self) -> None:
-        """Raises `InvariantError` unless every copy to hand over fills a slot that is kept for it."""
-        expect(len(self._evict_sources) == len(self._evict_targets), "tiering: copies without a source or a target")
-        waiting = [slot for run in self._residency.open_copies(CacheLevel.HOST) for slot in run.host_slots]
-        expect(sorted(waiting) == sorted(self._evict_targets), "tiering: open copies and host slots disagree")
 
     # ---- inside
 
@@ -196,7 +212,7 @@ class Tiering:
 
     def _evict_device(self, run: Run) -> None:
         """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
-        if run.host is None and self._policy is WritePolicy.WRITE_BACK:
+        if run.host is None and self._policy.on_eviction(run):
             room = self._make_host_room(run.length)
             if 0 < room < run.length:
                 self._start_swap_out(self._tree.split(run, room))  # the upper part stays, and is the next victim
@@ -206,7 +222,7 @@ class Tiering:
         self._drop_device(run)
 
     def _drop_device(self, run: Run) -> None:
-        if run.open is CacheLevel.DEVICE:  # nobody waits for its swap-in any more
+        if run.open is CacheLevel.DEVICE:  # no request waits for its swap-in any more
             self._residency.drop_device(run)
             return
         self._counters.device_evicted_blocks += run.length
@@ -237,8 +253,6 @@ class Tiering:
     def _start_swap_out(self, run: Run) -> None:
         assert run.on_device
         slots = self._residency.host_pool.allocate(run.length)
-        self._evict_sources += run.device_slots
-        self._evict_targets += slots
         self._residency.start_swap_out(run, slots)
 
     def _make_host_room(self, count: int) -> int:

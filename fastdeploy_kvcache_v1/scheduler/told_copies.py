@@ -30,7 +30,7 @@ class ToldCopies:
             del self._steps[self._last_dropped]
 
     def of(self, step: int) -> list[Run] | None:
-        """Runs that may hold blocks copied in `step`; None when that was too long ago. O(those blocks' prefixes)."""
+        """Runs that may hold blocks copied in `step`; None when that was too long ago. O(their prefixes)."""
         if step not in self._steps:
             return None if step <= self._last_dropped else []
         found: dict[Run, None] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import (
@@ -18,7 +19,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
 
-def manager(device: int, host: int = 0, policy: str = "write_back", **options: int) -> CacheManager:
+def manager(device: int, host: int = 0, policy: str = "write_back", **options: Any) -> CacheManager:
     return CacheManager(KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), **options))
 
 

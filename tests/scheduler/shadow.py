@@ -37,6 +37,17 @@ class ShadowRequest:
     """Tokens in adopted slots and before them: the borrower knows when they are computed, the manager does not ask."""
 
 
+@dataclass
+class ShadowLoad:
+    tokens: list[int]
+    first: int
+    """Block of the prompt that goes into the first slot."""
+    level: CacheLevel
+    slots: tuple[int, ...]
+    after_step: int
+    cancelled: bool = False
+
+
 class Shadow:
     """Drives a manager as an engine would, and verifies what the worker's memory holds."""
 
@@ -46,6 +57,7 @@ class Shadow:
         self.device: dict[int, list[Prefix]] = {}
         self.host: dict[int, list[Prefix]] = {}
         self.requests: dict[str, ShadowRequest] = {}
+        self.loads: dict[str, ShadowLoad] = {}
         self.index: dict[CacheLevel, set[BlockHash]] = {CacheLevel.DEVICE: set(), CacheLevel.HOST: set()}
         self.next_step = 0
 
@@ -149,6 +161,53 @@ class Shadow:
     def fail(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> list[str]:
         self.spoil(level, slots)
         return self.report(step, level, slots)
+
+    # ---- loads
+
+    def begin_load(self, load_id: str, tokens: list[int], first: int, level: CacheLevel) -> bool:
+        hasher = BlockHasher(self.block_size)
+        hasher.extend(tokens)
+        result = self.manager.begin_load(load_id, hasher.hashes, first, level=level)
+        if isinstance(result, NoSpace):
+            assert result == NoSpace(len(hasher.hashes) - first, 0)
+            return False
+        assert 0 < len(result.slots) == len(set(result.slots)) <= len(hasher.hashes) - first
+        assert result.after_step < self.next_step or level is CacheLevel.DEVICE
+        self.loads[load_id] = ShadowLoad(tokens, first, level, result.slots, result.after_step)
+        return True
+
+    def may_arrive(self, load_id: str) -> bool:
+        return self.loads[load_id].after_step < self.next_step
+
+    def arrive(self, load_id: str, index: int, *, garbage: bool = False) -> None:
+        """The bytes of block `index` of a load are written: its own, or those of a transfer that goes wrong."""
+        load = self.loads[load_id]
+        assert self.may_arrive(load_id)
+        memory = self.device if load.level is CacheLevel.DEVICE else self.host
+        begin = (load.first + index) * self.block_size
+        own = [tuple(load.tokens[: position + 1]) for position in range(begin, begin + self.block_size)]
+        memory[load.slots[index]] = [GARBAGE] * self.block_size if garbage else own
+
+    def complete_load(self, load_id: str, num_arrived: int) -> int:
+        for index in range(num_arrived):
+            self.arrive(load_id, index)
+        for index in range(num_arrived, len(self.loads[load_id].slots) if self.may_arrive(load_id) else 0):
+            self.arrive(load_id, index, garbage=True)
+        load = self.loads.pop(load_id)
+        num_cached = self.manager.complete_load(load_id, num_arrived)
+        assert 0 <= num_cached <= (0 if load.cancelled else num_arrived)
+        return num_cached
+
+    def cancel_load(self, load_id: str) -> None:
+        self.manager.cancel_load(load_id)
+        self.loads[load_id].cancelled = True
+
+    def reset(self, *, force: bool) -> None:
+        self.manager.reset_cache(force=force)
+        for load in self.loads.values():
+            load.cancelled = True
+        if force:
+            self.requests.clear()
 
     # ---- the outside index
 

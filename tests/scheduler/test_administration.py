@@ -89,6 +89,7 @@ def test_shrinking_waits_for_blocks_that_are_still_to_be_copied_out() -> None:
 
 def test_events_tell_an_outside_index_everything() -> None:
     cache = manager(2, 2, "write_back")
+    assert [event.kind for event in cache.take_events()] == ["cleared"]
     run(cache, "ab!")
     stored = cache.take_events()
     assert [(event.kind, event.level, len(event.hashes), event.parent) for event in stored] == [
@@ -105,8 +106,34 @@ def test_events_tell_an_outside_index_everything() -> None:
     ]
 
 
+def test_events_are_kept_from_the_first_time_they_are_taken() -> None:
+    cache = manager(8, max_queued_events=2)
+    for text in ("a!", "bc!", "d!"):
+        run(cache, text)
+    cache.reset_cache()
+    run(cache, "ef!")
+    assert not cache._events._events
+    assert [(event.kind, event.hashes) for event in cache.take_events()] == [
+        ("cleared", ()),
+        ("stored", (BlockHash(b"e"), BlockHash(b"ef"))),
+    ]
+    assert cache.stats().events_overflowed == 0
+    run(cache, "g!")
+    assert [event.kind for event in cache.take_events()] == ["stored"]
+
+
+def test_no_event_is_ever_kept_with_a_limit_of_none() -> None:
+    cache = manager(8, max_queued_events=0)
+    for text in ("a!", "b!", "c!"):
+        run(cache, text)
+        assert cache.take_events() == []
+        assert not cache._events._events
+    assert cache.stats().events_overflowed == 0
+
+
 def test_too_many_events_collapse_into_a_snapshot() -> None:
     cache = manager(8, 0, max_queued_events=2)
+    cache.take_events()
     for text in ("a!", "b!", "c!", "d!"):
         run(cache, text)
     events = cache.take_events()
@@ -131,6 +158,7 @@ def test_shrinking_clears_every_run_of_a_path_once(host: int, kept: list[str]) -
 
 def test_a_snapshot_leaves_out_what_is_still_being_copied() -> None:
     cache = manager(8, 8, "write_through", max_queued_events=1)
+    cache.take_events()
     run(cache, "ab!")  # two blocks: lost, and their host copies are open
     events = cache.take_events()
     assert [(event.kind, event.level) for event in events] == [("cleared", None), ("stored", CacheLevel.DEVICE)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -12,9 +14,11 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, KVCacheError, PoolInUs
 from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, NoSpace, SwapStep
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
+from .other_policies import OTHER_POLICIES
 from .shadow import Shadow
 
 BLOCK = 2
+EVICTIONS = ["lru", *OTHER_POLICIES]
 tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
@@ -25,15 +29,20 @@ class ManagerMachine(RuleBasedStateMachine):
         device=st.integers(1, 12),
         host=st.integers(0, 16),
         policy=st.sampled_from(WritePolicy),
+        evictions=st.tuples(st.sampled_from(EVICTIONS), st.sampled_from(EVICTIONS)),
         threshold=st.integers(1, 3),
         events=st.sampled_from([3, 10_000]),
     )
-    def start(self, device: int, host: int, policy: WritePolicy, threshold: int, events: int) -> None:
+    def start(
+        self, device: int, host: int, policy: WritePolicy, evictions: tuple[str, str], threshold: int, events: int
+    ) -> None:
         config = KVCacheConfig(
             device,
             host,
             block_size=BLOCK,
             write_policy=policy,
+            device_eviction=evictions[0],
+            host_eviction=evictions[1],
             write_through_threshold=threshold,
             max_queued_events=events,
         )
@@ -139,6 +148,54 @@ class ManagerMachine(RuleBasedStateMachine):
         self.shadow.adopt(name, self.lent[:count])
         del self.lent[:count]
 
+    # ---- blocks from outside the two tiers
+
+    @rule(
+        data=st.data(),
+        tokens=st.lists(st.integers(0, 1), min_size=BLOCK, max_size=14),
+        level=st.sampled_from([CacheLevel.DEVICE, CacheLevel.HOST]),
+    )
+    def begin_load(self, data: st.DataObject, tokens: list[int], level: CacheLevel) -> None:
+        self.counter += 1
+        before = self.manager.stats()
+        first = data.draw(st.integers(0, len(tokens) // BLOCK - 1))
+        if not self.shadow.begin_load(f"l{self.counter}", tokens, first, level):
+            after = self.manager.stats()
+            assert after.counters.allocations_refused == before.counters.allocations_refused + 1
+            assert replace(after, counters=before.counters) == before
+
+    @precondition(lambda self: self.arriving())
+    @rule(data=st.data())
+    def bytes_arrive(self, data: st.DataObject) -> None:
+        name = self.pick(data, self.arriving())
+        load = self.shadow.loads[name]
+        self.shadow.arrive(name, data.draw(st.integers(0, len(load.slots) - 1)), garbage=data.draw(st.booleans()))
+
+    def arriving(self) -> list[str]:
+        return [name for name in self.shadow.loads if self.shadow.may_arrive(name)]
+
+    @precondition(lambda self: self.shadow.loads)
+    @rule(data=st.data())
+    def complete_load(self, data: st.DataObject) -> None:
+        self.shadow.follow_events()
+        name = self.pick(data, list(self.shadow.loads))
+        load = self.shadow.loads[name]
+        most = len(load.slots) if self.shadow.may_arrive(name) else 0
+        num_cached = self.shadow.complete_load(name, data.draw(st.integers(0, most)))
+        events = self.manager.take_events()
+        for event in events:
+            self.shadow.follow(event)
+        told = [event for event in events if event.kind == "stored"]
+        if events and events[0].kind != "cleared":
+            assert [(event.level, len(event.hashes)) for event in told] == [(load.level, num_cached)] * bool(num_cached)
+        with pytest.raises(CacheStateError):
+            self.manager.complete_load(name, 0)
+
+    @precondition(lambda self: self.shadow.loads)
+    @rule(data=st.data())
+    def cancel_load(self, data: st.DataObject) -> None:
+        self.shadow.cancel_load(self.pick(data, list(self.shadow.loads)))
+
     @precondition(lambda self: self.names)
     @rule(data=st.data(), how=st.sampled_from(["finish", "preempt"]))
     def end(self, data: st.DataObject, how: str) -> None:
@@ -169,14 +226,16 @@ class ManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.counter % 5 == 4)
     @rule(force=st.booleans())
     def reset(self, force: bool) -> None:
-        self.manager.reset_cache(force=force)
+        self.shadow.reset(force=force)
         if force:
-            self.shadow.requests.clear()
             self.scheduled.clear()
             self.lent.clear()
-            self.failed = None  # the worker was stopped
-            self.manager.check_idle()
-            assert self.manager.num_free_device_blocks == self.manager.num_device_blocks
+            self.failed = None  # the worker was stopped; loads were not
+            stats = self.manager.stats()
+            assert stats.device_free_blocks + stats.device_loading_blocks == stats.device_blocks
+            assert stats.host_free_blocks + stats.host_loading_blocks == stats.host_blocks
+            if not self.shadow.loads:
+                self.manager.check_idle()
         for index in self.shadow.index.values():
             index.clear()
 
@@ -213,6 +272,12 @@ class ManagerMachine(RuleBasedStateMachine):
         stats = self.manager.stats()
         assert self.manager.num_available_device_blocks == stats.device_free_blocks + stats.device_evictable_blocks
         assert self.manager.lent_slots() == set(self.lent)
+        loads = self.shadow.loads.values()
+        on_host = sum(len(load.slots) for load in loads if load.level is CacheLevel.HOST)
+        assert stats.host_loading_blocks == on_host
+        assert stats.device_loading_blocks == sum(len(load.slots) for load in loads) - on_host
+        assert stats.quarantined_blocks == sum(len(load.slots) for load in loads if load.cancelled)
+        assert stats.host_free_blocks + stats.host_cached_blocks + on_host == stats.host_blocks
         for name in self.admitted():
             if name not in self.scheduled and not self.failed:
                 self.shadow.verify(name)
@@ -222,6 +287,8 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         self.report()
         self.manager.take_back(self.lent)
+        for name in list(self.shadow.loads):
+            self.shadow.complete_load(name, 0)
         for name in self.names:
             self.shadow.end(name, "finish")
         self.shadow.step()

@@ -12,6 +12,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, PoolInUseError, Unknow
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
+from .other_policies import OTHER_POLICIES
 from .shadow import Shadow
 
 BLOCK = 2
@@ -20,9 +21,18 @@ BLOCK = 2
 class Driver:
     """Random but engine-like: requests share prefixes, generate, end, come back longer; now and then disaster."""
 
-    def __init__(self, seed: int, policy: WritePolicy, device: int, host: int) -> None:
+    def __init__(self, seed: int, policy: WritePolicy, device: int, host: int, eviction: str = "lru") -> None:
         self.random = random.Random(seed)
-        config = KVCacheConfig(device, host, block_size=BLOCK, write_policy=policy, max_queued_events=400)
+        self.ordered = eviction != "shuffled"
+        config = KVCacheConfig(
+            device,
+            host,
+            block_size=BLOCK,
+            write_policy=policy,
+            device_eviction=eviction,
+            host_eviction=eviction,
+            max_queued_events=400,
+        )
         self.manager = CacheManager(config)
         self.shadow = Shadow(self.manager)
         self.history: list[list[int]] = [[0]]
@@ -37,6 +47,8 @@ class Driver:
             self.step: 10,
             self.end: 5,
             self.retry: 3,
+            self.load: 3,
+            self.end_load: 3,
             self.resize: 0.2,
             self.reset: 0.1,
         }
@@ -133,9 +145,32 @@ class Driver:
         stats = self.manager.stats()
         queues = [
             [node.hash for run in queue for node in reversed(list(run.nodes()))]
-            for queue in (residency.device_queue, residency.host_queue, residency._parked)
+            for order in (residency.device_order, residency.host_order)
+            for queue in order.queues()
+            if self.ordered
         ]
         return state, queues, stats.device_free_blocks, stats.host_free_blocks, stats.device_evictable_blocks
+
+    def load(self) -> None:
+        """Blocks of a prompt seen before, behind those that are cached or behind more."""
+        tokens = self.random.choice(self.history[-40:])
+        num_blocks = len(tokens) // BLOCK
+        if not num_blocks or len(self.shadow.loads) >= 3:
+            return
+        first = min(self.shadow.expected_match(tokens) + self.random.choice([0, 0, 0, 1]), num_blocks - 1)
+        level = self.random.choice([CacheLevel.HOST, CacheLevel.HOST, CacheLevel.DEVICE])
+        self.counter += 1
+        self.seen["loads"] += self.shadow.begin_load(f"l{self.counter}", tokens, first, level)
+
+    def end_load(self) -> None:
+        if not self.shadow.loads:
+            return
+        name = self.random.choice(list(self.shadow.loads))
+        load = self.shadow.loads[name]
+        if self.random.random() < 0.2:
+            self.shadow.cancel_load(name)
+        elif self.shadow.may_arrive(name):
+            self.seen["loaded"] += self.shadow.complete_load(name, self.random.randint(0, len(load.slots)))
 
     def resize(self) -> None:
         size = self.manager.num_device_blocks + self.random.randint(-6, 6)
@@ -148,11 +183,11 @@ class Driver:
 
     def reset(self) -> None:
         force = self.random.random() < 0.5
-        self.manager.reset_cache(force=force)
+        self.shadow.reset(force=force)
         if force:
-            self.shadow.requests.clear()
             self.fresh.clear()
-            self.manager.check_idle()
+            if not self.shadow.loads:
+                self.manager.check_idle()
         assert not self.shadow.index[CacheLevel.DEVICE] or self.manager.take_events()[0].kind == "cleared"
         for known in self.shadow.index.values():
             known.clear()
@@ -161,23 +196,42 @@ class Driver:
         for name in list(self.shadow.requests):
             self.shadow.end(name, "finish")
         self.shadow.step()
+        for name in list(self.shadow.loads):
+            self.shadow.complete_load(name, 0)
         self.manager.check_idle()
+
+
+def play(seeds: range, policy: WritePolicy, device: int, host: int, eviction: str = "lru") -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        driver = Driver(seed, policy, device, host, eviction)
+        for _ in range(700):
+            driver.act()
+        driver.finish_all()
+        seen += driver.seen
+    return seen
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize(("device", "host"), [(10, 0), (10, 6), (12, 40), (40, 12)])
 def test_long_runs(policy: WritePolicy, device: int, host: int) -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(4):
-        driver = Driver(seed, policy, device, host)
-        for _ in range(700):
-            driver.act()
-        driver.finish_all()
-        seen += driver.seen
+    seen = play(range(4), policy, device, host)
     # The run is only worth something if it went through what it is for.
     assert seen["matched"]
     assert seen["refused"]
     if host:
         assert seen["evict"]
+        assert seen["loaded"]
         assert seen["swap_in"] or host < device  # a small host tier is a subset of the device tier
         assert seen["failed"] or host < device
+
+
+@pytest.mark.parametrize("eviction", OTHER_POLICIES)
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_long_runs_under_other_eviction_policies(policy: WritePolicy, eviction: str) -> None:
+    seen = play(range(3), policy, 12, 24, eviction)
+    assert seen["matched"]
+    assert seen["refused"]
+    assert seen["evict"]
+    assert seen["swap_in"]
+    assert seen["loaded"]

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy_kvcache_v1.errors import InvariantError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, HostSlot
+from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.request_state import RequestState
-from fastdeploy_kvcache_v1.scheduler.run import WIDTH, HostCopy, Run
+from fastdeploy_kvcache_v1.scheduler.run import DEVICE, WIDTH, HostCopy, Run
 from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 from .scenario import block, manager, prompt, run, start
@@ -95,6 +95,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "device pool: slots both free and allocated": lambda cache: cache._device_pool._free.append(0),
     "device pool: slots lost or out of range": lambda cache: cache._device_pool._free.pop(),
+    "host pool: 1 slots leaked": lambda cache: cache._host_pool.allocate(1),
     # The tree
     "a run is not its parent's child": lambda cache: top(cache).cells.__setitem__(0, block("x")),
     "a run is pinned less than its children": lambda cache: setattr(top(cache), "pins", 0),
@@ -116,22 +117,24 @@ DAMAGES: dict[str, Damage] = {
     ),
     # Detached runs
     "a detached run has no user left": lambda cache: detach(cache, unused(cache)),
-    "a detached run is queued": lambda cache: detach(cache, leaf(cache)),
+    "a detached run is queued": lambda cache: (
+        detach(cache, leaf(cache)),
+        cache._residency.device_order.used(leaf(cache)),
+    ),
     # Queues and counts
     "the device queue is torn": lambda cache: setattr(unused(cache), "older", unused(cache)),
     "the host queue is torn": lambda cache: setattr(host_copy(unused(cache)), "older", host_copy(leaf(cache))),
-    "the device queue holds runs that are not in its tier": lambda cache: cache._residency.device_queue.touch(
+    "the device queue holds runs that are not in its tier": lambda cache: cache._residency.device_order.used(
         Run.of([block("y")], [DeviceSlot(0)])
     ),
-    "the host queue holds a run twice": lambda cache: cache._residency.host_queue.touch(HostCopy(unused(cache))),
-    "the device queue misses runs": lambda cache: cache._residency.device_queue.discard(unused(cache)),
-    "the host queue misses runs": lambda cache: cache._residency.host_queue.discard(host_copy(unused(cache))),
+    "the host queue holds a run twice": lambda cache: cache._residency.host_order.used(HostCopy(unused(cache))),
+    "the device queue misses runs": lambda cache: cache._residency.device_order.removed(unused(cache)),
+    "the host queue misses runs": lambda cache: cache._residency.host_order.removed(host_copy(unused(cache))),
     "a run is in another queue than that of the device tier": lambda cache: RunQueue().touch(top(cache)),
     "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
     # Copies
     "open transfers and runs disagree": lambda cache: cache._residency._open.clear(),
-    "copies without a source or a target": lambda cache: cache._tiering._evict_targets.pop(),
-    "open copies and host slots disagree": lambda cache: cache._tiering._evict_targets.__setitem__(0, HostSlot(7)),
+    "an open copy reads a device slot outside the pool": lambda cache: leaf(cache).cells.__setitem__(DEVICE, 8),
 }
 
 
@@ -140,7 +143,7 @@ def test_check_names_the_damage(expected: str) -> None:
     assert expected in damaged_by(DAMAGES[expected])
 
 
-def test_idle_means_that_nobody_holds_anything() -> None:
+def test_idle_means_that_nothing_is_held() -> None:
     cache = manager(4)
     cache.check_idle()
     start(cache, "ab!")

@@ -12,8 +12,8 @@ from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, Tr
 from fastdeploy_kvcache_v1.scheduler import cache_utils
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes, MultimodalItem
+from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
 from fastdeploy_kvcache_v1.scheduler.run import Run
-from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 from .scenario import manager
 
@@ -38,14 +38,14 @@ def run(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockHash]]:
     """The blocks of every run that a search for a victim looked at."""
     seen: list[list[BlockHash]] = []
-    plain = RunQueue.__iter__
+    plain = LeastRecentlyUsed.candidates
 
-    def counting(queue: RunQueue) -> Iterator[Run]:
-        for found in plain(queue):
+    def counting(policy: LeastRecentlyUsed) -> Iterator[Run]:
+        for found in plain(policy):
             seen.append(found.hashes)
             yield found
 
-    monkeypatch.setattr(RunQueue, "__iter__", counting)
+    monkeypatch.setattr(LeastRecentlyUsed, "candidates", counting)
     return seen
 
 
@@ -122,6 +122,7 @@ def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
 
 def test_events_are_bounded_by_the_blocks_they_name() -> None:
     cache = manager(64, max_queued_events=10)
+    cache.take_events()
     run(cache, "short", chain(1, 2, 3))
     assert [len(event.hashes) for event in cache.take_events()] == [3]
     run(cache, "long", chain(*range(100, 111)))  # one event, eleven blocks
@@ -131,6 +132,7 @@ def test_events_are_bounded_by_the_blocks_they_name() -> None:
 
 def test_events_that_name_as_many_blocks_as_the_bound_are_kept() -> None:
     cache = manager(64, max_queued_events=10)
+    cache.take_events()
     run(cache, "long", chain(*range(10)))
     assert cache.stats().events_overflowed == 0
     assert [len(event.hashes) for event in cache.take_events()] == [10]
@@ -138,6 +140,7 @@ def test_events_that_name_as_many_blocks_as_the_bound_are_kept() -> None:
 
 def test_a_reset_names_no_block_and_overflows_nothing() -> None:
     cache = manager(64, max_queued_events=20)
+    cache.take_events()
     for number in range(3):
         run(cache, str(number), chain(*range(100 * number, 100 * number + 16)))
         cache.take_events()
@@ -167,6 +170,7 @@ def test_items_after_a_block_cost_it_nothing(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("empty", [CacheManager.take_events, CacheManager.reset_cache])
 def test_the_bound_on_events_starts_anew_when_the_queue_is_emptied(empty: Callable[[CacheManager], object]) -> None:
     cache = manager(64, max_queued_events=10)
+    cache.take_events()
     for number in range(5):
         run(cache, str(number), chain(number, 1, 2, 3))
         empty(cache)

@@ -1,4 +1,4 @@
-"""Who leaves the host tier first, and what happens to blocks whose copy is open when somebody looks for a victim."""
+"""Which block leaves the host tier first, and what a search for a victim does to blocks whose copy is open."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_nothing_is_copied_that_has_no_room(policy: str) -> None:
 
 
 def root_older_than_leaf() -> CacheManager:
-    """`p` is the oldest block on the host; `c`, below it, was in use while somebody looked for room, and came back."""
+    """`p` is the oldest block on the host; `c`, below it, was in use during a search for room, and came back."""
     cache = manager(2, 4)
     run(cache, "pc!")
     run(cache, "xy!")

@@ -26,7 +26,7 @@ def test_a_hit_whose_swap_in_failed_is_none(reset: bool) -> None:
         cache.match_prefix(name, prompt("abc!"))
         cache.allocate(name, 3)
     step = cache.take_swap_step()
-    assert hits(cache) == before, "nobody knows yet"
+    assert hits(cache) == before, "not known yet"
     if reset:
         cache.reset_cache()
     failed = TransferResult(

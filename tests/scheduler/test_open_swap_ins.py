@@ -1,4 +1,4 @@
-"""A swap-in that the worker has not been told of yet: who may share it, and what happens when nobody waits for it."""
+"""A swap-in that the worker has not been told of yet: which requests share it, and what if none waits for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def block_below_an_open_swap_in() -> CacheManager:
     return cache
 
 
-def test_a_swap_in_above_a_device_block_goes_on_when_nobody_waits_for_it() -> None:
+def test_a_swap_in_above_a_device_block_goes_on_when_no_request_waits_for_it() -> None:
     cache = block_below_an_open_swap_in()
     cache.release("waits")
     cache.check()
@@ -50,7 +50,7 @@ def test_a_swap_in_above_a_device_block_goes_on_when_nobody_waits_for_it() -> No
     cache.check_idle()
 
 
-def test_a_swap_in_that_nobody_waits_for_is_evicted_by_cancelling_it() -> None:
+def test_a_swap_in_that_no_request_waits_for_is_evicted_by_cancelling_it() -> None:
     cache = block_below_an_open_swap_in()
     cache.release("waits")
     cache.match_prefix("huge", prompt("qwertyui!"))
@@ -64,7 +64,7 @@ def test_a_swap_in_that_nobody_waits_for_is_evicted_by_cancelling_it() -> None:
     cache.check_idle()
 
 
-def test_a_reset_cancels_a_swap_in_that_nobody_waits_for() -> None:
+def test_a_reset_cancels_a_swap_in_that_no_request_waits_for() -> None:
     cache = block_below_an_open_swap_in()
     cache.release("waits")
     cache.reset_cache()

@@ -156,7 +156,7 @@ def test_a_request_joins_its_runs_when_nothing_keeps_them_apart_any_more() -> No
 
 
 def test_a_request_whose_blocks_others_continue_does_not_grow_between_them() -> None:
-    """`abx` was computed beside `ab`, not found: nobody hit the run that `r` is about to continue."""
+    """`abx` was computed beside `ab`, not found: no request hit the run that `r` is about to continue."""
     cache = manager(16)
     for name, text in (("r", "aby!"), ("other", "abx!")):
         cache.match_prefix(name, prompt(text))

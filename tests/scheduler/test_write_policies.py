@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_kvcache_v1.errors import PoolInUseError
 from fastdeploy_kvcache_v1.metadata import Allocation, CacheLevel, CacheStatus, NoSpace
 
 from .scenario import cached, fail, manager, on_host, pairs, prompt, run, start
@@ -42,6 +43,34 @@ def test_a_swap_in_source_is_not_handed_to_an_eviction_of_the_same_step() -> Non
     step = cache.take_swap_step()
     assert set(step.swap_in.source_slots).isdisjoint(step.evict.target_slots)
     cache.check()
+
+
+def test_an_eviction_reads_the_slots_its_blocks_had_although_they_are_used_again() -> None:
+    cache = manager(3, 4)
+    run(cache, "abc!")
+    cache.take_back(cache.lend(2)[1:])  # cuts `a` off
+    assert isinstance(cache.lend(2), list)
+    assert sorted(pairs(cache.take_swap_step().evict)) == [(0, 2), (1, 0), (2, 1)]
+
+
+def test_an_eviction_of_a_block_that_is_computed_again_meanwhile_reads_the_new_slot() -> None:
+    """Both hold it; the first slot may have been lent and resized away since."""
+    cache = manager(4, 4)
+    start(cache, "a!", "r")  # slot 0
+    run(cache, "a!", "other")  # slot 1, cached
+    lent = cache.lend(3)
+    assert lent == [1, 2, 3]
+    assert isinstance(lent, list)
+    cache.take_back(lent)
+    cache.resize_device_pool(4)
+    with pytest.raises(PoolInUseError):
+        cache.resize_device_pool(1)
+    cache.commit("r", 1)
+    cache.check()
+    cache.resize_device_pool(1)
+    assert pairs(cache.take_swap_step().evict) == [(0, 0)]
+    cache.finish("r")
+    cache.check_idle()
 
 
 def test_a_block_on_its_way_to_the_host_is_found_only_once_the_worker_knows() -> None:

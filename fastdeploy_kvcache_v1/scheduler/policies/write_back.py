@@ -1,0 +1,11 @@
+"""WriteBack: a block gets its host copy when the device tier evicts it."""
+
+from __future__ import annotations
+
+from ..run import Run
+from .backup import BackupPolicy
+
+
+class WriteBack(BackupPolicy):
+    def on_eviction(self, run: Run) -> bool:
+        return True
