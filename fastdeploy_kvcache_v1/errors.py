@@ -7,7 +7,7 @@ KVCacheError
 │   └── BlockPoolError         a slot was freed twice, or by a caller that does not own it
 ├── InvariantError             `check()` found damaged state
 ├── PoolInUseError             a resize would take slots from running requests; nothing changed
-├── OverlayError               the host is not what the patch table expects; nothing is served
+├── OverlayError               FastDeploy differs from what the patch table expects; nothing is served
 ├── TransferError              a copy between tiers failed; its target must not be read
 │   └── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
 ├── ModelError                 a model directory is incomplete or does not fit its configuration
@@ -47,7 +47,7 @@ class PoolInUseError(KVCacheError):
 
 
 class OverlayError(KVCacheError):
-    """The host is not what the patch table was written for, or the overlay is not completely applied."""
+    """FastDeploy differs from what the patch table was written for, or the overlay is not completely applied."""
 
 
 class TransferError(KVCacheError):
