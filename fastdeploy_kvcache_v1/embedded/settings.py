@@ -59,6 +59,8 @@ class ServerConfig:
     max_request_mib: float = 16.0
     max_connections: int = 512
     allowed_hosts: tuple[str, ...] = ()
+    checks_model_name: bool = False
+    """Requests must name the served model or "default"; otherwise any name will do, as with FastDeploy."""
 
     @property
     def is_random_model(self) -> bool:
@@ -101,7 +103,11 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="FastDeploy's own server with a CPU worker, for trying it without a GPU (other flags: FastDeploy's)",
     )
-    add("--served-model-name", "name the API shows (default: the directory's name)", metavar="NAME")
+    add(
+        "--served-model-name",
+        "name the API shows, the only one it then serves beside 'default' (default: the directory's name, serves any)",
+        metavar="NAME",
+    )
     add("--seed", "seed for requests that give none", type=int)
     add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16", metavar="DTYPE")
     add(
@@ -163,6 +169,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         max_request_mib=values.max_request_mib,
         max_connections=values.max_connections,
         allowed_hosts=_names(values.allowed_hosts),
+        checks_model_name="served_model_name" in given,
     )
 
 

@@ -20,21 +20,28 @@ class SamplingParams:
     temperature: float = 1.0
     """0 is greedy; otherwise the logits are divided by it."""
     top_p: float = 1.0
-    """Sample from the smallest set of most likely tokens that holds at least this probability."""
+    """Sample from the smallest set of most likely tokens that holds at least this probability; 0 is greedy."""
+    top_k: int = 0
+    """Sample from this many of the most likely tokens, before `top_p` counts; 1 is greedy, 0 and -1 take all."""
+    min_p: float = 0.0
+    """Leave out tokens that are less likely than this share of the most likely one."""
     seed: int = 0
     """Any 64-bit integer, signed or unsigned."""
     banned_tokens: tuple[int, ...] = ()
     """Ids that are never drawn. Some other token must be left."""
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"{name} must be a finite number, got {value!r}")
         if self.temperature < 0:
             raise ConfigError(f"temperature must not be negative, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        for name in ("top_p", "min_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1:
+            raise ConfigError(f"top_k must be a whole number of at least -1, got {self.top_k!r}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, got {self.seed!r}")
         if not -(2**63) <= self.seed <= _UINT64_MASK:
@@ -57,20 +64,23 @@ def sample(logits: NDArray[np.float32], params: SamplingParams, position: int) -
     # The largest exponent is 0, so a tiny temperature gives exact zeros elsewhere instead of an overflow.
     with np.errstate(over="ignore"):
         weights = np.exp((logits.astype(np.float64) - largest) / params.temperature)
-    tokens = _nucleus(weights, params.top_p)
+    tokens = _candidates(weights, params)
     cumulative = weights[tokens].cumsum()
     threshold = _uniform(params.seed, position) * cumulative[-1]
     # "right": a token of zero weight is never chosen, not even at threshold 0.
     return int(tokens[min(int(cumulative.searchsorted(threshold, side="right")), len(tokens) - 1)])
 
 
-def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.int64]:
-    """Ids of the most likely tokens that together hold `top_p` of the weight, most likely first."""
-    if top_p == 1:
+def _candidates(weights: NDArray[np.float64], params: SamplingParams) -> NDArray[np.int64]:
+    """Ids of the tokens that may be drawn; the largest weight is 1. Most likely first, unless it is all of them."""
+    if params.top_p == 1 and params.top_k <= 0 and params.min_p == 0:
         return np.arange(len(weights), dtype=np.int64)
     order = np.argsort(-weights, kind="stable")
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    order = order[weights[order] >= params.min_p]
     cumulative = weights[order].cumsum()
-    size = int(cumulative.searchsorted(top_p * cumulative[-1], side="left")) + 1
+    size = int(cumulative.searchsorted(params.top_p * cumulative[-1], side="left")) + 1
     return order[:size].astype(np.int64)
 
 

@@ -103,7 +103,7 @@ class ShadowWorkerClient:
     """A `WorkerClient` whose worker is a thread of this process. `gate` holds batches back while it is cleared."""
 
     def __init__(self, worker: ShadowWorker) -> None:
-        self._worker = worker
+        self.worker = worker
         self._inbox: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._on_death: Callable[[str], None] | None = None
@@ -133,7 +133,7 @@ class ShadowWorkerClient:
     def _run(self, on_message: Callable[[StepResult | TransferReport], None]) -> None:
         while (batch := self._inbox.get()) is not None:
             self.gate.wait()
-            on_message(self._worker.run(batch))
+            on_message(self.worker.run(batch))
 
 
 class Recorder:

@@ -43,6 +43,32 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
     assert shares[kept] == pytest.approx(probabilities[kept] / probabilities[kept].sum(), abs=0.03)
 
 
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ({"top_k": 1}, [2]),
+        ({"top_k": 2}, [0, 2]),
+        ({"top_k": 9}, [0, 1, 2, 3]),
+        ({"top_k": -1}, [0, 1, 2, 3]),
+        ({"top_k": 2, "top_p": 0.6}, [2]),  # 0.5 of the 0.8 that two tokens hold
+        ({"min_p": 0.29}, [0, 1, 2]),
+        ({"min_p": 0.31}, [0, 2]),
+        ({"min_p": 1}, [2]),
+    ],
+)
+def test_top_k_and_min_p_keep_the_most_likely(values, kept):
+    probabilities = np.array([0.3, 0.15, 0.5, 0.05])
+    shares = draw(np.log(probabilities), SamplingParams(**values))
+    assert np.flatnonzero(shares).tolist() == kept
+    assert shares[kept] == pytest.approx(probabilities[kept] / probabilities[kept].sum(), abs=0.03)
+
+
+@pytest.mark.parametrize("values", [{"top_p": 0}, {"top_k": 1}])
+def test_a_share_of_nothing_and_one_token_are_greedy(values):
+    logits = np.array([1, 3, 3, -5], dtype=np.float32)
+    assert {sample(logits, SamplingParams(**values), position) for position in range(50)} == {1}
+
+
 def test_a_tiny_temperature_is_greedy():
     logits = np.array([1, 3, 2.9], dtype=np.float32)
     assert {sample(logits, SamplingParams(temperature=1e-300), position) for position in range(50)} == {1}
@@ -90,8 +116,11 @@ def test_seed_and_position_both_matter():
         ({"temperature": -0.1}, "temperature must not be negative"),
         ({"temperature": float("nan")}, "temperature must be a finite number"),
         ({"temperature": "1"}, "temperature must be a finite number"),
-        ({"top_p": 0}, "top_p must be above 0"),
-        ({"top_p": 1.01}, "top_p must be above 0 and at most 1"),
+        ({"top_p": -0.01}, "top_p must be from 0 to 1, got -0.01"),
+        ({"top_p": 1.01}, "top_p must be from 0 to 1, got 1.01"),
+        ({"min_p": 2}, "min_p must be from 0 to 1, got 2"),
+        ({"top_k": -2}, "top_k must be a whole number of at least -1, got -2"),
+        ({"top_k": True}, "top_k must be a whole number of at least -1, got True"),
         ({"top_p": None}, "top_p must be a finite number"),
         ({"seed": 1.5}, "seed must be an integer"),
         ({"seed": 2**64}, "seed must fit in 64 bits"),

@@ -238,5 +238,5 @@ def _task(item: Scheduled) -> StepTask:
         start=start,
         block_table=item.block_table,
         needs_logits=item.reaches_end,
-        sampling=generation.request.sampling,
+        sampling=generation.sampling,
     )

@@ -27,6 +27,8 @@ class GenerationRequest:
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     """Stop tokens and stop strings are ignored before this many output tokens."""
+    early_sampling: SamplingParams | None = None
+    """Instead of `sampling` for the first `min_tokens` tokens, where the model must not end."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Delta:
     finish_reason: str | None = None
     """`stop` or `length` on the last delta."""
     usage: Usage | None = None
-    """On the last delta."""
+    """So far."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,13 @@ class Generation:
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
+    def sampling(self) -> SamplingParams:
+        """Of the next token."""
+        request = self.request
+        is_early = self.num_outputs < request.min_tokens
+        return request.early_sampling if is_early and request.early_sampling is not None else request.sampling
+
+    @property
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_ids), self.num_outputs, self.cached_tokens or 0)
 
@@ -136,4 +145,4 @@ class Generation:
         if self.num_outputs >= self.request.max_tokens:
             text += self.text.flush()
             return Delta(text, (token,), "stop" if self.text.stopped else "length", self.usage)
-        return Delta(text, (token,))
+        return Delta(text, (token,), usage=self.usage)

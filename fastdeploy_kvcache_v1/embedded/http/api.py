@@ -44,9 +44,15 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def generate(endpoint: Endpoint, dialect: type[Dialect], request: Request) -> Response:
         require_json(request)
         async with room.body(request) as raw:
-            stream, options = await service.start(endpoint, raw)
-        name = service.config.served_model_name
-        shape = dialect(stream.request_id, name, options.return_token_ids, options.include_usage)
+            stream, reading = await service.start(endpoint, raw)
+        options = reading.options
+        shape = dialect(
+            stream.request_id,
+            service.config.served_model_name,
+            prompt_token_ids=reading.token_ids if options.return_token_ids else None,
+            include_usage=options.include_usage,
+            continuous_usage=options.continuous_usage,
+        )
         return await _answer(options, request, stream, shape)
 
     @app.post("/v1/completions")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import time
 import uuid
@@ -71,11 +72,11 @@ class Service:
         self._intake = Intake(intake_config(config), tokenizer)
         self._body_reader = body_reader
 
-    async def start(self, endpoint: Endpoint, raw: bytes | bytearray) -> tuple[RequestStream, Options]:
+    async def start(self, endpoint: Endpoint, raw: bytes | bytearray) -> tuple[RequestStream, Reading]:
         """The request in a body is with the engine. Raises `ApiError` when it is not one."""
         reading = await self._read(endpoint, raw)
         prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
-        return self._start(reading, f"{prefix}-{uuid.uuid4().hex}"), reading.options
+        return self._start(reading, f"{prefix}-{uuid.uuid4().hex}"), reading
 
     async def _read(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
         runs_template = endpoint is Endpoint.CHAT and self._tokenizer.has_template
@@ -85,16 +86,17 @@ class Service:
 
     def _start(self, reading: Reading, request_id: str) -> RequestStream:
         options = reading.options
-        stop_ids = set(options.stop_token_ids)
-        if not options.ignore_eos:
-            stop_ids.update(self._tokenizer.eos_token_ids)
+        end_ids = frozenset() if options.ignore_eos else self._tokenizer.eos_token_ids
+        banned = tuple(sorted(token for token in end_ids if 0 <= token < self.config.vocab_size))
+        sampling = self._sampling(options)
         request = GenerationRequest(
             request_id=request_id,
             prompt_ids=reading.token_ids,
             max_tokens=options.max_tokens,
-            sampling=self._sampling(options),
-            stop_token_ids=frozenset(stop_ids),
+            sampling=sampling,
+            stop_token_ids=end_ids | set(options.stop_token_ids),
             min_tokens=options.min_tokens,
+            early_sampling=dataclasses.replace(sampling, banned_tokens=banned),
         )
         hasher = BlockHasher(self.config.cache.block_size)
         hasher.extend(list(reading.token_ids))
@@ -108,6 +110,8 @@ class Service:
         return SamplingParams(
             temperature=1.0 if options.temperature is None else options.temperature,
             top_p=1.0 if options.top_p is None else options.top_p,
+            top_k=options.top_k,
+            min_p=options.min_p,
             seed=self._random.getrandbits(63) if options.seed is None else options.seed,
         )
 
@@ -121,4 +125,5 @@ def intake_config(config: ServerConfig) -> IntakeConfig:
         num_device_blocks=config.cache.num_device_blocks,
         block_size=config.cache.block_size,
         max_request_mib=config.max_request_mib,
+        checks_model_name=config.checks_model_name,
     )

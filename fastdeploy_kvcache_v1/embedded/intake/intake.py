@@ -23,6 +23,9 @@ from .protocol import ChatBody, CompletionBody, GenerationBody
 COMPLETION_MAX_TOKENS = 16
 """Default of /v1/completions, as OpenAI has it; chats run up to the limit of model and cache."""
 
+ANY_MODEL = "default"
+"""A client that names this model means the one that is served, as with FastDeploy."""
+
 
 class Endpoint(Enum):
     COMPLETION = "prompt"
@@ -45,6 +48,7 @@ class IntakeConfig:
     num_device_blocks: int
     block_size: int
     max_request_mib: float
+    checks_model_name: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Options:
     max_tokens: int
     temperature: float | None
     top_p: float | None
+    top_k: int
+    min_p: float
     seed: int | None
     stops: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
@@ -61,6 +67,7 @@ class Options:
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     return_token_ids: bool
 
 
@@ -83,7 +90,7 @@ class Intake:
         """Raises `ApiError`, one line, for whatever is wrong with the request."""
         try:
             body = _validated(CompletionBody if endpoint is Endpoint.COMPLETION else ChatBody, raw)
-            if body.model:
+            if self._config.checks_model_name and body.model:
                 check_model(body.model, self._config.served_model_name)
             token_ids = self._token_ids(body)
         except MemoryError:
@@ -94,10 +101,14 @@ class Intake:
         return Reading(tuple(token_ids), _options(body, max_tokens))
 
     def _token_ids(self, body: GenerationBody) -> list[int]:
+        if body.prompt_token_ids:
+            return self._known_ids(body.prompt_token_ids, "prompt_token_ids")
         try:
             if isinstance(body, ChatBody):
                 messages = [message.as_dict() for message in body.messages]
-                return self._tokenizer.apply_chat_template(messages, most=self._config.max_model_len)
+                return self._tokenizer.apply_chat_template(
+                    messages, body.template_variables, most=self._config.max_model_len
+                )
             assert isinstance(body, CompletionBody), "an endpoint has a body of its own"
             if isinstance(body.prompt, str):
                 return self._tokenizer.encode(body.prompt, most=self._config.max_model_len)
@@ -106,13 +117,20 @@ class Intake:
             raise self._too_long(param, f"{error.size} bytes of text") from None
         except ValueError as error:  # templates refuse role orders they do not know
             raise ApiError(400, f"messages: {error}", "messages") from None
+        assert isinstance(body.prompt, list), "a completion without prompt_token_ids has a prompt"
+        return self._known_ids(body.prompt, "prompt")
+
+    def _known_ids(self, token_ids: list[int], param: str) -> list[int]:
         vocab_size = self._config.vocab_size
-        if min(body.prompt) < 0 or max(body.prompt) >= vocab_size:
-            raise ApiError(400, f"prompt: token ids must lie in 0..{vocab_size - 1}", "prompt")
-        return body.prompt
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            raise ApiError(400, f"{param}: token ids must lie in 0..{vocab_size - 1}", param)
+        return token_ids
 
     def _max_tokens(self, num_prompt: int, asked: int | None, endpoint: Endpoint) -> int:
-        """Output limit. Raises `ApiError` for a request that could never run, before anything is queued."""
+        """Output limit; what the model has no positions for is cut off, as FastDeploy does.
+
+        Raises `ApiError` for a request that could never run, before anything is queued.
+        """
         config, param = self._config, endpoint.param
         if not num_prompt:
             raise ApiError(400, f"{param}: must not be empty", param)
@@ -121,17 +139,17 @@ class Intake:
             raise self._too_long(param, f"{num_prompt} tokens")
         # The last sampled token's KV is never written, so the blocks carry one token more.
         cache_room = config.num_device_blocks * config.block_size - num_prompt + 1
-        room = min(model_room, cache_room)
-        if room < 1 or (asked is not None and asked > room):
-            limit = (
-                f"--max-model-len {config.max_model_len}"
-                if model_room <= cache_room
-                else f"the device tier's {config.num_device_blocks} blocks of {config.block_size} tokens"
+        if asked is None:
+            default = COMPLETION_MAX_TOKENS if endpoint is Endpoint.COMPLETION else model_room
+            asked = min(default, max(cache_room, 1))
+        num_outputs = min(asked, model_room)
+        if num_outputs > cache_room:
+            message = (
+                f"{num_prompt} prompt tokens and {num_outputs} output tokens do not fit the device tier's "
+                f"{config.num_device_blocks} blocks of {config.block_size} tokens: lower max_tokens"
             )
-            message = f"{num_prompt} prompt tokens and {asked or 1} output tokens do not fit {limit}"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
-        default = COMPLETION_MAX_TOKENS if endpoint is Endpoint.COMPLETION else room
-        return asked or min(room, default)
+        return num_outputs
 
     def _too_long(self, param: str, size: str) -> ApiError:
         message = f"{param}: {size} are too long for --max-model-len {self._config.max_model_len}"
@@ -139,8 +157,10 @@ class Intake:
 
 
 def check_model(asked: str, served: str) -> None:
-    if asked != served:
-        raise ApiError(404, f"model {asked!r} does not exist, this server has {served!r}", "model", "model_not_found")
+    """Raises `ApiError` for the name of another model."""
+    if asked not in (served, ANY_MODEL):
+        message = f"model {asked!r} does not exist: this server has {served!r}, and {ANY_MODEL!r} means it too"
+        raise ApiError(404, message, "model", "model_not_found")
 
 
 def _validated(kind: type[CompletionBody] | type[ChatBody], raw: bytes | bytearray) -> CompletionBody | ChatBody:
@@ -176,12 +196,15 @@ def _options(body: GenerationBody, max_tokens: int) -> Options:
         max_tokens=max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
         seed=body.seed,
         stops=body.stop,
         stop_token_ids=tuple(body.stop_token_ids),
         min_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,
         stream=body.stream,
-        include_usage=body.stream_options.include_usage,
+        include_usage=bool(body.stream_options.include_usage),
+        continuous_usage=bool(body.stream_options.continuous_usage_stats),
         return_token_ids=body.return_token_ids,
     )

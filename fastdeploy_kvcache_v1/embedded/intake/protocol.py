@@ -1,10 +1,13 @@
-"""Request bodies of the OpenAI-compatible API. What is known to change the output but not implemented is refused."""
+"""Request bodies of the OpenAI-compatible API, with FastDeploy's extensions: the fields that the server implements."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
+
+from ..api_error import ApiError
+from .fields import refuse_fields_in_metadata, refuse_unsupported
 
 SEED_LIMIT = 2**63 - 1
 
@@ -21,34 +24,6 @@ MAX_MESSAGES = 8192
 MAX_PARTS = 1024
 """Of one message."""
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "logprobs": (None, False, 0),
-    "top_logprobs": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "tools": (None, []),
-    "functions": (None, []),
-    "response_format": (None, {"type": "text"}),
-    # Not OpenAI's, but FastDeploy and others have them.
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "bad_words": (None, []),
-    "bad_words_token_ids": (None, []),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "prompt_logprobs": (None, False),
-    "include_stop_str_in_output": (None, False),
-}
-"""Parameters of OpenAI's API and its extensions with the values that ask for nothing this server cannot do."""
-
 
 def _at_most(most: int) -> BeforeValidator:
     """Looks before pydantic does, which would check every entry first."""
@@ -62,32 +37,45 @@ def _at_most(most: int) -> BeforeValidator:
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool = False
+    include_usage: bool | None = True
+    continuous_usage_stats: bool | None = False
 
 
 class GenerationBody(BaseModel):
-    """What both endpoints share. A field that is null counts as not given. Fields unknown even to `UNSUPPORTED` are
-    ignored, as clients send many. Every list has a bound, and the first error ends the check: the price of a request
-    must not grow with what is wrong about it.
+    """What both endpoints share. A field that is null counts as not given. Unknown fields are ignored, as clients send
+    many. Every list has a bound, and the first error ends the check: the price of a request must not grow with what is
+    wrong about it.
     """
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     model: str | None = None
     temperature: float | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0, ge=0, le=1)
     seed: int | None = Field(default=None, ge=-SEED_LIMIT - 1, le=SEED_LIMIT)
     stop: tuple[str, ...] = ()
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions = StreamOptions(include_usage=False)
     max_tokens: int | None = Field(default=None, ge=1)
 
-    # Extensions, as other servers have them.
+    # Extensions, as FastDeploy and other servers have them.
+    prompt_token_ids: list[int] = Field(default_factory=list)
+    """The prompt, whatever else says so; an empty list counts as not given."""
     min_tokens: int = Field(default=0, ge=0)
     ignore_eos: bool = False
     stop_token_ids: Annotated[list[int], FailFast(), _at_most(MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     return_token_ids: bool = False
-    """Add `token_ids` to every choice."""
+    """Add the token ids of prompt and output to the answer."""
+
+    @field_validator("prompt_token_ids", mode="plain")
+    @classmethod
+    def _check_prompt_token_ids(cls, value: object) -> list[int]:
+        ids = _only_one(value)
+        if _are_ids(ids):
+            return ids
+        raise ValueError("must be one list of token ids: send one request for each prompt")
 
     @field_validator("stop", mode="plain")
     @classmethod
@@ -101,14 +89,12 @@ class GenerationBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, body: object) -> object:
+    def _take_given_fields(cls, body: object) -> object:
         if not isinstance(body, dict):
             return body
         if len(body) > MAX_FIELDS:
             raise ValueError(f"the request body has {len(body)} fields, at most {MAX_FIELDS} are read")
-        for name, harmless in UNSUPPORTED.items():
-            if body.get(name) not in harmless:
-                raise ValueError(f"{name}={body[name]!r} is not supported by this server")
+        refuse_unsupported(body)
         return {name: value for name, value in body.items() if value is not None}
 
     @property
@@ -118,20 +104,22 @@ class GenerationBody(BaseModel):
 
 
 class CompletionBody(GenerationBody):
-    prompt: str | list[int]
+    prompt: str | list[int] | None = None
 
     @field_validator("prompt", mode="plain")
     @classmethod
-    def _check_prompt(cls, value: object) -> object:
-        """One prompt, also as the only one of a list."""
-        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-            value = value[0]
-        is_ids = isinstance(value, list) and all(type(token) is int for token in value)
-        if not (isinstance(value, str) or is_ids):
-            raise ValueError("must be one string or one list of token ids")
-        if not value:
-            raise ValueError("must not be empty")
-        return value
+    def _check_prompt(cls, value: object) -> str | list[int]:
+        prompt = _only_one(value)
+        if isinstance(prompt, str) or _are_ids(prompt):
+            return prompt
+        raise ValueError("must be one string or one list of token ids: send one request for each prompt")
+
+    @model_validator(mode="after")
+    def _require_prompt(self) -> CompletionBody:
+        if not self.prompt and not self.prompt_token_ids:
+            fault = "the field is missing" if self.prompt is None else "must not be empty"
+            raise ApiError(400, f"prompt: {fault}: send a string or a list of token ids", "prompt")
+        return self
 
 
 class Message(BaseModel):
@@ -145,7 +133,7 @@ class Message(BaseModel):
         if isinstance(message, dict):
             for name in ("tool_calls", "function_call"):
                 if message.get(name):
-                    raise ValueError(f"{name} is not supported by this server")
+                    raise ValueError(f"{name} is not supported by this server: send messages without calls")
         return message
 
     @field_validator("content", mode="plain")
@@ -164,12 +152,36 @@ class Message(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], FailFast(), _at_most(MAX_MESSAGES)] = Field(min_length=1)
+    messages: Annotated[list[Message], FailFast(), _at_most(MAX_MESSAGES)] = Field(default_factory=list)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatBody:
+        refuse_fields_in_metadata(self.metadata, type(self).model_fields)
+        if not self.messages and not self.prompt_token_ids:
+            raise ApiError(400, "messages: there must be at least 1 item", "messages")
+        return self
 
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**self.chat_template_kwargs, **effort}
+
+
+def _only_one(value: object) -> object:
+    """The prompt of a list with a single one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
+
+
+def _are_ids(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def _text_of(part: object) -> str:

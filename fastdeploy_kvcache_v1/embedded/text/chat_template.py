@@ -58,19 +58,18 @@ class ChatTemplate:
             raise ModelError(f"{path / 'tokenizer_config.json'}: chat_template must be text")
         return cls(source, _special_tokens(settings))
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Text of the conversation with the start of the assistant's turn. Raises `ConfigError`, one line."""
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
+        """Text of the conversation with the start of the assistant's turn. Raises `ConfigError`, one line.
+
+        `variables` reach the template beside its usual ones, or in their place.
+        """
         self.compile()
         if self._template is None:
             raise ConfigError("this model has no chat template: use /v1/completions")
         try:
-            pieces = self._template.generate(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            usual = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special_tokens}
+            conversation = {"messages": [dict(message) for message in messages]}
+            pieces = self._template.generate({**usual, **(variables or {}), **conversation})
             return "".join(_at_most(MAX_CHARACTERS, pieces))
         except Exception as error:  # the edge to code that is not ours: anything it raises is a refusal
             reason = " ".join(str(error).split()) or type(error).__name__

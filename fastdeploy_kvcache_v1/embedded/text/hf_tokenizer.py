@@ -69,9 +69,15 @@ class HFTokenizer:
         text: str = self._rust.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        most: int | None = None,
+    ) -> list[int]:
         # The template writes the special tokens itself, and may leave out parts of the messages: its text counts.
-        return self._encode(self._template.render(messages), most, add_special_tokens=False)
+        return self._encode(self._template.render(messages, variables), most, add_special_tokens=False)
 
     def _encode(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
         data = text.encode("utf-8", errors="replace")  # JSON can carry half a surrogate pair, which Rust strings cannot

@@ -62,9 +62,16 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; invalid UTF-8 becomes U+FFFD and unknown ids vanish."""
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        most: int | None = None,
+    ) -> list[int]:
         """Ids of a conversation (`{"role": ..., "content": ...}` each), ending where the assistant speaks next.
 
+        `variables` are for the model's template (`enable_thinking`, ...); without a template they mean nothing.
         Raises `ConfigError` when the messages do not fit the model's template, `TextTooLongError` like `encode`.
         """
 
@@ -106,7 +113,13 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < 256).decode("utf-8", errors="replace")
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, most: int | None = None) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] | None = None,
+        *,
+        most: int | None = None,
+    ) -> list[int]:
         ids = [self.BOS]
         for message in messages:
             role, content = message.get("role"), message.get("content") or ""

@@ -83,7 +83,22 @@ def test_a_chat_is_read_in_the_process(client):
 
 
 def test_what_crosses_the_connection_arrives_unchanged():
-    options = Options(3, 0.5, None, 2**63 - 1, ("a", "\ud800"), (1, 10**30), 2, True, False, True, False)
+    options = Options(
+        max_tokens=3,
+        temperature=0.5,
+        top_p=None,
+        top_k=0,
+        min_p=0.1,
+        seed=2**63 - 1,
+        stops=("a", "\ud800"),
+        stop_token_ids=(1, 10**30),
+        min_tokens=2,
+        ignore_eos=True,
+        stream=False,
+        include_usage=True,
+        continuous_usage=False,
+        return_token_ids=False,
+    )
     reading = Reading((0, 2**31 - 1, 5), options)
     assert unpack_reading(pack_reading(reading)) == reading
     error = ApiError(404, "x" * 2000, "model", "model_not_found")

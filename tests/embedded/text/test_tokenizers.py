@@ -158,6 +158,17 @@ def test_a_template_may_refuse_messages(tmp_path):
         tokenizer.apply_chat_template([{"content": "no role"}])
 
 
+def test_a_template_sees_the_variables_of_a_request(tmp_path):
+    template = "{{ enable_thinking | default('unset') }} {{ add_generation_prompt }} {{ messages | length }}"
+    tokenizer = load_tokenizer(save(tmp_path, byte_level_tokenizer(), tokenizer_config={"chat_template": template}))
+    for variables, text in (
+        (None, "unset True 1"),
+        ({"enable_thinking": False}, "False True 1"),
+        ({"add_generation_prompt": False, "messages": []}, "unset False 1"),
+    ):
+        assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user"}], variables)) == text
+
+
 def test_templates_run_in_a_sandbox(tmp_path):
     settings = {"chat_template": "{{ messages.__class__.__mro__ }}{{ messages.append(1) }}"}
     tokenizer = load_tokenizer(save(tmp_path, byte_level_tokenizer(), tokenizer_config=settings))

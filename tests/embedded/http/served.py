@@ -1,0 +1,106 @@
+"""The HTTP face over a worker without a model, and what its answers hold."""
+
+import json
+import time
+from contextlib import contextmanager
+
+from fastapi.testclient import TestClient
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
+from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
+from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.http.access import OPERATOR_HEADER
+from fastdeploy_kvcache_v1.embedded.http.api import create_app
+from fastdeploy_kvcache_v1.embedded.http.metrics import Metrics
+from fastdeploy_kvcache_v1.embedded.http.service import Service, intake_config
+from fastdeploy_kvcache_v1.embedded.intake.intake import Intake
+from fastdeploy_kvcache_v1.embedded.serve import _snapshot
+from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
+from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient
+
+
+class InlineReader:
+    """A `BodyReader` without a process."""
+
+    def __init__(self, config, tokenizer):
+        self._intake = Intake(config, tokenizer)
+
+    async def read(self, endpoint, raw):
+        return self._intake.read(endpoint, raw)
+
+
+class Server:
+    def __init__(self, cache, options):
+        config = ServerConfig(
+            None, "tiny", BYTE_VOCAB_SIZE, "127.0.0.1", 0, 200, 8, 64, cache, "float32", 0, "warning", **options
+        )
+        manager = CacheManager(cache)
+        scheduler = Scheduler(manager, block_size=cache.block_size, max_num_seqs=8, max_num_batched_tokens=64)
+        self.worker = ShadowWorkerClient(ShadowWorker(cache))
+        self.fatal = []
+        core = EngineCore(manager, scheduler, self.worker.send)
+        metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops={"swap_cache_per_layer.cpu": "some"})
+        core.observe_first_token = metrics.observe_first_token
+        self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
+        self.tokenizer = ByteTokenizer()
+        self.reader = InlineReader(intake_config(config), self.tokenizer)
+        service = Service(config, self.tokenizer, self.engine, self.reader)
+        self.client = TestClient(create_app(service, metrics), "http://localhost", headers={OPERATOR_HEADER: "1"})
+
+    def chat(self, **body):
+        messages = [{"role": "user", "content": "hello"}]
+        return self.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 8, **body})
+
+    def complete(self, **body):
+        return self.client.post("/v1/completions", json={"max_tokens": 8, **body})
+
+    def wait_for(self, condition):
+        """Until `condition(check report)`; fails after ten seconds."""
+        for _ in range(1000):
+            report = self.client.get("/debug/check").json()
+            if condition(report):
+                return
+            time.sleep(0.01)
+        raise AssertionError(report)
+
+    def wait_fatal(self):
+        """What the engine told its owner; answers to requests may come first."""
+        for _ in range(1000):
+            if self.fatal:
+                break
+            time.sleep(0.01)
+        return self.fatal
+
+
+@contextmanager
+def running(cache=None, **options):
+    server = Server(cache or KVCacheConfig(64, 16, block_size=4), options)
+    server.engine.start()
+    try:
+        yield server
+    finally:
+        server.engine.close()
+
+
+def error_of(response):
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+def events_of(response):
+    lines = [line for line in response.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    return [line.removeprefix("data: ") for line in lines]
+
+
+def chunks_of(response):
+    """The JSON of every event of a stream but its end."""
+    *events, done = events_of(response)
+    assert done == "[DONE]"
+    return [json.loads(event) for event in events]

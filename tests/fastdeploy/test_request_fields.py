@@ -1,0 +1,28 @@
+"""The embedded server knows every request field of FastDeploy."""
+
+import ast
+
+import pytest
+
+from fastdeploy_kvcache_v1.embedded.intake.fields import IGNORED, REFUSED
+from fastdeploy_kvcache_v1.embedded.intake.protocol import ChatBody, CompletionBody, StreamOptions
+
+from .host_trees import tree
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("CompletionRequest", CompletionBody), ("ChatCompletionRequest", ChatBody), ("StreamOptions", StreamOptions)],
+)
+def test_every_field_is_implemented_refused_or_ignored(release, theirs, ours):
+    source = tree(release) / "fastdeploy" / "entrypoints" / "openai" / "protocol.py"
+    classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    fields = {
+        statement.target.id
+        for node in classes
+        if node.name == theirs
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign)
+    }
+    assert fields, f"{source} has no class {theirs}"
+    assert fields - {*ours.model_fields, *REFUSED, *IGNORED} == set()
