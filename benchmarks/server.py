@@ -25,6 +25,7 @@ from fastdeploy_kvcache_v1.bench_serve.client import Pace, send_all
 from fastdeploy_kvcache_v1.bench_serve.report import Answer
 from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
 from fastdeploy_kvcache_v1.bench_serve.workload import FIRST_TOKEN, LAST_TOKEN, ScaledRequest
+from fastdeploy_kvcache_v1.metric_table import PREFIX
 
 PROMPT_TOKENS = 2_000
 NUM_PROMPTS = 12
@@ -33,7 +34,7 @@ DEVICE_BLOCKS = 80
 SERVE = (
     "--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--swap-space", "1", "--write-policy", "write_through",
 )  # fmt: skip
-METRIC = re.compile(r"^fastdeploy_kvcache_(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+METRIC = re.compile(rf"^{PREFIX}(\w+)(?:\{{(.*)\}})? (\S+)$", re.MULTILINE)
 
 
 def prompt(seed: int) -> list[int]:
@@ -105,20 +106,20 @@ def summary(answers: dict[str, list[Answer]]) -> dict[str, Any]:
 def copies(costs: dict[str, float], whole_run: dict[str, float]) -> dict[str, Any]:
     """What the host hits' copies cost them: `exposed` is the time compute stood still. And the same of the whole run,
     where compute also waits for backups of blocks that it wants to overwrite."""
-    swap_in = costs['swap_seconds_total{direction="in"}']
-    exposed = costs["exposed_wait_seconds_total"]
-    all_copies = sum(whole_run[f'swap_seconds_total{{direction="{way}"}}'] for way in ("in", "out"))
+    swap_in = costs['swap_seconds_total{direction="in",rank="0"}']
+    exposed = costs['exposed_wait_seconds_total{rank="0"}']
+    all_copies = sum(whole_run[f'swap_seconds_total{{direction="{way}",rank="0"}}'] for way in ("in", "out"))
     return {
-        "swapped_in_blocks": costs['swap_blocks_total{direction="in"}'],
+        "swapped_in_blocks": costs['swap_blocks_total{direction="in",rank="0"}'],
         "swap_in_ms": 1e3 * swap_in,
-        "swap_in_gb_per_s": costs['swap_bytes_total{direction="in"}'] / swap_in / 1e9,
+        "swap_in_gb_per_s": costs['swap_bytes_total{direction="in",rank="0"}'] / swap_in / 1e9,
         "exposed_wait_ms": 1e3 * exposed,
         "exposed_share": exposed / swap_in,
         "whole_run": {
-            "swapped_out_blocks": whole_run['swap_blocks_total{direction="out"}'],
+            "swapped_out_blocks": whole_run['swap_blocks_total{direction="out",rank="0"}'],
             "copies_ms": 1e3 * all_copies,
-            "exposed_wait_ms": 1e3 * whole_run["exposed_wait_seconds_total"],
-            "exposed_share": whole_run["exposed_wait_seconds_total"] / all_copies,
+            "exposed_wait_ms": 1e3 * whole_run['exposed_wait_seconds_total{rank="0"}'],
+            "exposed_share": whole_run['exposed_wait_seconds_total{rank="0"}'] / all_copies,
         },
     }
 

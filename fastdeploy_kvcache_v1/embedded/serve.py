@@ -138,9 +138,7 @@ def _warn_of_strangers(listener: socket.socket) -> None:
 
 
 def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> Snapshot:
-    return Snapshot(
-        manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions
-    )
+    return Snapshot(manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting)
 
 
 def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:

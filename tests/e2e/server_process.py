@@ -20,6 +20,8 @@ import psutil
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from fastdeploy_kvcache_v1.metric_table import PREFIX
+
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 60.0
@@ -117,9 +119,7 @@ class ServerProcess:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
-                samples[sample.name.removeprefix("fastdeploy_kvcache_") + (f"{{{labels}}}" if labels else "")] = (
-                    sample.value
-                )
+                samples[sample.name.removeprefix(PREFIX) + (f"{{{labels}}}" if labels else "")] = sample.value
         return samples
 
     def remember_descendants(self) -> None:

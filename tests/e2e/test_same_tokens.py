@@ -26,7 +26,7 @@ def run(directory, *flags, environment=None):
         metrics = server.metrics()
         assert report["ok"], report
         assert report["idle"]
-        assert metrics["blocks{state=used,tier=device}"] == 0
+        assert metrics["device_blocks"] == metrics["device_free_blocks"] + metrics["device_evictable_blocks"]
         assert (
             metrics[f"copy_op{{implementation={ops.live()['swap_cache_per_layer.cpu']},op=swap_cache_per_layer.cpu}}"]
             == 1
@@ -43,8 +43,8 @@ def expected(tmp_path_factory):
     """Tokens without any cache and with room for everything."""
     flags = ("--no-enable-prefix-caching", "--block-size", "16", "--max-num-seqs", "12")
     outputs, metrics = run(tmp_path_factory.mktemp("reference"), *flags)
-    assert metrics["prompt_tokens_total{source=device}"] == 0
-    assert metrics["preemptions_total"] == 0
+    assert metrics["device_hit_tokens_total"] == 0
+    assert metrics["requests_preempted_total"] == 0
     assert len(outputs) == NUM_REQUESTS
     return outputs
 
@@ -52,21 +52,21 @@ def expected(tmp_path_factory):
 def test_device_tier_alone(tmp_path, expected):
     outputs, metrics = run(tmp_path, *SMALL, "--swap-space", "0")
     assert outputs == expected
-    assert metrics["prompt_tokens_total{source=device}"] > 0
-    assert metrics["prompt_tokens_total{source=host}"] == 0
-    assert metrics["preemptions_total"] > 0
+    assert metrics["device_hit_tokens_total"] > 0
+    assert metrics["host_hit_tokens_total"] == 0
+    assert metrics["requests_preempted_total"] > 0
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 def test_device_and_host_tier(tmp_path, expected, policy):
     outputs, metrics = run(tmp_path, *SMALL, *HOST_TIER, "--write-policy", policy)
     assert outputs == expected
-    assert metrics["prompt_tokens_total{source=device}"] > 0
-    assert metrics["prompt_tokens_total{source=host}"] > 0
-    assert metrics["swap_blocks_total{direction=out}"] > 0
-    assert metrics["swap_blocks_total{direction=in}"] > 0
-    assert metrics["swap_bytes_total{direction=in}"] > 0
-    assert metrics["preemptions_total"] > 0
+    assert metrics["device_hit_tokens_total"] > 0
+    assert metrics["host_hit_tokens_total"] > 0
+    assert metrics["swap_blocks_total{direction=out,rank=0}"] > 0
+    assert metrics["swap_blocks_total{direction=in,rank=0}"] > 0
+    assert metrics["swap_bytes_total{direction=in,rank=0}"] > 0
+    assert metrics["requests_preempted_total"] > 0
 
 
 def test_slow_and_failing_copies(tmp_path, expected):
@@ -79,6 +79,6 @@ def test_slow_and_failing_copies(tmp_path, expected):
         environment={"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)},
     )
     assert outputs == expected
-    assert metrics["transfer_failures_total{direction=in}"] > 0
-    assert metrics["transfer_failures_total{direction=out}"] > 0
-    assert metrics["exposed_wait_seconds_total"] > 0
+    assert metrics["transfer_failures_total{direction=in,rank=0}"] > 0
+    assert metrics["transfer_failures_total{direction=out,rank=0}"] > 0
+    assert metrics["exposed_wait_seconds_total{rank=0}"] > 0

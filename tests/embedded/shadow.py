@@ -190,6 +190,10 @@ class Harness:
         self.sent: list[BatchRequest] = []
         self.core = EngineCore(self.manager, self.scheduler, self.sent.append)
 
+    @property
+    def num_preemptions(self) -> int:
+        return self.manager.stats().counters.requests_preempted
+
     def submit(
         self,
         name: str,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from ...batch_request import BatchRequest
-from ...metadata import CacheLevel, TransferResult
+from ...copy_totals import RankCopies
 from ...model.step import StepResult, StepTask, TransferReport
 from ...scheduler.cache_manager import CacheManager
 from .generation import Failure, Generation, State
@@ -21,30 +21,10 @@ MAX_COPY_FAILURES = 3
 
 
 @dataclass
-class CopyTotals:
-    """What one direction of copies has done so far."""
-
-    blocks: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    failures: int = 0
-
-    def add(self, result: TransferResult) -> None:
-        if result.ok:
-            self.blocks += result.num_blocks
-            self.bytes += result.num_bytes
-        else:
-            self.failures += 1
-        self.seconds += result.seconds
-
-
-@dataclass
 class EngineCounters:
     """Totals since the start. Written by the engine thread only; any thread may read single fields."""
 
-    swap_in: CopyTotals = field(default_factory=CopyTotals)
-    swap_out: CopyTotals = field(default_factory=CopyTotals)
-    exposed_wait_s: float = 0.0
+    copies: RankCopies = field(default_factory=RankCopies)
     steps: int = 0
     computed_tokens: int = 0
     """Tokens that went through the model, those computed again after a preemption included."""
@@ -171,11 +151,11 @@ class EngineCore:
 
     def _take_transfers(self, report: TransferReport) -> dict[str, str]:
         """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""
-        self.counters.exposed_wait_s += report.exposed_wait_s
+        copies = self.counters.copies
+        copies.exposed_wait_s += report.exposed_wait_s
         affected: dict[str, str] = {}
         for result in report.transfers:
-            totals = self.counters.swap_in if result.target is CacheLevel.DEVICE else self.counters.swap_out
-            totals.add(result)
+            copies.add(result)
             if not result.ok:
                 reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
                 logger.warning("step %d: %s", result.step, reason)

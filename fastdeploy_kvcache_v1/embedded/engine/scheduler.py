@@ -54,7 +54,6 @@ class Scheduler:
         self._num_arrivals = 0
         self._plan: dict[str, Scheduled] = {}
         self._budget = 0
-        self.num_preemptions = 0
 
     @property
     def running(self) -> tuple[Generation, ...]:
@@ -102,7 +101,6 @@ class Scheduler:
         """Give up a running request's blocks; it waits in its order of arrival and keeps its outputs."""
         assert generation.state is State.RUNNING, f"preempted request {generation.request_id} was not running"
         self._manager.preempt(generation.request_id)
-        self.num_preemptions += 1
         self._running.remove(generation)
         planned = self._plan.pop(generation.request_id, None)
         if planned is not None:

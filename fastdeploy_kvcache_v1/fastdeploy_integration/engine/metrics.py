@@ -1,4 +1,4 @@
-"""Our own metrics, beside those of the host that the adapter keeps feeding."""
+"""The rows of the metric table, beside FastDeploy's own metrics, which the adapter keeps feeding."""
 
 from __future__ import annotations
 
@@ -6,43 +6,49 @@ import time
 from functools import lru_cache
 from typing import Any
 
+from ...metric_table import Kind, Metric, Source, rows
 from .adapter import PrefixCacheAdapter
 
-PREFIX = "fastdeploy:kvcache_v1_"
 PUBLISH_EVERY_S = 0.1
 
-GAUGES = {
-    "device_free_blocks": "Device blocks that are neither used nor cached",
-    "device_cached_blocks": "Device blocks that the prefix tree holds",
-    "device_evictable_blocks": "Cached device blocks that no request uses",
-    "host_blocks": "Size of the host tier in blocks",
-    "host_free_blocks": "Host blocks that hold nothing",
-    "host_cached_blocks": "Host blocks that hold a cached block",
-}
-COUNTERS = {
-    "query_tokens": "Tokens of scheduled requests",
-    "device_hit_tokens": "Tokens served from the device tier",
-    "host_hit_tokens": "Tokens served from the host tier, failed copies left out",
-    "resumed_hit_tokens": "Tokens that preempted requests found again when they resumed",
-    "swap_in_blocks": "Blocks copied from host to device",
-    "swap_out_blocks": "Blocks copied from device to host",
-    "device_evicted_blocks": "Blocks that left the device tier",
-    "device_lost_blocks": "Blocks that left the device tier without a host copy",
-    "host_evicted_blocks": "Blocks that left the host tier",
-    "backup_skipped_blocks": "Host copies for which there was no room",
-    "duplicate_blocks": "Blocks computed although another request had cached them meanwhile",
-    "requests_rolled_back": "Matches that the scheduler took back",
-    "requests_preempted": "Preempted requests",
-}
+
+class Exported:
+    """The rows of some sources in the Prometheus directory, whose content FastDeploy collects from its processes.
+
+    Names can be registered once per process. Any thread, one at a time.
+    """
+
+    def __init__(self, *sources: Source) -> None:
+        from prometheus_client import Counter, Gauge
+
+        def register(metric: Metric) -> Any:
+            if metric.kind is Kind.GAUGE:
+                return Gauge(metric.full_name, metric.help, metric.label_names, multiprocess_mode="livesum")
+            return Counter(metric.full_name, metric.help, metric.label_names)
+
+        by_name = {metric.name: metric for metric in rows(*sources)}
+        collectors = {name: register(metric) for name, metric in by_name.items()}
+        self._rows = {source: [(metric, collectors[metric.name]) for metric in rows(source)] for source in sources}
+
+    def publish(self, source: Source, values: object, published: dict[Metric, float], **labels: str) -> None:
+        """Show the numbers of `values`, an object of `source`; `labels` are those that the source adds.
+
+        `published` is what this object has shown so far: a number that falls leaves its counter as it is.
+        """
+        for metric, collector in self._rows[source]:
+            sample = collector.labels(**metric.labels, **labels) if metric.label_names else collector
+            value = metric.value(values)
+            if metric.kind is Kind.GAUGE:
+                sample.set(value)
+            elif (growth := value - published.get(metric, 0)) > 0:  # taking back an admission lowers some
+                sample.inc(growth)
+                published[metric] = value
 
 
 @lru_cache(maxsize=1)
-def _registered() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Once per process. The host collects everything its processes write to the Prometheus directory."""
-    from prometheus_client import Counter, Gauge
-
-    gauges = {name: Gauge(PREFIX + name, text, multiprocess_mode="livesum") for name, text in GAUGES.items()}
-    return gauges, {name: Counter(PREFIX + name, text) for name, text in COUNTERS.items()}
+def exported() -> Exported:
+    """Of this process: what the scheduler half counts."""
+    return Exported(Source.COUNTERS, Source.STATS)
 
 
 class CacheMetricsPublisher:
@@ -50,8 +56,8 @@ class CacheMetricsPublisher:
 
     def __init__(self, adapter: PrefixCacheAdapter) -> None:
         self._adapter = adapter
-        self._gauges, self._counters = _registered()
-        self._published = dict.fromkeys(COUNTERS, 0)
+        self._exported = exported()
+        self._published: dict[Metric, float] = {}
         self._next = 0.0
 
     def publish(self) -> None:
@@ -59,9 +65,5 @@ class CacheMetricsPublisher:
             return
         self._next = now + PUBLISH_EVERY_S
         stats = self._adapter.manager.stats()
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(stats, name))
-        for name, counter in self._counters.items():
-            value = getattr(stats.counters, name)
-            counter.inc(max(0, value - self._published[name]))  # taking back an admission lowers some
-            self._published[name] = max(value, self._published[name])
+        self._exported.publish(Source.STATS, stats, self._published)
+        self._exported.publish(Source.COUNTERS, stats.counters, self._published)

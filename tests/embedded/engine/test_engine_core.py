@@ -50,9 +50,9 @@ def test_random_load_with_a_far_too_small_device_tier(policy, seed):
     assert {name: recorder.tokens for name, recorder in recorders.items()} == expected
     counters = harness.core.counters
     assert counters.finished == 80
-    assert counters.swap_in.blocks > 0
-    assert counters.swap_out.blocks > 0
-    assert harness.scheduler.num_preemptions > 0
+    assert counters.copies.swap_in.blocks > 0
+    assert counters.copies.swap_out.blocks > 0
+    assert harness.num_preemptions > 0
 
 
 def abort_one(harness, rng, names, recorders, gone):
@@ -131,7 +131,7 @@ def test_random_copy_failures_change_no_token(seed):
             assert recorder.tokens == expected_outputs(prompt, output)
         else:
             assert recorder.failure.status == 500
-    assert harness.core.counters.swap_in.failures + harness.core.counters.swap_out.failures > 0
+    assert harness.core.counters.copies.swap_in.failures + harness.core.counters.copies.swap_out.failures > 0
     assert harness.core.counters.finished > 50
 
 
@@ -185,7 +185,7 @@ def test_failed_swap_in_does_not_count_as_cached():
         harness.run()
     again = harness.submit("again", prompt, 2)
     harness.run()
-    assert harness.core.counters.swap_in.failures > 0
+    assert harness.core.counters.copies.swap_in.failures > 0
     assert again.tokens == expected_outputs(prompt, 2)
     usage = again.deltas[-1].usage
     assert usage is not None
@@ -256,7 +256,7 @@ def test_requests_lose_a_step_to_what_the_worker_says_and_to_what_the_report_say
     harness, batch, again, new = step_with_a_swap_in()
     wrong = dict.fromkeys(("again", "new"), 1)
     harness.core.on_step_result(StepResult(tokens=wrong, retry={"new": "torn"}, report=failed_swap_in(batch)))
-    assert harness.scheduler.num_preemptions == 2
+    assert harness.num_preemptions == 2
     assert (again.events, new.events) == ([], []), "neither token is taken"
     harness.run()
     assert again.tokens == expected_outputs(range(18), 2)
@@ -302,13 +302,13 @@ def test_backups_of_finished_requests_travel_without_any_request():
     while (batch := harness.step()) is not None:
         batches.append(batch)
     assert [(len(batch), len(batch.swap_steps)) for batch in batches] == [(1, 0), (0, 1)]
-    assert harness.core.counters.swap_out.blocks == 2
+    assert harness.core.counters.copies.swap_out.blocks == 2
 
 
 def test_report_between_steps_is_counted():
     harness = Harness(small())
     harness.core.on_report(TransferReport((), 0.5))
-    assert harness.core.counters.exposed_wait_s == 0.5
+    assert harness.core.counters.copies.exposed_wait_s == 0.5
 
 
 def test_failure_told_twice_preempts_once():
@@ -317,7 +317,7 @@ def test_failure_told_twice_preempts_once():
     harness.core.on_report(failed_swap_in(batch))
     computed = harness.worker.run(batch).tokens
     harness.core.on_step_result(StepResult(tokens={"new": computed["new"]}, retry={"again": "a copy failed"}))
-    assert harness.scheduler.num_preemptions == 1
+    assert harness.num_preemptions == 1
     harness.run()
     assert recorder.tokens == expected_outputs(range(18), 2)
     assert new.tokens == expected_outputs([7, 8, 9], 2)
@@ -330,7 +330,7 @@ def test_failed_backup_is_forgotten_and_counted():
     recorder = harness.submit("a", range(9), 6)
     harness.run()
     assert recorder.tokens == expected_outputs(range(9), 6)
-    assert harness.core.counters.swap_out.failures > 0
+    assert harness.core.counters.copies.swap_out.failures > 0
     assert harness.manager.stats().host_cached_blocks == 0
 
 

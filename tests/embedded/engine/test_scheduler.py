@@ -84,7 +84,7 @@ def test_tokens_of_a_request_preempted_in_the_same_step_go_to_the_one_that_neede
     harness, prefill, decoder = decoder_beside_an_earlier_prefill(16, range(47), 20)
     batches = [tokens_of(harness.step()) for _ in range(7)]
     assert batches == [[("decoder", 1), ("prefill", 7)]] * 6 + [[("prefill", 8)]]
-    assert harness.scheduler.num_preemptions == 2, "one for the lost copy, one for the blocks"
+    assert harness.num_preemptions == 2, "one for the lost copy, one for the blocks"
     harness.run()
     assert prefill.tokens == expected_outputs(range(47), 6)
     assert decoder.tokens == expected_outputs([96, 97, 98, 99], 20)
@@ -108,7 +108,7 @@ def test_latest_arrival_is_preempted_and_resumes_from_its_cached_blocks():
     batches = []
     while (batch := harness.step()) is not None:
         batches.append(tokens_of(batch))
-        if harness.scheduler.num_preemptions and preempted_at is None:
+        if harness.num_preemptions and preempted_at is None:
             preempted_at = len(batches)
             assert [generation.request_id for generation in harness.scheduler.waiting] == ["second"]
             assert batches[-1] == [("first", 1)], "the earlier request advances in the very step that preempts"
@@ -120,7 +120,7 @@ def test_latest_arrival_is_preempted_and_resumes_from_its_cached_blocks():
     harness.manager.check_idle()
     counters = harness.manager.stats().counters
     assert (counters.requests_admitted, counters.query_tokens, counters.device_hit_tokens) == (2, 8, 0)
-    assert counters.requests_resumed == harness.scheduler.num_preemptions
+    assert counters.requests_resumed == harness.num_preemptions
     assert counters.resumed_hit_tokens > 0, "its own work, which is no hit"
 
 
@@ -128,7 +128,7 @@ def test_preempted_request_does_not_take_its_space_back_in_the_same_step():
     harness = Harness(KVCacheConfig(5, block_size=4), max_num_batched_tokens=16)
     harness.submit("first", range(8), 8)
     harness.submit("second", range(50, 54), 8)
-    while not harness.scheduler.num_preemptions:
+    while not harness.num_preemptions:
         before = {generation.request_id for generation in harness.scheduler.running}
         batch = harness.step()
     assert before == {"first", "second"}
@@ -149,7 +149,7 @@ def test_prompts_that_do_not_fit_together_are_computed_once(caching):
     config = KVCacheConfig(100, block_size=4, enable_prefix_caching=caching)
     harness = Harness(config, max_num_seqs=64, max_num_batched_tokens=64)
     computed, ideal = computed_tokens(harness, [([index, *range(299)], 30) for index in range(8)])
-    assert (computed, harness.scheduler.num_preemptions) == (ideal, 0)
+    assert (computed, harness.num_preemptions) == (ideal, 0)
 
 
 def test_newcomer_leaves_a_running_prompt_the_room_for_all_its_chunks():
@@ -163,7 +163,7 @@ def test_newcomer_leaves_a_running_prompt_the_room_for_all_its_chunks():
     assert batches[:4] == [[("first", 8)]] * 4
     assert batches[4:] == [[("first", 1)]] * 3 + [[("second", 8)]] * 2
     harness.run()
-    assert harness.scheduler.num_preemptions == 0
+    assert harness.num_preemptions == 0
 
 
 def test_requests_admitted_in_one_step_count_each_others_prompts():
@@ -265,7 +265,7 @@ def test_newcomer_waits_while_running_requests_need_the_last_blocks():
     harness.submit("second", range(50, 54), 4)
     assert tokens_of(harness.step()) == [("first", 1)], "one free block, but the running request may need it"
     harness.run()
-    assert harness.scheduler.num_preemptions == 0
+    assert harness.num_preemptions == 0
 
 
 def test_request_that_waits_for_room_leaves_no_trace():

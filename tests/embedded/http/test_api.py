@@ -266,19 +266,19 @@ def test_metrics(server):
         server.complete(prompt="a prompt of some length")
     text = server.client.get("/metrics").text
     for line in (
-        'fastdeploy_kvcache_prompt_tokens_total{source="device"} 20.0',
-        'fastdeploy_kvcache_prompt_tokens_total{source="host"} 0.0',
-        'fastdeploy_kvcache_prompt_tokens_total{source="recomputed"} 28.0',
-        'fastdeploy_kvcache_requests{state="running"} 0.0',
-        'fastdeploy_kvcache_requests_ended_total{outcome="finished"} 2.0',
-        "fastdeploy_kvcache_generated_tokens_total 16.0",
-        "fastdeploy_kvcache_time_to_first_token_seconds_count 2.0",
-        'fastdeploy_kvcache_swap_bytes_total{direction="in"} 0.0',
-        'fastdeploy_kvcache_copy_op{implementation="some",op="swap_cache_per_layer.cpu"} 1.0',
+        "device_blocks 64.0",
+        "query_tokens_total 48.0",
+        "device_hit_tokens_total 20.0",
+        "host_hit_tokens_total 0.0",
+        "requests_finished_total 2.0",
+        'requests{state="running"} 0.0',
+        'requests_ended_total{outcome="finished"} 2.0',
+        "generated_tokens_total 16.0",
+        "time_to_first_token_seconds_count 2.0",
+        'swap_bytes_total{direction="in",rank="0"} 0.0',
+        'copy_op{implementation="some",op="swap_cache_per_layer.cpu"} 1.0',
     ):
-        assert line in text.splitlines()
-    blocks = [line for line in text.splitlines() if line.startswith("fastdeploy_kvcache_blocks{")]
-    assert len(blocks) == 6
+        assert f"fastdeploy:kvcache_v1_{line}" in text.splitlines()
 
 
 def test_bug_in_the_engine_ends_requests_instead_of_hanging_them(server, monkeypatch, caplog):

@@ -224,7 +224,7 @@ def fake_fastdeploy(monkeypatch):
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(metrics, "_registered", lambda: ({}, {}))
+    monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_: None))
     monkeypatch.setattr(settings, "export", lambda *_: None)
     monkeypatch.setattr(FakeSignal, "opened", [])
     return envs

@@ -1,0 +1,159 @@
+"""Every metric of both servers: name, help, kind, labels, and the counter behind it. Needs no Prometheus library.
+
+A new counter gets a row here, and both servers export it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+PREFIX = "fastdeploy:kvcache_v1_"
+"""Of every name."""
+
+
+class Kind(str, enum.Enum):
+    COUNTER = "counter"
+    """Never falls. Prometheus adds `_total` to its name."""
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Source(enum.Enum):
+    """The object whose attributes a server exports."""
+
+    COUNTERS = "cache manager: Counters"
+    STATS = "cache manager: CacheStats"
+    COPIES = "worker rank: RankCopies"
+    """One object per rank: its rows have the label `rank` as well."""
+    ENGINE = "embedded engine"
+    """Exported by the embedded server alone."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels that the server adds to a row, one value for each object of this source."""
+        return ("rank",) if self is Source.COPIES else ()
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """One row. Rows of one name differ in the values of their labels."""
+
+    name: str
+    """Without `PREFIX`; counters without `_total`."""
+    help: str
+    kind: Kind
+    source: Source
+    attribute: str = ""
+    """Path from the source object to the value, `swap_in.blocks` for example. By default the name."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def full_name(self) -> str:
+        return PREFIX + self.name
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        return (*self.labels, *self.source.labels)
+
+    def value(self, source: object) -> float:
+        """Of this row in an object of its source."""
+        number: float = attrgetter(self.attribute or self.name)(source)
+        return number
+
+
+def _counters(**helps: str) -> tuple[Metric, ...]:
+    return tuple(Metric(name, text, Kind.COUNTER, Source.COUNTERS) for name, text in helps.items())
+
+
+def _gauges(**helps: str) -> tuple[Metric, ...]:
+    return tuple(Metric(name, text, Kind.GAUGE, Source.STATS) for name, text in helps.items())
+
+
+def _both_ways(name: str, text: str, attribute: str) -> tuple[Metric, ...]:
+    return tuple(
+        Metric(name, text, Kind.COUNTER, Source.COPIES, f"swap_{direction}.{attribute}", {"direction": direction})
+        for direction in ("in", "out")
+    )
+
+
+def _ended(outcome: str) -> Metric:
+    text = "Requests by how they ended"
+    return Metric("requests_ended", text, Kind.COUNTER, Source.ENGINE, f"engine.{outcome}", {"outcome": outcome})
+
+
+def _queued(state: str) -> Metric:
+    return Metric("requests", "Requests by queue", Kind.GAUGE, Source.ENGINE, f"num_{state}", {"state": state})
+
+
+COPY_OP = Metric(
+    "copy_op", "1 for the implementation that is live behind each copy op of the worker", Kind.GAUGE, Source.ENGINE
+)
+TIME_TO_FIRST_TOKEN = Metric(
+    "time_to_first_token_seconds", "From the arrival of a request to its first token", Kind.HISTOGRAM, Source.ENGINE
+)
+OBSERVED = (COPY_OP, TIME_TO_FIRST_TOKEN)
+"""Rows without an attribute: the embedded server sets them when something happens."""
+
+TABLE: tuple[Metric, ...] = (
+    *_gauges(
+        device_blocks="Size of the device tier in blocks",
+        device_free_blocks="Device blocks that are neither used nor cached",
+        device_cached_blocks="Device blocks that the prefix tree holds",
+        device_evictable_blocks="Cached device blocks that no request uses",
+        host_blocks="Size of the host tier in blocks",
+        host_free_blocks="Host blocks that hold nothing",
+        host_cached_blocks="Host blocks that hold a cached block",
+        num_requests="Requests that the cache manager knows",
+    ),
+    *_counters(
+        requests_admitted="Requests whose first step was handed over",
+        requests_resumed="Preempted requests that were admitted again",
+        requests_finished="Requests that ended",
+        requests_preempted="Requests preempted for lack of device blocks or after a failed copy",
+        requests_rolled_back="Matches that the scheduler took back",
+        allocations_refused="Allocations for which the device tier had no room",
+        query_tokens="Tokens of admitted requests",
+        device_hit_tokens="Tokens served from the device tier",
+        host_hit_tokens="Tokens served from the host tier, failed copies left out",
+        resumed_hit_tokens="Tokens that preempted requests found again when they resumed",
+        device_evicted_blocks="Blocks that left the device tier",
+        device_lost_blocks="Blocks that left the device tier without a host copy",
+        host_evicted_blocks="Blocks that left the host tier",
+        swap_out_blocks="Blocks that the scheduler had copied from device to host",
+        swap_in_blocks="Blocks that the scheduler had copied from host to device",
+        backup_skipped_blocks="Host copies for which there was no room",
+        duplicate_blocks="Blocks computed although another request had cached them meanwhile",
+        failed_transfer_blocks="Blocks forgotten after a failed copy",
+    ),
+    Metric("events_overflowed", "Times that unread cache events became one snapshot", Kind.COUNTER, Source.STATS),
+    *_both_ways("swap_blocks", "Blocks that a worker rank copied", "blocks"),
+    *_both_ways("swap_bytes", "Bytes that a worker rank copied", "bytes"),
+    *_both_ways("swap_seconds", "Time that a worker rank's copies took", "seconds"),
+    *_both_ways("transfer_failures", "Copies of a worker rank that failed", "failures"),
+    Metric(
+        "exposed_wait_seconds",
+        "Time that compute stood still for copies",
+        Kind.COUNTER,
+        Source.COPIES,
+        "exposed_wait_s",
+    ),
+    _queued("running"),
+    _queued("waiting"),
+    _ended("finished"),
+    _ended("aborted"),
+    _ended("failed"),
+    Metric("steps", "Batches sent to the worker", Kind.COUNTER, Source.ENGINE, "engine.steps"),
+    Metric(
+        "computed_tokens", "Tokens that went through the model", Kind.COUNTER, Source.ENGINE, "engine.computed_tokens"
+    ),
+    Metric("generated_tokens", "Tokens sampled", Kind.COUNTER, Source.ENGINE, "engine.generated_tokens"),
+)
+"""Every row with a counter or a gauge behind it."""
+
+
+def rows(*sources: Source) -> tuple[Metric, ...]:
+    """Of `TABLE`, in its order."""
+    return tuple(metric for metric in TABLE if metric.source in sources)

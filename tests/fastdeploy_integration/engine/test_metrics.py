@@ -1,0 +1,80 @@
+from functools import partial
+from types import SimpleNamespace
+
+import prometheus_client
+import pytest
+
+from fastdeploy_kvcache_v1.copy_totals import RankCopies
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
+from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
+from fastdeploy_kvcache_v1.metric_table import PREFIX, Kind, Source, rows
+from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
+
+
+@pytest.fixture
+def samples(monkeypatch):
+    """All samples by name and labels, of a registry of the test's own."""
+    registry = prometheus_client.CollectorRegistry()
+    for kind in ("Counter", "Gauge"):
+        monkeypatch.setattr(prometheus_client, kind, partial(getattr(prometheus_client, kind), registry=registry))
+    metrics.exported.cache_clear()
+    yield lambda: {
+        (sample.name.removeprefix(PREFIX), *sorted(sample.labels.items())): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+    metrics.exported.cache_clear()
+
+
+class CountingManager:
+    """Every number of its next snapshot is another one."""
+
+    def __init__(self):
+        self.counters = Counters(**dict(zip(vars(Counters()), range(100, 200), strict=False)))
+
+    def stats(self):
+        names = [name for name in CacheStats.__dataclass_fields__ if name != "counters"]
+        return CacheStats(self.counters, **dict(zip(names, range(200, 300), strict=False)))
+
+
+@pytest.fixture
+def publisher(samples, monkeypatch):
+    monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.0)
+    return metrics.CacheMetricsPublisher(SimpleNamespace(manager=CountingManager()))
+
+
+def test_every_row_of_the_scheduler_half_is_published_with_its_own_number(publisher, samples):
+    publisher.publish()
+    stats = publisher._adapter.manager.stats()
+    expected = {
+        (metric.name + ("_total" if metric.kind is Kind.COUNTER else ""),): metric.value(source)
+        for source, metric in [
+            *((stats, metric) for metric in rows(Source.STATS)),
+            *((stats.counters, metric) for metric in rows(Source.COUNTERS)),
+        ]
+    }
+    assert samples() == expected
+
+
+def test_counters_grow_by_what_is_new_and_never_fall(publisher, samples):
+    counters = publisher._adapter.manager.counters
+    for value, shown in ((5, 5), (7, 7), (6, 7), (9, 9)):
+        counters.query_tokens = value
+        publisher.publish()
+        assert samples()["query_tokens_total",] == shown
+
+
+def test_copies_are_told_apart_by_rank_and_direction(samples):
+    exported = metrics.Exported(Source.COPIES)
+    published = [{}, {}]
+    ranks = [RankCopies(), RankCopies()]
+    ranks[0].add(TransferResult(0, CacheLevel.DEVICE, CacheLevel.HOST, 2, 4096, 0.5))
+    for rank, copies in enumerate(ranks):
+        for _ in range(2):
+            exported.publish(Source.COPIES, copies, published[rank], rank=str(rank))
+    shown = samples()
+    for rank, blocks in ((0, 2), (1, 0)):
+        assert shown["swap_blocks_total", ("direction", "out"), ("rank", str(rank))] == blocks
+        assert shown["swap_blocks_total", ("direction", "in"), ("rank", str(rank))] == 0
+    assert shown["swap_bytes_total", ("direction", "out"), ("rank", "0")] == 4096
