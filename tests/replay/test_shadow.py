@@ -47,6 +47,7 @@ def test_a_block_survives_out_and_in_to_other_slots(shadow):
 
 def test_evictions_run_before_the_swap_ins_and_writes_of_their_step(shadow):
     shadow.run_step(step(1, out={0: 0}, into={0: 2}), [planned("reader", [2, 0], [A, C], 1)])
+    assert shadow.num_checked_blocks == 2 + (1 + 2)
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,11 @@ def test_every_page_is_there_and_zero(monkeypatch):
     assert not buffer.array.any()
 
 
+@pytest.mark.skipif(not placement.NUMA_MAPS.exists(), reason="this kernel does not tell where pages are")
 def test_the_kernel_tells_where_they_are():
     buffer = allocate_near(64 * PAGE, lambda nodes: None)
     pages = pages_by_node(buffer.address)
-    assert not placement.NUMA_MAPS.exists() or sum(pages.values()) >= 64
+    assert sum(pages.values()) >= 64
 
 
 def test_nodes_with_cpus_are_found(tmp_path):
