@@ -24,7 +24,7 @@ from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
-BLOCK_SIZE = 64
+BLOCK_SIZE = KVCacheConfig.block_size
 TURN = 250
 DEVICE_BLOCKS = 20_000
 HOST_BLOCKS = 80_000

@@ -8,9 +8,10 @@ from time import perf_counter
 import numpy as np
 from _support import median, save
 
+from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 
-BLOCK_SIZE = 64
+BLOCK_SIZE = KVCacheConfig.block_size
 PROMPT_TOKENS = 131_072
 ROUNDS = 60
 LENGTHS = (1_024, 16_384, 131_072)

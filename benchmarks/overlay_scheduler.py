@@ -25,11 +25,12 @@ from typing import Any
 
 from _support import ROOT, median, percentile, save
 
+from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.patches import put_tasks
 
 VARIABLES = {"2.5": "FASTDEPLOY_25", "2.6": "FASTDEPLOY_26"}
 SIZES = (1_000, 100_000)
-BLOCK_SIZE = 64
+BLOCK_SIZE = KVCacheConfig.block_size
 PROMPT_BLOCKS = 32
 REQUESTS = 120
 

@@ -1,4 +1,7 @@
-"""One frozen, validated settings object for the scheduler half. Each server builds it from its own configuration."""
+"""One frozen, validated settings object for the scheduler half, and what commands and servers say about it.
+
+Its defaults are the only ones: both servers, `replay` and the benchmarks take them from here.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,27 @@ class WritePolicy(str, enum.Enum):
     """When the device tier evicts it."""
 
     @classmethod
+    def choices(cls) -> str:
+        return ", ".join(policy.value for policy in cls)
+
+    @classmethod
     def parse(cls, text: str) -> WritePolicy:
         """Raises `ConfigError` naming the choices."""
         try:
             return cls(text)
         except ValueError:
-            choices = ", ".join(policy.value for policy in cls)
-            raise ConfigError(f"unknown write policy {text!r}: choose one of {choices}") from None
+            raise ConfigError(f"unknown write policy {text!r}: choose one of {cls.choices()}") from None
+
+
+DEFAULT_PORT = 8000
+"""Of both servers."""
+
+HELP = {
+    "block_size": "tokens per cache block",
+    "write_policy": f"when a block gets its host copy: {WritePolicy.choices()}",
+    "write_through_threshold": "hits after which write_through_selective copies a block",
+}
+"""Help texts of flags, by field of `KVCacheConfig`."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from . import __version__, plugin
 from .errors import KVCacheError, OverlayError
+from .switch import SWITCH, is_enabled
+from .units import GIB
 
 if TYPE_CHECKING:
     from .fastdeploy_integration.overlay.overlay import Overlay
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
 BOOTSTRAP = "fastdeploy_kvcache_v1.pth"
 PLUGIN, PLUGIN_GROUP = "kvcache_v1", "fastdeploy.tool_parser_plugins"
 """The other way in, for a FastDeploy that loads plugins: `FD_PLUGINS` names it."""
-GIB = 2**30
 STORAGE_MODULES = {"mooncake": "mooncake", "attention_store": "attentionstore_sdk"}
 """Storage backends of FastDeploy, with the Python module each needs."""
 
@@ -149,13 +150,13 @@ def _activation() -> tuple[bool | None, str]:
     if site.ENABLE_USER_SITE:
         places.append(site.getusersitepackages())
     installed = [place for place in places if (Path(place) / BOOTSTRAP).is_file()]
-    switch = "on" if plugin.is_enabled() else "off"
+    switch = "on" if is_enabled() else "off"
     if installed:
-        return True, f"{BOOTSTRAP} in {installed[0]}; {plugin.SWITCH} is {switch}"
+        return True, f"{BOOTSTRAP} in {installed[0]}; {SWITCH} is {switch}"
     if PLUGIN in os.environ.get("FD_PLUGINS", "").split(","):
         if PLUGIN not in importlib.metadata.entry_points(group=PLUGIN_GROUP).names:
             return False, f"FD_PLUGINS names {PLUGIN}, but its entry point is not installed: reinstall"
-        return True, f"FD_PLUGINS={PLUGIN}; {plugin.SWITCH} is {switch}"
+        return True, f"FD_PLUGINS={PLUGIN}; {SWITCH} is {switch}"
     return False, f"{BOOTSTRAP} is not in site-packages: reinstall, or set FD_PLUGINS={PLUGIN}"
 
 

@@ -8,23 +8,13 @@ Until `fastdeploy` is imported nothing happens but one entry on `sys.meta_path`.
 from __future__ import annotations
 
 import importlib.machinery
-import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
+from .switch import is_enabled
+
 FASTDEPLOY = "fastdeploy"
-
-
-def is_enabled() -> bool:
-    """Raises `ConfigError` for anything but 0 and 1 (unset counts as 0)."""
-    value = os.environ.get(SWITCH, "") or "0"
-    if value not in ("0", "1"):
-        from .errors import ConfigError
-
-        raise ConfigError(f"{SWITCH} must be 0 or 1, got {value!r}")
-    return value == "1"
 
 
 class _Trigger:

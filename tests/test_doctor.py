@@ -10,6 +10,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, FastDeployTree, fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from fastdeploy_kvcache_v1.switch import SWITCH
 
 
 @pytest.fixture
@@ -149,7 +150,7 @@ def test_a_refused_fastdeploy_is_described_while_the_switch_is_on(make_tree, mon
     """The start-up error sends people here, with the variable still set."""
     monkeypatch.setattr(doctor.sys, "meta_path", list(doctor.sys.meta_path))
     monkeypatch.syspath_prepend(make_tree(version))
-    monkeypatch.setenv(plugin.SWITCH, "1")
+    monkeypatch.setenv(SWITCH, "1")
     monkeypatch.delitem(doctor.sys.modules, plugin.FASTDEPLOY, raising=False)
     monkeypatch.setattr(doctor, "machine_findings", lambda: iter(()))
     monkeypatch.setattr(release, "_metadata_version", lambda: None)

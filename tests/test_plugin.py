@@ -9,6 +9,7 @@ import pytest
 
 from fastdeploy_kvcache_v1 import plugin
 from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.switch import SWITCH
 
 from .fastdeploy_integration import fake_fastdeploy
 
@@ -19,9 +20,9 @@ BOOTSTRAP = (ROOT / "fastdeploy_kvcache_v1.pth").read_text(encoding="utf-8")
 def python(tmp_path, code, switch):
     """Run the bootstrap line as `site` does, then `code`, with a FAKE package named fastdeploy importable."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    environment.pop(plugin.SWITCH, None)
+    environment.pop(SWITCH, None)
     if switch is not None:
-        environment[plugin.SWITCH] = switch
+        environment[SWITCH] = switch
     return subprocess.run(
         [sys.executable, "-c", BOOTSTRAP + code],
         env=environment,
@@ -44,7 +45,10 @@ def test_without_the_switch_nothing_is_loaded(tmp_path, switch):
 
 def test_with_the_switch_only_the_trigger_is_loaded(tmp_path):
     done = python(tmp_path, SHOW, "1")
-    assert done.stdout.strip() == "['fastdeploy_kvcache_v1', 'fastdeploy_kvcache_v1.plugin']"
+    assert (
+        done.stdout.strip()
+        == "['fastdeploy_kvcache_v1', 'fastdeploy_kvcache_v1.plugin', 'fastdeploy_kvcache_v1.switch']"
+    )
 
 
 def test_the_bootstrap_is_one_import_line():
@@ -111,7 +115,7 @@ def test_other_processes_do_not_mind(tmp_path):
 
 @pytest.mark.parametrize("value", ["2", "true", "yes"])
 def test_the_switch_is_0_or_1(monkeypatch, value):
-    monkeypatch.setenv(plugin.SWITCH, value)
+    monkeypatch.setenv(SWITCH, value)
     with pytest.raises(ConfigError, match=f"must be 0 or 1, got '{value}'"):
         plugin.is_enabled()
 

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ..switch import SWITCH
+
 API_SERVER = "fastdeploy.entrypoints.openai.api_server"
 
 CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
@@ -46,7 +48,7 @@ def exec_fastdeploy(command: Sequence[str]) -> NoReturn:
     """Replace this process: signals and exit status are then FastDeploy's own."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], list(command), {**os.environ, "ENABLE_V1_KVCACHE_MANAGER": "1"})
+    os.execve(command[0], list(command), {**os.environ, SWITCH: "1"})
 
 
 def exec_fastdeploy_cpu(args: argparse.Namespace, extra: Sequence[str]) -> NoReturn:

@@ -6,30 +6,12 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import KVCacheConfig, WritePolicy
+from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from ..model.config import ModelConfig
+from ..units import GIB
 
-GIB = 1 << 30
 RANDOM_MODEL_NAME = "random-tiny"
-
-DEFAULTS: dict[str, object] = {
-    "host": "127.0.0.1",
-    "port": 8000,
-    "max_num_seqs": 32,
-    "max_num_batched_tokens": 2048,
-    "block_size": 64,
-    "write_policy": WritePolicy.WRITE_THROUGH_SELECTIVE.value,
-    "write_through_threshold": 2,
-    "enable_prefix_caching": True,
-    "seed": 0,
-    "cache_dtype": "float32",
-    "log_level": "warning",
-    "worker_timeout": 120.0,
-    "max_request_mib": 16.0,
-    "max_connections": 512,
-}
-"""Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
 
 MEMORY_SHARE = 0.25
 """Of the free memory, at most what a tier takes when its size is not given."""
@@ -67,6 +49,25 @@ class ServerConfig:
         return self.model_path is None
 
 
+DEFAULTS: dict[str, object] = {
+    "host": "127.0.0.1",
+    "port": DEFAULT_PORT,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 2048,
+    "block_size": KVCacheConfig.block_size,
+    "write_policy": KVCacheConfig.write_policy.value,
+    "write_through_threshold": KVCacheConfig.write_through_threshold,
+    "enable_prefix_caching": KVCacheConfig.enable_prefix_caching,
+    "seed": 0,
+    "cache_dtype": "float32",
+    "log_level": "warning",
+    "worker_timeout": ServerConfig.worker_timeout_s,
+    "max_request_mib": ServerConfig.max_request_mib,
+    "max_connections": ServerConfig.max_connections,
+}
+"""Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
+
+
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """FastDeploy's api_server has these flags under the same names; those below the line are our own."""
 
@@ -81,7 +82,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", "longest sequence, prompt and output (default: the model's)", type=int, metavar="TOKENS")
     add("--max-num-seqs", "requests computed together at most", type=int, metavar="N")
     add("--max-num-batched-tokens", "tokens computed per step at most", type=int, metavar="TOKENS")
-    add("--block-size", "tokens per cache block", type=int, metavar="TOKENS")
+    add("--block-size", HELP["block_size"], type=int, metavar="TOKENS")
     add("--num-gpu-blocks-override", "blocks of the device tier (default: by memory)", type=int, metavar="BLOCKS")
     add(
         "--swap-space",
@@ -89,12 +90,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="GIB",
     )
-    add(
-        "--write-policy",
-        f"when a block is copied to the host: {', '.join(policy.value for policy in WritePolicy)}",
-        metavar="POLICY",
-    )
-    add("--write-through-threshold", "hits before write_through_selective copies a block", type=int, metavar="HITS")
+    add("--write-policy", HELP["write_policy"], metavar="POLICY")
+    add("--write-through-threshold", HELP["write_through_threshold"], type=int, metavar="HITS")
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
 
     parser.add_argument("--embedded", action="store_true", help="use this package's CPU server even beside FastDeploy")

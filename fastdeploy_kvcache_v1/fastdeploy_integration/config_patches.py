@@ -10,12 +10,13 @@ from typing import Any
 
 import wrapt
 
-from ..config import WritePolicy
+from ..config import HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
+from ..switch import SWITCH
 from .backends import BLOCK_WISE_FP8, DSA, MLA
 from .overlay import overlay
 from .overlay.table import PatchTable
-from .settings import DEFAULT_POLICY, DEFAULT_THRESHOLD, write_policy, write_through_threshold
+from .settings import write_policy, write_through_threshold
 from .swap_space import has_draft_layer, kv_cache_quant_type, require_amount, size_host_tier
 
 logger = logging.getLogger(__name__)
@@ -24,14 +25,12 @@ Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
-SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
-
 
 @dataclasses.dataclass
 class _NewArguments:
     """Fields for FastDeploy's `EngineArgs`."""
 
-    write_through_threshold: int = DEFAULT_THRESHOLD
+    write_through_threshold: int = KVCacheConfig.write_through_threshold
 
 
 def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:
@@ -44,13 +43,13 @@ def add_arguments(engine_args: Any) -> None:
     for name, field in _NewArguments.__dataclass_fields__.items():
         engine_args.__dataclass_fields__[name] = field
         setattr(engine_args, name, field.default)
-    engine_args.write_policy = DEFAULT_POLICY.value
+    engine_args.write_policy = KVCacheConfig.write_policy.value
     wrapt.wrap_function_wrapper(engine_args, "__init__", _init_arguments)
 
 
 def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    instance.write_through_threshold = kwargs.pop("write_through_threshold", DEFAULT_THRESHOLD)
-    wrapped(*args, **{"write_policy": DEFAULT_POLICY.value, **kwargs})
+    instance.write_through_threshold = kwargs.pop("write_through_threshold", KVCacheConfig.write_through_threshold)
+    wrapped(*args, **{"write_policy": KVCacheConfig.write_policy.value, **kwargs})
 
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -58,13 +57,13 @@ def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     parser = wrapped(*args, **kwargs)
     policy = parser._option_string_actions["--write-policy"]
     policy.choices = [each.value for each in WritePolicy]
-    policy.default = DEFAULT_POLICY.value
-    policy.help = "When a block gets its copy in host memory (--swap-space)."
+    policy.default = KVCacheConfig.write_policy.value
+    policy.help = f"{HELP['write_policy']} (--swap-space)"
     parser.add_argument(
         "--write-through-threshold",
         type=int,
-        default=DEFAULT_THRESHOLD,
-        help="With write_through_selective: hits after which a block gets its host copy.",
+        default=KVCacheConfig.write_through_threshold,
+        help=HELP["write_through_threshold"],
     )
     return parser
 

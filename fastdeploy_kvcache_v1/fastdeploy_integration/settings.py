@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-from ..config import WritePolicy
+from ..config import KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 
-DEFAULT_POLICY = WritePolicy.WRITE_THROUGH_SELECTIVE
-DEFAULT_THRESHOLD = 2
 POLICY_VARIABLE = "FD_KVCACHE_V1_WRITE_POLICY"
 THRESHOLD_VARIABLE = "FD_KVCACHE_V1_WRITE_THROUGH_THRESHOLD"
 BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
@@ -17,12 +15,12 @@ BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
 
 def write_policy(given: str | None) -> WritePolicy:
     """The policy `given`, else that of the environment, else the default. Raises `ConfigError`."""
-    return WritePolicy.parse(given or os.environ.get(POLICY_VARIABLE) or DEFAULT_POLICY)
+    return WritePolicy.parse(given or os.environ.get(POLICY_VARIABLE) or KVCacheConfig.write_policy)
 
 
 def write_through_threshold(given: int | None) -> int:
     """As `write_policy`."""
-    text = str(os.environ.get(THRESHOLD_VARIABLE, DEFAULT_THRESHOLD) if given is None else given)
+    text = str(os.environ.get(THRESHOLD_VARIABLE, KVCacheConfig.write_through_threshold) if given is None else given)
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--write-through-threshold must be a whole number of at least 1, got {text}")
     return int(text)

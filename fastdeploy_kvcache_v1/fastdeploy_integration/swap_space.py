@@ -12,12 +12,11 @@ from typing import Any
 
 from ..attention.registry import needed_numbers
 from ..errors import ConfigError
+from ..units import GIB
 from ..worker.runtime.base import free_host_memory, require
 from .backends import family_of, make_backend
 
 logger = logging.getLogger(__name__)
-
-GIB = 1024**3
 
 _IN_CONFIGURATION = {"num_kv_heads": "num_key_value_heads"}
 """Fields of `CacheGeometry` that have another name in FastDeploy's model configuration."""

@@ -12,24 +12,35 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..config import KVCacheConfig, WritePolicy
+from ..config import HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from .driver import Replay, ReplayOptions, peak_memory_bytes
-from .trace import read_trace
+from .trace import TOKENS_PER_ID, read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", type=Path, help="request trace, Mooncake JSONL")
-    parser.add_argument("--block-size", type=int, default=64, help="tokens per block, a divisor of 512 (%(default)s)")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        default=KVCacheConfig.block_size,
+        help=f"{HELP['block_size']}, a divisor of {TOKENS_PER_ID} (%(default)s)",
+    )
     parser.add_argument("--device-blocks", type=int, default=20_000, help="device tier (%(default)s)")
     parser.add_argument("--host-blocks", type=int, default=80_000, help="host tier; 0: none (%(default)s)")
     parser.add_argument(
         "--write-policy",
-        default=WritePolicy.WRITE_THROUGH_SELECTIVE.value,
-        metavar="{" + ",".join(policy.value for policy in WritePolicy) + "}",
-        help="when a block gets its host copy (%(default)s)",
+        default=KVCacheConfig.write_policy.value,
+        metavar="POLICY",
+        help=f"{HELP['write_policy']} (%(default)s)",
     )
-    parser.add_argument("--write-through-threshold", type=int, default=2, help="hits before a host copy (%(default)s)")
+    parser.add_argument(
+        "--write-through-threshold",
+        type=int,
+        default=KVCacheConfig.write_through_threshold,
+        metavar="HITS",
+        help=f"{HELP['write_through_threshold']} (%(default)s)",
+    )
     parser.add_argument("--window", type=int, default=32, help="requests open at once (%(default)s)")
     parser.add_argument("--admissions-per-step", type=int, default=8, help="requests per step (%(default)s)")
     parser.add_argument("--limit", type=int, help="play only the first N requests")

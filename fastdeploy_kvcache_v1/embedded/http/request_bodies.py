@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from ...units import MIB
 from ..api_error import ApiError
-
-MIB = 1 << 20
 
 FREE_BYTES = 64 * 1024
 """Of every body that do not count against the room for all of them: short requests are served even while long ones are

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Protocol
 
 from ...errors import ModelError
+from ...units import GIB, MIB
 from ..api_error import ApiError
 from .intake import Endpoint, IntakeConfig, Reading
 from .process import (
     ERROR,
-    MIB,
     READING,
     READY,
     REFUSED,
@@ -199,7 +199,7 @@ class IntakeClient:
             return "the intake process does not answer"
         if status == -signal.SIGXCPU:
             return f"chat template and tokenizer take more than {cpu_s} s of CPU time"
-        gib = memory_bytes(self._config) / (1 << 30)
+        gib = memory_bytes(self._config) / GIB
         return f"chat template and tokenizer fail, or need more than {gib:g} GiB of memory (status {status})"
 
     def _discard(self) -> None:

@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ModelError
+from ...orphan import die_with_parent
+from ...units import MIB
 from ..api_error import ApiError
-from ..orphan import die_with_parent
 from ..text.tokenizer import load_tokenizer
 from .intake import Endpoint, Intake, IntakeConfig, Options, Reading
 
@@ -36,7 +37,6 @@ READY, REFUSED, READING, ERROR = range(4)
 HEADER = struct.Struct("!BQQ")
 """Kind of the frame, and the sizes of its two parts."""
 
-MIB = 1 << 20
 MIN_MEMORY = 1024 * MIB
 MEMORY_PER_BODY_BYTE = 64
 """A body of `[],[],[],...` takes 30."""

@@ -20,10 +20,10 @@ import zmq
 from ...errors import ConfigError, KVCacheError, ModelError
 from ...model import configure_reproducible_math, load_model_config
 from ...model.step_runner import StepRunner
+from ...orphan import die_with_parent
 from ...worker import ops
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
-from ..orphan import die_with_parent
 from .client import WorkerLaunch
 from .liveness import ProgressBoard
 from .messages import WorkerConnected, WorkerFailed, WorkerReady

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import ConfigError
+from ...switch import SWITCH
 from ..overlay.table import Where
 from . import activation
 from .token_channel import get_output, unsupported_output
@@ -121,6 +122,6 @@ def launch_cache_manager(
 ) -> Any:
     """Wraps the start of the host's own cache service, whose transfer process needs a GPU."""
     if instance.num_cpu_blocks:
-        raise ConfigError("swap space on a CPU needs ENABLE_V1_KVCACHE_MANAGER=1")
+        raise ConfigError(f"swap space on a CPU needs {SWITCH}=1")
     wrapped.__globals__["get_all_visible_devices"] = str  # none: an empty string
     return wrapped(*args, **kwargs)

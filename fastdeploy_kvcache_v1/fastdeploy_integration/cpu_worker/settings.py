@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...config import DEFAULT_PORT
 from ...errors import ConfigError
+from ...switch import SWITCH, is_enabled
 
-SWITCH = "ENABLE_V1_KVCACHE_MANAGER"
 START_TIMEOUT_S = 300.0
 
 REFUSED = {
@@ -25,7 +25,7 @@ REFUSED = {
     "--data-parallel-size": "the CPU worker has one rank",
     "--tensor-parallel-size": "the CPU worker has one rank",
 }
-"""Flags of the host that would be ignored or fail late, with the reason."""
+"""Flags of FastDeploy that would be ignored or fail late, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def parse(words: Sequence[str]) -> Settings:
         raise ConfigError("--fastdeploy-cpu runs FastDeploy's server, and FastDeploy is not installed here")
     parser = argparse.ArgumentParser(prog="fastdeploy-kvcache serve --fastdeploy-cpu", allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--engine-worker-queue-port", type=int)
     parser.add_argument("--cache-queue-port", type=int)
     parser.add_argument("--model")
@@ -90,12 +90,10 @@ def _refuse(rest: Sequence[str]) -> None:
 
 def _uses_our_manager(rest: Sequence[str]) -> bool:
     """On unless the environment says otherwise; FastDeploy's own manager cannot swap without a GPU."""
-    value = os.environ.get(SWITCH) or "1"
-    if value not in ("0", "1"):
-        raise ConfigError(f"{SWITCH} must be 0 or 1, got {value!r}")
-    if value == "0" and any(word.split("=", 1)[0].replace("_", "-") == "--swap-space" for word in rest):
-        raise ConfigError(f"--swap-space needs {SWITCH}=1 on a CPU: the host's own swapping needs a GPU")
-    return value == "1"
+    is_on = is_enabled(unset="1")
+    if not is_on and any(word.split("=", 1)[0].replace("_", "-") == "--swap-space" for word in rest):
+        raise ConfigError(f"--swap-space needs {SWITCH}=1 on a CPU: FastDeploy's own swapping needs a GPU")
+    return is_on
 
 
 def _log_directory(given: Path | None, port: int) -> Path:

@@ -19,10 +19,11 @@ from types import FrameType
 import psutil
 
 from ...errors import ConfigError
+from ...switch import SWITCH
 from ..engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from .environment import LOG_DIRECTORY, RUN_DIRECTORY
 from .janitor import SHARED_MEMORY, Estate
-from .settings import SWITCH, Settings
+from .settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from typing import Any
 import wrapt
 
 from ...errors import OverlayError
+from ...switch import SWITCH
 from .release import FastDeployTree, installed_fastdeploy
 from .source import check_row, expected_parameters, runtime_parameters
 from .table import Kind, PatchRow, PatchTable, Where, table_for
@@ -54,7 +55,7 @@ class Overlay:
             raise OverlayError(
                 f"FastDeploy at {self._root} is not the {self.table.release} that the patch table was written for "
                 f"({self.table.commit}): {'; '.join(f'{row.target} {problem}' for row, problem in problems.items())}. "
-                "Run `fastdeploy-kvcache doctor`, or unset ENABLE_V1_KVCACHE_MANAGER"
+                f"Run `fastdeploy-kvcache doctor`, or unset {SWITCH}"
             )
         for module in dict.fromkeys(row.module for row in self.table.rows):
             loaded = sys.modules.get(module)

@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import OverlayError
+from ...switch import SWITCH
 from .capabilities import Capabilities
 
 if sys.version_info >= (3, 11):
@@ -112,7 +113,7 @@ def table_for(release: str) -> PatchTable:
         known = ", ".join(known_releases()) or "none"
         raise OverlayError(
             f"FastDeploy {release} is not supported by this version of fastdeploy-kvcache-v1 (supported: {known}): "
-            "install a supported FastDeploy, upgrade fastdeploy-kvcache-v1, or unset ENABLE_V1_KVCACHE_MANAGER"
+            f"install a supported FastDeploy, upgrade fastdeploy-kvcache-v1, or unset {SWITCH}"
         )
     return load_table(table_directory() / TABLE_NAME.format(release=release))
 

@@ -12,12 +12,10 @@ from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
 from ...worker.runtime import Runtime
 from ..swap_space import compare
+from ..task_kind import TaskKind
 from ..transport import SwapInbox
 
 logger = logging.getLogger(__name__)
-
-PREFILL, DECODE, PREEMPTED, EXTEND, ABORT = range(5)
-"""Values of the host's RequestType."""
 
 MAIN, DRAFT = "main", "draft"
 
@@ -38,13 +36,13 @@ class RunningTables:
         """Take over what a batch says."""
         for task in tasks:
             kind = task.task_type.value
-            if kind == PREFILL:
+            if kind == TaskKind.PREFILL:
                 self._rows[task.idx] = (list(task.block_tables), task.prefill_start_index // block_size)
-            elif kind == DECODE:
+            elif kind == TaskKind.DECODE:
                 before, first = self._rows.get(task.idx, ([], 0))
                 grown = len(before) - self._spare_blocks
                 self._rows[task.idx] = (list(task.block_tables), max(first, grown))
-            elif kind == EXTEND:
+            elif kind == TaskKind.EXTEND:
                 before, first = self._rows.get(task.idx, ([], 0))
                 self._rows[task.idx] = ([*before, *task.extend_block_tables], first)
             else:

@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from ...errors import ConfigError, LayerSwapTimeoutError, TransferError
+from ...units import GIB
 from ..ops import HostBuffer
 from . import memory_limits
-
-GIB = 1 << 30
 
 
 class Event(ABC):

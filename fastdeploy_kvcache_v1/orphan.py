@@ -1,4 +1,4 @@
-"""A helper process must not outlive the server that started it."""
+"""A helper process must not outlive the process that started it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ PR_SET_PDEATHSIG = 1
 PARENT_POLL_S = 1.0
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Leave no orphan: the kernel kills us with the thread that started us, and a thread of ours looks in case the
-    kernel cannot.
-    """
+def die_with_parent_thread() -> None:
+    """The kernel kills this process when the thread that started it ends. Linux only; elsewhere nothing happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """`die_with_parent_thread`, and a thread that looks for the parent in case the kernel cannot."""
+    die_with_parent_thread()
 
     def watch() -> None:
         while os.getppid() == parent_pid:

@@ -1,0 +1,73 @@
+"""Defaults and constants stand in one place: a change there is a change everywhere."""
+
+import argparse
+import ast
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_kvcache_v1 import replay
+from fastdeploy_kvcache_v1.config import DEFAULT_PORT, HELP, KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.settings import add_serve_arguments, server_config
+from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
+from fastdeploy_kvcache_v1.model.config import load_model_config
+from fastdeploy_kvcache_v1.switch import SWITCH, is_enabled
+from fastdeploy_kvcache_v1.units import GIB
+
+PACKAGE = Path(__file__).parents[1] / "fastdeploy_kvcache_v1"
+SHARED = ("block_size", "write_policy", "write_through_threshold")
+
+
+def parsed(add_arguments, *words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser, parser.parse_args(words)
+
+
+def test_replay_has_the_defaults_of_the_config():
+    _, args = parsed(replay.add_arguments, "trace")
+    assert [getattr(args, name) for name in SHARED] == [getattr(KVCacheConfig, name) for name in SHARED]
+
+
+def test_the_embedded_server_has_the_defaults_of_the_config():
+    _, args = parsed(add_serve_arguments)
+    config = server_config(args, load_model_config(None), free_bytes=8 * GIB)
+    assert [getattr(config.cache, name) for name in SHARED] == [getattr(KVCacheConfig, name) for name in SHARED]
+    assert config.port == DEFAULT_PORT
+
+
+def test_fastdeploy_gets_the_defaults_of_the_config(monkeypatch):
+    for variable in (settings.POLICY_VARIABLE, settings.THRESHOLD_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    assert settings.write_policy(None) is KVCacheConfig.write_policy
+    assert settings.write_through_threshold(None) == KVCacheConfig.write_through_threshold
+    assert config_patches._NewArguments().write_through_threshold == KVCacheConfig.write_through_threshold
+
+
+@pytest.mark.parametrize("add_arguments", [replay.add_arguments, add_serve_arguments])
+def test_flags_that_two_commands_share_have_one_help_text(add_arguments):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    helps = {action.dest: action.help for action in parser._actions}
+    for name in SHARED:
+        assert helps[name].startswith(HELP[name])
+
+
+def constants_of(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+@pytest.mark.parametrize(("constant", "module"), [(SWITCH, "switch.py"), (DEFAULT_PORT, "config.py")])
+def test_a_constant_stands_in_one_module(constant, module):
+    assert [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if constant in constants_of(path)] == [
+        module
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "unset", "enabled"), [("1", "0", True), ("0", "1", False), ("", "1", True), ("", "0", False)]
+)
+def test_the_switch(monkeypatch, value, unset, enabled):
+    monkeypatch.setenv(SWITCH, value)
+    assert is_enabled(unset=unset) is enabled
