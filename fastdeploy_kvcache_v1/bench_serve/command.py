@@ -77,14 +77,14 @@ def _targets(args: argparse.Namespace) -> list[Target]:
         flags = tuple(args.serve_arguments)
         return [Target(CACHE_ON, None, flags), Target(CACHE_OFF, None, (*flags, "--no-enable-prefix-caching"))]
     if args.serve_arguments:
-        raise ConfigError("serve flags are for servers started here, not for the one at --url")
+        raise ConfigError("flags after -- are for servers that this command starts: leave them or --url out")
     targets = [Target(CACHE_ON, args.url)]
     if args.url_off is not None:
         targets.append(Target(CACHE_OFF, args.url_off))
     for target in targets:
         parts = urlsplit(target.url or "")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"not a server URL: {target.url!r}, expected something like http://127.0.0.1:8000")
+            raise ConfigError(f"{target.url!r} is not the URL of a server: give one like http://127.0.0.1:8000")
     return targets
 
 

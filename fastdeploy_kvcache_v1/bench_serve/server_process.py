@@ -44,7 +44,7 @@ def running_server(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A port nobody listens on at the moment."""
+    """A port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -28,7 +28,7 @@ wrong setting or model.
 Beside the OpenAI endpoints and /health and /metrics, the embedded server has two for operators, which need the header
 X-KVCache-Operator: 1. POST /reset_prefix_cache forgets every cached block; GET /debug/check proves the invariants of
 the cache and, when idle, that nothing leaked. Limits, deadlines and who may call: docs/embedded-server.md.
-Extensions of request bodies: min_tokens, ignore_eos, stop_token_ids, return_token_ids.
+The request fields are those of OpenAI's API and of FastDeploy; the same page lists them.
 """
 
 

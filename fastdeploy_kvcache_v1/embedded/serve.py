@@ -37,10 +37,10 @@ EXIT_WORKER_DIED = 1
 
 
 class NotedSignals:
-    """SIGINT and SIGTERM are noted while it is entered, for places that can end in order to look at. Main thread only.
+    """Notes SIGINT and SIGTERM while it is entered; code that can end in order looks at `noted`. Main thread only.
 
-    An exception out of a signal handler would do instead, were it not that it strikes anywhere: between the making of
-    a ZeroMQ socket and its registration it makes the context wait for ever for that socket to be closed.
+    An exception from a signal handler would be simpler, but it strikes anywhere: between the creation of
+    a ZeroMQ socket and its registration it makes the context wait without end for that socket.
     """
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -67,7 +67,7 @@ class NotedSignals:
 def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") -> int:
     """Serve until SIGINT or SIGTERM: 0. Returns 1 when the worker died or was stuck: run it under a supervisor.
 
-    Main thread only. Raises `KVCacheError` when the port or the worker cannot be had; nothing is left behind.
+    Main thread only. Raises `KVCacheError` when the port is taken or the worker does not start; nothing is left behind.
     """
     with NotedSignals() as signals, _listening_socket(config.host, config.port) as listener, ExitStack() as stack:
         intake = IntakeClient(intake_config(config))
@@ -117,7 +117,7 @@ def _serve(
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(Service(config, tokenizer, engine, intake), metrics)
     listener.max_connections = connection_limit(config.max_connections)
-    _warn_of_strangers(listener)
+    _warn_of_open_address(listener)
     http = HttpServer(app, config, engine, stop_requested=signals.noted)
     engine.start()
     try:
@@ -127,7 +127,7 @@ def _serve(
     return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
 
 
-def _warn_of_strangers(listener: socket.socket) -> None:
+def _warn_of_open_address(listener: socket.socket) -> None:
     address = listener.getsockname()[0]
     if listens_beyond_this_machine(address):
         logger.warning(

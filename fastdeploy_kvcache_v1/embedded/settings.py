@@ -37,7 +37,7 @@ class ServerConfig:
     seed: int
     log_level: str
     worker_timeout_s: float = 120.0
-    """0 waits for ever."""
+    """0 sets no limit."""
     max_request_mib: float = 16.0
     max_connections: int = 512
     allowed_hosts: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ DEFAULTS: dict[str, object] = {
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """FastDeploy's api_server has these flags under the same names; those below the line are our own."""
+    """FastDeploy's api_server has the flags above the empty line, under the same names; the others are our own."""
 
     def add(flag: str, text: str, **options: object) -> None:
         default = DEFAULTS.get(flag.removeprefix("--").replace("-", "_"))
@@ -80,13 +80,13 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", "address to listen on")
     add("--port", "port to listen on, 0 picks a free one", type=int)
     add("--max-model-len", "longest sequence, prompt and output (default: the model's)", type=int, metavar="TOKENS")
-    add("--max-num-seqs", "requests computed together at most", type=int, metavar="N")
-    add("--max-num-batched-tokens", "tokens computed per step at most", type=int, metavar="TOKENS")
+    add("--max-num-seqs", "requests computed together, at most", type=int, metavar="N")
+    add("--max-num-batched-tokens", "tokens computed per step, at most", type=int, metavar="TOKENS")
     add("--block-size", HELP["block_size"], type=int, metavar="TOKENS")
     add("--num-gpu-blocks-override", "blocks of the device tier (default: by memory)", type=int, metavar="BLOCKS")
     add(
         "--swap-space",
-        "host memory of the cache in GiB, 0 switches it off (default: 1 or less)",
+        "host memory of the cache in GiB, 0 for none (default: 1, or less where memory is short)",
         type=float,
         metavar="GIB",
     )
@@ -109,7 +109,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16", metavar="DTYPE")
     add(
         "--worker-timeout",
-        "the server ends when its worker computes no layer, or ends no copy, for so long; 0 waits for ever",
+        "the server ends when its worker computes no layer, or ends no copy, for this time; 0 sets no limit",
         type=float,
         metavar="SECONDS",
     )
@@ -117,8 +117,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-connections", "connections at the same time; more are answered with 503", type=int, metavar="N")
     add(
         "--allowed-hosts",
-        "names under which clients may call the server beside localhost, its addresses and this machine's name, "
-        "separated by commas; * allows any",
+        "names by which clients may call the server, beside localhost, its addresses and this machine's name; "
+        "separate them by commas; * allows any",
         metavar="NAMES",
     )
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
@@ -187,7 +187,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         raise ConfigError(
             f"{f'--num-gpu-blocks-override {num_device_blocks}' if given else 'one cache block of this model'} "
             f"needs {device_bytes / GIB:.2f} GiB "
-            f"but only {free_bytes / GIB:.2f} GiB of memory is free"
+            f"but only {free_bytes / GIB:.2f} GiB of memory is free: lower --num-gpu-blocks-override or --block-size"
         )
     return KVCacheConfig(
         num_device_blocks=num_device_blocks,
@@ -196,7 +196,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         write_policy=policy,
         write_through_threshold=values.write_through_threshold,
         enable_prefix_caching=values.enable_prefix_caching,
-        max_queued_events=0,  # nobody listens here
+        max_queued_events=0,  # no outside index listens
     )
 
 
@@ -207,7 +207,7 @@ def _host_bytes(values: argparse.Namespace, share: int, free_bytes: int) -> int:
     if gib is None:
         return min(DEFAULT_SWAP_BYTES, share)
     if not 0 <= gib < float("inf"):
-        raise ConfigError(f"--swap-space must not be negative, got {gib}")
+        raise ConfigError(f"--swap-space must be a number of GiB, 0 or more, got {gib}")
     if gib * GIB > free_bytes:
         raise ConfigError(
             f"--swap-space {gib:g} GiB is more than the {free_bytes / GIB:.2f} GiB of memory that is free: lower it"

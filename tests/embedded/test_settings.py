@@ -73,8 +73,8 @@ def test_model_name_comes_from_the_directory(tmp_path):
     [
         (["--write-policy", "write_sometimes"], "unknown write policy 'write_sometimes'"),
         (["--write-through-threshold", "0"], "--write-through-threshold must be at least 1, got 0"),
-        (["--swap-space", "-1"], "--swap-space must not be negative, got -1"),
-        (["--swap-space", "nan"], "--swap-space must not be negative, got nan"),
+        (["--swap-space", "-1"], "--swap-space must be a number of GiB, 0 or more, got -1"),
+        (["--swap-space", "nan"], "--swap-space must be a number of GiB, 0 or more, got nan"),
         (["--swap-space", "9"], "--swap-space 9 GiB is more than the 7.50 GiB of memory that is free"),
         (["--num-gpu-blocks-override", "-3"], "--num-gpu-blocks-override must be at least 1, got -3"),
         (["--num-gpu-blocks-override", "1000000"], "only 8.00 GiB of memory is free"),

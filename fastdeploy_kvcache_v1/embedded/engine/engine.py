@@ -38,7 +38,7 @@ class Engine:
     """Thread-safe face of an `EngineCore`. Every action runs on the engine thread, in order of arrival.
 
     The thread takes turns: it runs the actions that are there, then one step. What arrives meanwhile waits for the next
-    turn, so no client can keep the others from their steps, however often it asks.
+    turn, so no client can stop the steps of the others, however often it asks.
     """
 
     def __init__(self, core: EngineCore, worker: WorkerClient, *, on_fatal: Callable[[str], None]) -> None:
@@ -48,7 +48,7 @@ class Engine:
         self._on_fatal = on_fatal
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._calls: dict[Callable[[EngineCore], Any], list[concurrent.futures.Future[Any]]] = {}
-        """Who waits for the result of an action that is in the inbox."""
+        """Futures of the callers that wait for an action in the inbox."""
         self._lock = threading.Lock()
         self._is_open = True
         self._stop = False
@@ -102,7 +102,7 @@ class Engine:
             waiting = self._calls.pop(action)
         futures = [future for future in waiting if future.set_running_or_notify_cancel()]
         if not futures:
-            return  # whoever asked is gone
+            return  # every client that asked is gone
         try:
             result = action(self._core)
         except Exception as error:

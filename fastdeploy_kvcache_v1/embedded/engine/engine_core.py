@@ -77,7 +77,7 @@ class EngineCore:
         self._scheduler.add(generation)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request whose client is gone; a finished one is none of our business any more."""
+        """Drop a request whose client is gone; a finished one is already forgotten."""
         generation = self._generations.get(request_id)
         if generation is not None:
             self._end(generation)
@@ -204,9 +204,13 @@ class EngineCore:
         self._scheduler.finish(generation)
 
     def _fail_unfit(self, head: Generation) -> None:
-        """Nothing runs and nothing is being copied: it would wait for ever, and the others behind it."""
-        logger.error("request %s cannot be admitted though nothing runs: %s", head.request_id, self._manager.stats())
-        self._fail(head, 500, "the request does not fit the device tier though nothing else runs")
+        """Nothing runs and nothing is being copied: the request would wait without end, and the others behind it."""
+        logger.error("request %s cannot be admitted although nothing runs: %s", head.request_id, self._manager.stats())
+        self._fail(
+            head,
+            500,
+            "the request does not fit the device tier although nothing else runs: raise --num-gpu-blocks-override",
+        )
 
 
 def _task(item: Scheduled) -> StepTask:

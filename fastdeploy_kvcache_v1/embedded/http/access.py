@@ -1,7 +1,7 @@
-"""Who may call: what keeps a web page, open in a browser that can reach the server, from using it.
+"""Which requests are served: a web page in a browser that can reach the server must not use it.
 
 A page of another site can send "simple" requests only: without a JSON content type, and without headers of its own.
-Under a name that its owner lets point here (DNS rebinding) it could send any, but then the `Host` header tells.
+Under a name that points to this machine (DNS rebinding) it could send any, but then the `Host` header names it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class HostCheck:
         if named is None or self._is_ours(named):
             await self._app(scope, receive, send)
             return
-        message = f"the Host header names {named!r}, which is not this server: --allowed-hosts adds names"
+        message = (
+            f"the Host header names {named!r}, which is not this server: start it with --allowed-hosts to add the name"
+        )
         await JSONResponse(error_body(403, message), 403)(scope, receive, send)
 
     def _is_ours(self, named: str) -> bool:
@@ -60,7 +62,7 @@ def require_json(request: Request) -> None:
 
 
 async def require_operator(request: Request) -> None:
-    """Raises `ApiError` for a request without the header that says that somebody means it."""
+    """Raises `ApiError` for a request without the header that operators send."""
     if OPERATOR_HEADER not in request.headers:
         raise ApiError(403, f"this endpoint is for operators: send the header {OPERATOR_HEADER}: 1")
 

@@ -13,7 +13,7 @@ MAX_S = 5.0
 
 
 class Linger:
-    """ASGI middleware: what is left of a body when its request has been answered is read and thrown away.
+    """ASGI middleware: reads and discards what is left of a body when its request has been answered.
 
     Otherwise the server closes the connection while the client still sends, and the reset that follows makes the
     client lose the answer. The rest is bounded: beyond `MAX_BYTES` or `MAX_S` the connection is cut.

@@ -73,7 +73,7 @@ class BodyRoom:
 
     def _require_small(self, size: int) -> None:
         if size > self._max_bytes:
-            raise ApiError(413, f"the request body is larger than --max-request-mib {self._max_mib:g}")
+            raise ApiError(413, f"the request body is larger than --max-request-mib {self._max_mib:g}: shorten it")
 
     def _take(self, size: int) -> int:
         if size > self._free:

@@ -22,7 +22,7 @@ from ..text.text_stream import TextStream
 from ..text.tokenizer import Tokenizer
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status for the log only: nobody is there to read it."""
+"""Status for the log only: no client reads it."""
 
 SMALL_BODY = 8 * 1024
 """Bytes up to which a body is read on the event loop: that takes a few milliseconds whatever is in it."""
@@ -40,7 +40,7 @@ class RequestStream:
 
     def sink(self, event: Delta | Failure) -> None:
         """Called on the engine thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no client reads any more
             self._loop.call_soon_threadsafe(self._queue.put_nowait, event)
 
     async def deltas(self) -> AsyncIterator[Delta]:

@@ -51,7 +51,7 @@ MAX_WAITING = 64
 """Requests that wait for the process."""
 
 MAX_WAIT_S = 20.0
-"""Who has waited longer is refused: the client has given up, or soon will."""
+"""A request that has waited longer is refused: its client has given up, or soon will."""
 
 MAX_REPLY = 64 * MIB
 STOP_TIMEOUT_S = 1.0
@@ -158,7 +158,7 @@ class IntakeClient:
         if reply.kind == ERROR:
             raise unpack_error(reply)
         if reply.kind != READING:
-            raise ValueError(f"a reply of kind {reply.kind}")
+            raise ValueError(f"the intake process sent an unexpected reply of kind {reply.kind}")
         return unpack_reading(reply)
 
     def _start(self) -> None:

@@ -79,7 +79,7 @@ IGNORED = frozenset(
         "video_fps",
     }
 )
-"""Fields of FastDeploy that change no token here. Fields that nobody knows are ignored as well."""
+"""Fields of FastDeploy that change no token here. Unknown fields are ignored as well."""
 
 
 def refuse_unsupported(body: Mapping[str, Any]) -> None:

@@ -96,7 +96,7 @@ class Intake:
         except MemoryError:
             raise ApiError(400, "reading this request needs too much memory: shorten it") from None
         except RecursionError:
-            raise ApiError(400, "the request body is nested too deeply") from None
+            raise ApiError(400, "the request body is nested too deeply: send fewer levels") from None
         max_tokens = self._max_tokens(len(token_ids), body.token_limit, endpoint)
         return Reading(tuple(token_ids), _options(body, max_tokens))
 

@@ -1,4 +1,4 @@
-"""The intake process: reads bodies that are large, and those of chats whose template is code of the model's directory.
+"""The intake process: reads large bodies, and chats whose template is code of the model's directory.
 
 `python -m fastdeploy_kvcache_v1.embedded.intake.process FD`. Whatever a body or a template does, it takes the time and
 memory of this process, never the server's: limits end it, the server answers and starts another. It sends bytes that

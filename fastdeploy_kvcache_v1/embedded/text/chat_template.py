@@ -1,6 +1,6 @@
-"""The Jinja chat template of a model, in a sandbox: a template is code from somebody else.
+"""The Jinja chat template of a model, in a sandbox: a template is foreign code.
 
-The sandbox keeps it from Python. It does not keep it from looping for ever or from filling the memory, not even while
+The sandbox keeps it from Python. It does not keep it from an endless loop or from filling the memory, not even while
 it is compiled (constants are folded): that is why it runs in the intake process, which has limits.
 """
 
@@ -65,7 +65,7 @@ class ChatTemplate:
         """
         self.compile()
         if self._template is None:
-            raise ConfigError("this model has no chat template: use /v1/completions")
+            raise ConfigError("this model has no chat template: send the prompt to /v1/completions")
         try:
             usual = {"add_generation_prompt": True, "tools": None, "documents": None, **self._special_tokens}
             conversation = {"messages": [dict(message) for message in messages]}

@@ -102,7 +102,7 @@ class HFDetokenizer:
     character whose bytes are still to come, and byte-fallback tokens, whose run is judged valid UTF-8 only as a whole
     (special and unknown tokens have no text and do not end such a run).
 
-    Bytes that never become characters would be held back for ever, and decoded again with every token: when they get
+    Bytes that never become characters would be held back without end, and decoded again with every token: when they get
     many, those too old to belong to the last character are let go. So a token costs O(1).
     """
 

@@ -80,7 +80,7 @@ class ProcessWorkerClient:
         """Starts the worker and returns when it can take batches.
 
         A worker that makes no progress for `timeout_s` although there is something to do counts as dead, and is killed;
-        0 waits for ever. Until it is ready, only `stop_requested` ends the wait.
+        0 sets no limit. Until it is ready, only `stop_requested` ends the wait.
 
         Raises `ConfigError` when it refuses its settings or model, `WorkerDiedError` when it ends for another reason,
         `StartInterruptedError` soon after `stop_requested` became true.
@@ -96,7 +96,7 @@ class ProcessWorkerClient:
         self._board: ProgressBoard | None = None
         self._num_sent = self._num_answered = 0
         self._death = threading.Lock()
-        """Held by whoever tells of it."""
+        """Held by the thread that reports the end."""
         self.ops: dict[str, str] = {}
         """Name of the implementation behind every copy op of the worker."""
         try:
@@ -156,7 +156,7 @@ class ProcessWorkerClient:
                 process.wait(STOP_TIMEOUT_S)
                 return
             logger.warning("worker process %d does not stop, killing it", process.pid)
-        process.kill()  # while it starts it has nothing to finish, and hears nobody
+        process.kill()  # while it starts it has nothing to finish, and reads no messages
         try:
             process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -224,7 +224,7 @@ class ProcessWorkerClient:
             raise StartInterruptedError("stopped while the worker started")
 
     def _send(self, message: BatchRequest | None) -> None:
-        # Again: nobody is connected any more, the watcher tells the engine.
+        # EAGAIN: the worker is not connected any more, and the watcher tells the engine.
         with contextlib.suppress(zmq.Again, zmq.ContextTerminated):
             self._tasks.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK)
 
@@ -273,7 +273,7 @@ def _private_directory() -> Path:
             parent = "/tmp"
         return Path(tempfile.mkdtemp(prefix="fastdeploy-kvcache-", dir=parent))
     except OSError as error:
-        raise ConfigError(f"cannot make a temporary directory: {error} (TMPDIR chooses another place)") from None
+        raise ConfigError(f"cannot make a temporary directory: {error}: set TMPDIR to another place") from None
 
 
 def _describe_exit(status: int) -> str:

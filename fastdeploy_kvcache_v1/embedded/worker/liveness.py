@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LONGEST_TICK_S = 1.0
-"""Longer since the last look: whoever looks stood still itself (a stopped container), and proves nothing."""
+"""Longer since the last look: this process stood still itself (a stopped container), and the look proves nothing."""
 
 
 class Progress(NamedTuple):

@@ -1,6 +1,6 @@
-"""Functions that the tables `patches/cpu-worker-*.toml` name: what differs in a host without a GPU, and nothing else.
+"""Functions that the tables `patches/cpu-worker-*.toml` name: what differs without a GPU, and nothing else.
 
-Module globals of the host are replaced where the host asks a global for something that a CPU does not have.
+Module globals of FastDeploy are replaced where it asks a global for something that a CPU does not have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORKER_COMMAND = re.compile(
 
 
 class CudaPlatform:
-    """The host's platform object, but for one answer."""
+    """FastDeploy's platform object, but for one answer."""
 
     def __init__(self, platform: Any) -> None:
         self._platform = platform
@@ -39,7 +39,7 @@ class CudaPlatform:
 
 
 class WorkerLauncher:
-    """The module `subprocess`, but for `Popen`, which starts our worker instead of the host's."""
+    """The module `subprocess`, but for `Popen`, which starts our worker instead of FastDeploy's."""
 
     def Popen(self, command: str, **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(cpu_worker_command(command), **options)
@@ -49,14 +49,14 @@ class WorkerLauncher:
 
 
 def cpu_worker_command(command: str) -> str:
-    """The shell command that starts our worker with the arguments the host's command has.
+    """The shell command that starts our worker with the arguments of FastDeploy's command.
 
     `paddle.distributed.launch` cannot select a device here. Nobody reads the worker's output after its start, so it
     goes to a file. Raises `ConfigError` for a command of unknown form.
     """
     found = _WORKER_COMMAND.match(command)
     if found is None:
-        raise ConfigError(f"the host starts its worker in an unknown way: {command}")
+        raise ConfigError(f"FastDeploy starts its worker in an unknown way: {command}: install release 2.5 or 2.6")
     part = found.groupdict()
     return (
         f"exec env {part['variables']}{part['python']} -u -m {LAUNCH} worker {part['arguments']} "
@@ -120,7 +120,7 @@ def make_cache_shape(original: Callable[..., Any]) -> Callable[..., Any]:
 def launch_cache_manager(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Wraps the start of the host's own cache service, whose transfer process needs a GPU."""
+    """Wraps the start of FastDeploy's own cache service, whose transfer process needs a GPU."""
     if instance.num_cpu_blocks:
         raise ConfigError(f"swap space on a CPU needs {SWITCH}=1")
     wrapped.__globals__["get_all_visible_devices"] = str  # none: an empty string

@@ -38,7 +38,7 @@ CHAT_TEMPLATE = (
 
 
 def write_random_model(directory: Path, *, seed: int = 0) -> Path:
-    """Everything the host and the worker read. The same seed gives the same bytes. Needs tokenizers, safetensors."""
+    """All that FastDeploy and the worker read. The same seed gives the same bytes. Needs tokenizers, safetensors."""
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", CONFIG)
     _write_json(directory / "generation_config.json", {key: CONFIG[key] for key in ("eos_token_id", "pad_token_id")})

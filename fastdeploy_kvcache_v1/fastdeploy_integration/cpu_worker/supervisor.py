@@ -192,7 +192,7 @@ def _is_healthy(settings: Settings) -> bool:
 
 
 def _are_weights_cleared(settings: Settings) -> bool:
-    """By the host's legacy API, which calls that unhealthy. For as long as whoever asked for it wants."""
+    """By FastDeploy's legacy API, which calls that unhealthy. It lasts until the weights are back."""
     try:
         status = (SHARED_MEMORY / f"model_weights_status.{settings.queue_port}").read_bytes()
     except OSError:

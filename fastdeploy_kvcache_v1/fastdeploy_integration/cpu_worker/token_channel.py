@@ -23,7 +23,7 @@ ALL_STOPPED = -1
 NO_MESSAGE = -2
 
 RECEIVE_TIMEOUT_S = 0.2
-"""How long a blocking read waits: the host asks again."""
+"""How long a blocking read waits: FastDeploy asks again."""
 
 CONNECT_TIMEOUT_S = 60.0
 MAX_BYTES = 1 << 16

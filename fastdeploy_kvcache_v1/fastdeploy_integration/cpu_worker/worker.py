@@ -28,7 +28,7 @@ PROFILE_SHARE = 0.1
 MAX_PROFILE_BYTES = 1 << 29
 
 
-class CpuWorker(WorkerBase):  # type: ignore[misc]  # the host has no types
+class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
     """One rank on the CPU. Control requests call methods by name."""
 
     def __init__(self, fd_config: Any, local_rank: int, rank: int) -> None:
@@ -64,7 +64,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # the host has no types
         return min(MAX_PROFILE_BYTES, int(free_host_memory() * PROFILE_SHARE))
 
     def cal_theortical_kvcache(self) -> int:
-        """Bytes of one block (the host's spelling)."""
+        """Bytes of one block (FastDeploy's spelling)."""
         return self.model_runner.block_bytes
 
     def initialize_cache(self, num_gpu_blocks: int) -> None:

@@ -204,7 +204,8 @@ def test_request_that_no_empty_tier_can_hold_fails_and_the_next_is_served():
     giant = harness.submit("giant", range(17), 1)
     other = harness.submit("other", range(4), 2)
     harness.run()
-    assert giant.failure == Failure(500, "the request does not fit the device tier though nothing else runs")
+    fault = "the request does not fit the device tier although nothing else runs"
+    assert giant.failure == Failure(500, f"{fault}: raise --num-gpu-blocks-override")
     assert other.tokens == expected_outputs(range(4), 2)
     assert harness.core.counters.failed == 1
 

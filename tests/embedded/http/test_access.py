@@ -65,9 +65,8 @@ def test_another_name_is_refused(host):
 
 def test_the_refusal_says_what_to_do():
     error = client_of().get("/nothing", headers={"host": "evil.example"}).json()["error"]
-    assert (
-        error["message"] == "the Host header names 'evil.example', which is not this server: --allowed-hosts adds names"
-    )
+    fault = "the Host header names 'evil.example', which is not this server"
+    assert error["message"] == f"{fault}: start it with --allowed-hosts to add the name"
 
 
 def test_names_that_were_given_are_this_server():

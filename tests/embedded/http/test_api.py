@@ -185,7 +185,7 @@ def test_request_body_has_a_limit(path, send):
         headers = {"content-type": "application/json"}
         response = server.client.post(path, content=send(body_of(LIMIT + 1)), headers=headers)
         assert response.status_code == 413
-        assert error_of(response)["message"] == "the request body is larger than --max-request-mib 0.01"
+        assert error_of(response)["message"] == "the request body is larger than --max-request-mib 0.01: shorten it"
         response = server.client.post("/v1/completions", content=send(body_of(LIMIT)), headers=headers)
         assert response.status_code == 200
 
