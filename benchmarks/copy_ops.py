@@ -16,7 +16,7 @@ import numpy as np
 from _support import median, save
 
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, Run, Runs, numpy_twin, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns, numpy_twin, plan_runs
 from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 
@@ -65,7 +65,7 @@ class Bench:
         def copy(path: Path) -> Callable[[], None]:
             return lambda: self.core.swap_cache_per_layer(targets, sources, runs, 0, path)
 
-        def on_queues(parts: list[Runs], path: Path = Path.AUTO) -> None:
+        def on_queues(parts: list[CopyRuns], path: Path = Path.AUTO) -> None:
             for queue, part in zip(self.queues, parts, strict=False):
                 self.core.swap_cache_per_layer(targets, sources, part, queue.id, path)
             for event in [queue.record() for queue in self.queues]:
@@ -118,7 +118,7 @@ def parallel_queues(core: CompiledOps) -> float:
     copies, block = 10_000, 8 << 10
     memory = [[np.ones((16, block), np.uint8) for _side in range(2)] for _queue in range(2)]
     queues = [Queue(core.library, f"parallel-{number}") for number in range(2)]
-    runs = Runs.of([Run(slot, 15 - slot, 1) for slot in range(16)])
+    runs = CopyRuns.of([CopyRun(slot, 15 - slot, 1) for slot in range(16)])
 
     def seconds(count: int) -> float:
         gate = threading.Event()  # so that enqueueing does not count

@@ -4,7 +4,8 @@ KVCacheError
 ├── ConfigError                a setting is wrong; the message says which and what to do
 ├── CacheStateError            the caller broke a contract (a bug, never a load condition)
 │   ├── UnknownRequestError    the request is not (or no longer) known to the manager
-│   └── BlockPoolError         a slot was freed twice, or by a caller that does not own it
+│   ├── BlockPoolError         a slot was freed twice, or by a caller that does not own it
+│   └── UnsupportedCopyError   blocks are to be copied between two tiers that no copy path connects
 ├── InvariantError             `check()` found damaged state
 ├── PoolInUseError             a resize would take slots from running requests; nothing changed
 ├── OverlayError               FastDeploy differs from what the patch table expects; nothing is served
@@ -12,6 +13,7 @@ KVCacheError
 │   └── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
 ├── ModelError                 a model directory is incomplete or does not fit its configuration
 ├── TraceError                 a request trace has a broken line (named by its number)
+├── MessageVersionError        engine and worker speak different versions of a message
 └── WorkerDiedError            the worker process ended while requests needed it
 """
 
@@ -38,6 +40,13 @@ class BlockPoolError(CacheStateError):
     """A slot was released that is not allocated (double free or foreign id); nothing was freed."""
 
 
+class UnsupportedCopyError(CacheStateError):
+    """No copy path connects the two tiers; nothing was copied."""
+
+    def __init__(self, source: str, target: str) -> None:
+        super().__init__(f"blocks cannot be copied from the {source} tier to the {target} tier")
+
+
 class InvariantError(KVCacheError):
     """A `check()` found a broken invariant; the message names it."""
 
@@ -56,6 +65,16 @@ class TransferError(KVCacheError):
 
 class LayerSwapTimeoutError(TransferError, TimeoutError):
     """A layer's swap-in did not complete within the configured time."""
+
+
+class MessageVersionError(KVCacheError):
+    """A message between engine and worker has a version that this process cannot read."""
+
+    def __init__(self, what: str, *, found: object, expected: int) -> None:
+        super().__init__(
+            f"a {what} has version {found!r}, this process reads version {expected}: engine and worker run different "
+            "versions of fastdeploy-kvcache-v1; install one version for both and restart the server"
+        )
 
 
 class ModelError(KVCacheError):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple, NewType, Protocol
+
+from .errors import UnsupportedCopyError
 
 BlockHash = NewType("BlockHash", bytes)
 """Chained 32-byte SHA-256 digest that names a block together with its whole prefix."""
@@ -150,9 +153,25 @@ class LoadSlots(NamedTuple):
     """
 
 
+CopyKind = tuple[CacheLevel, CacheLevel]
+"""From which tier to which."""
+
+EVICT: CopyKind = (CacheLevel.DEVICE, CacheLevel.HOST)
+SWAP_IN: CopyKind = (CacheLevel.HOST, CacheLevel.DEVICE)
+
+COPY_ORDER: tuple[CopyKind, ...] = (EVICT, SWAP_IN)
+"""The order in which one step runs its copies; the step computes after all of them.
+
+A swap-in may fill a device slot that an eviction of the same step reads, and compute reads what swap-ins fill. A new
+kind of copy is one entry here and one copy path in the worker.
+"""
+
+_RANK = {kind: rank for rank, kind in enumerate(COPY_ORDER)}
+
+
 @dataclass(frozen=True)
 class CacheSwapMetadata:
-    """One direction of block copies: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
+    """Block copies of one kind: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
 
     Target slots are unique within one object, so its copies may run in any order.
     """
@@ -168,6 +187,10 @@ class CacheSwapMetadata:
                 f"swap metadata needs one target per source, got {len(self.source_slots)} and {len(self.target_slots)}"
             )
 
+    @property
+    def kind(self) -> CopyKind:
+        return self.source, self.target
+
     def __len__(self) -> int:
         return len(self.source_slots)
 
@@ -175,28 +198,57 @@ class CacheSwapMetadata:
         return bool(self.source_slots)
 
 
-NO_EVICT = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST)
-NO_SWAP_IN = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE)
+NO_EVICT = CacheSwapMetadata(*EVICT)
+NO_SWAP_IN = CacheSwapMetadata(*SWAP_IN)
 
 
 @dataclass(frozen=True)
 class SwapStep:
-    """All copies decided for one scheduling step. The worker runs `evict` (D2H), then `swap_in` (H2D), then compute.
+    """All copies decided for one scheduling step. The worker runs `transfers` from the first to the last, then compute.
 
-    Steps must reach the worker in `step` order, none twice: a later step's copies rely on an earlier step's.
+    At most one transfer per kind, none empty, in `COPY_ORDER`; `ValueError` otherwise, `UnsupportedCopyError` for a
+    kind that `COPY_ORDER` lacks. Steps must reach the worker in `step` order, none twice: a later step's copies rely
+    on an earlier step's.
     """
 
     step: int
-    evict: CacheSwapMetadata = NO_EVICT
-    swap_in: CacheSwapMetadata = NO_SWAP_IN
+    transfers: tuple[CacheSwapMetadata, ...] = ()
+
+    @classmethod
+    def of(cls, step: int, *transfers: CacheSwapMetadata) -> SwapStep:
+        """Those of `transfers` that copy anything, in the order in which a step runs them."""
+        return cls(step, tuple(sorted(filter(None, transfers), key=_rank)))
+
+    def __post_init__(self) -> None:
+        ranks = [_rank(transfer) for transfer in self.transfers]
+        if any(later <= earlier for earlier, later in pairwise(ranks)) or not all(self.transfers):
+            kinds = [(source.value, target.value) for source, target in (each.kind for each in self.transfers)]
+            raise ValueError(f"swap step {self.step} has copies that are empty, doubled or out of order: {kinds}")
+
+    @property
+    def evict(self) -> CacheSwapMetadata:
+        """Its copies from the device to the host."""
+        return next((each for each in self.transfers if each.kind == EVICT), NO_EVICT)
+
+    @property
+    def swap_in(self) -> CacheSwapMetadata:
+        """Its copies from the host to the device."""
+        return next((each for each in self.transfers if each.kind == SWAP_IN), NO_SWAP_IN)
 
     def __bool__(self) -> bool:
-        return bool(self.evict) or bool(self.swap_in)
+        return bool(self.transfers)
+
+
+def _rank(transfer: CacheSwapMetadata) -> int:
+    rank = _RANK.get(transfer.kind)
+    if rank is None:
+        raise UnsupportedCopyError(transfer.source.value, transfer.target.value)
+    return rank
 
 
 @dataclass(frozen=True)
 class TransferResult:
-    """What became of one direction of one `SwapStep`; failed ones invalidate their target slots."""
+    """What became of one transfer of one `SwapStep`; failed ones invalidate their target slots."""
 
     step: int
     source: CacheLevel

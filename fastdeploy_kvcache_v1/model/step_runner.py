@@ -64,7 +64,7 @@ class StepRunner:
         self._on_progress()
         counter: LayerDoneCounter | None = None
         for step in batch.swap_steps:
-            counter = self._controller.submit_swap_tasks(step.step, step.evict, step.swap_in)
+            counter = self._controller.submit_swap_tasks(step)
         result = StepResult()
         self._compute(list(batch.requests), counter, result)
         self._on_progress()

@@ -1,7 +1,7 @@
 """A data plane that moves names instead of bytes: it proves that every block holds what the manager says it holds.
 
 Each slot of each tier remembers the hash of the block last written to it. Swap steps are applied in the worker's order
-(all evictions, then all swap-ins, then the forward pass), and a slot that is read must hold exactly the expected hash.
+(their transfers, then the forward pass), and a slot that is read must hold exactly the expected hash.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvariantError
-from ..metadata import BlockHash, CacheSwapMetadata, SwapStep
+from ..metadata import BlockHash, CacheLevel, CacheSwapMetadata, SwapStep
 
 WORDS = 4
 """A 32-byte hash as 64-bit words: what one slot remembers. All zero: never written."""
@@ -55,7 +55,10 @@ class ShadowDataPlane:
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self._device: Contents = np.zeros((num_device_blocks, WORDS), np.uint64)
-        self._host: Contents = np.zeros((num_host_blocks, WORDS), np.uint64)
+        self._contents = {
+            CacheLevel.DEVICE: self._device,
+            CacheLevel.HOST: np.zeros((num_host_blocks, WORDS), np.uint64),
+        }
         self._users = np.zeros(num_device_blocks, np.int64)
         """Running requests that have the slot in their table."""
         self._running: dict[str, ShadowRequest] = {}
@@ -72,10 +75,8 @@ class ShadowDataPlane:
         if self._next_step is not None and step.step != self._next_step:
             raise InvariantError(f"swap step {step.step} was handed out where {self._next_step} was due")
         self._next_step = step.step + 1
-        self._copy(step, step.evict, self._device, self._host)
-        if np.any(self._users[list(step.swap_in.target_slots)]):
-            raise InvariantError(f"step {step.step}: a swap-in writes a slot that a running request uses")
-        self._copy(step, step.swap_in, self._host, self._device)
+        for copies in step.transfers:
+            self._copy(step, copies)
         for member in members:
             self._check_content(step, member, member.first_written)
         self._forward(step, members)
@@ -87,9 +88,8 @@ class ShadowDataPlane:
         del self._running[request_id]
         self._users[self._tables.pop(request_id)] -= 1
 
-    def _copy(self, step: SwapStep, copies: CacheSwapMetadata, source: Contents, target: Contents) -> None:
-        if not copies:
-            return
+    def _copy(self, step: SwapStep, copies: CacheSwapMetadata) -> None:
+        source, target = self._contents[copies.source], self._contents[copies.target]
         name = f"step {step.step}, {copies.source.value} to {copies.target.value}"
         sources, targets = np.array(copies.source_slots), np.array(copies.target_slots)
         for tier, slots in ((source, sources), (target, targets)):
@@ -99,6 +99,8 @@ class ShadowDataPlane:
             raise InvariantError(f"{name}: two copies into one slot")
         if not np.all(np.any(source[sources], axis=1)):
             raise InvariantError(f"{name}: reads a slot that was never written")
+        if copies.target is CacheLevel.DEVICE and np.any(self._users[targets]):
+            raise InvariantError(f"{name}: writes a slot that a running request uses")
         target[targets] = source[sources]
 
     def _forward(self, step: SwapStep, members: Sequence[ShadowRequest]) -> None:

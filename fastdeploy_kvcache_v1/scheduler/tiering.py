@@ -128,7 +128,7 @@ class Tiering:
         self._counters.swap_in_blocks += len(swap_in)
         self._told.remember(step, copied)
         self._residency.close_copies()
-        return SwapStep(step, evict, swap_in)
+        return SwapStep.of(step, evict, swap_in)
 
     # ---- administration
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
 from ..errors import CacheStateError, ConfigError, InvariantError
-from ..metadata import CacheLevel, CacheSwapMetadata, TransferResult
+from ..metadata import SwapStep, TransferResult
 from . import ops
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
@@ -43,7 +43,7 @@ class CacheController:
         self._host: HostPool | None = None
         self._kept: HostPool | None = None
         """Host memory without caches, for the next ones; what is in it means nothing."""
-        self._transfers: CacheTransferManager | None = None
+        self._transfer_manager: CacheTransferManager | None = None
         self._last_step = -1
 
     def initialize_kv_cache(self, num_device_blocks: int, num_host_blocks: int) -> list[Any]:
@@ -52,7 +52,7 @@ class CacheController:
         Raises `ConfigError`, with nothing allocated, when a size cannot work or does not fit the free memory, and
         `CacheStateError` when called twice without `free`.
         """
-        if self._transfers is not None:
+        if self._transfer_manager is not None:
             raise CacheStateError("the caches exist already: call free() first")
         if num_device_blocks < 1 or num_host_blocks < 0:
             raise ConfigError(f"cannot cache {num_device_blocks} device and {num_host_blocks} host blocks")
@@ -70,11 +70,13 @@ class CacheController:
 
         A tensor may have more blocks than are managed. Raises as `initialize_kv_cache`.
         """
-        if self._transfers is not None:
+        if self._transfer_manager is not None:
             raise CacheStateError("the caches exist already: call free() first")
         layers = self._device_rows(list(caches.values()), num_device_blocks)
         host = self._host_pool_of(num_host_blocks)
-        self._transfers = CacheTransferManager(layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s)
+        self._transfer_manager = CacheTransferManager(
+            layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s
+        )
         self._caches, self._host, self._kept, self._last_step = caches, host, None, -1
         return list(caches.values())
 
@@ -122,29 +124,27 @@ class CacheController:
         return self._host
 
     @property
-    def _manager(self) -> CacheTransferManager:
-        if self._transfers is None:
+    def _transfers(self) -> CacheTransferManager:
+        if self._transfer_manager is None:
             raise CacheStateError("there are no caches: call initialize_kv_cache() first")
-        return self._transfers
+        return self._transfer_manager
 
-    def submit_swap_tasks(
-        self, step: int, evict: CacheSwapMetadata, swap_in: CacheSwapMetadata
-    ) -> LayerDoneCounter | None:
-        """Start the copies of one `SwapStep`: `evict` (D2H), then `swap_in` (H2D) where their slots meet.
+    def submit_swap_tasks(self, step: SwapStep) -> LayerDoneCounter | None:
+        """Start the copies of `step`, in its order where their slots meet.
 
-        Never blocks. Returns None when there is nothing to swap in. Raises `CacheStateError`, nothing started, for
-        foreign slots, a target written twice, or a step that is not later than the last one.
+        Never blocks. Returns the counter of the transfer that fills the device layer by layer, None when there is none.
+        Raises `CacheStateError`, nothing started, for foreign slots, a target written twice, tiers that no copy path
+        connects (`UnsupportedCopyError`), or a step that is not later than the last one.
         """
-        manager = self._manager
-        if step <= self._last_step:
-            raise CacheStateError(f"swap step {step} came after step {self._last_step}")
-        if evict.source is not CacheLevel.DEVICE or swap_in.source is not CacheLevel.HOST:
-            raise CacheStateError("evict copies device to host, swap_in copies host to device")
-        evict_runs, swap_in_runs = manager.plan(evict), manager.plan(swap_in)
-        self._last_step = step
-        if evict_runs:
-            manager.submit_evict(step, evict, evict_runs)
-        return manager.submit_swap_in(step, swap_in, swap_in_runs) if swap_in_runs else None
+        transfers = self._transfers
+        if step.step <= self._last_step:
+            raise CacheStateError(f"swap step {step.step} came after step {self._last_step}")
+        planned = [(metadata, transfers.plan(metadata)) for metadata in step.transfers]
+        self._last_step = step.step
+        counter: LayerDoneCounter | None = None
+        for metadata, runs in planned:
+            counter = transfers.submit(step.step, metadata, runs) or counter
+        return counter
 
     def before_compute(
         self,
@@ -164,33 +164,33 @@ class CacheController:
         copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then tells whom it concerns, and compute
         must not run with those slots. `CacheStateError` if the swap-in of `counter` fills a written slot.
         """
-        self._manager.before_compute(read_slots, written_slots, counter)
+        self._transfers.before_compute(read_slots, written_slots, counter)
 
     def after_compute(self, read_slots: Iterable[int] | None, written_slots: Collection[int] | None) -> None:
         """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it.
 
         Call it with what `before_compute` was told, also when the forward pass failed halfway.
         """
-        self._manager.after_compute(read_slots, written_slots)
+        self._transfers.after_compute(read_slots, written_slots)
 
     def failed_slots(self, slots: Iterable[int]) -> list[int]:
         """Those of the device `slots` that hold no valid data because the copy that filled them failed."""
-        return self._manager.failed_slots(slots)
+        return self._transfers.failed_slots(slots)
 
     def take_results(self) -> list[TransferResult]:
         """Copies that finished or failed since the last call, each exactly once. Never blocks."""
-        return self._manager.take_results()
+        return self._transfers.take_results()
 
     def copy_progress(self) -> CopyProgress:
         """To tell slow copies from one that never ends."""
-        return self._manager.progress()
+        return self._transfers.progress()
 
     def stats(self) -> TransferStats:
-        return self._manager.stats()
+        return self._transfers.stats()
 
     def drain(self, timeout: float | None = None) -> None:
         """Block until no copy is running. Raises `LayerSwapTimeoutError`. Results stay for `take_results`."""
-        self._manager.drain(timeout)
+        self._transfers.drain(timeout)
 
     def reset(self) -> None:
         """The scheduler forgot all blocks: wait for running copies, then drop hazards and unreported results.
@@ -198,7 +198,7 @@ class CacheController:
         Raises `LayerSwapTimeoutError`, nothing dropped, when copies do not end within `layer_timeout_s`.
         """
         self._finish_copies()
-        self._manager.forget()
+        self._transfers.forget()
 
     def free(self, *, keep_host_memory: bool = False) -> None:
         """Give both tiers back once running copies ended; `initialize_kv_cache` may follow. Idempotent.
@@ -208,28 +208,28 @@ class CacheController:
         Raises `LayerSwapTimeoutError`, nothing freed, when copies do not end within `layer_timeout_s`: the memory is
         still being written.
         """
-        if self._transfers is not None:
+        if self._transfer_manager is not None:
             self._finish_copies()
-            self._transfers.close()
+            self._transfer_manager.close()
             self._kept = self._host
-            self._transfers, self._host = None, None
+            self._transfer_manager, self._host = None, None
             self._caches = {}
         if self._kept is not None and not keep_host_memory:
             self._kept.free()
             self._kept = None
 
     def _finish_copies(self) -> None:
-        self._manager.drain(self._layer_timeout_s)
+        self._transfers.drain(self._layer_timeout_s)
         self._runtime.compute_stream.synchronize()
 
     def check(self) -> None:
         """Raises `InvariantError`."""
-        if (self._transfers is None) != (self._host is None) or bool(self._caches) != (self._host is not None):
+        if (self._transfer_manager is None) != (self._host is None) or bool(self._caches) != (self._host is not None):
             raise InvariantError("the caches are half initialized")
         if self._host is not None and self._kept is not None:
             raise InvariantError("host memory is kept for the next caches while there are some")
         if self._kept is not None:
             self._kept.check()
-        if self._transfers is not None and self._host is not None:
-            self._transfers.check()
+        if self._transfer_manager is not None and self._host is not None:
+            self._transfer_manager.check()
             self._host.check()

@@ -53,7 +53,7 @@ class _Use(NamedTuple):
     event: Event
 
 
-class _Slot:
+class _SlotUses:
     """Uses of one slot since its last write. A write waits for all before it, so it stands for them."""
 
     __slots__ = ("failed", "readers", "writer")
@@ -76,7 +76,7 @@ class _Slot:
 _FIRST_PRUNE = 64
 
 
-class SlotTable:
+class HazardTable:
     """Unfinished uses of the slots `0..num_slots-1` of one tier, and failed writes nobody has repaired yet.
 
     The caller asks `before`, makes its stream wait, submits, records an event and tells it to `after`. Not
@@ -86,7 +86,7 @@ class SlotTable:
     def __init__(self, name: str, num_slots: int) -> None:
         self.name = name
         self.num_slots = num_slots
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _SlotUses] = {}
         self._anywhere: _Use | None = None  # latest use whose slots are unknown: reads and writes everything
         self._prune_at = _FIRST_PRUNE
 
@@ -172,14 +172,14 @@ class SlotTable:
         for number in reads:
             if over:
                 continue
-            slot = self._slots.setdefault(number, _Slot())
+            slot = self._slots.setdefault(number, _SlotUses())
             slot.readers = [reader for reader in slot.readers if not reader.event.done()]
             slot.readers.append(use)
         for number in writes:
             if over and use.event.error is None:
                 self._slots.pop(number, None)
                 continue
-            slot = self._slots[number] = _Slot()
+            slot = self._slots[number] = _SlotUses()
             slot.writer = use
 
     def check(self) -> None:
@@ -198,7 +198,7 @@ class SlotTable:
             raise InvariantError(f"{self.name} hazards remember {len(self._slots)} slots, prune at {self._prune_at}")
 
 
-def _before_write(slot: _Slot, actor: Actor) -> Iterator[Dependency]:
+def _before_write(slot: _SlotUses, actor: Actor) -> Iterator[Dependency]:
     if slot.writer is not None and slot.writer.actor is not actor:
         yield Dependency(slot.writer.event, slot.writer.actor, actor, Hazard.WRITE_AFTER_WRITE)
     for reader in slot.readers:

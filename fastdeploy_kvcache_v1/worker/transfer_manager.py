@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError
-from ..metadata import CacheLevel, CacheSwapMetadata, TransferResult
+from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, UnsupportedCopyError
+from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, CopyKind, TransferResult
 from . import ops
-from .hazards import Actor, Dependency, SlotTable
+from .hazards import Actor, Dependency, HazardTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter, WaitMeter
-from .ops import LayerRows, Runs
+from .ops import CopyRuns, LayerRows
 from .runtime import Event, Runtime, Stream
 from .runtime.base import describe
 
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Transfer:
-    """One direction of one step: what was asked, the events that tell how it goes, and the one result it gets."""
+    """The copies of one kind in one step: what was asked, the events that tell how it goes, the one result it gets."""
 
     def __init__(self, step: int, metadata: CacheSwapMetadata, num_bytes: int, started: Event, finished: Event) -> None:
         self.step = step
@@ -78,6 +79,13 @@ class TransferStats:
     """Transfers not reported yet."""
 
 
+class _Tier(NamedTuple):
+    """What copies from and into one tier need."""
+
+    hazards: HazardTable
+    layers: tuple[LayerRows, ...]
+
+
 class CacheTransferManager:
     """H2D layer by layer on the input stream, D2H of all layers on the output stream, each independent of the other
     and of compute but for the waits that the hazard tables ask for.
@@ -89,12 +97,18 @@ class CacheTransferManager:
     def __init__(
         self, device_layers: Sequence[LayerRows], host: HostPool, runtime: Runtime, *, layer_timeout_s: float
     ) -> None:
-        self._device_layers = tuple(device_layers)
-        self._host = host
         self._runtime = runtime
+        self._block_bytes = host.layout.block_bytes
         self._layer_timeout_s = layer_timeout_s
-        self._device_slots = SlotTable("device", device_layers[0][0].num_rows)
-        self._host_slots = SlotTable("host", host.num_blocks)
+        self._device_hazards = HazardTable("device", device_layers[0][0].num_rows)
+        self._tiers = {
+            CacheLevel.DEVICE: _Tier(self._device_hazards, tuple(device_layers)),
+            CacheLevel.HOST: _Tier(HazardTable("host", host.num_blocks), host.layers),
+        }
+        self._paths: dict[CopyKind, Callable[[int, CacheSwapMetadata, CopyRuns], LayerDoneCounter | None]] = {
+            EVICT: partial(self._copy_whole, Actor.OUTPUT),
+            SWAP_IN: partial(self._copy_by_layer, Actor.INPUT),
+        }
         self._streams: dict[Actor, Stream] = {}
         self._unreported: list[Transfer] = []
         self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
@@ -105,34 +119,40 @@ class CacheTransferManager:
 
     # ---- copies
 
-    def plan(self, metadata: CacheSwapMetadata) -> Runs:
-        """Validate one direction without doing anything. Raises `CacheStateError`."""
-        directions = {(CacheLevel.DEVICE, CacheLevel.HOST), (CacheLevel.HOST, CacheLevel.DEVICE)}
-        if (metadata.source, metadata.target) not in directions:
-            raise CacheStateError(f"cannot copy from {metadata.source.value} to {metadata.target.value}")
+    def plan(self, metadata: CacheSwapMetadata) -> CopyRuns:
+        """Validate the copies of one kind without doing anything. Raises `CacheStateError`."""
+        if metadata.kind not in self._paths:
+            raise UnsupportedCopyError(metadata.source.value, metadata.target.value)
         return ops.plan_runs(
             metadata.source_slots,
             metadata.target_slots,
-            num_sources=self._table(metadata.source).num_slots,
-            num_targets=self._table(metadata.target).num_slots,
+            num_sources=self._tiers[metadata.source].hazards.num_slots,
+            num_targets=self._tiers[metadata.target].hazards.num_slots,
         )
 
-    def submit_evict(self, step: int, metadata: CacheSwapMetadata, runs: Runs) -> None:
-        """D2H of all layers, one event."""
-        stream = self._begin(Actor.OUTPUT, metadata)
-        started = stream.record_event(timed=True)
-        stream.enqueue(ops.swap_cache_all_layers, self._host.layers, self._device_layers, runs)
-        self._track(Actor.OUTPUT, step, metadata, started, stream.record_event(timed=True))
+    def submit(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns) -> LayerDoneCounter | None:
+        """Start what `plan` made `runs` of. Returns a counter when layers arrive one by one."""
+        return self._paths[metadata.kind](step, metadata, runs)
 
-    def submit_swap_in(self, step: int, metadata: CacheSwapMetadata, runs: Runs) -> LayerDoneCounter:
-        """H2D layer by layer, one event per layer."""
-        stream = self._begin(Actor.INPUT, metadata)
+    def _copy_whole(self, actor: Actor, step: int, metadata: CacheSwapMetadata, runs: CopyRuns) -> None:
+        """All layers in one call, one event."""
+        stream = self._begin(actor, metadata)
+        started = stream.record_event(timed=True)
+        targets, sources = self._tiers[metadata.target].layers, self._tiers[metadata.source].layers
+        stream.enqueue(ops.swap_cache_all_layers, targets, sources, runs)
+        self._track(actor, step, metadata, started, stream.record_event(timed=True))
+
+    def _copy_by_layer(self, actor: Actor, step: int, metadata: CacheSwapMetadata, runs: CopyRuns) -> LayerDoneCounter:
+        """One call and one event per layer, so that compute can start before the last one has arrived."""
+        stream = self._begin(actor, metadata)
         started = stream.record_event(timed=True)
         layer_events = []
-        for targets, sources in zip(self._device_layers, self._host.layers, strict=True):
+        for targets, sources in zip(
+            self._tiers[metadata.target].layers, self._tiers[metadata.source].layers, strict=True
+        ):
             stream.enqueue(ops.swap_cache_per_layer, targets, sources, runs)
             layer_events.append(stream.record_event())
-        transfer = self._track(Actor.INPUT, step, metadata, started, stream.record_event(timed=True))
+        transfer = self._track(actor, step, metadata, started, stream.record_event(timed=True))
         return LayerDoneCounter(
             layer_events,
             self._runtime.compute_stream,
@@ -147,22 +167,19 @@ class CacheTransferManager:
         if stream is None:
             stream = self._streams[actor] = self._runtime.new_stream(f"kv-{actor.value}")
         stream.begin()
-        waits = self._table(metadata.source).before(actor, reads=metadata.source_slots)
-        waits += self._table(metadata.target).before(actor, writes=metadata.target_slots)
+        waits = self._tiers[metadata.source].hazards.before(actor, reads=metadata.source_slots)
+        waits += self._tiers[metadata.target].hazards.before(actor, writes=metadata.target_slots)
         for wait in waits:
             stream.wait_event(wait.event, needs_data=wait.needs_data)
         return stream
 
     def _track(self, actor: Actor, step: int, metadata: CacheSwapMetadata, started: Event, finished: Event) -> Transfer:
-        self._table(metadata.source).after(actor, finished, reads=metadata.source_slots)
-        self._table(metadata.target).after(actor, finished, writes=metadata.target_slots)
-        transfer = Transfer(step, metadata, len(metadata) * self._host.layout.block_bytes, started, finished)
+        self._tiers[metadata.source].hazards.after(actor, finished, reads=metadata.source_slots)
+        self._tiers[metadata.target].hazards.after(actor, finished, writes=metadata.target_slots)
+        transfer = Transfer(step, metadata, len(metadata) * self._block_bytes, started, finished)
         self._unreported.append(transfer)
         self._num_submitted += 1
         return transfer
-
-    def _table(self, level: CacheLevel) -> SlotTable:
-        return self._device_slots if level is CacheLevel.DEVICE else self._host_slots
 
     # ---- compute
 
@@ -180,7 +197,7 @@ class CacheTransferManager:
                 reads = [slot for slot in reads if slot not in skipped]
         compute = self._runtime.compute_stream
         compute.begin()
-        for wait in self._device_slots.before(Actor.COMPUTE, reads=reads, writes=writes):
+        for wait in self._device_hazards.before(Actor.COMPUTE, reads=reads, writes=writes):
             self._compute_waits(compute, wait)
 
     def _compute_waits(self, compute: Stream, wait: Dependency) -> None:
@@ -198,11 +215,11 @@ class CacheTransferManager:
     def after_compute(self, reads: Iterable[int] | None, writes: Collection[int] | None) -> None:
         """See `CacheController.after_compute`."""
         event = self._runtime.compute_stream.record_event()
-        self._device_slots.after(Actor.COMPUTE, event, reads=reads, writes=writes)
+        self._device_hazards.after(Actor.COMPUTE, event, reads=reads, writes=writes)
 
     def failed_slots(self, slots: Iterable[int]) -> list[int]:
         """Those of the device `slots` whose last copy failed or was given up."""
-        return self._device_slots.failed(slots)
+        return self._device_hazards.failed(slots)
 
     # ---- results
 
@@ -226,7 +243,7 @@ class CacheTransferManager:
         if transfer.given_up is None and transfer in self._unreported:
             logger.warning("swap-in of step %d given up: %s", transfer.step, reason)
             transfer.given_up = reason
-            self._device_slots.fail(transfer.metadata.target_slots, transfer.finished)
+            self._tiers[transfer.metadata.target].hazards.fail(transfer.metadata.target_slots, transfer.finished)
 
     def _count(self, result: TransferResult) -> None:
         if not result.ok:
@@ -268,8 +285,8 @@ class CacheTransferManager:
 
     def forget(self) -> None:
         """Drop all hazards and unreported results. Only after `drain` and with compute idle."""
-        self._device_slots.clear()
-        self._host_slots.clear()
+        for tier in self._tiers.values():
+            tier.hazards.clear()
         self._unreported.clear()
         self._stale.clear()
 
@@ -280,8 +297,8 @@ class CacheTransferManager:
 
     def check(self) -> None:
         """Raises `InvariantError`."""
-        self._device_slots.check()
-        self._host_slots.check()
+        for tier in self._tiers.values():
+            tier.hazards.check()
         # Whoever is stale was given up, and nobody is both stale and waiting to be reported.
         if any(transfer.given_up is None for transfer in self._stale):
             raise InvariantError("a transfer was dropped without being reported")

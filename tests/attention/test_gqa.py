@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN
+from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.ops import tensor_rows
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
@@ -42,11 +42,11 @@ def test_blocks_of_every_dtype_survive_a_round_trip_bit_for_bit(dtype, size):
     for row in rows:
         row[:] = rng.integers(0, 256, row.shape, dtype=np.uint8)
         original.append(row.copy())
-    controller.submit_swap_tasks(0, evict((1, 2), (1, 0)), NO_SWAP_IN)
+    controller.submit_swap_tasks(SwapStep(0, (evict((1, 2), (1, 0)),)))
     controller.drain(20)
     for row in rows:
         row[:] = 0
-    counter = controller.submit_swap_tasks(1, NO_EVICT, swap_in((0, 1), (0, 1)))
+    counter = controller.submit_swap_tasks(SwapStep(1, (swap_in((0, 1), (0, 1)),)))
     assert counter is not None
     counter.wait_all()
     for row, before in zip(rows, original, strict=True):

@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Gen
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
 from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
 from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
-from fastdeploy_kvcache_v1.metadata import CacheSwapMetadata, TransferResult
+from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, TransferResult
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask, TransferReport
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
@@ -46,6 +46,7 @@ class ShadowWorker:
         self._block_size = config.block_size
         self._device: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_device_blocks)]
         self._host: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
+        self._tiers = {CacheLevel.DEVICE: self._device, CacheLevel.HOST: self._host}
         self._fails = fails
         self._last_step = -1
         self.batches: list[BatchRequest] = []
@@ -57,9 +58,9 @@ class ShadowWorker:
         for step in batch.swap_steps:
             assert step.step > self._last_step, "swap steps arrive in order"
             self._last_step = step.step
-            transfers += self._copy(step.step, step.evict, self._device, self._host)
-            transfers += self._copy(step.step, step.swap_in, self._host, self._device)
-            lost.update(*(result.target_slots for result in transfers if result.target is step.swap_in.target))
+            for copies in step.transfers:
+                transfers += self._copy(step.step, copies, self._tiers[copies.source], self._tiers[copies.target])
+            lost.update(*(result.target_slots for result in transfers if result.target is CacheLevel.DEVICE))
         tokens, retry = {}, {}
         for task in batch.requests:
             if lost.intersection(task.block_table):

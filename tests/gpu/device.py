@@ -10,10 +10,10 @@ import cupy
 import numpy as np
 
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, Runs, cupy_copies
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, cupy_copies
 from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 
-Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], Runs, int], None]
+Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], CopyRuns, int], None]
 """Enqueues the copy of all layers on a raw stream."""
 
 WORK = r"""

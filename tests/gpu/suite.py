@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.worker.ops import LayerRows, Run, Runs, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import CopyRun, CopyRuns, LayerRows, plan_runs
 from tests.gpu.device import Copy, core, device_rows, host_rows, implementations, kernel, page_locked
 
 DELAY_CYCLES = 100_000_000
@@ -111,10 +111,10 @@ def order_is_kept(name: str, copy: Copy) -> None:
             fill((64,), (256,), (array, np.int64(array.size), np.int32(0x5A)))
         written = compute.record()
         out.wait_event(written)
-        copy(memory.host_rows, memory.device_rows, Runs.of([Run(0, 16, 8), Run(20, 3, 1)]), out.ptr)
+        copy(memory.host_rows, memory.device_rows, CopyRuns.of([CopyRun(0, 16, 8), CopyRun(20, 3, 1)]), out.ptr)
         copied = out.record()
         into.wait_event(copied)
-        copy(memory.device_rows, memory.host_rows, Runs.of([Run(16, 24, 8)]), into.ptr)
+        copy(memory.device_rows, memory.host_rows, CopyRuns.of([CopyRun(16, 24, 8)]), into.ptr)
         returned = into.record()
         early = returned.done or copied.done
         assert early or (memory.pool == before).all(), "the copy was made before its stream was there"
@@ -132,13 +132,13 @@ def wrong_arguments_are_refused(name: str, copy: Copy) -> None:
         before = memory.on_device(), memory.pool.copy()
         rows = (memory.host_rows, memory.device_rows)
         for runs, handle in (
-            ([Run(0, 0, 1)], 0),
-            ([Run(3, 0, 2)], stream.ptr),
-            ([Run(0, 3, 2)], stream.ptr),
-            ([Run(0, 1, 1), Run(2, 1, 1)], stream.ptr),
+            ([CopyRun(0, 0, 1)], 0),
+            ([CopyRun(3, 0, 2)], stream.ptr),
+            ([CopyRun(0, 3, 2)], stream.ptr),
+            ([CopyRun(0, 1, 1), CopyRun(2, 1, 1)], stream.ptr),
         ):
             try:
-                copy(*rows, Runs.of(runs), handle)
+                copy(*rows, CopyRuns.of(runs), handle)
             except CacheStateError:
                 continue
             raise AssertionError(f"{runs} on stream {handle} was not refused")

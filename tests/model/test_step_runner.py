@@ -8,7 +8,7 @@ import pytest
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepTask
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
@@ -82,11 +82,11 @@ def task(name, table, start=0, tokens=1, needs_logits=True):
 
 def swap_in(step, *slots):
     """Host slots to the device slots of the same numbers."""
-    return SwapStep(step, swap_in=CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, slots, slots))
+    return SwapStep(step, (CacheSwapMetadata(*SWAP_IN, slots, slots),))
 
 
 def evict(step, *slots):
-    return SwapStep(step, evict=CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, slots, slots))
+    return SwapStep(step, (CacheSwapMetadata(*EVICT, slots, slots),))
 
 
 def test_tokens_come_only_from_tasks_that_reach_their_end(start):

@@ -10,7 +10,18 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "fastdeploy_kvcache_v1"
 
-SHARED = {"metadata", "config", "errors", "batch_request", "copy_totals", "metric_table", "orphan", "switch", "units"}
+SHARED = {
+    "metadata",
+    "config",
+    "errors",
+    "batch_request",
+    "swap_message",
+    "copy_totals",
+    "metric_table",
+    "orphan",
+    "switch",
+    "units",
+}
 """Modules beside the folders that everybody may import."""
 TOP = {"cli", "doctor", "plugin"}
 """Modules beside the folders that may import everything, and that nobody imports."""

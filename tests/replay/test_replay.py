@@ -2,14 +2,13 @@
 
 import argparse
 import json
-from dataclasses import replace
 
 import pytest
 
 from fastdeploy_kvcache_v1 import replay as command
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError, InvariantError, TraceError
-from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, SwapStep
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
 
@@ -101,13 +100,18 @@ def test_outputs_that_no_empty_tier_holds_are_cut_before_their_blocks_are_named(
     assert (named, done.num_outputs_cut, len(done.request_seconds)) == ([3], 2, 3)
 
 
-@pytest.mark.parametrize("lost", [{"swap_in": NO_SWAP_IN}, {"evict": NO_EVICT}], ids=["swap_in", "evict"])
+@pytest.mark.parametrize("lost", [SWAP_IN, EVICT], ids=["swap_in", "evict"])
 def test_a_lost_copy_is_noticed(synthetic_trace, monkeypatch, lost):
     replay = Replay(
         ReplayOptions(KVCacheConfig(150, 400, write_policy=WritePolicy.WRITE_BACK), outputs=True, verify=True)
     )
     take = replay.manager.take_swap_step
-    monkeypatch.setattr(replay.manager, "take_swap_step", lambda: replace(take(), **lost))
+
+    def take_less() -> SwapStep:
+        step = take()
+        return SwapStep(step.step, tuple(each for each in step.transfers if each.kind != lost))
+
+    monkeypatch.setattr(replay.manager, "take_swap_step", take_less)
     with pytest.raises(InvariantError):
         replay.run(read_trace(synthetic_trace))
 

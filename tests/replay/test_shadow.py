@@ -5,7 +5,7 @@ from hashlib import sha256
 import pytest
 
 from fastdeploy_kvcache_v1.errors import InvariantError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.replay.shadow import ShadowDataPlane, ShadowRequest
 
 A, B, C, D = (sha256(name).digest() for name in (b"a", b"b", b"c", b"d"))
@@ -18,13 +18,11 @@ def planned(request_id: str, table: list[int], hashes: list[bytes], first_writte
 
 
 def step(number: int, *, out: dict[int, int] | None = None, into: dict[int, int] | None = None) -> SwapStep:
-    return SwapStep(
+    return SwapStep.of(
         number,
-        evict=CacheSwapMetadata(
-            CacheLevel.DEVICE, CacheLevel.HOST, tuple((out or {}).keys()), tuple((out or {}).values())
-        ),
-        swap_in=CacheSwapMetadata(
-            CacheLevel.HOST, CacheLevel.DEVICE, tuple((into or {}).keys()), tuple((into or {}).values())
+        *(
+            CacheSwapMetadata(*kind, tuple(copies.keys()), tuple(copies.values()))
+            for kind, copies in ((EVICT, out or {}), (SWAP_IN, into or {}))
         ),
     )
 
@@ -78,7 +76,7 @@ def test_writing_a_running_requests_slot_is_noticed(shadow):
 
 def test_swapping_into_a_running_requests_slot_is_noticed(shadow):
     shadow.run_step(step(1, out={0: 0}), [planned("running", [0, 1, 2], [A, B, C], 2)])
-    with pytest.raises(InvariantError, match="a swap-in writes a slot"):
+    with pytest.raises(InvariantError, match="host to device: writes a slot that a running request uses"):
         shadow.run_step(step(2, into={0: 0}), [])
 
 

@@ -2,71 +2,58 @@
 
 from __future__ import annotations
 
-import pickle
-import random
-from types import SimpleNamespace
-
 import pytest
 
-from fastdeploy_kvcache_v1.batch_request import BatchRequest, attach_swap_steps, detach_swap_steps
-from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.metadata import BlockHash, BlockNode, CacheLevel, CacheStatus, CacheSwapMetadata, SwapStep
-from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.errors import ConfigError, UnsupportedCopyError
+from fastdeploy_kvcache_v1.metadata import (
+    EVICT,
+    NO_EVICT,
+    NO_SWAP_IN,
+    SWAP_IN,
+    BlockHash,
+    BlockNode,
+    CacheLevel,
+    CacheStatus,
+    CacheSwapMetadata,
+    SwapStep,
+)
+
+OUT = CacheSwapMetadata(*EVICT, (4, 5), (0, 1))
+IN = CacheSwapMetadata(*SWAP_IN, (2,), (4,))
+STORE = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.STORAGE, (1,), (1,))
 
 
-def step(number: int, *targets: int) -> SwapStep:
-    swap_in = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, tuple(range(len(targets))), targets)
-    return SwapStep(number, swap_in=swap_in)
+def test_a_step_runs_evictions_before_swap_ins_however_they_are_given() -> None:
+    """Here the swap-in fills the device slot that the eviction reads."""
+    step = SwapStep.of(1, IN, OUT)
+    assert step.transfers == (OUT, IN)
+    assert (step.evict, step.swap_in) == (OUT, IN)
 
 
-def is_control(task: SimpleNamespace) -> bool:
-    return bool(task.control)
+def test_a_step_has_no_empty_copies() -> None:
+    step = SwapStep.of(1, NO_EVICT, NO_SWAP_IN)
+    assert not step
+    assert step.transfers == ()
+    assert (step.evict, step.swap_in) == (NO_EVICT, NO_SWAP_IN)
 
 
-def tasks(*names: str) -> list[SimpleNamespace]:
-    return [SimpleNamespace(name=name, control=name.startswith("control")) for name in names]
+@pytest.mark.parametrize("transfers", [(IN, OUT), (OUT, OUT), (NO_EVICT,), (OUT, NO_SWAP_IN)])
+def test_a_step_out_of_order_cannot_be_made(transfers: tuple[CacheSwapMetadata, ...]) -> None:
+    with pytest.raises(ValueError, match="swap step 7 has copies that are empty, doubled or out of order"):
+        SwapStep(7, transfers)
 
 
-def test_from_tasks_sorts_and_collects_the_swap_steps_in_order() -> None:
-    batch = tasks("r1", "control", "r2", "r3")
-    attach_swap_steps(batch[0], [step(4, 1)])
-    attach_swap_steps(batch[3], [step(3, 2), step(5)])
-    random.Random(0).shuffle(batch)
-    request = BatchRequest.from_tasks(batch, is_control=is_control)
-    assert {task.name for task in request.requests} == {"r1", "r2", "r3"}
-    assert [task.name for task in request.controls] == ["control"]
-    assert [swap.step for swap in request.swap_steps] == [3, 4]  # the empty step 5 carries nothing
-    assert all(detach_swap_steps(task) == () for task in batch), "no step is handed over twice"
+def test_a_copy_between_tiers_that_no_order_names_is_an_error_that_names_them() -> None:
+    with pytest.raises(UnsupportedCopyError, match="from the device tier to the storage tier"):
+        SwapStep.of(1, OUT, STORE)
 
 
-def test_extend_and_append_keep_every_step_once() -> None:
-    one = BatchRequest([1], [], [step(2, 1)])
-    one.extend(BatchRequest([2], ["c"], [step(1, 7)]))
-    one.append(3)
-    assert (one.requests, one.controls) == ([1, 2, 3], ["c"])
-    assert [swap.step for swap in one.swap_steps] == [1, 2]
-    with pytest.raises(ValueError, match="step 2 was handed over twice"):
-        one.extend(BatchRequest([4], [], [step(2, 5)]))
-    assert len(one) == 3
+def test_a_batch_without_copies_and_requests_is_empty() -> None:
     assert not BatchRequest()
-
-
-def test_the_batch_pickles_without_the_tree() -> None:
-    cache = CacheManager(KVCacheConfig(1000, 1000, block_size=1, write_policy=WritePolicy.WRITE_THROUGH))
-    cache.match_prefix("r", GivenHashes([BlockHash(b"%032d" % number) for number in range(900)], 901))
-    cache.allocate("r", 900)
-    cache.take_swap_step()
-    cache.commit("r", 900)
-    swap = cache.take_swap_step()
-    assert len(swap.evict) == 900
-    batch = BatchRequest(["r"], [], [swap])
-    data = pickle.dumps(batch)
-    assert pickle.loads(data) == batch
-    assert len(data) < 900 * 2 * 4 + 1000
-    assert b"RadixTree" not in data
-    assert b"Run" not in data
+    assert BatchRequest(["r"])
+    assert BatchRequest(swap_steps=[SwapStep(1, (OUT,))])
 
 
 def test_status_is_derived() -> None:

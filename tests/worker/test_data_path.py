@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fastdeploy_kvcache_v1.worker.hazards import Actor, Dependency, Hazard, SlotTable
+from fastdeploy_kvcache_v1.worker.hazards import Actor, Dependency, Hazard, HazardTable
 from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
@@ -99,10 +99,10 @@ def run_until_fault(path: DataPath, steps: int) -> list[str]:
 )
 def test_dropping_a_rule_is_detected(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, later, earlier, hazard = rule
-    complete = SlotTable.conflicts
+    complete = HazardTable.conflicts
     dropped = 0
 
-    def without_the_rule(self: SlotTable, actor: Actor, reads, writes) -> Iterator[Dependency]:  # type: ignore[no-untyped-def]
+    def without_the_rule(self: HazardTable, actor: Actor, reads, writes) -> Iterator[Dependency]:  # type: ignore[no-untyped-def]
         nonlocal dropped
         for dependency in complete(self, actor, reads, writes):
             if (self.name, dependency.later, dependency.earlier, dependency.hazard) == (tier, later, earlier, hazard):
@@ -110,7 +110,7 @@ def test_dropping_a_rule_is_detected(rule: Rule, monkeypatch: pytest.MonkeyPatch
             else:
                 yield dependency
 
-    monkeypatch.setattr(SlotTable, "conflicts", without_the_rule)
+    monkeypatch.setattr(HazardTable, "conflicts", without_the_rule)
     path = threaded_path(7, slow(earlier), unknown_slots=False)
     assert run_until_fault(path, 5000), f"{dropped} waits were dropped and nobody noticed"
     assert dropped > 0

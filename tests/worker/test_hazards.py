@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
-from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, SlotTable
+from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, HazardTable
 from fastdeploy_kvcache_v1.worker.runtime import Event
 
 IN, OUT, COMPUTE = Actor.INPUT, Actor.OUTPUT, Actor.COMPUTE
@@ -61,7 +61,7 @@ actions = st.lists(
 @settings(max_examples=300, deadline=None)
 @given(actions)
 def test_every_conflicting_unfinished_use_is_waited_for(script):
-    table, history = SlotTable("device", 5), []
+    table, history = HazardTable("device", 5), []
     for action in script:
         if action[0] == "use":
             _kind, actor, reads, writes = action
@@ -105,7 +105,7 @@ def test_every_conflicting_unfinished_use_is_waited_for(script):
     ],
 )
 def test_the_rules(earlier, earlier_use, later, later_use, hazard):
-    table, event = SlotTable("device", 4), FakeEvent()
+    table, event = HazardTable("device", 4), FakeEvent()
     table.after(earlier, event, **{earlier_use: (1, 2)})
     assert table.before(later, **{later_use: (0, 3)}) == []
     assert table.before(earlier, **{later_use: (2,)}) == [], "its own stream is in order anyway"
@@ -117,7 +117,7 @@ def test_the_rules(earlier, earlier_use, later, later_use, hazard):
 
 
 def test_readers_do_not_wait_for_each_other_and_a_write_waits_for_all():
-    table, events = SlotTable("device", 4), [FakeEvent() for _ in range(3)]
+    table, events = HazardTable("device", 4), [FakeEvent() for _ in range(3)]
     table.after(OUT, events[0], reads=(1,))
     assert table.before(COMPUTE, reads=(1,)) == []
     table.after(COMPUTE, events[1], reads=(1,))
@@ -126,7 +126,7 @@ def test_readers_do_not_wait_for_each_other_and_a_write_waits_for_all():
 
 
 def test_a_failed_write_is_remembered_until_the_slot_is_written_again():
-    table, event = SlotTable("host", 4), FakeEvent()
+    table, event = HazardTable("host", 4), FakeEvent()
     table.after(OUT, event, writes=(1, 2))
     event.is_done, event.failure = True, ValueError("copy")
     table.prune()
@@ -143,14 +143,14 @@ def test_a_failed_write_is_remembered_until_the_slot_is_written_again():
 
 
 def test_what_is_read_and_written_needs_no_old_data():
-    table, event = SlotTable("device", 4), FakeEvent()
+    table, event = HazardTable("device", 4), FakeEvent()
     table.after(IN, event, writes=(1,))
     (wait,) = table.before(COMPUTE, reads=(1,), writes=(1,))
     assert not wait.needs_data
 
 
 def test_a_given_up_write_stays_in_order():
-    table, event = SlotTable("device", 4), FakeEvent()
+    table, event = HazardTable("device", 4), FakeEvent()
     table.after(IN, event, writes=(1,))
     table.fail((0, 1), event)
     assert table.failed(range(4)) == [1]
@@ -163,7 +163,7 @@ def test_a_given_up_write_stays_in_order():
 
 
 def test_any_slot_stands_for_all_of_them():
-    table, first, second = SlotTable("device", 4), FakeEvent(), FakeEvent()
+    table, first, second = HazardTable("device", 4), FakeEvent(), FakeEvent()
     table.after(COMPUTE, first, reads=None, writes=None)
     assert [wait.event for wait in table.before(OUT, reads=(3,))] == [first]
     assert [wait.event for wait in table.before(IN, writes=(0,))] == [first]
@@ -178,7 +178,7 @@ def test_any_slot_stands_for_all_of_them():
 
 
 def test_memory_is_bounded_by_the_slots_in_use():
-    table = SlotTable("device", 100_000)
+    table = HazardTable("device", 100_000)
     for slot in range(20_000):
         event = FakeEvent()
         table.after(IN, event, writes=(slot,))
@@ -188,21 +188,21 @@ def test_memory_is_bounded_by_the_slots_in_use():
 
 
 def test_clearing_refuses_while_copies_run():
-    table, event = SlotTable("device", 4), FakeEvent()
+    table, event = HazardTable("device", 4), FakeEvent()
     table.after(IN, event, writes=(1,))
     with pytest.raises(CacheStateError, match="still in use"):
         table.clear()
 
 
 def test_check_sees_a_foreign_slot():
-    table = SlotTable("device", 4)
+    table = HazardTable("device", 4)
     table.after(IN, FakeEvent(), writes=(9,))
     with pytest.raises(InvariantError, match="slot 9 of 4"):
         table.check()
 
 
 def test_a_write_that_failed_before_it_was_recorded_is_remembered():
-    table = SlotTable("device", 8)
+    table = HazardTable("device", 8)
     failed = FakeEvent()
     failed.is_done, failed.failure = True, OSError("gone")
     table.after(Actor.INPUT, failed, writes=(3,))

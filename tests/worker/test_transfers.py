@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_kvcache_v1 import metadata
 from fastdeploy_kvcache_v1.errors import (
     CacheStateError,
     ConfigError,
     InvariantError,
     LayerSwapTimeoutError,
     TransferError,
+    UnsupportedCopyError,
 )
-from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata
+from fastdeploy_kvcache_v1.metadata import NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
-from fastdeploy_kvcache_v1.worker.ops import Run
+from fastdeploy_kvcache_v1.worker.ops import CopyRun
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.worker_fakes import LIMIT_S, Gates, NumpyBackend, Rig, evict, swap_in
 
@@ -79,8 +81,8 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch):
         monkeypatch.setattr(ops, op, lambda to, of, runs, *, stream=0, op=op: copied.append((op, list(runs))))
     rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (3, 5)))
     rig.controller.drain(LIMIT_S)
-    evicted = [("swap_cache_all_layers", [Run(0, 2, 3), Run(4, 5, 1)])]
-    swapped_in = [("swap_cache_per_layer", [Run(0, 3, 1), Run(1, 5, 1)])]
+    evicted = [("swap_cache_all_layers", [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])]
+    swapped_in = [("swap_cache_per_layer", [CopyRun(0, 3, 1), CopyRun(1, 5, 1)])]
     assert sorted(copied) == evicted + swapped_in * rig.layout.num_layers
 
 
@@ -336,9 +338,6 @@ def test_a_swap_in_that_was_reported_good_is_not_given_up_later(rig, gates):
         (evict((0,), (6,)), NO_SWAP_IN, r"target slots must be in \[0, 6\)"),
         (evict((0, 1), (2, 2)), NO_SWAP_IN, "writes a target slot twice"),
         (evict((0,), (0,)), swap_in((0,), (9,)), "target slots"),
-        (swap_in((0,), (0,)), NO_SWAP_IN, "evict copies device to host"),
-        (NO_EVICT, evict((0,), (0,)), "evict copies device to host"),
-        (CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.STORAGE, (0,), (0,)), NO_SWAP_IN, "cannot copy from device"),
     ],
 )
 def test_a_bad_step_changes_nothing(rig, out, into, message):
@@ -347,14 +346,22 @@ def test_a_bad_step_changes_nothing(rig, out, into, message):
     rig.controller.drain(LIMIT_S)
     assert rig.controller.take_results() == []
     assert not rig.controller.host_pool.block(0).any()
-    rig.controller.submit_swap_tasks(rig.last_step, evict((0,), (0,)), NO_SWAP_IN)
+    rig.controller.submit_swap_tasks(SwapStep(rig.last_step, (evict((0,), (0,)),)))
+
+
+def test_a_kind_of_copy_without_a_path_is_an_error_that_names_it(rig, monkeypatch):
+    store = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.STORAGE, (0,), (0,))
+    monkeypatch.setitem(metadata._RANK, store.kind, 0)  # a kind that the worker does not know yet
+    with pytest.raises(UnsupportedCopyError, match="from the host tier to the storage tier"):
+        rig.submit(store, swap_in((0,), (1,)))
+    assert rig.controller.stats().in_flight == 0, "the other copies of the step are not started either"
 
 
 def test_steps_come_in_order_and_once(rig):
-    rig.controller.submit_swap_tasks(5, NO_EVICT, NO_SWAP_IN)
+    rig.controller.submit_swap_tasks(SwapStep(5))
     for step in (5, 4):
         with pytest.raises(CacheStateError, match=f"swap step {step} came after step 5"):
-            rig.controller.submit_swap_tasks(step, NO_EVICT, NO_SWAP_IN)
+            rig.controller.submit_swap_tasks(SwapStep(step))
 
 
 # ---- life cycle
@@ -410,7 +417,7 @@ def test_sizes_that_cannot_work_are_one_clear_line(device, host, message):
 
 
 def test_check_sees_a_half_initialized_controller(rig):
-    manager, rig.controller._transfers = rig.controller._transfers, None
+    manager, rig.controller._transfer_manager = rig.controller._transfer_manager, None
     with pytest.raises(InvariantError, match="half initialized"):
         rig.controller.check()
-    rig.controller._transfers = manager
+    rig.controller._transfer_manager = manager

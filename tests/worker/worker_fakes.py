@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec, tensor_name
-from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata
+from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.worker.runtime import Runtime
@@ -109,7 +109,7 @@ class Rig:
         self, out: CacheSwapMetadata = NO_EVICT, into: CacheSwapMetadata = NO_SWAP_IN
     ) -> LayerDoneCounter | None:
         self._step += 1
-        return self.controller.submit_swap_tasks(self._step, out, into)
+        return self.controller.submit_swap_tasks(SwapStep.of(self._step, out, into))
 
     @property
     def last_step(self) -> int:

@@ -23,8 +23,9 @@ import zmq
 from ...batch_request import BatchRequest
 from ...errors import ConfigError, WorkerDiedError
 from ...model.step import StepResult, TransferReport
+from ...swap_message import SwapEncoder
 from .liveness import ProgressBoard, Watchdog, make_page
-from .messages import WorkerConnected, WorkerFailed, WorkerReady
+from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
 
 FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
 
@@ -95,6 +96,7 @@ class ProcessWorkerClient:
         self._watchdog = Watchdog(timeout_s)
         self._board: ProgressBoard | None = None
         self._num_sent = self._num_answered = 0
+        self._encoder = SwapEncoder()
         self._death = threading.Lock()
         """Held by the thread that reports the end."""
         self.ops: dict[str, str] = {}
@@ -130,7 +132,7 @@ class ProcessWorkerClient:
 
     def send(self, batch: BatchRequest) -> None:
         self._num_sent += 1
-        self._send(batch)
+        self._send(BatchMessage.pack(batch, self._encoder))
 
     def close(self) -> None:
         self._closing.set()
@@ -223,7 +225,7 @@ class ProcessWorkerClient:
         if self._stop_requested():
             raise StartInterruptedError("stopped while the worker started")
 
-    def _send(self, message: BatchRequest | None) -> None:
+    def _send(self, message: BatchMessage | None) -> None:
         # EAGAIN: the worker is not connected any more, and the watcher tells the engine.
         with contextlib.suppress(zmq.Again, zmq.ContextTerminated):
             self._tasks.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK)

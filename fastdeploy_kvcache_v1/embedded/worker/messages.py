@@ -1,6 +1,6 @@
 """What crosses the socket between the engine process and the worker process. Plain picklable data.
 
-Engine to worker: one `BatchRequest` of `StepTask`s per step, or `None` to stop. Worker to engine: `WorkerConnected`,
+Engine to worker: one `BatchMessage` per step, or `None` to stop. Worker to engine: `WorkerConnected`,
 then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, and `TransferReport`s for copies that end between
 two steps.
 """
@@ -8,6 +8,26 @@ two steps.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+from ...batch_request import BatchRequest
+from ...model.step import StepTask
+from ...swap_message import SwapDecoder, SwapEncoder, SwapMessage
+
+
+@dataclass(frozen=True)
+class BatchMessage:
+    """A `BatchRequest` on its way. Its copies travel in the message that both servers use for them."""
+
+    requests: list[StepTask]
+    swaps: list[SwapMessage]
+
+    @classmethod
+    def pack(cls, batch: BatchRequest, encoder: SwapEncoder) -> BatchMessage:
+        return cls(batch.requests, [encoder.encode(step) for step in batch.swap_steps])
+
+    def unpack(self, decoder: SwapDecoder) -> BatchRequest:
+        """Raises as `SwapDecoder.decode`."""
+        return BatchRequest(self.requests, [decoder.decode(message) for message in self.swaps])
 
 
 @dataclass(frozen=True)

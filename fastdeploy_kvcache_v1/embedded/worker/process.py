@@ -21,12 +21,13 @@ from ...errors import ConfigError, KVCacheError, ModelError
 from ...model import configure_reproducible_math, load_model_config
 from ...model.step_runner import StepRunner
 from ...orphan import die_with_parent
+from ...swap_message import SwapDecoder
 from ...worker import ops
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
 from .client import WorkerLaunch
 from .liveness import ProgressBoard
-from .messages import WorkerConnected, WorkerFailed, WorkerReady
+from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def _loop(
 
     `show_copies` is called as long as it says that one runs: one that was given up runs on unreported.
     """
+    decoder = SwapDecoder()
     while True:
         busy = show_copies() or runner.has_open_copies
         if not tasks.poll(OPEN_COPIES_POLL_MS if busy else None):
@@ -112,10 +114,10 @@ def _loop(
             if report.transfers:
                 _send(results, report)
             continue
-        batch = pickle.loads(tasks.recv())
-        if batch is None:
+        message: BatchMessage | None = pickle.loads(tasks.recv())
+        if message is None:
             return
-        _send(results, runner.run(batch))
+        _send(results, runner.run(message.unpack(decoder)))
 
 
 def _show_copies(controller: CacheController, board: ProgressBoard) -> bool:

@@ -51,7 +51,7 @@ class FinishRules:
 
 
 @dataclass
-class Slot:
+class RunningSequence:
     """One sequence on its row."""
 
     request_id: str
@@ -90,48 +90,50 @@ class Slot:
 
 
 @dataclass
-class SlotTable:
+class BatchRows:
     """All rows. Not thread-safe: the worker's loop uses it."""
 
     block_size: int
-    slots: dict[int, Slot] = field(default_factory=dict)
+    sequences: dict[int, RunningSequence] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
 
-    def start(self, row: int, slot: Slot) -> None:
+    def start(self, row: int, sequence: RunningSequence) -> None:
         """A prefill task: the next chunk of the sequence on `row`, or another sequence that takes the row over."""
-        if not 0 <= slot.computed < slot.target <= len(slot.tokens):
+        if not 0 <= sequence.computed < sequence.target <= len(sequence.tokens):
             raise CacheStateError(
-                f"request {slot.request_id} asks for tokens [{slot.computed}, {slot.target}) of {len(slot.tokens)}"
+                f"request {sequence.request_id} asks for tokens [{sequence.computed}, {sequence.target}) "
+                f"of {len(sequence.tokens)}"
             )
         self.released.discard(row)
-        self.slots[row] = slot
+        self.sequences[row] = sequence
 
     def set_blocks(self, row: int, block_table: Sequence[int]) -> None:
         """A decode task. Nothing happens when the sequence ended meanwhile: the host did not know yet."""
-        if row in self.slots:
-            self.slots[row].block_table = list(block_table)
+        if row in self.sequences:
+            self.sequences[row].block_table = list(block_table)
 
     def release(self, row: int) -> None:
         """A preempt or abort task."""
-        self.slots.pop(row, None)
+        self.sequences.pop(row, None)
         self.released.add(row)
 
     def clear(self) -> None:
-        self.slots.clear()
+        self.sequences.clear()
         self.released.clear()
 
-    def runnable(self) -> dict[int, Slot]:
+    def runnable(self) -> dict[int, RunningSequence]:
         """Rows to compute in the next step, in row order."""
-        return {row: slot for row, slot in sorted(self.slots.items()) if slot.is_runnable(self.block_size)}
+        rows = sorted(self.sequences.items())
+        return {row: sequence for row, sequence in rows if sequence.is_runnable(self.block_size)}
 
     @property
     def has_work(self) -> bool:
         """The next step has something to compute or to say."""
         return bool(self.released) or any(
-            slot.closing or slot.is_runnable(self.block_size) for slot in self.slots.values()
+            sequence.closing or sequence.is_runnable(self.block_size) for sequence in self.sequences.values()
         )
 
-    def end_step(self, num_rows: int, computed: dict[int, Slot], sampled: dict[int, int]) -> list[int]:
+    def end_step(self, num_rows: int, computed: dict[int, RunningSequence], sampled: dict[int, int]) -> list[int]:
         """Close a step that computed the rows of `computed` and sampled `sampled`. Returns the message by row.
 
         It has at least `num_rows` rows, more where a row beyond them was released.
@@ -140,28 +142,28 @@ class SlotTable:
         for row in self.released:
             message[row] = RELEASED
         self.released.clear()
-        for row, slot in list(self.slots.items()):
-            if slot.closing:
-                message[row] = slot.rules.end_tokens[0]
-                del self.slots[row]
-        for row, slot in computed.items():
-            slot.computed, slot.num_retries = slot.target, 0
+        for row, sequence in list(self.sequences.items()):
+            if sequence.closing:
+                message[row] = sequence.rules.end_tokens[0]
+                del self.sequences[row]
+        for row, sequence in computed.items():
+            sequence.computed, sequence.num_retries = sequence.target, 0
             if row in sampled:
-                message[row] = self._append(row, slot, sampled[row])
+                message[row] = self._append(row, sequence, sampled[row])
         return message
 
     def fail(self, row: int) -> int:
         """The sequence on `row` cannot go on. Returns what to say."""
-        del self.slots[row]
+        del self.sequences[row]
         return FAILED
 
-    def _append(self, row: int, slot: Slot, token: int) -> int:
-        if slot.num_outputs + 1 >= slot.rules.max_tokens:
-            token = slot.rules.end_tokens[0]
-        slot.tokens.append(token)
-        slot.target = len(slot.tokens)
-        if token in slot.rules.end_tokens:
-            del self.slots[row]
-        elif slot.num_outputs >= slot.rules.min_tokens and slot.matches_stop():
-            slot.closing = True
+    def _append(self, row: int, sequence: RunningSequence, token: int) -> int:
+        if sequence.num_outputs + 1 >= sequence.rules.max_tokens:
+            token = sequence.rules.end_tokens[0]
+        sequence.tokens.append(token)
+        sequence.target = len(sequence.tokens)
+        if token in sequence.rules.end_tokens:
+            del self.sequences[row]
+        elif sequence.num_outputs >= sequence.rules.min_tokens and sequence.matches_stop():
+            sequence.closing = True
         return token

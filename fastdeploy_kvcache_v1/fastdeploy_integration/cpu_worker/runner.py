@@ -20,7 +20,7 @@ from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
 from ..engine.weight_updates import CLEARED, NORMAL
 from ..transport import SwapInbox
-from .slots import Slot, SlotTable
+from .batch_rows import BatchRows, RunningSequence
 from .tasks import apply_task, sampling_params
 from .token_channel import TokenSender
 
@@ -67,7 +67,7 @@ class CpuModelRunner:
         self._model = load_model_config(config.model_path)
         self._sender = sender
         self._stats_file = stats_directory / STATS_FILE
-        self._table = SlotTable(config.block_size)
+        self._table = BatchRows(config.block_size)
         self._sampling: dict[int, Any] = {}
         self._inbox = SwapInbox()
         self._pending = BatchRequest()
@@ -149,10 +149,10 @@ class CpuModelRunner:
         """Take over what the host scheduled. Raises `CacheStateError` for a task that cannot be, and `TransferError`
         when swap steps were lost on the way: either ends the worker, because its caches cannot be trusted any more.
         """
-        self._pending.add_swap_steps(self._inbox.take(tasks))
+        self._pending.swap_steps += self._inbox.take(tasks)
         for task in tasks:
             apply_task(self._table, task)
-            if int(task.idx) in self._table.slots and hasattr(task, "prompt_token_ids"):
+            if int(task.idx) in self._table.sequences and hasattr(task, "prompt_token_ids"):
                 self._sampling[int(task.idx)] = task
 
     def not_need_stop(self) -> bool:
@@ -169,7 +169,7 @@ class CpuModelRunner:
         had_work = self._table.has_work
         runnable = self._table.runnable()
         batch, self._pending = self._pending, BatchRequest()
-        batch.requests = [self._step_task(row, slot) for row, slot in runnable.items()]
+        batch.requests = [self._step_task(row, sequence) for row, sequence in runnable.items()]
         result = self._steps.run(batch)
         self._num_steps += 1
         if result.report.transfers:
@@ -177,39 +177,39 @@ class CpuModelRunner:
         if not had_work:
             time.sleep(IDLE_SLEEP_S)
             return
-        row_of = {slot.request_id: row for row, slot in runnable.items()}
+        row_of = {sequence.request_id: row for row, sequence in runnable.items()}
         ended = {row_of[name]: None for name in result.errors}
         for name in result.retry:
             if not self._retry(runnable[row_of[name]], result.retry[name]):
                 ended[row_of[name]] = None
         skipped = {*ended, *(row_of[name] for name in result.retry)}
-        computed = {row: slot for row, slot in runnable.items() if row not in skipped}
+        computed = {row: sequence for row, sequence in runnable.items() if row not in skipped}
         message = self._table.end_step(
             num_rows, computed, {row_of[name]: token for name, token in result.tokens.items()}
         )
         for row in ended:
             message[row] = self._table.fail(row)
-        self._sender.send(message, running=bool(self._table.slots))
+        self._sender.send(message, running=bool(self._table.sequences))
 
-    def _step_task(self, row: int, slot: Slot) -> StepTask:
-        banned = () if slot.may_end else slot.rules.end_tokens
+    def _step_task(self, row: int, sequence: RunningSequence) -> StepTask:
+        banned = () if sequence.may_end else sequence.rules.end_tokens
         return StepTask(
-            request_id=slot.request_id,
-            token_ids=slot.tokens[slot.computed : slot.target],
-            start=slot.computed,
-            block_table=slot.block_table,  # type: ignore[arg-type]  # plain integers from the host
-            needs_logits=slot.samples,
+            request_id=sequence.request_id,
+            token_ids=sequence.tokens[sequence.computed : sequence.target],
+            start=sequence.computed,
+            block_table=sequence.block_table,  # type: ignore[arg-type]  # plain integers from the host
+            needs_logits=sequence.samples,
             sampling=sampling_params(self._sampling[row], banned),
         )
 
-    def _retry(self, slot: Slot, reason: str) -> bool:
+    def _retry(self, sequence: RunningSequence, reason: str) -> bool:
         """Compute the whole sequence again: that writes the blocks whose copy failed. False when it is given up."""
-        slot.num_retries += 1
-        if slot.num_retries > MAX_RETRIES:
-            logger.error("request %s is given up after %d retries: %s", slot.request_id, MAX_RETRIES, reason)
+        sequence.num_retries += 1
+        if sequence.num_retries > MAX_RETRIES:
+            logger.error("request %s is given up after %d retries: %s", sequence.request_id, MAX_RETRIES, reason)
             return False
-        logger.warning("request %s is computed again from its start: %s", slot.request_id, reason)
-        slot.computed = 0
+        logger.warning("request %s is computed again from its start: %s", sequence.request_id, reason)
+        sequence.computed = 0
         return True
 
     def _write_stats(self) -> None:

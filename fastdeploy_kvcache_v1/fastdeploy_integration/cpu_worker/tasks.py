@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...model.sampler import SamplingParams
-from .slots import FinishRules, Slot, SlotTable, TaskKind
+from .batch_rows import BatchRows, FinishRules, RunningSequence, TaskKind
 
 logger = logging.getLogger(__name__)
 
@@ -23,21 +23,21 @@ NEUTRAL = {
 _warned: set[str] = set()
 
 
-def apply_task(table: SlotTable, task: Any) -> None:
+def apply_task(table: BatchRows, task: Any) -> None:
     """One task of the host's batch. Raises `CacheStateError` when it does not fit."""
     row = int(task.idx)
     kind = TaskKind(task.task_type.value)
     if kind is TaskKind.PREFILL:
-        table.start(row, _slot(task))
+        table.start(row, _sequence(task))
     elif kind is TaskKind.DECODE:
         table.set_blocks(row, [int(block) for block in task.block_tables])
     else:  # the host's GPU worker also treats an extend task as the end of the row
         table.release(row)
 
 
-def _slot(task: Any) -> Slot:
+def _sequence(task: Any) -> RunningSequence:
     prompt = [int(token) for token in task.prompt_token_ids]
-    return Slot(
+    return RunningSequence(
         request_id=task.request_id,
         tokens=prompt + [int(token) for token in task.output_token_ids],
         prompt_length=len(prompt),

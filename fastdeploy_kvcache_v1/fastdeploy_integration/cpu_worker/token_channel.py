@@ -2,7 +2,7 @@
 
     x[0]   1 running, -1 no row is left, -2 no message (receiver only)
     x[1]   number of rows
-    x[2:]  the token of each row, see `slots`
+    x[2:]  the token of each row, see `batch_rows`
 All int64. The engine makes the socket; a full one holds the worker back.
 """
 

@@ -181,7 +181,7 @@ class WorkerCache:
         for step in steps:
             if self._controller is None:
                 raise CacheStateError(f"swap step {step.step} arrived while there are no caches")
-            counter = self._controller.submit_swap_tasks(step.step, step.evict, step.swap_in)
+            counter = self._controller.submit_swap_tasks(step)
             if counter is not None:
                 self._counters.append(counter)
 

@@ -14,17 +14,17 @@ from ...errors import CacheStateError
 from . import cupy_copies, host_memory, library, numpy_twin, queues
 from .compiled import CompiledOps
 from .host_memory import HostBuffer
-from .rows import BlockRows, LayerRows, Run, Runs, plan_runs, tensor_rows
+from .rows import BlockRows, CopyRun, CopyRuns, LayerRows, plan_runs, tensor_rows
 
 __all__ = [
     "COMPILED",
     "BlockRows",
     "CompiledOps",
+    "CopyRun",
+    "CopyRuns",
     "HostBuffer",
     "Implementation",
     "LayerRows",
-    "Run",
-    "Runs",
     "host_alloc",
     "host_free",
     "install",
@@ -103,7 +103,7 @@ def install(op: str, platform: str, implementation: Implementation) -> Implement
     return previous
 
 
-def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[Run], *, stream: int = 0) -> None:
+def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[CopyRun], *, stream: int = 0) -> None:
     """Copy `runs` (from `plan_runs`) of one layer, all roles.
 
     On CPU memory the copy has happened on return, or is enqueued on the queue whose id `stream` is; the twin has no
@@ -111,18 +111,18 @@ def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[
     must outlive an enqueued copy. Raises `CacheStateError`, nothing copied, when the two sides do not fit each other or
     the runs. Runs must not overlap a copy that another thread makes.
     """
-    runs = Runs.of(runs)
+    runs = CopyRuns.of(runs)
     _check_fit(targets, sources, runs)
     _LIVE["swap_cache_per_layer", _platform(targets, sources)].run(targets, sources, runs, stream)
 
 
 def swap_cache_all_layers(
-    targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[Run], *, stream: int = 0
+    targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[CopyRun], *, stream: int = 0
 ) -> None:
     """As `swap_cache_per_layer`, for every layer."""
     if len(targets) != len(sources) or not targets:
         raise CacheStateError(f"a swap needs the same layers on both sides, got {len(sources)} and {len(targets)}")
-    runs = Runs.of(runs)
+    runs = CopyRuns.of(runs)
     for layer_targets, layer_sources in zip(targets, sources, strict=True):
         _check_fit(layer_targets, layer_sources, runs)
     platform = _platform(targets[0], sources[0])
@@ -147,7 +147,7 @@ def _platform(targets: LayerRows, sources: LayerRows) -> str:
     return "cuda" if targets[0].on_gpu or sources[0].on_gpu else "cpu"
 
 
-def _check_fit(targets: LayerRows, sources: LayerRows, runs: Runs) -> None:
+def _check_fit(targets: LayerRows, sources: LayerRows, runs: CopyRuns) -> None:
     if [rows.row_bytes for rows in targets] != [rows.row_bytes for rows in sources] or not targets:
         raise CacheStateError("a swap needs the same roles of the same size on both sides")
     if len({rows.on_gpu for rows in targets}) != 1 or len({rows.on_gpu for rows in sources}) != 1:

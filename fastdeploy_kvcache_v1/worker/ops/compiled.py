@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from .host_memory import HostBuffer
 from .library import Library
-from .rows import BlockRows, LayerRows, Run, Runs
+from .rows import BlockRows, CopyRun, CopyRuns, LayerRows
 
 
 class Path(IntEnum):
@@ -30,7 +30,7 @@ class Path(IntEnum):
 class Plan:
     """Runs the core has checked, kept as long as this object lives."""
 
-    def __init__(self, library: Library, runs: Runs) -> None:
+    def __init__(self, library: Library, runs: CopyRuns) -> None:
         handle = ctypes.c_void_p()
         library.call("kvswap_plan_runs", runs.table.ctypes.data, len(runs), ctypes.byref(handle))
         self.handle = handle
@@ -44,7 +44,7 @@ class CompiledOps:
         self.library = library
 
     def swap_cache_per_layer(
-        self, targets: LayerRows, sources: LayerRows, runs: Sequence[Run], stream: int, path: Path = Path.AUTO
+        self, targets: LayerRows, sources: LayerRows, runs: Sequence[CopyRun], stream: int, path: Path = Path.AUTO
     ) -> None:
         self._copy(targets, sources, runs, stream, path)
 
@@ -52,17 +52,22 @@ class CompiledOps:
         self,
         targets: Sequence[LayerRows],
         sources: Sequence[LayerRows],
-        runs: Sequence[Run],
+        runs: Sequence[CopyRun],
         stream: int,
         path: Path = Path.AUTO,
     ) -> None:
         self._copy(list(chain.from_iterable(targets)), list(chain.from_iterable(sources)), runs, stream, path)
 
     def _copy(
-        self, targets: Sequence[BlockRows], sources: Sequence[BlockRows], runs: Sequence[Run], stream: int, path: Path
+        self,
+        targets: Sequence[BlockRows],
+        sources: Sequence[BlockRows],
+        runs: Sequence[CopyRun],
+        stream: int,
+        path: Path,
     ) -> None:
         to, of = _descriptors(targets), _descriptors(sources)
-        plan = Runs.of(runs).prepared(self._plan)
+        plan = CopyRuns.of(runs).prepared(self._plan)
         rows = (to.ctypes.data, of.ctypes.data, len(targets), plan.handle)
         if targets[0].on_gpu or sources[0].on_gpu:
             self.library.call("kvswap_cuda_copy", *rows, int(targets[0].on_gpu), int(path), stream)
@@ -71,7 +76,7 @@ class CompiledOps:
         else:
             self.library.call("kvswap_copy", *rows, int(path))
 
-    def _plan(self, runs: Runs) -> Plan:
+    def _plan(self, runs: CopyRuns) -> Plan:
         return Plan(self.library, runs)
 
     def host_alloc(self, nbytes: int, numa_node: int = -1) -> HostBuffer:

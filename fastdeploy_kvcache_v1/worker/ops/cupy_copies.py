@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .rows import BlockRows, LayerRows, Run
+from .rows import BlockRows, CopyRun, LayerRows
 
 
-def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[Run], stream: int) -> None:
+def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[CopyRun], stream: int) -> None:
     from cupy.cuda import runtime
 
     for target, source in zip(targets, sources, strict=True):
@@ -16,13 +16,13 @@ def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[
 
 
 def swap_cache_all_layers(
-    targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[Run], stream: int
+    targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[CopyRun], stream: int
 ) -> None:
     for layer_targets, layer_sources in zip(targets, sources, strict=True):
         swap_cache_per_layer(layer_targets, layer_sources, runs, stream)
 
 
-def _copy_rows(runtime: Any, target: BlockRows, source: BlockRows, runs: Sequence[Run], stream: int) -> None:
+def _copy_rows(runtime: Any, target: BlockRows, source: BlockRows, runs: Sequence[CopyRun], stream: int) -> None:
     assert target.on_gpu != source.on_gpu, "a swap copies between GPU and host memory"
     kind = runtime.memcpyHostToDevice if target.on_gpu else runtime.memcpyDeviceToHost
     width = target.row_bytes

@@ -80,7 +80,7 @@ def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
     return BlockRows(address, num_rows, row_bytes, row_bytes, on_gpu=on_gpu, owner=tensor)
 
 
-class Run(NamedTuple):
+class CopyRun(NamedTuple):
     """`blocks` neighbouring source rows that go to as many neighbouring target rows."""
 
     source: int
@@ -91,36 +91,36 @@ class Run(NamedTuple):
 Prepared = TypeVar("Prepared")
 
 
-class Runs(Sequence[Run]):
+class CopyRuns(Sequence[CopyRun]):
     """Runs as a table, so that no op looks at them one by one. Immutable."""
 
     def __init__(self, table: npt.NDArray[np.int64]) -> None:
-        """`table` is int64 `[runs, 3]`, C-contiguous, its columns as in `Run`; it must not change any more."""
+        """`table` is int64 `[runs, 3]`, C-contiguous, its columns as in `CopyRun`; it must not change any more."""
         assert table.dtype == np.int64
         assert table.ndim == 2
         assert table.shape[1] == 3
         assert table.flags.c_contiguous
         self.table = table
-        self._prepared: dict[Callable[[Runs], Any], Any] = {}
+        self._prepared: dict[Callable[[CopyRuns], Any], Any] = {}
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Runs:
-        return runs if isinstance(runs, Runs) else cls(np.array(runs, dtype=np.int64).reshape(len(runs), 3))
+    def of(cls, runs: Sequence[CopyRun]) -> CopyRuns:
+        return runs if isinstance(runs, CopyRuns) else cls(np.array(runs, dtype=np.int64).reshape(len(runs), 3))
 
     def __len__(self) -> int:
         return len(self.table)
 
     @overload
-    def __getitem__(self, index: int) -> Run: ...
+    def __getitem__(self, index: int) -> CopyRun: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Runs: ...
+    def __getitem__(self, index: slice) -> CopyRuns: ...
 
-    def __getitem__(self, index: int | slice) -> Run | Runs:
-        return Runs(self.table[index]) if isinstance(index, slice) else Run(*self.table[index].tolist())
+    def __getitem__(self, index: int | slice) -> CopyRun | CopyRuns:
+        return CopyRuns(self.table[index]) if isinstance(index, slice) else CopyRun(*self.table[index].tolist())
 
-    def __iter__(self) -> Iterator[Run]:
-        return map(Run._make, self.table.tolist())
+    def __iter__(self) -> Iterator[CopyRun]:
+        return map(CopyRun._make, self.table.tolist())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
@@ -128,7 +128,7 @@ class Runs(Sequence[Run]):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Runs({list(self)})"
+        return f"CopyRuns({list(self)})"
 
     @cached_property
     def lowest(self) -> int:
@@ -145,7 +145,7 @@ class Runs(Sequence[Run]):
         """One past the last row that is written. At least one run."""
         return int((self.table[:, 1] + self.table[:, 2]).max())
 
-    def prepared(self, prepare: Callable[[Runs], Prepared]) -> Prepared:
+    def prepared(self, prepare: Callable[[CopyRuns], Prepared]) -> Prepared:
         """`prepare(self)`, made once: every layer of a swap-in uses the same runs."""
         if prepare not in self._prepared:
             self._prepared[prepare] = prepare(self)
@@ -153,7 +153,7 @@ class Runs(Sequence[Run]):
         return made
 
 
-def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> Runs:
+def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopyRuns:
     """Validate a slot list and coalesce it: the fewest runs that copy `sources[i]` to `targets[i]`.
 
     Raises `CacheStateError`, before anything was touched, for unequal lengths, ids out of range, or a target that
@@ -162,7 +162,7 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     if len(sources) != len(targets):
         raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
     if not sources:
-        return Runs(np.empty((0, 3), np.int64))
+        return CopyRuns(np.empty((0, 3), np.int64))
     source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
     if np.unique(target).size != target.size:
         raise CacheStateError(f"a copy writes a target slot twice: {sorted(targets)}")
@@ -171,7 +171,7 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     counts = np.diff(np.concatenate((starts, [source.size])))
-    return Runs(np.ascontiguousarray(np.stack((source[starts], target[starts], counts), axis=1)))
+    return CopyRuns(np.ascontiguousarray(np.stack((source[starts], target[starts], counts), axis=1)))
 
 
 def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[np.int64]:

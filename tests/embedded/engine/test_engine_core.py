@@ -301,7 +301,7 @@ def test_backups_of_finished_requests_travel_without_any_request():
     batches = []
     while (batch := harness.step()) is not None:
         batches.append(batch)
-    assert [(len(batch), len(batch.swap_steps)) for batch in batches] == [(1, 0), (0, 1)]
+    assert [(len(batch.requests), len(batch.swap_steps)) for batch in batches] == [(1, 0), (0, 1)]
     assert harness.core.counters.copies.swap_out.blocks == 2
 
 

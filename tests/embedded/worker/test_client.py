@@ -163,7 +163,7 @@ def test_copy_that_never_ends_is_noticed_while_steps_come_and_go(temp_dir):
         pid = client.pid
         client.listen(on_message, on_death)
         evict = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, (1,), (2,))
-        client.send(BatchRequest(swap_steps=[SwapStep(6, evict=evict)]))
+        client.send(BatchRequest(swap_steps=[SwapStep(6, (evict,))]))
         assert died.wait(30)
         (reason,) = reasons
         assert re.fullmatch(

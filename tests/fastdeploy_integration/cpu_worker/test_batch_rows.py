@@ -3,22 +3,22 @@
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.slots import (
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import (
     FAILED,
     NO_TOKEN,
     RELEASED,
+    BatchRows,
     FinishRules,
-    Slot,
-    SlotTable,
+    RunningSequence,
 )
 
 END = 99
 BLOCK = 4
 
 
-def slot(prompt, *, outputs=(), computed=0, target=None, blocks=8, **rules):
+def sequence(prompt, *, outputs=(), computed=0, target=None, blocks=8, **rules):
     tokens = [*prompt, *outputs]
-    return Slot(
+    return RunningSequence(
         request_id="r",
         tokens=tokens,
         prompt_length=len(prompt),
@@ -31,7 +31,7 @@ def slot(prompt, *, outputs=(), computed=0, target=None, blocks=8, **rules):
 
 @pytest.fixture
 def table():
-    return SlotTable(BLOCK)
+    return BatchRows(BLOCK)
 
 
 def step(table, *sampled, rows=1):
@@ -43,84 +43,84 @@ def step(table, *sampled, rows=1):
 
 
 def test_prefill_then_decode(table):
-    table.start(0, slot([1, 2, 3]))
+    table.start(0, sequence([1, 2, 3]))
     assert step(table, 10) == [10]
     assert step(table, 11) == [11]
-    assert table.slots[0].tokens == [1, 2, 3, 10, 11]
-    assert (table.slots[0].computed, table.slots[0].target) == (4, 5)
+    assert table.sequences[0].tokens == [1, 2, 3, 10, 11]
+    assert (table.sequences[0].computed, table.sequences[0].target) == (4, 5)
 
 
 def test_a_chunk_says_nothing_and_waits_for_the_next_one(table):
-    table.start(0, slot(range(10), target=8))
+    table.start(0, sequence(range(10), target=8))
     assert step(table) == [NO_TOKEN]
     assert not table.has_work
-    table.start(0, slot(range(10), computed=8))
+    table.start(0, sequence(range(10), computed=8))
     assert step(table, 5) == [5]
 
 
 def test_an_end_token_frees_the_row(table):
-    table.start(0, slot([1]))
+    table.start(0, sequence([1]))
     assert step(table, 98) == [98]
-    assert not table.slots
+    assert not table.sequences
     assert not table.has_work
 
 
 def test_the_last_token_becomes_the_end_token(table):
-    table.start(0, slot([1], max_tokens=2))
+    table.start(0, sequence([1], max_tokens=2))
     assert step(table, 7) == [7]
     assert step(table, 8) == [END]
-    assert not table.slots
+    assert not table.sequences
 
 
 def test_outputs_before_a_preemption_count(table):
-    table.start(0, slot([1], outputs=[7, 7], max_tokens=3))
+    table.start(0, sequence([1], outputs=[7, 7], max_tokens=3))
     assert step(table, 8) == [END]
 
 
 def test_an_end_token_may_come_only_after_min_tokens(table):
-    table.start(0, slot([1], min_tokens=2))
-    assert not table.slots[0].may_end
+    table.start(0, sequence([1], min_tokens=2))
+    assert not table.sequences[0].may_end
     step(table, 5)
-    assert not table.slots[0].may_end
+    assert not table.sequences[0].may_end
     step(table, 5)
-    assert table.slots[0].may_end
+    assert table.sequences[0].may_end
 
 
 def test_a_stop_sequence_ends_one_step_later_without_computing(table):
-    table.start(0, slot([1], stop_sequences=((5, 6), ())))
+    table.start(0, sequence([1], stop_sequences=((5, 6), ())))
     assert step(table, 5) == [5]
     assert step(table, 6) == [6]
     assert table.has_work
     assert step(table) == [END]
-    assert not table.slots
+    assert not table.sequences
 
 
 def test_a_stop_sequence_in_the_prompt_or_too_early_does_not_count(table):
-    table.start(0, slot([5], stop_sequences=((5, 6), (8,)), min_tokens=3))
+    table.start(0, sequence([5], stop_sequences=((5, 6), (8,)), min_tokens=3))
     assert step(table, 6) == [6]
     assert step(table, 8) == [8]
     assert step(table, 6) == [6]
     assert step(table, 8) == [8]
-    assert table.slots[0].closing
+    assert table.sequences[0].closing
 
 
 def test_without_a_block_for_the_next_token_the_row_waits(table):
-    table.start(0, slot([1, 2, 3, 4], blocks=1))
+    table.start(0, sequence([1, 2, 3, 4], blocks=1))
     assert step(table, 5) == [5]
     assert not table.has_work
     table.set_blocks(0, [0, 9])
-    assert table.slots[0].block_table == [0, 9]
+    assert table.sequences[0].block_table == [0, 9]
     assert step(table, 6) == [6]
 
 
 def test_a_decode_task_for_an_ended_sequence_does_nothing(table):
     table.set_blocks(3, [1])
-    assert not table.slots
+    assert not table.sequences
 
 
 def test_a_released_row_says_so_once_even_beyond_the_batch(table):
-    table.start(0, slot([1]))
-    table.start(2, slot([1]))
+    table.start(0, sequence([1]))
+    table.start(2, sequence([1]))
     table.release(2)
     assert table.has_work
     assert step(table, 5, rows=1) == [5, NO_TOKEN, RELEASED]
@@ -129,17 +129,17 @@ def test_a_released_row_says_so_once_even_beyond_the_batch(table):
 
 def test_a_new_sequence_takes_a_released_row_over(table):
     table.release(1)
-    table.start(1, slot([1]))
+    table.start(1, sequence([1]))
     assert step(table, 5, rows=2) == [NO_TOKEN, 5]
 
 
 def test_a_failed_row_is_free(table):
-    table.start(0, slot([1]))
+    table.start(0, sequence([1]))
     assert table.fail(0) == FAILED
-    assert not table.slots
+    assert not table.sequences
 
 
 @pytest.mark.parametrize(("computed", "target"), [(2, 2), (0, 4), (-1, 2)])
 def test_a_task_that_asks_for_no_or_unknown_tokens_is_a_bug(table, computed, target):
     with pytest.raises(CacheStateError, match="request r asks for tokens"):
-        table.start(0, slot([1, 2, 3], computed=computed, target=target))
+        table.start(0, sequence([1, 2, 3], computed=computed, target=target))

@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.batch_request import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.errors import TransferError
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED, RELEASED
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import (
     write_random_model,
     write_random_weights,
 )
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import STATS_FILE, CpuModelRunner, RunnerConfig
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.slots import FAILED, RELEASED
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import encode
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.model.config import load_model_config
+from fastdeploy_kvcache_v1.swap_message import encode
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 
 from .host_tasks import ABORT, DECODE, other, prefill
@@ -93,11 +93,7 @@ def run(runner, steps, rows=1):
 
 
 def with_swaps(task, number, *, evict=((), ()), swap_in=((), ()), previous=-1):
-    step = SwapStep(
-        number,
-        CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, *evict),
-        CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, *swap_in),
-    )
+    step = SwapStep.of(number, CacheSwapMetadata(*EVICT, *evict), CacheSwapMetadata(*SWAP_IN, *swap_in))
     setattr(task, SWAP_ATTRIBUTE, encode(step, previous))
     return task
 
@@ -124,7 +120,7 @@ def test_chunks_a_longer_table_and_an_abort(make_runner, expected):
 
 
 def swap_out_and_in(runner):
-    """Compute, back the two full blocks up, lose them, and read them back into other slots for another request."""
+    """Compute, back the two full blocks up, lose them, and read them back into other sequences for another request."""
     runner.insert_tasks([prefill(0, "a", PROMPT, [0, 1, 2])])
     run(runner, 1)
     runner.insert_tasks([with_swaps(other(ABORT, 0, "a"), 0, evict=((0, 1), (3, 4)))])

@@ -1,31 +1,31 @@
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import tasks
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.slots import FinishRules, SlotTable
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import BatchRows, FinishRules
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.tasks import apply_task, sampling_params
 
 from .host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
 
 
 def test_a_prefill_task_becomes_a_slot():
-    table = SlotTable(4)
+    table = BatchRows(4)
     stops = {"stop_token_ids": [[5, 6, -1], [7, -1, -1]], "stop_seqs_len": [2, 1, 0, 0]}
     apply_task(table, prefill(2, "r", [9, 8], [3, 4], outputs=[7], end=2, min_tokens=4, **stops))
-    slot = table.slots[2]
-    assert (slot.request_id, slot.tokens, slot.prompt_length) == ("r", [9, 8, 7], 2)
-    assert (slot.computed, slot.target, slot.block_table) == (0, 2, [3, 4])
-    assert slot.rules == FinishRules((1,), max_tokens=20, min_tokens=4, stop_sequences=((5, 6), (7,)))
+    sequence = table.sequences[2]
+    assert (sequence.request_id, sequence.tokens, sequence.prompt_length) == ("r", [9, 8, 7], 2)
+    assert (sequence.computed, sequence.target, sequence.block_table) == (0, 2, [3, 4])
+    assert sequence.rules == FinishRules((1,), max_tokens=20, min_tokens=4, stop_sequences=((5, 6), (7,)))
 
 
 def test_other_tasks():
-    table = SlotTable(4)
+    table = BatchRows(4)
     for row in range(4):
         apply_task(table, prefill(row, f"r{row}", [9], [row]))
     apply_task(table, other(DECODE, 0, "r0", [0, 5]))
     for row, kind in enumerate((PREEMPTED, EXTEND, ABORT), start=1):
         apply_task(table, other(kind, row, f"r{row}"))
-    assert table.slots[0].block_table == [0, 5]
-    assert (set(table.slots), table.released) == ({0}, {1, 2, 3})
+    assert table.sequences[0].block_table == [0, 5]
+    assert (set(table.sequences), table.released) == ({0}, {1, 2, 3})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.hit_rates import WINDOW, HitRates
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.swap_message import decode
 
 from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
 
@@ -115,7 +116,7 @@ def test_roll_back_cancels_the_swap_in():
     cache.release_block_ids(task)
     batch = [Control(Kind.DECODE, FakeTask("y", [1]))]
     cache.send_swaps(batch)
-    assert SWAP_ATTRIBUTE not in vars(batch[0]) or vars(batch[0])[SWAP_ATTRIBUTE][4] == ()
+    assert SWAP_ATTRIBUTE not in vars(batch[0]) or not decode(vars(batch[0])[SWAP_ATTRIBUTE])[0].swap_in
     assert cache.manager.num_available_device_blocks == free
     cache.check()
 

@@ -5,6 +5,7 @@ there. So it notices at once when a request reads a block that holds something e
 import pickle
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
+from fastdeploy_kvcache_v1.metadata import CacheLevel
 
 PREFILL, DECODE, PREEMPTED, EXTEND, ABORT = range(5)
 VOCABULARY = 7
@@ -30,8 +31,9 @@ class FakeWorker:
         """One batch, pickled as on FastDeploy's queue. Returns ids of (preempted, aborted) requests."""
         tasks = pickle.loads(pickle.dumps(list(tasks)))
         for step in self.inbox.take(tasks):
-            self._copy(step.evict, self.device, self.host)
-            self._copy(step.swap_in, self.host, self.device)
+            tiers = {CacheLevel.DEVICE: self.device, CacheLevel.HOST: self.host}
+            for copies in step.transfers:
+                self._copy(copies, tiers[copies.source], tiers[copies.target])
             self.num_swapped_out += len(step.evict)
             self.num_swapped_in += len(step.swap_in)
         preempted, aborted = [], []

@@ -9,14 +9,13 @@ from fastdeploy_kvcache_v1.attention.base import CacheLayout
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
 from fastdeploy_kvcache_v1.fastdeploy_integration import backends
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import RESTART, encode
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN, RunningTables, WorkerCache
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.swap_message import START, encode
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind
-
-SWAP_ATTRIBUTE = "_kvcache_v1_swap_steps"
 
 
 def evict(*pairs):
@@ -27,7 +26,7 @@ def swap_in(*pairs):
     return CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, *map(tuple, zip(*pairs, strict=True)))
 
 
-def task(step=None, previous=RESTART, table=(0,)):
+def task(step=None, previous=START, table=(0,)):
     made = FakeTask("r", [1])
     made.idx, made.block_tables = 0, list(table)
     if step is not None:
@@ -61,11 +60,11 @@ def test_blocks_go_out_and_come_back_layer_by_layer():
     cache = make_cache()
     tensors = register(cache)
     fill(tensors, 1, 10)
-    cache.receive([task(SwapStep(0, evict((1, 3))), table=[1])])
+    cache.receive([task(SwapStep(0, (evict((1, 3)),)), table=[1])])
     assert cache.begin_forward(layer_by_layer=True) is None  # waits: the pass writes what is being read
     fill(tensors, 1, 0)
     cache.end_forward()
-    cache.receive([task(SwapStep(1, swap_in=swap_in((3, 5))), previous=0)])
+    cache.receive([task(SwapStep(1, (swap_in((3, 5)),)), previous=0)])
     counter = cache.begin_forward(layer_by_layer=True)
     assert counter.target_slots == (5,)
     counter.wait_for_layer(0)
@@ -80,7 +79,7 @@ def test_graphs_wait_for_all_layers_before_they_start():
     cache = make_cache()
     tensors = register(cache)
     fill(tensors, 0, 7)
-    cache.receive([task(SwapStep(0, evict((0, 0)), swap_in((0, 4))))])
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
     assert cache.begin_forward(layer_by_layer=False) is None
     assert content(tensors, 4) == [7, 8, 9, 10]
     cache.end_forward()
@@ -91,9 +90,9 @@ def test_swap_ins_of_skipped_passes_are_waited_for():
     cache = make_cache()
     tensors = register(cache)
     fill(tensors, 0, 7)
-    cache.receive([task(SwapStep(0, evict((0, 0)), swap_in((0, 4))))])
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
     cache.end_forward()  # the worker was asleep: no pass began
-    cache.receive([task(SwapStep(1, swap_in=swap_in((0, 5))), previous=0)])
+    cache.receive([task(SwapStep(1, (swap_in((0, 5)),)), previous=0)])
     counter = cache.begin_forward(layer_by_layer=True)
     assert counter.target_slots == (5,)
     assert content(tensors, 4) == [7, 8, 9, 10]
@@ -106,7 +105,7 @@ def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for():
     """FastDeploy prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
     cache = make_cache()
     register(cache)
-    cache.receive([task(SwapStep(0, evict((0, 0)), swap_in((0, 4))))])
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
     counter = cache.begin_forward(layer_by_layer=True)
     waited = []
     counter.wait_all = lambda: waited.append("all")
@@ -127,7 +126,7 @@ def test_draft_layers_are_swapped_with_the_main_models(order):
     assert list(made[DRAFT]) == ["key_caches_2_rank0.device0", "value_caches_2_rank0.device0"]
     fill(made[MAIN], 1, 10)
     fill(made[DRAFT], 1, 50)
-    cache.receive([task(SwapStep(0, evict((1, 0)), swap_in((0, 2))))])
+    cache.receive([task(SwapStep(0, (evict((1, 0)), swap_in((0, 2)))))])
     counter = cache.begin_forward(layer_by_layer=True)
     assert counter.num_layers == 3
     counter.wait_all()
@@ -156,7 +155,7 @@ def test_tensors_may_be_made_again():
     register(cache)
     tensors = register(cache)
     fill(tensors, 0, 3)
-    cache.receive([task(SwapStep(0, evict((0, 0)), swap_in((0, 1))))])
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 1)))))])
     cache.begin_forward(layer_by_layer=False)
     assert content(tensors, 1) == [3, 4, 5, 6]
     cache.end_forward()
@@ -178,12 +177,12 @@ def test_host_memory_stays_while_tensors_are_made_again():
             cache.unregister(part)
         assert not cache.has_host_tier
         with pytest.raises(CacheStateError, match="while there are no caches"):
-            cache.receive([task(SwapStep(0, evict((0, 0))))])
+            cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
         tensors = {part: register(cache, part, *((2, 6, 0) if part is MAIN else (1, 9, 2))) for part in order}
         assert addresses(cache) == before
         fill(tensors[MAIN], 0, 7)
         fill(tensors[DRAFT], 0, 30)
-        cache.receive([task(SwapStep(1, evict((0, 0)), swap_in((0, 4))))])
+        cache.receive([task(SwapStep(1, (evict((0, 0)), swap_in((0, 4)))))])
         cache.begin_forward(layer_by_layer=False)
         assert content(tensors[MAIN], 4) + content(tensors[DRAFT], 4) == [7, 8, 9, 10, 30, 31]
         cache.end_forward()
@@ -222,7 +221,7 @@ def test_memory_that_the_engine_did_not_expect_is_reported(caplog, expected, num
 def test_swaps_without_caches_are_an_error():
     cache = make_cache()
     with pytest.raises(CacheStateError, match="while there are no caches"):
-        cache.receive([task(SwapStep(0, evict((0, 0))))])
+        cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
 
 
 def test_a_failed_copy_stops_the_worker(monkeypatch):
@@ -233,7 +232,7 @@ def test_a_failed_copy_stops_the_worker(monkeypatch):
         raise OSError("bus error")
 
     monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
-    cache.receive([task(SwapStep(0, evict((0, 0))))])
+    cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
     cache.begin_forward(layer_by_layer=True)
     cache._controller.drain(5.0)
     with pytest.raises(TransferError, match=r"1 copies of KV blocks failed.*bus error"):
@@ -300,7 +299,7 @@ def test_how_a_pass_waits(installed, cudagraph, level, dummy, waits_in_layers):
     def original(is_dummy_or_profile_run=False):
         runner.forward_meta = SimpleNamespace(step_use_cudagraph=cudagraph)
 
-    tasks = [task(SwapStep(0, evict((0, 0)), swap_in((0, 1))))]
+    tasks = [task(SwapStep(0, (evict((0, 0)), swap_in((0, 1)))))]
     inserted = worker_patches.insert_tasks(lambda *given: given, runner, (tasks, 1), {})
     assert inserted == (tasks, 1)
     worker_patches.initialize_forward_meta(original, runner, (), {"is_dummy_or_profile_run": dummy})

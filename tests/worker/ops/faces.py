@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, Runs, numpy_twin, paddle_ops
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, numpy_twin, paddle_ops
 from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 
-Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], Runs], None]
+Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], CopyRuns], None]
 """Copies all layers; done on return."""
 
 
@@ -85,12 +85,12 @@ def rows_of(array: np.ndarray) -> BlockRows:
     return BlockRows(array.ctypes.data, array.shape[0], array.shape[1], array.strides[0], owner=array)
 
 
-def _twin(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Runs) -> None:
+def _twin(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
     numpy_twin.swap_cache_all_layers(targets, sources, runs, 0)
 
 
 def _on_a_queue(compiled: CompiledOps) -> Copy:
-    def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Runs) -> None:
+    def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
         queue = Queue(compiled.library, "test")
         try:
             for to, of in zip(targets, sources, strict=True):
@@ -106,7 +106,7 @@ def _forced(compiled: CompiledOps, path: Path) -> Copy:
     return lambda targets, sources, runs: compiled.swap_cache_all_layers(targets, sources, runs, 0, path)
 
 
-def _paddle(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Runs) -> None:
+def _paddle(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
     """Which side is the host pool shows in its pitch; Paddle tensors share the memory of the NumPy arrays."""
     import paddle
 

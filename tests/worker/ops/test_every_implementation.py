@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.worker.ops import Run, Runs, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import CopyRun, CopyRuns, plan_runs
 from tests.worker.ops.faces import FACES, Face, Memory, Shape, face
 
 
@@ -106,13 +106,13 @@ def test_a_hundred_thousand_blocks(op, to_host):
 
 
 REFUSED = {
-    "a target twice": [Run(0, 1, 1), Run(2, 1, 1)],
-    "targets that overlap": [Run(0, 1, 2), Run(2, 2, 1)],
-    "a source beyond its end": [Run(5, 0, 2)],
-    "a target beyond its end": [Run(0, 3, 2)],
-    "a negative source": [Run(-1, 0, 1)],
-    "a negative target": [Run(0, -1, 1)],
-    "an empty run": [Run(0, 0, 0)],
+    "a target twice": [CopyRun(0, 1, 1), CopyRun(2, 1, 1)],
+    "targets that overlap": [CopyRun(0, 1, 2), CopyRun(2, 2, 1)],
+    "a source beyond its end": [CopyRun(5, 0, 2)],
+    "a target beyond its end": [CopyRun(0, 3, 2)],
+    "a negative source": [CopyRun(-1, 0, 1)],
+    "a negative target": [CopyRun(0, -1, 1)],
+    "an empty run": [CopyRun(0, 0, 0)],
 }
 
 
@@ -123,10 +123,10 @@ def test_a_refused_copy_moves_nothing(op, what):
         pytest.skip("numpy: checks are the caller's")
     memory = Memory.random(Shape(2, (24, 8), 6, 4), np.random.default_rng(2))
     before = memory.bytes_of_everything()
-    good = Run(3, 0, 1) if what != "a negative target" else Run(3, 3, 1)
-    bad = REFUSED[what] if what != "an empty run" or op.name != "paddle" else [Run(9, 0, 1)]
+    good = CopyRun(3, 0, 1) if what != "a negative target" else CopyRun(3, 3, 1)
+    bad = REFUSED[what] if what != "an empty run" or op.name != "paddle" else [CopyRun(9, 0, 1)]
     with pytest.raises(CacheStateError):
-        op.copy(memory.host_rows, memory.device_rows, Runs.of([good, *bad] if good not in bad else bad))
+        op.copy(memory.host_rows, memory.device_rows, CopyRuns.of([good, *bad] if good not in bad else bad))
     assert memory.bytes_of_everything() == before
 
 
@@ -137,11 +137,11 @@ def test_rows_that_do_not_fit_are_refused(op):
     large = Memory.random(Shape(1, (24, 16), 4, 4), np.random.default_rng(2))
     before = small.bytes_of_everything()
     with pytest.raises(CacheStateError, match="rows of 16 bytes cannot be copied to rows of 8"):
-        op.copy(small.host_rows, large.device_rows, Runs.of([Run(0, 0, 1)]))
+        op.copy(small.host_rows, large.device_rows, CopyRuns.of([CopyRun(0, 0, 1)]))
     with pytest.raises(CacheStateError, match="source and target are the same memory"):
-        op.copy(small.device_rows, small.device_rows, Runs.of([Run(0, 1, 1)]))
+        op.copy(small.device_rows, small.device_rows, CopyRuns.of([CopyRun(0, 1, 1)]))
     twice = [(small.host_rows[0][0], small.host_rows[0][0])]
     sources = [(large.device_rows[0][0], large.device_rows[0][0])]
     with pytest.raises(CacheStateError, match="two of the targets are the same memory"):
-        op.copy(twice, sources, Runs.of([Run(0, 1, 1)]))
+        op.copy(twice, sources, CopyRuns.of([CopyRun(0, 1, 1)]))
     assert small.bytes_of_everything() == before

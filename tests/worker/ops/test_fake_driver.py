@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
-from fastdeploy_kvcache_v1.worker.ops import CompiledOps, Run
+from fastdeploy_kvcache_v1.worker.ops import CompiledOps, CopyRun
 from fastdeploy_kvcache_v1.worker.ops.library import Library
 from tests.worker.ops.faces import Memory, Shape
 
@@ -49,13 +49,13 @@ fake = driver.fake_cuda().contents
 
 memory = Memory.random(Shape(2, (48, 16), 9, 9), np.random.default_rng(4))
 device = [tuple(dataclasses.replace(rows, on_gpu=True) for rows in layer) for layer in memory.device_rows]
-runs = [Run(0, 4, 3), Run(7, 1, 1), Run(5, 8, 1)]
+runs = [CopyRun(0, 4, 3), CopyRun(7, 1, 1), CopyRun(5, 8, 1)]
 ops.swap_cache_all_layers(memory.host_rows, device, runs, stream=0x7700)
 for run in runs:
     for i in range(run.blocks):
         assert (memory.host[run.target + i, :48] == memory.device[0][0][run.source + i]).all()
         assert (memory.host[run.target + i, 112:] == memory.device[1][1][run.source + i]).all()
-ops.swap_cache_per_layer(device[1], memory.host_rows[1], [Run(4, 0, 1)], stream=0x7700)
+ops.swap_cache_per_layer(device[1], memory.host_rows[1], [CopyRun(4, 0, 1)], stream=0x7700)
 assert (memory.device[1][0][0] == memory.host[4, 64:112]).all()
 assert (fake.last_stream, fake.other_streams) == (0x7700, 0)
 

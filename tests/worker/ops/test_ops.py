@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, Implementation, Run, plan_runs, tensor_rows
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, Implementation, plan_runs, tensor_rows
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
 
@@ -30,10 +30,10 @@ def rows_of(array: np.ndarray) -> BlockRows:
 
 
 def test_neighbours_become_one_run():
-    assert plan_runs((4, 5, 6), (1, 2, 3), num_sources=8, num_targets=8) == [Run(4, 1, 3)]
-    assert plan_runs((6, 4, 5), (3, 1, 2), num_sources=8, num_targets=8) == [Run(4, 1, 3)]
-    assert plan_runs((4, 5, 7), (1, 2, 3), num_sources=8, num_targets=8) == [Run(4, 1, 2), Run(7, 3, 1)]
-    assert plan_runs((4, 4), (1, 2), num_sources=8, num_targets=8) == [Run(4, 1, 1), Run(4, 2, 1)]
+    assert plan_runs((4, 5, 6), (1, 2, 3), num_sources=8, num_targets=8) == [CopyRun(4, 1, 3)]
+    assert plan_runs((6, 4, 5), (3, 1, 2), num_sources=8, num_targets=8) == [CopyRun(4, 1, 3)]
+    assert plan_runs((4, 5, 7), (1, 2, 3), num_sources=8, num_targets=8) == [CopyRun(4, 1, 2), CopyRun(7, 3, 1)]
+    assert plan_runs((4, 4), (1, 2), num_sources=8, num_targets=8) == [CopyRun(4, 1, 1), CopyRun(4, 2, 1)]
     assert plan_runs((), (), num_sources=0, num_targets=0) == []
 
 
@@ -92,13 +92,13 @@ def test_the_twin_moves_what_a_plain_loop_moves(copy, to_host):
 def test_sides_that_do_not_fit_are_refused_before_a_byte_moves():
     small, big = np.zeros((4, 8), np.uint8), np.ones((4, 16), np.uint8)
     with pytest.raises(CacheStateError, match="same size"):
-        ops.swap_cache_per_layer((rows_of(small),), (rows_of(big),), [Run(0, 0, 1)])
+        ops.swap_cache_per_layer((rows_of(small),), (rows_of(big),), [CopyRun(0, 0, 1)])
     with pytest.raises(CacheStateError, match="same layers"):
-        ops.swap_cache_all_layers([(rows_of(small),)], [], [Run(0, 0, 1)])
+        ops.swap_cache_all_layers([(rows_of(small),)], [], [CopyRun(0, 0, 1)])
     source = np.ones((5, 8), np.uint8)
-    for run in (Run(4, 0, 2), Run(0, 3, 2), Run(-1, 0, 1)):
+    for run in (CopyRun(4, 0, 2), CopyRun(0, 3, 2), CopyRun(-1, 0, 1)):
         with pytest.raises(CacheStateError, match="a swap"):
-            ops.swap_cache_per_layer((rows_of(small),), (rows_of(source),), [Run(0, 0, 1), run])
+            ops.swap_cache_per_layer((rows_of(small),), (rows_of(source),), [CopyRun(0, 0, 1), run])
     assert not small.any()
 
 
@@ -134,11 +134,11 @@ def test_another_implementation_can_take_over():
     mine = Implementation("mine", lambda *args: calls.append(args))
     previous = ops.install("swap_cache_per_layer", "cpu", mine)
     try:
-        ops.swap_cache_per_layer((rows_of(array),), (rows_of(array),), [Run(0, 1, 1)], stream=7)
+        ops.swap_cache_per_layer((rows_of(array),), (rows_of(array),), [CopyRun(0, 1, 1)], stream=7)
         assert ops.live()["swap_cache_per_layer.cpu"] == "mine"
     finally:
         assert ops.install("swap_cache_per_layer", "cpu", previous) is mine
-    assert [call[2:] for call in calls] == [([Run(0, 1, 1)], 7)]
+    assert [call[2:] for call in calls] == [([CopyRun(0, 1, 1)], 7)]
     with pytest.raises(CacheStateError, match="unknown op"):
         ops.install("swap_cache_per_layer", "tpu", previous)
 

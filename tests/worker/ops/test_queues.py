@@ -11,14 +11,14 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, TransferError
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import Run, Runs
+from fastdeploy_kvcache_v1.worker.ops import CopyRun, CopyRuns
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.ops.faces import Memory, Shape, rows_of
 from tests.worker.ops.native import run_python
 
 LIMIT_NS = 20_000_000_000
-RUNS = Runs.of([Run(0, 2, 2)])
+RUNS = CopyRuns.of([CopyRun(0, 2, 2)])
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_waits_order_queues(compiled, gated, memory):
     memory.device[0][0][0:2] = 7
     compiled.swap_cache_all_layers(memory.host_rows, memory.device_rows, RUNS, gated.queue.id)
     second.wait(gated.queue.record(), needs_data=True)
-    compiled.swap_cache_all_layers(memory.device_rows, memory.host_rows, Runs.of([Run(2, 4, 2)]), second.id)
+    compiled.swap_cache_all_layers(memory.device_rows, memory.host_rows, CopyRuns.of([CopyRun(2, 4, 2)]), second.id)
     back = second.record()
     assert not back.wait(1_000_000)
     gated.open()
@@ -91,7 +91,7 @@ def test_descriptors_may_go_while_the_copy_waits(compiled, gated):
     """Plan, rows and slots are the core's own; only the memory has to stay."""
     source, target = np.full((50, 64), 3, np.uint8), np.zeros((50, 64), np.uint8)
     for first in range(0, 50, 10):
-        runs = Runs.of([Run(first, first, 10)])
+        runs = CopyRuns.of([CopyRun(first, first, 10)])
         compiled.swap_cache_per_layer((rows_of(target),), (rows_of(source),), runs, gated.queue.id)
         del runs
     gated.open()
@@ -101,7 +101,9 @@ def test_descriptors_may_go_while_the_copy_waits(compiled, gated):
 
 def test_a_refused_copy_does_not_harm_the_queue(compiled, gated, memory):
     with pytest.raises(CacheStateError, match="reads row 6 of 6"):
-        compiled.swap_cache_all_layers(memory.host_rows, memory.device_rows, Runs.of([Run(5, 0, 2)]), gated.queue.id)
+        compiled.swap_cache_all_layers(
+            memory.host_rows, memory.device_rows, CopyRuns.of([CopyRun(5, 0, 2)]), gated.queue.id
+        )
     gated.open()
     event = gated.queue.record()
     assert event.wait(LIMIT_NS)
@@ -175,12 +177,12 @@ def test_a_queue_is_not_closed_by_its_own_work(compiled):
 EXIT = """
 import numpy as np
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, Run, Runs
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 queue, target, source = Queue(ops.COMPILED.library, "late"), np.zeros((8, 4 << 20), np.uint8), ops.host_alloc(32 << 20)
 rows = [(BlockRows(address, 8, 4 << 20, 4 << 20),) for address in (target.ctypes.data, source.address)]
 for _ in range(100):
-    ops.COMPILED.swap_cache_per_layer(*rows, Runs.of([Run(0, 0, 8)]), queue.id)
+    ops.COMPILED.swap_cache_per_layer(*rows, CopyRuns.of([CopyRun(0, 0, 8)]), queue.id)
 """
 
 
@@ -215,7 +217,7 @@ def test_a_copy_that_cannot_be_enqueued_fails_its_unit(compiled, memory):
     stream = runtime.new_stream("kv-test")
     stream.begin()
     rows = (memory.host_rows, memory.device_rows)
-    stream.enqueue(ops.swap_cache_all_layers, *rows, Runs.of([Run(0, 5, 2)]))
+    stream.enqueue(ops.swap_cache_all_layers, *rows, CopyRuns.of([CopyRun(0, 5, 2)]))
     stream.enqueue(ops.swap_cache_all_layers, *rows, RUNS)
     before = memory.host.copy()
     event = stream.record_event()
