@@ -265,6 +265,15 @@ class TransferResult:
         return self.error is None
 
 
+@dataclass(frozen=True)
+class TransferReport:
+    """Copies that ended since the last report."""
+
+    transfers: tuple[TransferResult, ...] = ()
+    exposed_wait_s: float = 0.0
+    """Seconds the compute stood still for copies since the last report."""
+
+
 class CacheEvent(NamedTuple):
     """A change that an outside index of this cache must learn, in order."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..metadata import DeviceSlot, TransferResult
+from ..metadata import DeviceSlot, TransferReport
 
 if TYPE_CHECKING:
     from .sampler import SamplingParams
@@ -25,15 +25,6 @@ class StepTask:
     needs_logits: bool
     """True when the last token of `token_ids` is the request's last one: sample its successor."""
     sampling: SamplingParams
-
-
-@dataclass(frozen=True)
-class TransferReport:
-    """Copies that ended since the last report."""
-
-    transfers: tuple[TransferResult, ...] = ()
-    exposed_wait_s: float = 0.0
-    """Seconds the compute stood still for copies since the last report."""
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 from ..batch_request import BatchRequest
 from ..errors import ModelError, TransferError
+from ..metadata import TransferReport
 from ..worker.cache_controller import CacheController
 from ..worker.layer_done_counter import LayerDoneCounter
 from .plan import SequenceSlice
 from .sampler import sample
-from .step import StepResult, StepTask, TransferReport
+from .step import StepResult, StepTask
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,6 @@ class StepRunner:
         self._caches = caches
         self._block_size = block_size
         self._on_progress = on_progress
-        self._reported_wait_s = 0.0
 
     @property
     def has_open_copies(self) -> bool:
@@ -72,11 +72,7 @@ class StepRunner:
 
     def take_report(self) -> TransferReport:
         """Copies that ended since the last report."""
-        ended = tuple(self._controller.take_results())
-        exposed_wait_s = self._controller.stats().exposed_wait_seconds
-        report = TransferReport(ended, exposed_wait_s - self._reported_wait_s)
-        self._reported_wait_s = exposed_wait_s
-        return report
+        return self._controller.take_report()
 
     def _compute(self, tasks: list[StepTask], counter: LayerDoneCounter | None, result: StepResult) -> None:
         """Forward pass and sampling; fills `result`."""

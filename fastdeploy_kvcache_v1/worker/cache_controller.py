@@ -7,7 +7,7 @@ from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
 from ..errors import CacheStateError, ConfigError, InvariantError
-from ..metadata import SwapStep, TransferResult
+from ..metadata import SwapStep, TransferReport, TransferResult
 from . import ops
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
@@ -180,6 +180,10 @@ class CacheController:
     def take_results(self) -> list[TransferResult]:
         """Copies that finished or failed since the last call, each exactly once. Never blocks."""
         return self._transfers.take_results()
+
+    def take_report(self) -> TransferReport:
+        """As `take_results`, and how long compute stood still for copies since the last report."""
+        return self._transfers.take_report()
 
     def copy_progress(self) -> CopyProgress:
         """To tell slow copies from one that never ends."""

@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, UnsupportedCopyError
-from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, CopyKind, TransferResult
+from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, CopyKind, TransferReport, TransferResult
 from . import ops
 from .hazards import Actor, Dependency, HazardTable
 from .host_pool import HostPool
@@ -113,6 +113,7 @@ class CacheTransferManager:
         self._unreported: list[Transfer] = []
         self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
         self._meter = WaitMeter()
+        self._reported_wait_s = 0.0
         self._totals = {level: [0, 0.0, 0] for level in (CacheLevel.DEVICE, CacheLevel.HOST)}
         self._failed_transfers = 0
         self._num_submitted = 0
@@ -238,6 +239,12 @@ class CacheTransferManager:
         self._unreported = running
         self._stale = [transfer for transfer in self._stale if not transfer.finished.done()]
         return results
+
+    def take_report(self) -> TransferReport:
+        """See `CacheController.take_report`."""
+        waited = self._meter.seconds - self._reported_wait_s
+        self._reported_wait_s += waited
+        return TransferReport(tuple(self.take_results()), waited)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
         if transfer.given_up is None and transfer in self._unreported:

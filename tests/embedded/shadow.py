@@ -14,9 +14,9 @@ from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Gen
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
 from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
 from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, TransferResult
+from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
-from fastdeploy_kvcache_v1.model.step import StepResult, StepTask, TransferReport
+from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 

@@ -59,6 +59,24 @@ def test_a_repeat_finds_a_host_tier_as_large_as_asked(server, ask):
     assert not any("the engine expected" in text for text in logs), "the worker allocates what the engine counted"
 
 
+def test_what_the_worker_copied_is_in_the_metrics(server, ask):
+    """Over the way back from the worker: the scheduler's own counts have other names."""
+    ask(document(106))
+    ask(document(106))
+    wait_until(server.worker_stats, "the worker to copy a block")
+
+    def copied():
+        stats, metrics = server.worker_stats(), server.metrics()
+        assert stats["failed_transfers"] == metrics["transfer_failures_total"] == 0
+        return [
+            (stats[f"{what}_to_host"] + stats[f"{what}_to_device"], metrics[f"swap_{what}_total"])
+            for what in ("blocks", "bytes")
+        ]
+
+    wait_until(lambda: all(real == shown > 0 for real, shown in copied()), lambda: f"{copied()} to agree")
+    assert server.metrics()["swap_seconds_total"] > 0
+
+
 def test_a_stream_says_the_same(server, client, ask):
     whole = ask(document(100), max_tokens=30)
     stream = client.chat.completions.create(

@@ -101,6 +101,9 @@ def test_failing_copies_cost_time_but_no_token(release, expected, tmp_path):
         workload.documents()
         names = [f"document {index} round {each}" for each in range(3) for index in range(NUM_DOCUMENTS)]
         assert workload.tokens() == {name: expected.answers[name].tokens for name in names}
-        assert server.worker_stats()["failed_transfers"] > 0
+        failed = server.worker_stats()["failed_transfers"]
+        assert failed > 0
+        wait_until(lambda: server.metrics()["transfer_failures_total"] == failed, "the engine to hear of the failures")
+        wait_until(lambda: server.metrics()["failed_transfer_blocks_total"] > 0, "the engine to forget host blocks")
         assert server.ask(client, document(0)).tokens == expected.answers["document 0 round 0"].tokens
         assert server.stop() == 0, server.stderr

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from ...batch_request import BatchRequest
-from ...model.step import StepResult, TransferReport
+from ...metadata import TransferReport
+from ...model.step import StepResult
 from .engine_core import EngineCore
 from .generation import Failure, Generation
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field
 
 from ...batch_request import BatchRequest
 from ...copy_totals import RankCopies
-from ...model.step import StepResult, StepTask, TransferReport
+from ...metadata import TransferReport
+from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
 from .generation import Failure, Generation, State
 from .scheduler import Scheduled, Scheduler

@@ -22,7 +22,8 @@ import zmq
 
 from ...batch_request import BatchRequest
 from ...errors import ConfigError, WorkerDiedError
-from ...model.step import StepResult, TransferReport
+from ...metadata import TransferReport
+from ...model.step import StepResult
 from ...swap_message import SwapEncoder
 from .liveness import ProgressBoard, Watchdog, make_page
 from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady

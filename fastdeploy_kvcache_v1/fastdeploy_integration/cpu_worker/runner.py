@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...batch_request import BatchRequest
+from ...metadata import TransferReport
 from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
 from ...model.step import StepTask
@@ -61,9 +62,11 @@ class CpuModelRunner:
         *,
         stats_directory: Path,
         tell_weights_status: Callable[[int, int], None] = lambda port, status: None,
+        tell_copies: Callable[[TransferReport], None] = lambda report: None,
     ) -> None:
         self._config = config
         self._tell_weights_status = tell_weights_status
+        self._tell_copies = tell_copies
         self._model = load_model_config(config.model_path)
         self._sender = sender
         self._stats_file = stats_directory / STATS_FILE
@@ -172,6 +175,7 @@ class CpuModelRunner:
         batch.requests = [self._step_task(row, sequence) for row, sequence in runnable.items()]
         result = self._steps.run(batch)
         self._num_steps += 1
+        self._tell_copies(result.report)
         if result.report.transfers:
             self._write_stats()
         if not had_work:

@@ -16,6 +16,8 @@ from fastdeploy.worker.worker_base import WorkerBase
 from ...errors import ConfigError
 from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
+from ..copy_report import socket_path
+from ..worker.copy_reporter import CopyReporter
 from .environment import COPY_FAULTS, log_directory, run_directory
 from .runner import CpuModelRunner, RunnerConfig
 from .token_channel import TokenSender, channel_path
@@ -48,8 +50,16 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             copy_faults=os.environ.get(COPY_FAULTS, ""),
             keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         )
+        reporter = CopyReporter(
+            socket_path(int(self.parallel_config.local_engine_worker_queue_port)),
+            int(self.parallel_config.tensor_parallel_rank),
+        )
         self.model_runner = CpuModelRunner(
-            config, sender, stats_directory=log_directory(), tell_weights_status=_tell_weights_status
+            config,
+            sender,
+            stats_directory=log_directory(),
+            tell_weights_status=_tell_weights_status,
+            tell_copies=reporter.tell,
         )
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 

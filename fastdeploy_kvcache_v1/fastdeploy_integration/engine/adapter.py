@@ -21,7 +21,7 @@ from typing import Any
 
 from ...config import KVCacheConfig
 from ...errors import BlockPoolError, CacheStateError, InvariantError
-from ...metadata import DeviceSlot, MatchResult, NoSpace
+from ...metadata import DeviceSlot, MatchResult, NoSpace, TransferResult
 from ...scheduler.cache_manager import CacheManager
 from ..transport import SwapOutbox
 from .hit_rates import HitRates, match_metrics
@@ -273,6 +273,17 @@ class PrefixCacheAdapter:
             if self._outbox.is_loaded:
                 self._outbox.clear()
                 self.batch_dropped()
+
+    def host_copies_failed(self, results: Sequence[TransferResult]) -> None:
+        """Workers say of these copies into the host tier that they failed: what they should hold is forgotten.
+
+        Between two batches, when no request waits for a host block: a copy back that rode on a batch is the worker's.
+        """
+        with self._lock:
+            self._roll_back_unscheduled()
+            for result in results:
+                affected = self.manager.transfer_failed(result)
+                assert not affected, f"requests {affected} use host blocks of which no batch has brought a copy"
 
     def _roll_back_unscheduled(self) -> None:
         """2.6 without chunked prefill may stop after a match and keep it. Before it matches the request again, it asks

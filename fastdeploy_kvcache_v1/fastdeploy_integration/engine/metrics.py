@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 from ...metric_table import Kind, Metric, Source, rows
+from ..copy_report import CopyReport
 from .adapter import PrefixCacheAdapter
 
 PUBLISH_EVERY_S = 0.1
@@ -47,8 +50,8 @@ class Exported:
 
 @lru_cache(maxsize=1)
 def exported() -> Exported:
-    """Of this process: what the scheduler half counts."""
-    return Exported(Source.COUNTERS, Source.STATS)
+    """Of this process: what the scheduler half counts, and what the worker ranks say of their copies."""
+    return Exported(Source.COUNTERS, Source.STATS, Source.COPIES)
 
 
 class CacheMetricsPublisher:
@@ -58,6 +61,9 @@ class CacheMetricsPublisher:
         self._adapter = adapter
         self._exported = exported()
         self._published: dict[Metric, float] = {}
+        self._published_copies: defaultdict[str, dict[Metric, float]] = defaultdict(dict)
+        self.reports: Callable[[], Iterable[CopyReport]] = tuple
+        """The last report of each worker process; none until there is a way back from them."""
         self._next = 0.0
 
     def publish(self) -> None:
@@ -67,3 +73,6 @@ class CacheMetricsPublisher:
         stats = self._adapter.manager.stats()
         self._exported.publish(Source.STATS, stats, self._published)
         self._exported.publish(Source.COUNTERS, stats.counters, self._published)
+        for report in self.reports():
+            shown = self._published_copies[report.worker]  # a process that took over a rank counts from 0 again
+            self._exported.publish(Source.COPIES, report.copies, shown, rank=str(report.rank))

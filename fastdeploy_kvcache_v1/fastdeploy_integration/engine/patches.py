@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
+from multiprocessing.util import Finalize
 from typing import Any
 
 from ...config import KVCacheConfig
+from ...errors import ConfigError
+from ...metadata import CacheLevel
 from .. import settings, swap_space
+from ..copy_report import socket_path
 from ..overlay import overlay
 from ..overlay.table import Where
 from .adapter import PrefixCacheAdapter
+from .copy_reports import CopyReports
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher
 from .same_id import HeldBack
@@ -57,6 +63,8 @@ class HostedPrefixCache(PrefixCacheAdapter):
         self.publisher = CacheMetricsPublisher(self)
         self.transit = Transit(self)
         self.held_back = HeldBack()
+        self.reports: CopyReports | None = None
+        """Of the workers, once the cache service is launched; None where nothing is copied."""
         self.updates: WeightUpdates | None = None
         """Of the legacy API, once the cache service is launched; None where they cannot happen."""
         self.epoch = 0
@@ -79,6 +87,8 @@ class HostedPrefixCache(PrefixCacheAdapter):
         """Starts no process: workers copy blocks themselves. Returns the empty list of processes."""
         from fastdeploy import envs
 
+        if cache_config.enable_prefix_caching and self.num_cpu_blocks and self.reports is None:
+            self._listen_to_workers(engine_worker_queue_port)
         is_legacy = self._may_update_weights and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS
         if cache_config.enable_prefix_caching and is_legacy and self.updates is None:
             port = engine_worker_queue_port
@@ -94,13 +104,36 @@ class HostedPrefixCache(PrefixCacheAdapter):
             self.updates.start()
         return []
 
+    def _listen_to_workers(self, queue_port: int) -> None:
+        """Serving does not depend on it: without reports their metrics stay at 0, and a failed copy is found later."""
+        try:
+            self.reports = CopyReports(socket_path(int(queue_port)))
+        except ConfigError as error:
+            _logger().warning("the results of the workers' copies are not shown: %s", error)
+            return
+        Finalize(None, self.reports.close, exitpriority=0)  # also at the end of a forked data parallel engine
+        self.publisher.reports = self.reports.latest
+
+    def forget_failed_copies(self) -> None:
+        """Before requests are matched: host blocks whose copy failed in a worker are no longer found.
+
+        A copy to the device that failed is the worker's affair: the batch that needs it is on its way.
+        """
+        if self.reports is not None and (failed := self.reports.take_failed()):
+            self.host_copies_failed([result for result in failed if result.target is CacheLevel.HOST])
+
 
 def _log_host_tier(cache: Any, num_ranks: int) -> None:
+    _logger().info(swap_space.describe(cache.swap_space, cache.num_cpu_blocks, cache.host_block_bytes, num_ranks))
+    if not cache.enable_prefix_caching:
+        _logger().warning("--swap-space has no effect: prefix caching is off")
+
+
+def _logger() -> logging.Logger:
     from fastdeploy.utils import llm_logger  # where operators look; FastDeploy shows nothing of other loggers
 
-    llm_logger.info(swap_space.describe(cache.swap_space, cache.num_cpu_blocks, cache.host_block_bytes, num_ranks))
-    if not cache.enable_prefix_caching:
-        llm_logger.warning("--swap-space has no effect: prefix caching is off")
+    logger: logging.Logger = llm_logger
+    return logger
 
 
 def _open_signal(name: str, suffix: int, length: int = 1) -> Any:
@@ -139,6 +172,7 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
         cache.batch_dropped()
         cache.epoch = epoch
     cache.transit.recover(instance)
+    cache.forget_failed_copies()
     if cache.held_back:
         for request in cache.held_back.release(instance):
             instance.add_request(request)

@@ -8,9 +8,11 @@ from typing import Any
 from ...worker.runtime import CudaRuntime, Runtime
 from .. import settings
 from ..backends import DSA, MLA, cache_backend
+from ..copy_report import socket_path
 from ..overlay import overlay
 from ..overlay.table import Where
 from ..swap_space import has_draft_layer
+from .copy_reporter import CopyReporter
 from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
 
 Wrapped = Callable[..., Any]
@@ -36,7 +38,8 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     config = kwargs["fd_config"] if "fd_config" in kwargs else args[0]
     from fastdeploy import envs
 
-    cache = config.cache_config
+    cache, ranks = config.cache_config, config.parallel_config
+    reporter = CopyReporter(socket_path(int(ranks.local_engine_worker_queue_port)), int(ranks.tensor_parallel_rank))
     _worker_cache = WorkerCache(
         num_host_blocks=int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0,
         block_size=int(cache.block_size),
@@ -44,6 +47,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         parts=(MAIN, DRAFT) if has_draft_layer(config) else (MAIN,),
         expected_block_bytes=settings.host_block_bytes(),
         keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
+        tell_copies=reporter.tell,
     )
     wrapped(*args, **kwargs)
 

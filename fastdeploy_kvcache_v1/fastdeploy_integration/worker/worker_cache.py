@@ -8,6 +8,7 @@ from typing import Any
 
 from ...attention.base import AttentionCacheBackend, CacheLayout
 from ...errors import CacheStateError, ConfigError, TransferError
+from ...metadata import CacheLevel, TransferReport
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
 from ...worker.runtime import Runtime
@@ -86,6 +87,7 @@ class WorkerCache:
     tier is allocated when the last part is there. `make_runtime` is called then, in the process that computes.
     `keep_host_memory`: it stays allocated, its content void, while tensors are dropped and made again.
     `expected_block_bytes`: what the engine sized the host tier by.
+    `tell_copies` takes what became of copies, once per step.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class WorkerCache:
         layer_timeout_s: float = 30.0,
         expected_block_bytes: int | None = None,
         keep_host_memory: bool = False,
+        tell_copies: Callable[[TransferReport], None] = lambda report: None,
     ) -> None:
         self._num_host_blocks = num_host_blocks
         self._block_size = block_size
@@ -106,6 +109,7 @@ class WorkerCache:
         self._parts = tuple(parts)
         self._expected_block_bytes = expected_block_bytes
         self._keep_host_memory = keep_host_memory
+        self._tell_copies = tell_copies
         self._registered: dict[str, tuple[CacheLayout, dict[str, Any], int]] = {}
         self._runtime: Runtime | None = None
         self._controller: CacheController | None = None
@@ -204,8 +208,12 @@ class WorkerCache:
         return layered
 
     def end_forward(self) -> None:
-        """After a step: later copies wait for what it computes. Raises `TransferError` when a copy failed, because a
-        block without its content must never be read."""
+        """After a step: later copies wait for what it computes.
+
+        Raises `TransferError` when a copy into the device failed, because a block without its content must never be
+        read. One into the host tier only costs its blocks there: a copy back of them fails, unless the engine hears of
+        it first and asks for none.
+        """
         if self._controller is None:
             return
         if self._began:
@@ -215,6 +223,14 @@ class WorkerCache:
             if layered is not None:  # a step without tokens, or without its draft model, runs no layer that waits
                 layered.wait_all()
             self._controller.after_compute(None, None)
-        failed = [result for result in self._controller.take_results() if not result.ok]
-        if failed:
-            raise TransferError(f"{len(failed)} copies of KV blocks failed, the first one with: {failed[0].error}")
+        report = self._controller.take_report()
+        self._tell_copies(report)
+        failed = [each for each in report.transfers if not each.ok]
+        for each in failed:
+            logger.warning(
+                "step %d: the copy of %d blocks to the %s tier failed: %s",
+                each.step, each.num_blocks, each.target.value, each.error,
+            )  # fmt: skip
+        lost = [each for each in failed if each.target is CacheLevel.DEVICE]
+        if lost:
+            raise TransferError(f"{len(lost)} copies of KV blocks failed, the first one with: {lost[0].error}")

@@ -7,8 +7,8 @@ import pytest
 from fastdeploy_kvcache_v1.embedded.worker.client import WorkerConfig, WorkerLaunch
 from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_MS, _build, _loop
 from fastdeploy_kvcache_v1.errors import ModelError
+from fastdeploy_kvcache_v1.metadata import TransferReport
 from fastdeploy_kvcache_v1.model.decoder import Decoder
-from fastdeploy_kvcache_v1.model.step import TransferReport
 
 
 class Idle:

@@ -83,6 +83,8 @@ class FakeScheduler:
     def step(self):
         """schedule, send, receive the worker's tokens. Returns the batch."""
         batch = []
+        failed, self.worker.failed = self.worker.failed, []
+        self.cache.host_copies_failed(failed)
         self.tokens_left = self.budget
         preempted = self._schedule_running(batch)
         if not preempted:

@@ -50,6 +50,46 @@ def test_random_lives(policy, host_blocks, seed):
         assert scheduler.worker.num_swapped_out > 0
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("seed", range(3))
+def test_host_copies_that_failed_are_never_read(policy, seed):
+    """The fake worker notices a block whose host copy did not arrive."""
+    rng = random.Random(f"{policy} {seed}")
+    cache = make_adapter(24, 40, write_policy=policy)
+    scheduler = FakeScheduler(cache, chance=lambda: rng.random() < 0.1)
+    num_failed = 0
+
+    def fails():
+        nonlocal num_failed
+        failed = rng.random() < 0.4
+        num_failed += failed
+        return failed
+
+    scheduler.worker.fails = fails
+    for number in range(300):
+        scheduler.add(FakeTask(f"r{number}", prompt(rng), rng.randrange(1, 12)))
+        for _ in range(3):
+            scheduler.step()
+            cache.check()
+    scheduler.run_dry()
+    cache.check()
+    cache.manager.check_idle()
+    assert min(num_failed, scheduler.worker.num_swapped_in) > 3
+    assert len(scheduler.finished) == 300
+
+
+def test_a_failed_host_copy_is_forgotten_and_what_the_device_holds_is_not():
+    cache = make_adapter(10, 40, write_policy="write_through")
+    scheduler = FakeScheduler(cache)
+    scheduler.worker.fails = lambda: True
+    serve(scheduler, [1] * 12 + [2], [9] * 4)  # the copies of the first ride on the batch of the second
+    scheduler.worker.fails = lambda: False
+    assert serve(scheduler, [1] * 12 + [3]) == [12], "the device still has it"
+    assert cache.manager.stats().counters.failed_transfer_blocks > 0
+    serve(scheduler, *([each] * 16 for each in range(20, 26)))
+    assert serve(scheduler, [1] * 12 + [4], [20] * 16) == [12, 12], "both come from the host, where they are whole"
+
+
 def test_output_is_the_same_with_and_without_cache():
     def outputs(**settings):
         rng = random.Random(5)

@@ -5,8 +5,9 @@ import prometheus_client
 import pytest
 
 from fastdeploy_kvcache_v1.copy_totals import RankCopies
+from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
-from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, CacheLevel, TransferResult
 from fastdeploy_kvcache_v1.metric_table import PREFIX, Kind, Source, rows
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
 
@@ -63,6 +64,16 @@ def test_counters_grow_by_what_is_new_and_never_fall(publisher, samples):
         counters.query_tokens = value
         publisher.publish()
         assert samples()["query_tokens_total",] == shown
+
+
+def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, samples):
+    first, second = (CopyReport(0, worker, 0, RankCopies()) for worker in ("first", "second"))
+    publisher.reports = lambda: (first, second)
+    for report, blocks, shown in ((first, 3, 3), (first, 2, 5), (second, 4, 9)):
+        report.copies.add(TransferResult(0, *EVICT, blocks, 0, 0.0))
+        for _ in range(2):
+            publisher.publish()
+        assert samples()["swap_blocks_total", ("direction", "out"), ("rank", "0")] == shown
 
 
 def test_copies_are_told_apart_by_rank_and_direction(samples):

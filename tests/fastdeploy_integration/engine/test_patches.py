@@ -2,8 +2,10 @@
 
 import argparse
 import asyncio
+import logging
 import math
 import sys
+import tempfile
 from dataclasses import asdict, dataclass, fields, replace
 from types import ModuleType, SimpleNamespace
 
@@ -12,10 +14,14 @@ import pytest
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheLevel, TransferReport, TransferResult
+from tests.fastdeploy_integration.test_copy_channel import wait_for
 
 from .fake_scheduler import FakeGauge
 
@@ -208,7 +214,7 @@ class FakeSignal:
 
 
 @pytest.fixture
-def fake_fastdeploy(monkeypatch):
+def fake_fastdeploy(monkeypatch, tmp_path):
     """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`."""
     envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
     gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
@@ -219,15 +225,21 @@ def fake_fastdeploy(monkeypatch):
             "main_process_metrics": SimpleNamespace(**{name: FakeGauge() for name in gauges.split()})
         },
         "fastdeploy.inter_communicator": {"IPCSignal": FakeSignal},
+        "fastdeploy.utils": {"llm_logger": logging.getLogger("fake")},
     }
     for name, members in modules.items():
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_: None))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_, **__: None))
     monkeypatch.setattr(settings, "export", lambda *_: None)
     monkeypatch.setattr(FakeSignal, "opened", [])
-    return envs
+    made, listen = [], engine_patches.CopyReports
+    monkeypatch.setattr(engine_patches, "CopyReports", lambda path: made.append(listen(path)) or made[-1])
+    yield envs
+    for reports in made:
+        reports.close()
 
 
 def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
@@ -244,6 +256,42 @@ def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
     if manager.updates is not None:
         manager.updates.stop()
     return manager
+
+
+def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
+    manager = launched(dynamic=False)
+    assert manager.reports is not None
+    assert manager.publisher.reports() == ()
+    reporter = CopyReporter(socket_path(77), rank=1)
+    for step, kind in ((0, EVICT), (1, SWAP_IN)):
+        reporter.tell(TransferReport((TransferResult(step, *kind, 1, 0, 0.0, (3,), "injected"),)))
+    wait_for(lambda: [report.number for report in manager.reports.latest()] == [1], "both reports")
+    assert [(report.rank, report.copies.swap_out.failures) for report in manager.publisher.reports()] == [(1, 1)]
+    told = []
+    manager.manager.transfer_failed = lambda result: told.append((result.step, result.target, result.target_slots))
+    resources = FakeResourceManager(manager)
+    for _ in range(2):
+        engine_patches.schedule(lambda: ([], []), resources, (), {})
+    assert told == [(0, CacheLevel.HOST, (3,))], "once; what did not reach the device is the worker's affair"
+    reporter.close()
+
+
+@pytest.mark.parametrize("settings", [{"host_blocks": 0}, {"caching": False}])
+def test_where_nothing_is_copied_nobody_listens(fake_fastdeploy, settings):
+    manager = launched(dynamic=False, **settings)
+    assert manager.reports is None
+    assert not socket_path(77).parent.exists()
+
+
+def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplog):
+    socket_path(77).parent.touch()
+    with caplog.at_level("WARNING"):
+        manager = launched(dynamic=False)
+    assert manager.reports is None
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "the results of the workers' copies are not shown"
+    ]
+    engine_patches.schedule(lambda: ([], []), FakeResourceManager(manager), (), {})
 
 
 class FakeResourceManager:

@@ -5,7 +5,7 @@ there. So it notices at once when a request reads a block that holds something e
 import pickle
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
-from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.metadata import EVICT, CacheLevel, TransferResult
 
 PREFILL, DECODE, PREEMPTED, EXTEND, ABORT = range(5)
 VOCABULARY = 7
@@ -25,6 +25,9 @@ class FakeWorker:
         self.block_size = block_size
         self.device, self.host, self.rows = {}, {}, {}
         self.inbox = SwapInbox()
+        self.fails = lambda: False
+        """Asked before each eviction."""
+        self.failed = []
         self.num_swapped_in = self.num_swapped_out = self.num_prefilled = 0
 
     def receive(self, tasks):
@@ -33,7 +36,10 @@ class FakeWorker:
         for step in self.inbox.take(tasks):
             tiers = {CacheLevel.DEVICE: self.device, CacheLevel.HOST: self.host}
             for copies in step.transfers:
-                self._copy(copies, tiers[copies.source], tiers[copies.target])
+                if copies.kind == EVICT and self.fails():
+                    self._fail(step.step, copies)
+                else:
+                    self._copy(copies, tiers[copies.source], tiers[copies.target])
             self.num_swapped_out += len(step.evict)
             self.num_swapped_in += len(step.swap_in)
         preempted, aborted = [], []
@@ -48,6 +54,13 @@ class FakeWorker:
                 self.rows.pop(task.idx, None)
                 (preempted if kind == PREEMPTED else aborted).append(task.request_id)
         return preempted, aborted
+
+    def _fail(self, step, metadata):
+        """The host slots hold neither what they held nor what they should."""
+        for slot in metadata.target_slots:
+            self.host.pop(slot, None)
+        result = TransferResult(step, *metadata.kind, len(metadata), 0, 0.0, metadata.target_slots, "injected")
+        self.failed.append(result)
 
     def _copy(self, metadata, sources, targets):
         # A slot that was never computed (its batch was dropped) holds nothing that anybody may read.

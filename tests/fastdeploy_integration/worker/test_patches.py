@@ -224,20 +224,62 @@ def test_swaps_without_caches_are_an_error():
         cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
 
 
-def test_a_failed_copy_stops_the_worker(monkeypatch):
+def broken(*_args, **_kwargs):
+    raise OSError("bus error")
+
+
+def run_pass(cache):
+    """A pass that reads and writes nothing, when all copies have ended."""
+    cache._controller.drain(5.0)
+    cache.begin_forward(layer_by_layer=True)
+    cache.end_forward()
+
+
+def test_a_failed_copy_into_the_device_stops_the_worker(monkeypatch):
     cache = make_cache()
     register(cache)
-
-    def broken(*_args, **_kwargs):
-        raise OSError("bus error")
-
-    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
     cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
-    cache.begin_forward(layer_by_layer=True)
-    cache._controller.drain(5.0)
-    with pytest.raises(TransferError, match=r"1 copies of KV blocks failed.*bus error"):
-        cache.end_forward()
+    run_pass(cache)
+    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_per_layer", broken)
+    cache.receive([task(SwapStep(1, (swap_in((0, 4)),)), previous=0)])
+    with pytest.raises(TransferError, match=r"bus error"):
+        run_pass(cache)
     monkeypatch.undo()
+    cache.unregister(MAIN)
+
+
+def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(monkeypatch):
+    told = []
+    cache = make_cache(tell_copies=told.append)
+    tensors = register(cache)
+    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
+    cache.receive([task(SwapStep(0, (evict((0, 2), (1, 3)),)))])
+    run_pass(cache)
+    monkeypatch.undo()
+    results = [each for report in told for each in report.transfers]
+    assert [(each.step, each.target, each.target_slots) for each in results] == [(0, CacheLevel.HOST, (2, 3))]
+    assert "bus error" in results[0].error
+
+    fill(tensors, 5, 40)  # slot 2 gets its block after all; slot 3 never
+    cache.receive([task(SwapStep(1, (evict((5, 2)), swap_in((1, 4)))), previous=0)])
+    run_pass(cache)
+    cache.receive([task(SwapStep(2, (swap_in((2, 0)),)), previous=1)])
+    run_pass(cache)
+    assert content(tensors, 0) == [40, 41, 42, 43]
+    cache.unregister(MAIN)
+
+
+def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(monkeypatch):
+    """The engine did not learn of it in time: a block without its content must not be computed with."""
+    cache = make_cache()
+    register(cache)
+    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
+    cache.receive([task(SwapStep(0, (evict((0, 2)),)))])
+    run_pass(cache)
+    monkeypatch.undo()
+    cache.receive([task(SwapStep(1, (swap_in((2, 4)),)), previous=0)])
+    with pytest.raises(TransferError, match=r"bus error"):
+        run_pass(cache)
     cache.unregister(MAIN)
 
 

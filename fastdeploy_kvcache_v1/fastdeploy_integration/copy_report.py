@@ -1,0 +1,78 @@
+"""What a worker rank tells the engine about its copies: the message, its codec, and where the socket is.
+
+The message is JSON: nothing that arrives is unpickled. It carries totals since the start of the worker, so what a lost
+message said is in the next one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from ..copy_totals import CopyTotals, RankCopies
+from ..errors import MessageVersionError
+from ..metadata import CacheLevel, TransferResult
+
+VERSION = 1
+"""Counts the changes of the message."""
+
+MAX_SOCKET_PATH = 107
+"""Bytes of the longest name that a unix socket can have."""
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What one worker process says after a step in which copies ended."""
+
+    rank: int
+    """Tensor parallel rank."""
+    worker: str
+    """Names the process: a worker that starts again counts from 0 again, under another name."""
+    number: int
+    """Counts the reports of the process from 0, those that it could not send included."""
+    copies: RankCopies
+    """Totals since the start of the process."""
+    failed: tuple[TransferResult, ...] = ()
+    """Copies that failed since the last report that was sent."""
+
+    def dumps(self) -> bytes:
+        copies = self.copies
+        failed = [
+            (each.step, each.source.value, each.target.value, each.num_blocks, each.target_slots, each.error)
+            for each in self.failed
+        ]
+        totals = astuple(copies.swap_in), astuple(copies.swap_out), copies.exposed_wait_s
+        return json.dumps((VERSION, self.rank, self.worker, self.number, *totals, failed)).encode()
+
+    @classmethod
+    def loads(cls, message: bytes) -> CopyReport:
+        """Raises `MessageVersionError` for another version, `ValueError` for what is no report at all."""
+        content = json.loads(message)
+        version = content[0] if isinstance(content, list) and content else content
+        if version != VERSION:
+            raise MessageVersionError("copy report", found=version, expected=VERSION)
+        try:
+            _, rank, worker, number, swap_in, swap_out, waited, failed = content
+            copies = RankCopies(CopyTotals(*swap_in), CopyTotals(*swap_out), float(waited))
+            return cls(int(rank), str(worker), int(number), copies, tuple(_failure(*each) for each in failed))
+        except TypeError as error:
+            raise ValueError(f"a copy report has fields of the wrong kind: {error}") from None
+
+
+def _failure(step: int, source: str, target: str, num_blocks: int, slots: list[int], error: str) -> TransferResult:
+    tiers = CacheLevel(source), CacheLevel(target)
+    return TransferResult(int(step), *tiers, int(num_blocks), 0, 0.0, tuple(map(int, slots)), str(error))
+
+
+def socket_path(queue_port: int) -> Path:
+    """Of the engine that serves the worker queue at `queue_port`, which engine and workers both know.
+
+    No two engines of one machine share a port, data parallel ones of one server included. The directory is its own.
+    """
+    directory, name = Path(tempfile.gettempdir()), f"fd-kvcache-{os.getuid()}-{queue_port}/copies"
+    if len(os.fsencode(directory / name)) > MAX_SOCKET_PATH:
+        directory = Path("/tmp")
+    return directory / name

@@ -1,0 +1,117 @@
+"""CopyReports: the engine's end of the way back from its worker ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import stat
+import threading
+from collections import deque
+from pathlib import Path
+
+import zmq
+
+from ...errors import ConfigError, MessageVersionError
+from ...metadata import TransferResult
+from ..copy_report import CopyReport
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING_REPORTS = 256
+"""Of one worker, in the socket of this process. Further ones wait in the worker, which counts what it cannot keep."""
+
+MAX_REPORT_BYTES = 1 << 24
+
+MAX_FAILURES = 256
+"""Failed copies that wait for the schedule loop. It can do without older ones: docs/fastdeploy.md."""
+
+POLL_MS = 200
+"""How soon the thread sees that it has to end."""
+
+
+class CopyReports:
+    """The last report of every worker process, and which copies failed.
+
+    A thread of its own reads the socket, so no caller waits for it. Thread-safe but for `close`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Makes the directory of `path`, which only this user can enter, and the socket in it.
+
+        Raises `ConfigError` when that is not possible.
+        """
+        self.num_lost = 0
+        """Reports that did not arrive, between others of the same worker."""
+        self.num_unreadable = 0
+        self._path = path
+        self._latest: dict[str, CopyReport] = {}
+        self._failed: deque[TransferResult] = deque(maxlen=MAX_FAILURES)
+        self._closing = threading.Event()
+        _make_private(path.parent)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._bind()
+        self._thread = threading.Thread(target=self._receive, name="kv-copy-reports", daemon=True)
+        self._thread.start()
+
+    def _bind(self) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        socket.set(zmq.RCVHWM, MAX_WAITING_REPORTS)
+        socket.set(zmq.MAXMSGSIZE, MAX_REPORT_BYTES)
+        try:
+            socket.bind(f"ipc://{self._path}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"cannot make the socket {self._path}: {error}") from None
+        return socket
+
+    def latest(self) -> tuple[CopyReport, ...]:
+        """The last report of each worker process that has sent any."""
+        return tuple(self._latest.values())
+
+    def take_failed(self) -> list[TransferResult]:
+        """Copies that failed, each once, in step order of their rank. O(1) when there are none."""
+        failed = []
+        while self._failed:
+            failed.append(self._failed.popleft())
+        return failed
+
+    def close(self) -> None:
+        """The socket and its directory are gone. Idempotent."""
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+        with contextlib.suppress(OSError):  # it is gone already
+            shutil.rmtree(self._path.parent)
+
+    def _receive(self) -> None:
+        while not self._closing.is_set():
+            if self._socket.poll(POLL_MS):
+                self._take(self._socket.recv())
+
+    def _take(self, message: bytes) -> None:
+        try:
+            report = CopyReport.loads(message)
+        except (ValueError, RecursionError, MessageVersionError) as error:  # what arrives must not end the thread
+            if not self.num_unreadable:
+                logger.warning("a report of copies cannot be read (others like it are only counted): %s", error)
+            self.num_unreadable += 1
+            return
+        if (before := self._latest.get(report.worker)) is not None:
+            self.num_lost += report.number - before.number - 1
+        self._failed.extend(report.failed)
+        self._latest[report.worker] = report
+
+
+def _make_private(directory: Path) -> None:
+    """Raises `ConfigError` unless it is a directory of this user that nobody else can enter."""
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise ConfigError(f"cannot make the directory {directory}: {error}; set TMPDIR to another place") from None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} is not a directory that only this user can enter: remove it, or set TMPDIR to another place"
+        )

@@ -1,0 +1,76 @@
+"""CopyReporter: a worker rank's end of the way back to the engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+
+import zmq
+
+from ...copy_totals import RankCopies
+from ...metadata import TransferReport, TransferResult
+from ..copy_report import CopyReport
+
+MAX_UNSENT_REPORTS = 64
+"""Reports that wait in this process for an engine that is slow, or not there (yet)."""
+
+MAX_UNTOLD_FAILURES = 64
+"""Failed copies that wait for a report that can be sent. The engine can do without older ones: docs/fastdeploy.md."""
+
+
+class CopyReporter:
+    """Sends what became of the copies of one rank, in step order. Not thread-safe: the worker's event loop uses it.
+
+    Never waits for the engine and never raises for its sake: a report that cannot be sent is counted, and the next one
+    makes up for it. The engine may start later, end, or start again at the same path. The socket is made at the first
+    report, so the process may fork before.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.num_unsent = 0
+        """Reports for which the queue had no room."""
+        self._path = path
+        self._rank = rank
+        self._worker = f"{os.getpid()}-{time.time_ns()}"
+        self._number = 0
+        self._copies = RankCopies()
+        self._untold: deque[TransferResult] = deque(maxlen=MAX_UNTOLD_FAILURES)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def tell(self, report: TransferReport) -> None:
+        """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended."""
+        self._copies.exposed_wait_s += report.exposed_wait_s
+        if not report.transfers:
+            return
+        for result in report.transfers:
+            self._copies.add(result)
+            if not result.ok:
+                self._untold.append(result)
+        if self._socket is None:
+            self._socket = self._connect()
+        message = CopyReport(self._rank, self._worker, self._number, self._copies, tuple(self._untold)).dumps()
+        self._number += 1
+        try:
+            self._socket.send(message, zmq.NOBLOCK)
+        except zmq.Again:
+            self.num_unsent += 1
+        else:
+            self._untold.clear()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        self._context = zmq.Context()
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        socket.set(zmq.SNDHWM, MAX_UNSENT_REPORTS)
+        socket.set(zmq.LINGER, 0)  # the end of the worker does not wait for the engine
+        socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.connect(f"ipc://{self._path}")
+        return socket
+
+    def close(self) -> None:
+        """Drop what was not sent. Idempotent."""
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = self._socket = None

@@ -1,0 +1,296 @@
+"""The way back from workers to the engine, over real sockets and, where one of them ends, real processes."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import (
+    MAX_UNSENT_REPORTS,
+    MAX_UNTOLD_FAILURES,
+    CopyReporter,
+)
+from fastdeploy_kvcache_v1.metadata import EVICT, TransferReport, TransferResult
+
+LIMIT_S = 30.0
+
+WORKER = """
+import sys
+from pathlib import Path
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
+from fastdeploy_kvcache_v1.metadata import EVICT, TransferReport, TransferResult
+
+reporter = CopyReporter(Path(sys.argv[1]), int(sys.argv[2]))
+for line in sys.stdin:
+    step = int(line)
+    reporter.tell(TransferReport((TransferResult(step, *EVICT, 1, 10, 0.0, (step,), "injected"),)))
+    print(step, flush=True)
+"""
+
+ENGINE = """
+import sys, time
+from pathlib import Path
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports
+
+reports = CopyReports(Path(sys.argv[1]))
+while not reports.latest():
+    time.sleep(0.01)
+print("heard", flush=True)
+time.sleep(1000)
+"""
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"still waiting for {what}"
+        time.sleep(0.01)
+
+
+def copied(step, blocks=1, error=None):
+    slots = () if error is None else (step,)
+    return TransferReport((TransferResult(step, *EVICT, blocks, 10 * blocks, 0.0, slots, error),))
+
+
+def blocks_by_rank(reports):
+    return {report.rank: report.copies.swap_out.blocks for report in reports.latest()}
+
+
+def steps_failed(reports, count):
+    """The steps of the next `count` failed copies, in the order in which they are told."""
+    steps = []
+
+    def take():
+        steps.extend(result.step for result in reports.take_failed())
+        return len(steps) >= count
+
+    wait_for(take, f"{count} failed copies, of which these are there: {steps}")
+    return steps
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "own" / "copies"
+
+
+@pytest.fixture
+def make_reporter(path):
+    made = []
+
+    def make(rank=0):
+        made.append(CopyReporter(path, rank))
+        return made[-1]
+
+    yield make
+    for reporter in made:
+        reporter.close()
+
+
+@contextmanager
+def listening(path):
+    reports = CopyReports(path)
+    try:
+        yield reports
+    finally:
+        reports.close()
+
+
+@contextmanager
+def process(code, *arguments):
+    """A Python process that runs `code`; killed at the end."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ}
+    ) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+def tell(worker, *steps):
+    """The worker process has handed its reports of these failed copies to its socket."""
+    for step in steps:
+        worker.stdin.write(f"{step}\n")
+        worker.stdin.flush()
+        assert worker.stdout.readline() == f"{step}\n"
+
+
+# ---- what arrives
+
+
+def test_each_ranks_failures_arrive_once_and_in_step_order(path):
+    with listening(path) as reports, process(WORKER, path, 0) as first, process(WORKER, path, 1) as second:
+        for step in range(0, 40, 2):
+            tell(first, step)
+            tell(second, step + 1)
+        steps = steps_failed(reports, 40)
+        assert [step for step in steps if step % 2 == 0] == list(range(0, 40, 2))
+        assert [step for step in steps if step % 2 == 1] == list(range(1, 40, 2))
+        assert reports.take_failed() == []
+        assert (reports.num_lost, reports.num_unreadable) == (0, 0)
+        assert {report.rank: report.copies.swap_out.failures for report in reports.latest()} == {0: 20, 1: 20}
+
+
+def test_totals_and_waits_add_up_and_steps_without_copies_say_nothing(path, make_reporter):
+    with listening(path) as reports:
+        reporter = make_reporter(rank=3)
+        reporter.tell(TransferReport((), 0.25))
+        reporter.tell(copied(1, blocks=2))
+        reporter.tell(TransferReport((), 0.5))
+        reporter.tell(copied(2, blocks=3))
+        wait_for(lambda: blocks_by_rank(reports) == {3: 5}, "5 blocks")
+        (report,) = reports.latest()
+        assert (report.number, report.copies.swap_out.bytes, report.copies.exposed_wait_s) == (1, 50, 0.75)
+        assert report.copies.swap_in.blocks == 0
+
+
+def test_the_worker_may_start_first(path, make_reporter):
+    reporter = make_reporter()
+    for step in range(5):
+        reporter.tell(copied(step, error="injected"))
+    with listening(path) as reports:
+        assert steps_failed(reports, 5) == [0, 1, 2, 3, 4]
+        assert reports.num_lost == 0
+
+
+# ---- who ends and starts again
+
+
+def test_an_engine_that_starts_again_learns_the_totals(path, make_reporter):
+    reporter = make_reporter()
+    with listening(path) as reports:
+        reporter.tell(copied(0, blocks=2))
+        wait_for(lambda: blocks_by_rank(reports) == {0: 2}, "2 blocks")
+    reporter.tell(copied(1, blocks=3))
+    with listening(path) as reports:
+        reporter.tell(copied(2, blocks=4))
+        wait_for(lambda: blocks_by_rank(reports) == {0: 9}, "9 blocks")
+
+
+def test_an_engine_that_was_killed_leaves_the_worker_and_the_next_engine_alone(path, make_reporter):
+    reporter = make_reporter()
+    with process(ENGINE, path) as engine:
+        reporter.tell(copied(0, blocks=2))
+        assert engine.stdout.readline() == "heard\n"
+        engine.send_signal(signal.SIGKILL)
+        engine.wait()
+    assert path.exists(), "nobody could remove it"
+    with listening(path) as reports:
+        reporter.tell(copied(1, blocks=3))
+        wait_for(lambda: blocks_by_rank(reports) == {0: 5}, "5 blocks")
+    assert not path.parent.exists()
+
+
+def test_a_worker_that_was_killed_is_followed_by_another(path):
+    with listening(path) as reports:
+        for steps in ((1, 2, 3), (4,)):
+            with process(WORKER, path, 0) as worker:
+                tell(worker, *steps)
+                assert steps_failed(reports, len(steps)) == list(steps)
+                worker.send_signal(signal.SIGKILL)
+                worker.wait()
+        assert [report.copies.swap_out.failures for report in reports.latest()] == [3, 1]
+        assert len({report.worker for report in reports.latest()}) == 2
+        assert reports.num_lost == 0, "another worker counts from 0"
+
+
+# ---- bounds
+
+
+def test_without_an_engine_reports_are_counted_and_the_next_one_makes_up_for_them(path, make_reporter):
+    reporter = make_reporter()
+    for step in range(MAX_UNSENT_REPORTS + 3):
+        reporter.tell(copied(step, error="injected" if step >= MAX_UNSENT_REPORTS else None))
+    assert reporter.num_unsent == 3
+    with listening(path) as reports:
+        wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS}, "what was in the queue")
+        assert reports.take_failed() == []
+        reporter.tell(copied(1000))
+        assert steps_failed(reports, 3) == [MAX_UNSENT_REPORTS + each for each in range(3)]
+        wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS + 1}, "the last report")
+        assert reports.num_lost == 3
+
+
+def test_an_engine_that_does_not_read_holds_nobody_back(path, make_reporter):
+    """A socket that is bound and never read."""
+    path.parent.mkdir()
+    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket.set(zmq.RCVHWM, 1)
+    socket.bind(f"ipc://{path}")
+    reporter = make_reporter()
+    for step in range(2_000):
+        reporter.tell(copied(step, error="injected"))
+    assert 0 < reporter.num_unsent < 2_000
+    assert len(reporter._untold) == MAX_UNTOLD_FAILURES, "older ones are dropped"
+    socket.close(linger=0)
+
+
+def test_failures_that_nobody_takes_are_bounded(path, make_reporter, monkeypatch):
+    monkeypatch.setattr("fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports.MAX_FAILURES", 4)
+    with listening(path) as reports:
+        reporter = make_reporter()
+        for step in range(10):
+            reporter.tell(copied(step, error="injected"))
+        wait_for(lambda: [each.number for each in reports.latest()] == [9], "the last report")
+        assert [result.step for result in reports.take_failed()] == [6, 7, 8, 9]
+
+
+class Explosive:
+    def __reduce__(self):
+        return os.abort, ()
+
+
+def test_what_is_no_report_is_counted_and_never_unpickled(path, make_reporter):
+    with listening(path) as reports:
+        socket = zmq.Context.instance().socket(zmq.PUSH)
+        socket.connect(f"ipc://{path}")
+        junk = [b"", b"junk", pickle.dumps(Explosive()), b"[99]", b"[" * 100_000]
+        for message in junk:
+            socket.send(message)
+        wait_for(lambda: reports.num_unreadable == len(junk), "the junk")
+        make_reporter().tell(copied(0))
+        wait_for(lambda: blocks_by_rank(reports) == {0: 1}, "a report behind the junk")
+        socket.close(linger=0)
+
+
+# ---- the directory
+
+
+def test_the_directory_is_private_and_goes_with_the_engine(path):
+    with listening(path):
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+        assert path.is_socket()
+    assert not path.parent.exists()
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
+def test_a_directory_that_somebody_else_could_have_made_is_refused(path, kind):
+    if kind == "open to others":
+        path.parent.mkdir()
+        path.parent.chmod(0o770)
+    elif kind == "a link":
+        elsewhere = path.parent.with_name("elsewhere")
+        elsewhere.mkdir(mode=0o700)
+        path.parent.symlink_to(elsewhere)
+    else:
+        path.parent.touch()
+    with pytest.raises(ConfigError, match=r"(only this user can enter|cannot make the directory).*TMPDIR"):
+        CopyReports(path)
+
+
+def test_a_socket_that_cannot_be_made_says_why(path):
+    path.mkdir(parents=True, mode=0o700)
+    path.parent.chmod(0o700)
+    with pytest.raises(ConfigError, match="cannot make the socket"):
+        CopyReports(path)

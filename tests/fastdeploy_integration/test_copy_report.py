@@ -1,0 +1,72 @@
+"""The message with which a worker rank tells of its copies, and where its socket is."""
+
+import json
+import pickle
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_kvcache_v1.copy_totals import CopyTotals, RankCopies
+from fastdeploy_kvcache_v1.errors import MessageVersionError
+from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import (
+    MAX_SOCKET_PATH,
+    VERSION,
+    CopyReport,
+    socket_path,
+)
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, TransferResult
+
+COPIES = RankCopies(CopyTotals(1, 2, 0.5, 3), CopyTotals(4, 5, 0.25, 6), 0.125)
+FAILED = (
+    TransferResult(7, *EVICT, 2, 0, 0.0, (4, 5), "OSError: bus error"),
+    TransferResult(8, *SWAP_IN, 1, 0, 0.0, (9,), "late"),
+)
+
+
+@pytest.mark.parametrize("failed", [(), FAILED])
+def test_a_report_survives_the_message(failed):
+    report = CopyReport(3, "17-1", 12, COPIES, failed)
+    assert CopyReport.loads(report.dumps()) == report
+
+
+def test_the_message_is_json_without_names_of_ours():
+    message = json.loads(CopyReport(0, "17-1", 0, COPIES).dumps())
+    assert message == [VERSION, 0, "17-1", 0, [1, 2, 0.5, 3], [4, 5, 0.25, 6], 0.125, []]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [json.dumps([VERSION + 1, 0]), "[]", "{}", "null", json.dumps([str(VERSION), 0])],
+)
+def test_a_message_of_another_version_says_so(message):
+    with pytest.raises(MessageVersionError, match=f"a copy report has version .* reads version {VERSION}"):
+        CopyReport.loads(message.encode())
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"not json",
+        b"\xff\xfe",
+        pickle.dumps(CopyReport(0, "17-1", 0, COPIES)),
+        json.dumps([VERSION]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0], [0], None, []]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 5, [0] * 4, 0, []]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "moon", 1, [1], "e"]]]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [["x", "device", "host", 1, [1], "e"]]]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "host", 1, ["a"], "e"]]]).encode(),
+    ],
+)
+def test_what_is_no_report_is_a_value_error(message):
+    with pytest.raises(ValueError, match=r"."):
+        CopyReport.loads(message)
+
+
+def test_engines_of_one_machine_have_directories_of_their_own(monkeypatch):
+    assert socket_path(8001).parent != socket_path(8002).parent
+    assert socket_path(8001).is_relative_to(tempfile.gettempdir())
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + "x" * 100)
+    assert len(str(socket_path(65535))) <= MAX_SOCKET_PATH
+    assert socket_path(65535).is_relative_to(Path("/tmp"))
