@@ -1,7 +1,7 @@
-"""One decoder layer on tiles. Every function that takes a tile sees the same shapes for a token at a given position.
+"""One decoder layer on rows: the stages of its computation around the cache.
 
-Rule: whatever rounds differently when its shape changes (GEMM, reductions, exp) runs on one tile at a time. Across
-tiles run only copies, and additions and multiplications of matching elements, which IEEE 754 rounds alone.
+Rule: whatever rounds differently when its shape changes (matrix products, reductions, exp) gets rows as `plan.RowCut`
+says. On any number of rows at once run only copies, and operations on matching elements that IEEE 754 rounds alone.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.nn.functional as F
+from numpy.typing import NDArray
 from paddle.incubate.nn.functional import fused_rms_norm
 
 from .config import ModelConfig
-from .plan import SEGMENT, TILE
+from .plan import SEGMENT
 from .reproducible import has_avx512
-from .tensors import step_tensor
+from .tensors import as_array
 from .weights import LayerWeights
 
 Tensor = Any
@@ -30,53 +31,63 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Over the last axis of `[rows, n]`."""
     if FUSED_NORM:
         return fused_rms_norm(x, weight, None, epsilon, 1)[0]
-    return x * paddle.rsqrt(paddle.mean(x * x, axis=-1, keepdim=True) + epsilon) * weight
+    # In NumPy: paddle's rsqrt rounds differently in the last elements of a vector, and it is slow where it broadcasts.
+    result = paddle.empty(x.shape)
+    rows, out = as_array(x), as_array(result)
+    square_mean = np.einsum("ij,ij->i", rows, rows) / np.float32(rows.shape[1])
+    np.multiply(rows, (1 / np.sqrt(square_mean + np.float32(epsilon)))[:, None], out=out)
+    out *= as_array(weight)
+    return result
 
 
-def causal_masks(config: ModelConfig) -> list[Tensor]:
-    """By variant: `[num_kv_heads, group * TILE, SEGMENT]`, 0 where a row may look at a key of its segment, else -inf.
-
-    Not broadcast when added: paddle's elementwise kernels are many times slower then.
-    """
-    group = config.num_heads // config.num_kv_heads
-    keys, rows = np.arange(SEGMENT), np.arange(TILE)[:, None]
-    masks = []
-    for variant in range(SEGMENT // TILE):
-        mask = np.where(keys <= variant * TILE + rows, np.float32(0), np.float32(-np.inf))
-        masks.append(paddle.to_tensor(np.tile(mask, (config.num_kv_heads, group, 1))))
-    return masks
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    product = paddle.matmul(x, weight, transpose_y=True)
+    return product if bias is None else product + bias
 
 
 class Rotation:
-    """Rotary embedding of all rows of a batch at once, made once per forward pass.
+    """Rotary embedding of all rows of a batch at once, made once per forward pass."""
 
-    Works on whole rows `[rows, (num_heads + 2 * num_kv_heads) * head_dim]`: values get an angle of 0, which leaves
-    them as they are and saves taking the row apart.
+    def __init__(self, cos: NDArray[np.float32], sin: NDArray[np.float32], config: ModelConfig) -> None:
+        """`cos` and `sin`: `[rows, head_dim // 2]` as made by `rope.rope_tables`."""
+        self._cos, self._sin = cos[:, None], sin[:, None]
+        self._num_rotated = config.num_heads + config.num_kv_heads
+        self._head_dim = config.head_dim
+
+    def apply_(self, qkv: Tensor) -> None:
+        """Turns the queries and keys of `[rows, (num_heads + 2 * num_kv_heads) * head_dim]` in place."""
+        array = as_array(qkv)
+        halves = array.reshape(len(array), -1, 2, self._head_dim // 2)[:, : self._num_rotated]
+        first, second = halves[:, :, 0], halves[:, :, 1]
+        turned = first * self._cos - second * self._sin
+        second *= self._cos
+        second += first * self._sin
+        first[...] = turned
+
+
+def causal_mask(first: int, num_rows: int, config: ModelConfig) -> NDArray[np.float32]:
+    """`[group * num_rows, SEGMENT]`: 0 where row `i` looks at a key of its segment, up to `first + i`, else -inf."""
+    last_keys = np.tile(first + np.arange(num_rows), config.num_heads // config.num_kv_heads)
+    return np.where(np.arange(SEGMENT) <= last_keys[:, None], np.float32(0), np.float32(-np.inf))
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: NDArray[np.float32]) -> Tensor:
+    """Softmax attention of a bucket, `[num_kv_heads, group * rows, head_dim]` like `queries`.
+
+    `keys` and `values` are `[num_kv_heads, n, head_dim]`; `mask` is the bucket's `causal_mask`, for the last segment.
     """
-
-    def __init__(self, cos: np.ndarray[Any, Any], sin: np.ndarray[Any, Any], config: ModelConfig) -> None:
-        """`cos` and `sin`: float32 `[rows, head_dim]` as made by `rope.rope_tables`."""
-        rows, head_dim = cos.shape
-        rotated, heads = config.num_heads + config.num_kv_heads, config.num_heads + 2 * config.num_kv_heads
-        full_cos = np.ones((rows, heads, head_dim), dtype=np.float32)
-        full_sin = np.zeros_like(full_cos)
-        full_cos[:, :rotated], full_sin[:, :rotated] = cos[:, None], sin[:, None]
-        self._cos = step_tensor(full_cos.reshape(rows, -1))
-        self._sin = step_tensor(full_sin.reshape(rows, -1))
-        self._half = head_dim // 2
-        # Rows of the tensor cut into half heads, each pair swapped.
-        self._swapped = step_tensor(np.arange(rows * heads * 2).reshape(-1, 2)[:, ::-1].ravel())
-
-    def apply(self, qkv: Tensor) -> Tensor:
-        swapped = paddle.gather(qkv.reshape([-1, self._half]), self._swapped).reshape(qkv.shape)
-        return qkv * self._cos + swapped * self._sin
+    scores = paddle.matmul(queries, keys, transpose_y=True)
+    as_array(scores)[:, :, -SEGMENT:] += mask
+    # A masked key adds 0 * its value, and whether that is +0 or -0 depends on what the key is: the last addition
+    # turns a sum of -0 into +0.
+    return paddle.matmul(F.softmax(scores), values) + 0.0
 
 
 class DecoderLayer:
-    """The weights of one layer on paddle's device, and the two stages of its computation around the cache."""
+    """The weights of one layer on paddle's device, and what it computes before and after attention."""
 
     def __init__(self, weights: LayerWeights, config: ModelConfig) -> None:
-        def tensor(array: np.ndarray[Any, Any] | None) -> Tensor:
+        def tensor(array: NDArray[np.float32] | None) -> Tensor:
             return None if array is None else paddle.to_tensor(np.ascontiguousarray(array))
 
         self._config = config
@@ -88,14 +99,13 @@ class DecoderLayer:
         self._output = tensor(weights.output)
         self._output_bias = tensor(weights.output_bias)
         self._mlp_norm = tensor(weights.mlp_norm)
-        self._gate_up = tensor(weights.gate_up)
+        self._gate = tensor(weights.gate)
+        self._up = tensor(weights.up)
         self._down = tensor(weights.down)
 
     def project(self, x: Tensor) -> Tensor:
-        """Tile `[TILE, hidden]` -> its queries, keys and values `[TILE, (heads + 2 * kv_heads) * head_dim]`."""
-        qkv = paddle.matmul(rms_norm(x, self._input_norm, self._config.rms_norm_eps), self._qkv)
-        if self._qkv_bias is not None:
-            qkv = qkv + self._qkv_bias
+        """`[rows, hidden]` -> queries, keys and values `[rows, (num_heads + 2 * num_kv_heads) * head_dim]`."""
+        qkv = linear(rms_norm(x, self._input_norm, self._config.rms_norm_eps), self._qkv, self._qkv_bias)
         return qkv if self._qk_norm is None else self._normalize_heads(qkv)
 
     def _normalize_heads(self, qkv: Tensor) -> Tensor:
@@ -103,39 +113,10 @@ class DecoderLayer:
         width = (config.num_heads + config.num_kv_heads) * config.head_dim
         qk, values = paddle.split(qkv, [width, qkv.shape[1] - width], axis=1)
         qk = rms_norm(qk.reshape([-1, config.head_dim]), self._ones, config.rms_norm_eps)
-        return paddle.concat([qk.reshape([TILE, width]) * self._qk_norm, values], axis=1)
+        return paddle.concat([qk.reshape([-1, width]) * self._qk_norm, values], axis=1)
 
-    def finish(self, x: Tensor, queries: Tensor, keys: Keys, mask: Tensor) -> Tensor:
-        """Attention, then the MLP, of tile `x` `[TILE, hidden]`.
-
-        `queries` are `[num_kv_heads, group * TILE, head_dim]`; `mask` is the tile's variant of `causal_masks`.
-        """
-        x = x + self._project_output(keys.attend(queries, mask))
+    def finish(self, x: Tensor, attention: Tensor) -> Tensor:
+        """What follows attention `[rows, num_heads * head_dim]`: its output projection, then the MLP."""
+        x = x + linear(attention, self._output, self._output_bias)
         hidden = rms_norm(x, self._mlp_norm, self._config.rms_norm_eps)
-        return x + paddle.matmul(F.swiglu(paddle.matmul(hidden, self._gate_up)), self._down)
-
-    def _project_output(self, attention: Tensor) -> Tensor:
-        config = self._config
-        heads = attention.reshape([config.num_heads, TILE, config.head_dim])
-        rows = heads.transpose([1, 0, 2]).reshape([TILE, config.num_heads * config.head_dim])
-        output = paddle.matmul(rows, self._output)
-        return output if self._output_bias is None else output + self._output_bias
-
-
-class Keys:
-    """Keys and values that the tiles of one bucket look at, float32: `[num_kv_heads, n, head_dim]` each."""
-
-    def __init__(self, head: Tensor | None, tail: Tensor, values: Tensor) -> None:
-        """`head`: keys before the last segment; `tail`: keys of the last segment; `values`: values of both."""
-        self._head = head
-        self._tail = tail
-        self._values = values
-
-    def attend(self, queries: Tensor, mask: Tensor) -> Tensor:
-        """Softmax attention, `[num_kv_heads, group * TILE, head_dim]`."""
-        scores = paddle.matmul(queries, self._tail, transpose_y=True) + mask
-        if self._head is not None:
-            scores = paddle.concat([paddle.matmul(queries, self._head, transpose_y=True), scores], axis=2)
-        # A masked key adds 0 * its value, and whether that is +0 or -0 depends on what the key is: the last addition
-        # turns a sum of -0 into +0.
-        return paddle.matmul(F.softmax(scores), self._values) + 0.0
+        return x + linear(F.silu(linear(hidden, self._gate)) * linear(hidden, self._up), self._down)

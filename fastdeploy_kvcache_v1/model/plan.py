@@ -1,16 +1,16 @@
 """Where everything of one batch lies: the index arithmetic of a forward pass, done once for all layers. NumPy only.
 
-A sequence is computed in tiles of `TILE` positions aligned to *absolute* positions: the token at position `p` is
-always row `p % TILE` of its tile, and every GEMM sees exactly one tile. The keys a tile looks at are padded to a
-multiple of `SEGMENT` that follows from the tile's position alone:
+The keys that a token looks at are padded to a multiple of `SEGMENT` that follows from its position alone. Tokens of
+one sequence that share them are a bucket, and attention runs per bucket:
 
     keys       [0 .......................... head)[head ...... head + SEGMENT)
-    tile             first = tile * TILE, always within the last segment: [first, first + TILE)
-    validity   all valid for every row            causal mask, one of SEGMENT / TILE variants
+    bucket                                        its positions all lie here
+    validity   all valid for every row            causal mask
 
-So the shape of every operation on a token depends on its position only: not on the batch, not on how the prompt was
-cut, not on what was cached. What differs between runs are rows and keys that cannot reach it: other rows of its tile
-(each row of a GEMM's result depends on that row of its left operand alone) and masked keys (probability exactly 0).
+So the lengths over which a token's sums run depend on its position only: not on the batch, not on how the prompt was
+cut, not on what was cached. What differs between runs cannot reach it: masked keys (probability exactly 0), and how
+many rows a matrix product has beside the token's own. That the latter cannot reach it is a promise of the math
+library which `row_probe` checks; where it does not hold, the rows are cut into `FIXED_TILES`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,27 @@ from numpy.typing import NDArray
 
 from .config import ModelConfig
 
-TILE = 8
-"""Rows of a tile. Larger tiles prefill big models faster, smaller ones decode faster: a decode pays a whole tile."""
-
 SEGMENT = 128
 """Keys are padded to a multiple of it."""
+
+
+@dataclass(frozen=True)
+class RowCut:
+    """How many rows the math library gets at a time. `align` divides `attention`, which divides `SEGMENT`."""
+
+    align: int
+    """A slice is padded to positions that are multiples of it."""
+    attention: int
+    """Positions that attention computes together at most."""
+    linear: int
+    """Rows that everything else computes together at most."""
+
+
+ANY_ROWS = RowCut(align=1, attention=SEGMENT, linear=256)
+"""For a library whose result for a row does not depend on the other rows. More rows would leave the L2 cache."""
+
+FIXED_TILES = RowCut(align=8, attention=8, linear=8)
+"""For any library: the token at position `p` is row `p % 8` of 8, whatever else is computed. Many times slower."""
 
 Index = NDArray[np.int64]
 
@@ -52,34 +68,31 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Consecutive tiles of one sequence that look at the same padded keys. Indices are rows of a cache tensor."""
+    """Consecutive rows of one sequence that look at the same padded keys."""
 
-    head_rows: Index
-    """`[num_kv_heads * head]`: keys valid for every row, by key-value head. Empty for the first segment."""
-    tail_rows: Index
-    """`[num_kv_heads * SEGMENT]`: keys of the last segment."""
-    all_rows: Index
-    """`[num_kv_heads * (head + SEGMENT)]`: values."""
-    tiles: range
-    """Tiles in the batch's numbering."""
-    first_variant: int
-    """Mask variant of the first tile, `first_position % SEGMENT // TILE`; each following tile has the next one."""
+    rows: range
+    """In the batch's numbering."""
+    first: int
+    """Place of the first row within the last segment: row `i` may look at that segment's keys up to `first + i`."""
+    cache_rows: Index
+    """`[num_kv_heads * n]`: rows of a cache tensor, by key-value head; n is a multiple of `SEGMENT`."""
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A batch of slices as `num_tiles * TILE` rows, padding included.
+    """A batch of slices, one row per token or padding token.
 
     A row of the rotated projections is split into `num_heads + 2 * num_kv_heads` heads: "head rows" count those.
     """
 
-    num_tiles: int
     token_ids: Index
     """`[rows]`, padded with token 0."""
     positions: Index
     """`[rows]`, also of the padding."""
     query_rows: Index
-    """`[num_tiles * num_heads * TILE]`: head rows of the queries, by tile, then head, then row of the tile."""
+    """`[rows * num_heads]`: head rows of the queries, by bucket, then head, then row of the bucket."""
+    attention_rows: Index
+    """`[rows * num_heads]`: the way back from that order to rows, then heads."""
     key_rows: Index
     """`[tokens * num_kv_heads]`: head rows of the new keys."""
     value_rows: Index
@@ -87,52 +100,49 @@ class BatchPlan:
     cache_rows: Index
     """`[tokens * num_kv_heads]`: where they go in a cache tensor."""
     buckets: list[Bucket]
-    last_rows: list[tuple[int, int] | None]
-    """Tile, and row in it, of each slice's last token where logits are asked for."""
+    last_rows: list[int | None]
+    """Row of each slice's last token where logits are asked for."""
 
     @classmethod
     def build(
-        cls, slices: Sequence[SequenceSlice], config: ModelConfig, *, num_blocks: int, block_size: int
+        cls, slices: Sequence[SequenceSlice], config: ModelConfig, cut: RowCut, *, num_blocks: int, block_size: int
     ) -> BatchPlan:
         """Raises `ValueError` for a slice that does not fit the model, its block table or the cache."""
         for sequence in slices:
             _check(sequence, config, num_blocks, block_size)
-        first_tiles = [sequence.start // TILE for sequence in slices]
-        tile_counts = [(s.end - 1) // TILE - first + 1 for s, first in zip(slices, first_tiles, strict=True)]
-        offsets = np.cumsum([0, *tile_counts]).tolist()
-        num_tiles = offsets[-1]
-        positions = np.concatenate(
-            [np.arange(count * TILE) + first * TILE for count, first in zip(tile_counts, first_tiles, strict=True)]
-        )
+        spans = [_padded(sequence, cut) for sequence in slices]
+        offsets = np.cumsum([0, *map(len, spans)]).tolist()
         # Row of the batch that position 0 of the sequence would have.
-        origins = [(offset - first) * TILE for offset, first in zip(offsets[:-1], first_tiles, strict=True)]
+        origins = [offset - span.start for offset, span in zip(offsets, spans, strict=False)]
         rows = np.concatenate([np.arange(s.start, s.end) + o for s, o in zip(slices, origins, strict=True)])
-        token_ids = np.zeros(num_tiles * TILE, dtype=np.int64)
+        token_ids = np.zeros(offsets[-1], dtype=np.int64)
         token_ids[rows] = np.concatenate([s.token_ids for s in slices])
-
+        buckets = [
+            bucket
+            for s, span, origin in zip(slices, spans, origins, strict=True)
+            for bucket in _buckets(s, span, origin, config, cut, block_size)
+        ]
         heads_per_row = config.num_heads + 2 * config.num_kv_heads
-        kv_heads = np.arange(config.num_kv_heads)
+        heads, kv_heads = np.arange(config.num_heads)[:, None], np.arange(config.num_kv_heads)
         key_rows = (rows * heads_per_row + config.num_heads)[:, None] + kv_heads
-        tile_rows = np.arange(num_tiles * TILE).reshape(num_tiles, 1, TILE) * heads_per_row
+        query_rows = np.concatenate([(np.array(b.rows) * heads_per_row + heads).ravel() for b in buckets])
         caches = [_cache_rows(s, s.start, s.end, config, block_size).T for s in slices]
         return cls(
-            num_tiles=num_tiles,
             token_ids=token_ids,
-            positions=positions,
-            query_rows=(tile_rows + np.arange(config.num_heads)[:, None]).ravel(),
+            positions=np.concatenate([np.array(span) for span in spans]),
+            query_rows=query_rows,
+            attention_rows=np.argsort(query_rows),
             key_rows=key_rows.ravel(),
             value_rows=key_rows.ravel() + config.num_kv_heads,
             cache_rows=np.concatenate([cache.ravel() for cache in caches]),
-            buckets=[
-                bucket
-                for s, offset in zip(slices, offsets[:-1], strict=True)
-                for bucket in _buckets(s, offset, config, block_size)
-            ],
-            last_rows=[
-                divmod(s.end - 1 + origin, TILE) if s.needs_logits else None
-                for s, origin in zip(slices, origins, strict=True)
-            ],
+            buckets=buckets,
+            last_rows=[s.end - 1 + o if s.needs_logits else None for s, o in zip(slices, origins, strict=True)],
         )
+
+
+def _padded(sequence: SequenceSlice, cut: RowCut) -> range:
+    """Positions to compute for the slice."""
+    return range(sequence.start // cut.align * cut.align, -(-sequence.end // cut.align) * cut.align)
 
 
 def _check(sequence: SequenceSlice, config: ModelConfig, num_blocks: int, block_size: int) -> None:
@@ -158,28 +168,24 @@ def _cache_rows(sequence: SequenceSlice, start: int, end: int, config: ModelConf
     return rows
 
 
-def _buckets(sequence: SequenceSlice, tile_offset: int, config: ModelConfig, block_size: int) -> list[Bucket]:
-    """Cut the slice's tiles at multiples of `SEGMENT`; the first of them is tile `tile_offset` of the batch."""
-    first, last = sequence.start // SEGMENT, (sequence.end - 1) // SEGMENT
+def _buckets(
+    sequence: SequenceSlice, span: range, origin: int, config: ModelConfig, cut: RowCut, block_size: int
+) -> list[Bucket]:
+    """Cut the positions `span` of the slice at multiples of `cut.attention`; position 0 would be row `origin`."""
     rows = _cache_rows(sequence, 0, sequence.end, config, block_size)
     # Padding keys point at position 0: it holds valid, finite data for every sequence, unlike unwritten slots, which
     # may hold anything. The mask takes them out of the result.
-    padding = (last + 1) * SEGMENT - sequence.end
-    rows = np.concatenate([rows, np.repeat(rows[:, :1], padding, axis=1)], axis=1)
+    rows = np.concatenate([rows, np.repeat(rows[:, :1], -sequence.end % SEGMENT, axis=1)], axis=1)
     buckets = []
-    for segment in range(first, last + 1):
-        head = segment * SEGMENT
-        begin = max(head, sequence.start // TILE * TILE)
-        end = min(head + SEGMENT, sequence.end)
-        count = (end - 1) // TILE - begin // TILE + 1
+    for piece in range(span.start // cut.attention, -(-span.stop // cut.attention)):
+        first = max(span.start, piece * cut.attention)
+        end = min(span.stop, (piece + 1) * cut.attention)
+        head = first // SEGMENT * SEGMENT
         buckets.append(
             Bucket(
-                head_rows=rows[:, :head].ravel(),
-                tail_rows=rows[:, head : head + SEGMENT].ravel(),
-                all_rows=rows[:, : head + SEGMENT].ravel(),
-                tiles=range(tile_offset, tile_offset + count),
-                first_variant=begin % SEGMENT // TILE,
+                rows=range(first + origin, end + origin),
+                first=first - head,
+                cache_rows=rows[:, : head + SEGMENT].ravel(),
             )
         )
-        tile_offset += count
     return buckets

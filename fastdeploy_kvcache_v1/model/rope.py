@@ -73,10 +73,6 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """`(cos, sin)`, each float32 `[num_positions, head_dim]`, for `x * cos + swap_halves(x) * sin`.
-
-    The sign of the rotation is in the first half of `sin`.
-    """
+    """`(cos, sin)` of the angles, each float32 `[num_positions, head_dim // 2]`."""
     angles = np.outer(np.arange(num_positions, dtype=np.float64), inverse_frequencies(rope, head_dim))
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    return np.concatenate([cos, cos], axis=1), np.concatenate([-sin, sin], axis=1)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Small tensors that every step makes anew."""
+"""Between paddle's tensors and NumPy's arrays."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def step_tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Any:
     if array.size:
         tensor.get_tensor().set(np.ascontiguousarray(array), paddle.CPUPlace())
     return tensor
+
+
+def as_array(tensor: Any) -> npt.NDArray[Any]:
+    """The memory of a contiguous CPU tensor as an array: what is written to one is in the other."""
+    return np.from_dlpack(tensor)

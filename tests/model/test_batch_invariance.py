@@ -31,6 +31,7 @@ ODD_MODEL = ModelConfig(
     tie_word_embeddings=True,
     seed=5,
 )
+MODELS = ("random", "odd", "odd, any rows")
 DTYPES = ("float32", "float16", "bfloat16")
 LENGTHS = (290, 131, 64, 9)
 
@@ -68,8 +69,11 @@ def same_bits(left, right):
 @pytest.fixture(scope="module")
 def baseline():
     """By model name and dtype, computed on demand."""
-    models = {"random": Decoder.load(None, replace(load_model_config(None), num_layers=2))}
-    models["odd"] = Decoder.load(None, ODD_MODEL)
+    models = {
+        "random": Decoder.load(None, replace(load_model_config(None), num_layers=2)),
+        "odd": Decoder.load(None, ODD_MODEL),
+        "odd, any rows": Decoder.load(None, replace(ODD_MODEL, intermediate_size=32)),
+    }
     computed = {}
 
     def get(model, dtype):
@@ -149,7 +153,7 @@ def advance_randomly(run, rng, max_chunk):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("model", ["random", "odd"])
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("block_size", [1, 7, 64, 300])
 def test_chunks_batches_and_layouts_change_nothing(baseline, model, dtype, block_size):
     rng = np.random.default_rng(block_size)
@@ -165,7 +169,7 @@ def test_chunks_batches_and_layouts_change_nothing(baseline, model, dtype, block
     block_size=st.integers(1, 150),
     max_chunk=st.integers(1, 300),
     steps=st.integers(1, 6),
-    model=st.sampled_from(["random", "odd"]),
+    model=st.sampled_from(MODELS),
 )
 def test_any_few_steps_agree_with_the_baseline(baseline, seed, block_size, max_chunk, steps, model):
     rng = np.random.default_rng(seed)
