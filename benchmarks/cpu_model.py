@@ -22,15 +22,15 @@ from typing import Any
 from _support import ROOT, save
 
 PROMPT_TOKENS = 2188
-DECODE_AT = (64, 2188)
+DECODE_BEHIND = (64, 2188)
 DECODE_TOKENS = 10
 
 Work = Callable[[str], None]
-"""Does one piece of work by its name: "prefill", or "decode at P"."""
+"""Does one piece of work by its name: "prefill", or "decode behind P"."""
 
 
 def works() -> list[str]:
-    return ["prefill", *(f"decode at {position}" for position in DECODE_AT)]
+    return ["prefill", *(f"decode behind {position}" for position in DECODE_BEHIND)]
 
 
 def tokens(vocab_size: int) -> list[int]:
@@ -86,7 +86,7 @@ def transformers(path: Path, num_threads: int) -> tuple[Work, int]:
         past = caches[name]
         for _ in range(DECODE_TOKENS):
             past = model(ids[:, :1], past_key_values=past, use_cache=True).past_key_values
-        past.crop(int(name.split()[-1]))
+        past.crop(-DECODE_TOKENS)
 
     for name in works()[1:]:
         caches[name] = prefill(int(name.split()[-1]))
@@ -146,10 +146,12 @@ class Contender:
 def compare(path: Path, python: str, num_threads: int, turns: int) -> dict[str, Any]:
     contenders = [Contender(sys.executable, "ours", path, num_threads)]
     if not contenders[0].is_ready():
-        raise SystemExit(f"the model in {path} cannot be computed: run {__file__} {path} --child ours")
+        raise SystemExit(f"error: our model cannot compute {path}: {__file__} {path} --child ours says why")
     reference = Contender(python, "transformers", path, num_threads)
     if reference.is_ready():
         contenders.append(reference)
+    else:
+        print(f"transformers is left out: {python} {__file__} {path} --child transformers says why", file=sys.stderr)
     for _ in range(turns):
         for work in works():
             for contender in contenders:

@@ -69,7 +69,7 @@ def test_fastdeploy_gets_every_flag_that_was_given_and_its_own(monkeypatch):
         cli.main(
             [
                 *("serve", "--seed", "3", "--worker-timeout", "9", "--max-request-mib", "1"),
-                *("--max-connections", "5", "--allowed-hosts", "kv.lan"),
+                *("--max-connections", "5", "--allowed-hosts", "kv.lan", "--threads", "2"),
                 *("--model", "/m", "--swap-space", "2", "--no-enable-prefix-caching", "--tp", "2"),
             ]
         )

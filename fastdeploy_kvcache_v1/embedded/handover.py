@@ -19,7 +19,7 @@ CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
 OWN_FLAGS = frozenset(
     {
         *("embedded", "fastdeploy_cpu", "cache_dtype", "log_level", "seed", "worker_timeout"),
-        *("max_request_mib", "max_connections", "allowed_hosts"),
+        *("max_request_mib", "max_connections", "allowed_hosts", "threads"),
     }
 )
 """Flags of `serve` that FastDeploy's api_server does not have."""

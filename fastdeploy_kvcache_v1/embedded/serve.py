@@ -150,6 +150,7 @@ def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:
         num_device_blocks=config.cache.num_device_blocks,
         num_host_blocks=config.cache.num_host_blocks,
         log_level=config.log_level,
+        num_threads=config.num_threads,
         copy_faults=copy_faults,
     )
 

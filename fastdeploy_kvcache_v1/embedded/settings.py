@@ -9,6 +9,7 @@ from pathlib import Path
 from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from ..model.config import ModelConfig
+from ..model.reproducible import default_threads
 from ..units import GIB
 
 RANDOM_MODEL_NAME = "random-tiny"
@@ -43,6 +44,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     checks_model_name: bool = False
     """Requests must name the served model or "default"; otherwise any name will do, as with FastDeploy."""
+    num_threads: int = 1
 
     @property
     def is_random_model(self) -> bool:
@@ -64,6 +66,7 @@ DEFAULTS: dict[str, object] = {
     "worker_timeout": ServerConfig.worker_timeout_s,
     "max_request_mib": ServerConfig.max_request_mib,
     "max_connections": ServerConfig.max_connections,
+    "threads": default_threads(),
 }
 """Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
 
@@ -113,6 +116,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
     )
+    add("--threads", "threads that compute; the output does not depend on it", type=int, metavar="N")
     add("--max-request-mib", "largest request body in MiB", type=float, metavar="MIB")
     add("--max-connections", "connections at the same time; more are answered with 503", type=int, metavar="N")
     add(
@@ -134,6 +138,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         ("block_size", 1),
         ("port", 0),
         ("max_connections", 1),
+        ("threads", 1),
     ):
         _require_at_least(values, name, least)
     if values.port > 65_535:
@@ -167,6 +172,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         max_connections=values.max_connections,
         allowed_hosts=_names(values.allowed_hosts),
         checks_model_name="served_model_name" in given,
+        num_threads=values.threads,
     )
 
 

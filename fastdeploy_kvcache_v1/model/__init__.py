@@ -4,6 +4,6 @@
 """
 
 from .config import ModelConfig, load_model_config
-from .reproducible import configure_reproducible_math
+from .reproducible import configure_reproducible_math, default_threads
 
-__all__ = ["ModelConfig", "configure_reproducible_math", "load_model_config"]
+__all__ = ["ModelConfig", "configure_reproducible_math", "default_threads", "load_model_config"]

@@ -122,7 +122,7 @@ class Decoder:
 
     def _logits(self, hidden: Tensor, rows: Sequence[int | None]) -> list[NDArray[np.float32] | None]:
         wanted = np.array([row for row in rows if row is not None], dtype=np.int64)
-        size = 1 if self.cut is FIXED_TILES else self.cut.linear
+        size = self.cut.logits
         computed: list[NDArray[np.float32]] = []
         for start in range(0, len(wanted), size):
             picked = paddle.gather(hidden, step_tensor(wanted[start : start + size]))

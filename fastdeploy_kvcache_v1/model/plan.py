@@ -36,13 +36,15 @@ class RowCut:
     attention: int
     """Positions that attention computes together at most."""
     linear: int
-    """Rows that everything else computes together at most."""
+    """Rows that the rest of a layer computes together at most."""
+    logits: int
+    """Rows whose logits are computed together at most."""
 
 
-ANY_ROWS = RowCut(align=1, attention=SEGMENT, linear=256)
+ANY_ROWS = RowCut(align=1, attention=SEGMENT, linear=256, logits=256)
 """For a library whose result for a row does not depend on the other rows. More rows would leave the L2 cache."""
 
-FIXED_TILES = RowCut(align=8, attention=8, linear=8)
+FIXED_TILES = RowCut(align=8, attention=8, linear=8, logits=1)
 """For any library: the token at position `p` is row `p % 8` of 8, whatever else is computed. Many times slower."""
 
 Index = NDArray[np.int64]

@@ -7,27 +7,40 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
+
 logger = logging.getLogger(__name__)
 
 CPUINFO = Path("/proc/cpuinfo")
+
+MAX_DEFAULT_THREADS = 2
+"""The rest of a machine's cores is for servers and copies; `--threads` asks for more."""
+
+
+def default_threads() -> int:
+    """Threads to compute with where nothing else is asked for: the physical cores of this process, up to a limit."""
+    cores = psutil.cpu_count(logical=False) or 1
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
+    return min(MAX_DEFAULT_THREADS, cores, allowed)
 
 
 def configure_reproducible_math(num_threads: int = 1) -> bool:
     """Fix the instruction set, rounding mode and thread count of the math library through environment variables.
 
-    `MKL_CBWR` gets its strict mode: the same instructions for a GEMM whatever the alignment of its operands. On AMD
-    processors, MKL otherwise picks its slowest kernels, so it is told that AVX2 is there. Variables that are set
-    already are left alone. Returns False, changing nothing, when paddle is loaded already: then the fixed tile shapes
-    of `layers` still repeat within the process, only without the library's own promise.
+    `MKL_CBWR` gets its strict mode: the same instructions for a GEMM whatever the alignment of its operands and the
+    number of threads. On AMD processors, MKL otherwise picks its slowest kernels, so it is told that AVX2 is there.
+    The threads sleep as soon as they have nothing to do: copies and servers need the cores too. Variables that are
+    set already are left alone. Returns False, changing nothing, when paddle is loaded already: then the library keeps
+    its default mode, and `row_probe` finds out whether that needs `plan.FIXED_TILES`.
     """
     if "paddle" in sys.modules:
         logger.warning("paddle is loaded already: the math library keeps its default mode")
         return False
-    threads = str(num_threads)
     settings = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": "1",  # paddle's own loops; it warns about any other number
+        "MKL_NUM_THREADS": str(num_threads),
+        "OPENBLAS_NUM_THREADS": "1",
+        "KMP_BLOCKTIME": "0",
         "OMP_DYNAMIC": "FALSE",
         "MKL_DYNAMIC": "FALSE",
         **mkl_settings(_cpu_description(CPUINFO)),

@@ -7,6 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.embedded.settings import GIB, add_serve_arguments, server_config
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.model.config import RANDOM_MODEL
+from fastdeploy_kvcache_v1.model.reproducible import default_threads
 
 BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
 
@@ -29,6 +30,7 @@ def test_defaults():
     assert config.cache.num_device_blocks == GIB // 2 // BLOCK_BYTES
     assert (config.worker_timeout_s, config.max_request_mib) == (120, 16)
     assert (config.max_connections, config.allowed_hosts) == (512, ())
+    assert config.num_threads == default_threads()
 
 
 def test_defaults_shrink_with_the_free_memory():
@@ -41,8 +43,8 @@ def test_sizes():
     assert config.cache.num_host_blocks == GIB // 2 // BLOCK_BYTES
     assert config.cache.num_device_blocks == 7
     assert config.max_model_len == 100
-    config = configure("--worker-timeout", "0", "--max-request-mib", "0.5")
-    assert (config.worker_timeout_s, config.max_request_mib) == (0, 0.5)
+    config = configure("--worker-timeout", "0", "--max-request-mib", "0.5", "--threads", "3")
+    assert (config.worker_timeout_s, config.max_request_mib, config.num_threads) == (0, 0.5, 3)
 
 
 def test_allowed_hosts_are_a_list():
@@ -86,6 +88,7 @@ def test_model_name_comes_from_the_directory(tmp_path):
         (["--port", "70000"], "--port must be at most 65535, got 70000"),
         (["--port", "-1"], "--port must be at least 0, got -1"),
         (["--cache-dtype", "int3"], "unsupported cache dtype 'int3'"),
+        (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--worker-timeout", "-1"], "--worker-timeout must be 0 or a number of seconds, got -1"),
         (["--worker-timeout", "inf"], "--worker-timeout must be 0 or a number of seconds, got inf"),
         (["--max-request-mib", "0"], "--max-request-mib must be positive, got 0"),

@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.model import reproducible
 
-NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE")
+NAMES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_BLOCKTIME", "MKL_CBWR", "MKL_DEBUG_CPU_TYPE")
 AMD = "vendor_id\t: AuthenticAMD\nflags\t\t: fpu avx avx2\n"
 INTEL = "vendor_id\t: GenuineIntel\nflags\t\t: fpu avx avx2\n"
 
@@ -43,10 +43,19 @@ CONFIGURE = (
 
 
 def test_settings_go_to_the_environment_and_respect_what_is_there():
-    done, omp, mkl, mode, _ = run(CONFIGURE)
-    assert (done, omp, mkl) == (True, "2", "2")
+    done, omp, mkl, block_time, mode, _ = run(CONFIGURE)
+    assert (done, omp, mkl, block_time) == (True, "1", "2", "0")
     assert mode in ("AVX2,STRICT", "COMPATIBLE")
-    assert run(CONFIGURE, MKL_CBWR="COMPATIBLE", OMP_NUM_THREADS="1")[1:4] == ["1", "2", "COMPATIBLE"]
+    assert run(CONFIGURE, MKL_CBWR="COMPATIBLE", MKL_NUM_THREADS="4")[1:5] == ["1", "4", "0", "COMPATIBLE"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "allowed", "expected"), [(1, 2, 1), (2, 4, 2), (64, 128, 2), (64, 1, 1), (None, 8, 1)]
+)
+def test_threads_by_default_are_physical_cores_that_the_process_may_use(cores, allowed, expected, monkeypatch):
+    monkeypatch.setattr(reproducible.psutil, "cpu_count", lambda logical: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
+    assert reproducible.default_threads() == expected
 
 
 def test_too_late_once_paddle_is_there(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from fastdeploy_kvcache_v1.model import load_model_config
 from fastdeploy_kvcache_v1.model.decoder import Decoder
 from fastdeploy_kvcache_v1.model.plan import SequenceSlice
-from fastdeploy_kvcache_v1.model.tensors import step_tensor
+from fastdeploy_kvcache_v1.model.tensors import as_array, step_tensor
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float32])
@@ -20,6 +20,18 @@ def test_step_tensor_is_a_copy_of_its_values(values, dtype):
     array[...] = -1
     assert tensor.numpy().dtype == dtype
     np.testing.assert_array_equal(tensor.numpy(), expected)
+
+
+def test_an_array_shares_the_memory_of_its_tensor_and_keeps_it():
+    tensor = step_tensor(np.zeros((2, 3), dtype=np.float32))
+    array = as_array(tensor)
+    array[1, 2] = 5
+    assert tensor.numpy().tolist() == [[0, 0, 0], [0, 0, 5]]
+    tensor.fill_(7)
+    del tensor
+    gc.collect()
+    others = [step_tensor(np.ones((2, 3), dtype=np.float32)) for _ in range(10)]
+    assert array.tolist() == [[7] * 3] * 2, len(others)
 
 
 def test_steps_leave_no_objects_behind():

@@ -50,6 +50,7 @@ class WorkerConfig:
     num_host_blocks: int
     log_level: str
     layer_timeout_s: float = 30.0
+    num_threads: int = 1
     copy_faults: str = ""
     """Test hook, see `copy_faults.py`."""
 

@@ -77,7 +77,7 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
 
 def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, CacheController]:
     config = launch.config
-    configure_reproducible_math()
+    configure_reproducible_math(config.num_threads)
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
     # Only now: importing paddle fixes the mode of its math library.
     from ...model.decoder import Decoder

@@ -42,10 +42,10 @@ def main() -> None:
 
 
 def _prepare_math() -> None:
-    from ...model.reproducible import configure_reproducible_math
+    from ...model.reproducible import configure_reproducible_math, default_threads
 
     os.environ.pop("OMP_NUM_THREADS", None)  # FastDeploy sets it for its GPU worker
-    configure_reproducible_math()
+    configure_reproducible_math(default_threads())
 
 
 if __name__ == "__main__":

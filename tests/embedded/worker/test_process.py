@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from fastdeploy_kvcache_v1.embedded.worker import process
 from fastdeploy_kvcache_v1.embedded.worker.client import WorkerConfig, WorkerLaunch
 from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_MS, _build, _loop
 from fastdeploy_kvcache_v1.errors import ModelError
@@ -51,11 +52,14 @@ def test_ended_copies_are_waited_for_until_they_are_reported():
     assert idle.waits == [OPEN_COPIES_POLL_MS, OPEN_COPIES_POLL_MS, None]
 
 
-def test_model_is_loaded_for_the_longest_sequence_that_is_served(monkeypatch):
+def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_server(monkeypatch):
     def load(path, config):
         raise ModelError(f"loaded for {config.max_position}")
 
     monkeypatch.setattr(Decoder, "load", load)
-    config = WorkerConfig(None, 77, 16, "float32", 8, 0, "warning")
+    asked = []
+    monkeypatch.setattr(process, "configure_reproducible_math", asked.append)
+    config = WorkerConfig(None, 77, 16, "float32", 8, 0, "warning", num_threads=3)
     with pytest.raises(ModelError, match="loaded for 77"):
         _build(WorkerLaunch(config, "", "", 0, -1), board=None)
+    assert asked == [3]

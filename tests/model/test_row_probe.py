@@ -1,0 +1,93 @@
+"""The probe tells libraries apart, and the decoder does as it says."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import paddle
+import pytest
+
+from fastdeploy_kvcache_v1.model import layers, load_model_config, row_probe
+from fastdeploy_kvcache_v1.model.decoder import Decoder
+from fastdeploy_kvcache_v1.model.plan import ANY_ROWS, FIXED_TILES, SEGMENT
+
+CONFIG = replace(load_model_config(None), num_layers=1)
+
+WHICH_CUT = (
+    "import json\n"
+    "from fastdeploy_kvcache_v1.model import configure_reproducible_math, load_model_config\n"
+    "configure_reproducible_math()\n"
+    "from fastdeploy_kvcache_v1.model.decoder import Decoder\n"
+    "print(json.dumps(Decoder.load(None, load_model_config(None)).cut.align))"
+)
+
+
+def align_in_mode(mode):
+    environment = os.environ | {"MKL_CBWR": mode}
+    done = subprocess.run(
+        [sys.executable, "-c", WHICH_CUT], env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
+    return json.loads(done.stdout), done.stderr
+
+
+needs_avx2 = pytest.mark.skipif(os.environ.get("MKL_CBWR") != "AVX2,STRICT", reason="needs AVX2")
+
+
+@needs_avx2
+def test_the_strict_mode_computes_rows_together():
+    assert Decoder.load(None, CONFIG).cut is ANY_ROWS
+
+
+@needs_avx2
+def test_a_mode_whose_rows_depend_on_each_other_gets_fixed_tiles_and_says_so():
+    align, output = align_in_mode("COMPATIBLE")
+    assert align == FIXED_TILES.align
+    assert "8 rows at a time" in output
+
+
+def test_widths_that_no_register_divides_get_fixed_tiles():
+    assert Decoder.load(None, replace(CONFIG, intermediate_size=24)).cut is FIXED_TILES
+
+
+def one_bit_off_in(few_rows):
+    """A product whose last bit is another one when it has few rows."""
+
+    def product(x, weight, bias=None):
+        result = exact_linear(x, weight, bias)
+        if x.shape[0] == few_rows:
+            array = result.numpy()
+            array.view(np.uint32)[-1, -1] ^= 1
+            result = paddle.to_tensor(array)
+        return result
+
+    return product
+
+
+exact_linear = layers.linear
+
+
+@needs_avx2
+@pytest.mark.parametrize("rows", [1, 3, 8, 61])
+@pytest.mark.parametrize("module", [layers, row_probe])
+def test_one_bit_of_one_product_is_found(module, rows, monkeypatch):
+    """In the layer, and in the product with the vocabulary."""
+    monkeypatch.setattr(module, "linear", one_bit_off_in(rows))
+    assert Decoder.load(None, CONFIG).cut is FIXED_TILES
+
+
+@needs_avx2
+@pytest.mark.parametrize("num_keys", [segments * SEGMENT for segments in row_probe.KEY_SEGMENTS])
+def test_one_bit_of_attention_is_found(num_keys, monkeypatch):
+    def attend(queries, keys, values, mask):
+        result = layers.attend(queries, keys, values, mask)
+        if keys.shape[1] == num_keys and queries.shape[1] == 7 * CONFIG.num_heads // CONFIG.num_kv_heads:
+            array = result.numpy()
+            array.view(np.uint32)[0, 0, 0] ^= 1
+            result = paddle.to_tensor(array)
+        return result
+
+    monkeypatch.setattr(row_probe, "attend", attend)
+    assert Decoder.load(None, CONFIG).cut is FIXED_TILES
