@@ -25,10 +25,11 @@ WHICH_CUT = (
 )
 
 
-def align_in_mode(mode):
-    environment = os.environ | {"MKL_CBWR": mode}
+def run(code, **environment):
+    """What `code` prints in a process of its own, with MKL as `environment` says; and its log."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MKL_", "OMP_"))}
     done = subprocess.run(
-        [sys.executable, "-c", WHICH_CUT], env=environment, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, check=True, timeout=120
     )
     return json.loads(done.stdout), done.stderr
 
@@ -43,9 +44,9 @@ def test_the_strict_mode_computes_rows_together():
 
 @needs_avx2
 def test_a_mode_whose_rows_depend_on_each_other_gets_fixed_tiles_and_says_so():
-    align, output = align_in_mode("COMPATIBLE")
+    align, log = run(WHICH_CUT, MKL_CBWR="COMPATIBLE")
     assert align == FIXED_TILES.align
-    assert "8 rows at a time" in output
+    assert "8 rows at a time" in log
 
 
 def test_widths_that_no_register_divides_get_fixed_tiles():
@@ -91,3 +92,27 @@ def test_one_bit_of_attention_is_found(num_keys, monkeypatch):
 
     monkeypatch.setattr(row_probe, "attend", attend)
     assert Decoder.load(None, CONFIG).cut is FIXED_TILES
+
+
+DIGEST = (
+    "import json, os, zlib\n"
+    "import numpy as np\n"
+    "from fastdeploy_kvcache_v1.model import ModelConfig, configure_reproducible_math\n"
+    "configure_reproducible_math({threads})\n"
+    "import paddle\n"
+    "from fastdeploy_kvcache_v1.model.decoder import Decoder, SequenceSlice\n"
+    "config = ModelConfig(architecture='llama', num_layers=1, hidden_size=256, intermediate_size=512, num_heads=4,\n"
+    "                     num_kv_heads=2, head_dim=64, vocab_size=512, max_position=1024)\n"
+    "decoder = Decoder.load(None, config)\n"
+    "caches = [paddle.zeros([5, 2, 64, 64]) for _ in range(2)]\n"
+    "slices = [(0, 290), (290, 1), (291, 3)]\n"
+    "logits = [decoder.forward([SequenceSlice(np.arange(n), at, range(5))], caches)[0] for at, n in slices]\n"
+    "print(json.dumps([zlib.crc32(np.stack(logits).tobytes()), len(os.listdir('/proc/self/task'))]))"
+)
+
+
+@needs_avx2
+def test_a_second_thread_changes_no_bit():
+    (one, threads_of_one), (two, threads_of_two) = (run(DIGEST.format(threads=number))[0] for number in (1, 2))
+    assert threads_of_two > threads_of_one, "the second thread is there"
+    assert two == one
