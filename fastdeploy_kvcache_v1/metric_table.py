@@ -106,6 +106,9 @@ TABLE: tuple[Metric, ...] = (
         host_blocks="Size of the host tier in blocks",
         host_free_blocks="Host blocks that hold nothing",
         host_cached_blocks="Host blocks that hold a cached block",
+        device_loading_blocks="Device blocks that a load from outside fills",
+        host_loading_blocks="Host blocks that a load from outside fills",
+        quarantined_blocks="Blocks of both tiers whose load is not wanted any more but has not ended",
         num_requests="Requests that the cache manager knows",
     ),
     *_counters(
@@ -127,6 +130,8 @@ TABLE: tuple[Metric, ...] = (
         backup_skipped_blocks="Host copies for which there was no room",
         duplicate_blocks="Blocks computed although another request had cached them meanwhile",
         failed_transfer_blocks="Blocks forgotten after a failed copy",
+        loaded_blocks="Blocks from outside the two tiers that were cached",
+        wasted_load_blocks="Blocks from outside the two tiers that were not cached",
     ),
     Metric("events_overflowed", "Times that unread cache events became one snapshot", Kind.COUNTER, Source.STATS),
     *_both_ways("swap_blocks", "Blocks that a worker rank copied", "blocks"),

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.embedded.intake.fields import IGNORED, REFUSED
 from fastdeploy_kvcache_v1.embedded.intake.protocol import ChatBody, CompletionBody, StreamOptions
 
-from .host_trees import tree
+from .fastdeploy_trees import tree
 
 
 @pytest.mark.parametrize(
