@@ -42,7 +42,7 @@ enum {
   KVSWAP_PATH_KERNEL = 5  /* CUDA: a kernel with 16-byte accesses; needs 16-byte aligned rows */
 };
 
-/* `num_rows` rows of `row_bytes` bytes, `pitch` bytes apart: what one layer's tensor of one role keeps of all blocks. */
+/* `num_rows` rows of `row_bytes` bytes, `pitch` bytes apart: all blocks of one layer's tensor of one role. */
 typedef struct kvswap_rows {
   uint64_t address;
   int64_t num_rows;

@@ -11,9 +11,7 @@ namespace {
 thread_local char last_error[256];
 }
 
-void remember_error(const char* message) noexcept {
-  std::strncpy(last_error, message, sizeof(last_error) - 1);
-}
+void remember_error(const char* message) noexcept { std::strncpy(last_error, message, sizeof(last_error) - 1); }
 
 }  // namespace kvswap
 

@@ -15,8 +15,7 @@ void Event::happen(int64_t failure) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     failure_ = failure;
-    time_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                   std::chrono::steady_clock::now().time_since_epoch())
+    time_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
                    .count();
     happened_.store(true, std::memory_order_release);
   }

@@ -1,4 +1,5 @@
-// The core's copies as Paddle operators. Bytes only, so every dtype works. Docs: fastdeploy_kvcache_v1/worker/ops/paddle_ops.py
+// The core's copies as Paddle operators. Bytes only, so every dtype works.
+// Docs: fastdeploy_kvcache_v1/worker/ops/paddle_ops.py
 #include <map>
 #include <memory>
 #include <mutex>
@@ -186,9 +187,8 @@ PD_BUILD_OP(swap_cache_all_layers)
     .Inputs({paddle::Vec("caches")})
     .Outputs({paddle::Vec("caches_out")})
     .SetInplaceMap({{paddle::Vec("caches"), paddle::Vec("caches_out")}})
-    .Attrs({"host_pool: int64_t", "host_blocks: int64_t", "block_bytes: int64_t",
-            "device_slots: std::vector<int64_t>", "host_slots: std::vector<int64_t>", "to_device: bool",
-            "stream: int64_t"})
+    .Attrs({"host_pool: int64_t", "host_blocks: int64_t", "block_bytes: int64_t", "device_slots: std::vector<int64_t>",
+            "host_slots: std::vector<int64_t>", "to_device: bool", "stream: int64_t"})
     .SetKernelFn(PD_KERNEL(swap_all_layers));
 
 PD_BUILD_OP(cuda_host_alloc)

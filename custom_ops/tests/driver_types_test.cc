@@ -1,7 +1,7 @@
 // Our copies of the driver's types against the toolkit's: compiled where there is a cuda.h, never run.
-#include <cuda.h>
-
 #include "../cuda/driver_types.h"
+
+#include <cuda.h>
 
 #define SAME_PLACE(ours, field, theirs, member) \
   static_assert(offsetof(kvswap::cuda::ours, field) == offsetof(theirs, member), #member)
@@ -17,7 +17,8 @@ SAME_PLACE(Memcpy2D, target_device, CUDA_MEMCPY2D, dstDevice);
 SAME_PLACE(Memcpy2D, target_pitch, CUDA_MEMCPY2D, dstPitch);
 SAME_PLACE(Memcpy2D, width, CUDA_MEMCPY2D, WidthInBytes);
 SAME_PLACE(Memcpy2D, height, CUDA_MEMCPY2D, Height);
-static_assert(int{kvswap::cuda::kHost} == int{CU_MEMORYTYPE_HOST} && int{kvswap::cuda::kDevice} == int{CU_MEMORYTYPE_DEVICE});
+static_assert(int{kvswap::cuda::kHost} == int{CU_MEMORYTYPE_HOST} &&
+              int{kvswap::cuda::kDevice} == int{CU_MEMORYTYPE_DEVICE});
 static_assert(sizeof(kvswap::cuda::DevicePointer) == sizeof(CUdeviceptr));
 static_assert(kvswap::cuda::kNotSupported == CUDA_ERROR_NOT_SUPPORTED);
 static_assert(kvswap::cuda::kDevicePointerAttribute == CU_POINTER_ATTRIBUTE_DEVICE_POINTER);

@@ -10,19 +10,19 @@
 
 #include "../kvswap.h"
 
-#define EXPECT(condition)                                                            \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
+#define EXPECT(condition)                                                                           \
+  do {                                                                                              \
+    if (!(condition)) {                                                                             \
       std::fprintf(stderr, "%s:%d: expected %s (last error: %s)\n", __FILE__, __LINE__, #condition, \
-                   kvswap_last_error());                                             \
-      std::exit(1);                                                                  \
-    }                                                                                \
+                   kvswap_last_error());                                                            \
+      std::exit(1);                                                                                 \
+    }                                                                                               \
   } while (false)
 
 // `code` is expected, with `part` in the message.
-#define EXPECT_REFUSED(call, code, part)                                    \
-  do {                                                                      \
-    EXPECT((call) == (code));                                               \
+#define EXPECT_REFUSED(call, code, part)                                      \
+  do {                                                                        \
+    EXPECT((call) == (code));                                                 \
     EXPECT(std::string(kvswap_last_error()).find(part) != std::string::npos); \
   } while (false)
 
