@@ -1,9 +1,12 @@
-# Sourced by every script: finds a Python, creates the environment, installs the package into it when needed.
+# Sourced by every script: finds a Python, creates the environment, installs what a lock file names and the package.
 #   FASTDEPLOY_KVCACHE_VENV   where the environment lives (default: .venv in the checkout)
 #   PYTHON                    the interpreter to create it with (default: python3, else python3.12 ... python3.10)
+# A script with an environment of its own sets LOCK (a file in locks/) and FASTDEPLOY_KVCACHE_VENV before it sources this.
+# shellcheck shell=bash
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+LOCK="${LOCK:-dev}"
 VENV="$(realpath -m "${FASTDEPLOY_KVCACHE_VENV:-$ROOT/.venv}")"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
@@ -28,26 +31,40 @@ find_python() {
 fingerprint() {
     {
         echo "$ROOT"
-        cat "$ROOT/pyproject.toml" "$ROOT/setup.py"
         cd "$ROOT"
+        cat pyproject.toml setup.py locks/uv.txt "locks/$LOCK.txt"
         find custom_ops -type f -not -path '*/tests/*' -not -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 cat
     } | cksum
 }
 
-install_env() {
-    local python stamp="$VENV/.fastdeploy-kvcache-stamp"
-    [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ] && "$VENV/bin/python" -c '' 2>/dev/null && return
+# An environment with nothing in it but pip and the locked uv, which installs everything else.
+create_env() {
+    local python
     if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         python="$(find_python)"
         echo "Creating $VENV with $("$python" -V)" >&2
         "$python" -m venv --clear "$VENV" >/dev/null 2>&1 ||
             die "$python cannot create a virtual environment in $VENV: install its venv module (Debian, Ubuntu: apt install python3-venv)"
     fi
-    echo "Installing the package and its dependencies (the first time takes a few minutes)" >&2
-    "$VENV/bin/python" -m pip install -qq --upgrade -e "$ROOT[dev]" >&2 </dev/null ||
-        die "the installation failed; pip's message is above"
-    # The first time, Paddle comes with that installation, too late for the libraries built in it.
-    "$VENV/bin/python" "$ROOT/custom_ops/build.py" >&2 || true
+    "$VENV/bin/python" -m pip install -qq --require-hashes -r "$ROOT/locks/uv.txt" >&2 </dev/null ||
+        die "uv was not installed; pip's message is above"
+}
+
+# uv, for this environment and no other.
+uv_pip() {
+    VIRTUAL_ENV="$VENV" "$VENV/bin/python" -m uv --quiet pip "$@" >&2 </dev/null
+}
+
+install_env() {
+    local stamp="$VENV/.fastdeploy-kvcache-stamp"
+    [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ] && "$VENV/bin/python" -c '' 2>/dev/null && return
+    create_env
+    echo "Installing the package and its dependencies (the first time takes about a minute)" >&2
+    uv_pip sync --require-hashes "$ROOT/locks/$LOCK.txt" ||
+        die "the dependencies in locks/$LOCK.txt were not installed; uv's message is above"
+    FASTDEPLOY_KVCACHE_BUILD=none uv_pip install --no-deps --no-build-isolation -e "$ROOT" ||
+        die "the package was not installed; uv's message is above"
+    "$VENV/bin/python" "$ROOT/custom_ops/build.py" >&2
     fingerprint >"$stamp"
 }
 

@@ -67,16 +67,37 @@ def test_changed_requirements_are_installed_again(tmp_path, environ):
     script = '. scripts/env.sh; echo other >"$VENV/.fastdeploy-kvcache-stamp"; setup_env; setup_env'
     done = run(["bash", "-c", f"cd {ROOT}; {script}"], environ)
     assert done.returncode == 0, done.stderr
-    assert calls.read_text().count("pip install") == 1
+    installs = [call for call in calls.read_text().splitlines() if " install " in call or " sync " in call]
+    assert installs == [
+        f"-m pip install -qq --require-hashes -r {ROOT}/locks/uv.txt",
+        f"-m uv --quiet pip sync --require-hashes {ROOT}/locks/dev.txt",
+        f"-m uv --quiet pip install --no-deps --no-build-isolation -e {ROOT}",
+    ]
 
 
-def test_ci_runs_what_a_developer_runs():
-    assert (ROOT / ".ci/run").read_text().splitlines()[1:] == ['exec "$(dirname "$0")/../scripts/test" "$@"']
+def test_a_failed_installation_is_tried_again(tmp_path, environ):
+    executable(tmp_path / "venv/bin/python", '#!/bin/sh\n[ "$2" != uv ] || { echo "no network" >&2; exit 1; }\n')
+    done = run(["bash", "-c", f"cd {ROOT}; . scripts/env.sh; setup_env"], environ)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-2:] == [
+        "no network",
+        "error: the dependencies in locks/dev.txt were not installed; uv's message is above",
+    ]
+    assert not (tmp_path / "venv/.fastdeploy-kvcache-stamp").exists()
 
 
-def test_changed_native_sources_are_built_again(tmp_path, environ):
+def commands(script: str) -> list[str]:
+    return [line for line in (ROOT / script).read_text().splitlines() if line[0] != "#"]
+
+
+def test_ci_starts_with_what_a_developer_runs():
+    assert commands(".ci/run")[:3] == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', 'scripts/test "$@"']
+
+
+@pytest.mark.parametrize("source", ["pyproject.toml", "locks/dev.txt", "locks/uv.txt", "custom_ops/core/copy.cc"])
+def test_what_the_environment_is_made_from_is_noticed(tmp_path, environ, source):
     copy = tmp_path / "checkout"
-    for part in ("scripts", "custom_ops"):
+    for part in ("scripts", "custom_ops", "locks"):
         shutil.copytree(ROOT / part, copy / part)
     for part in ("pyproject.toml", "setup.py"):
         shutil.copy(ROOT / part, copy / part)
@@ -86,6 +107,6 @@ def test_changed_native_sources_are_built_again(tmp_path, environ):
 
     before = fingerprint()
     assert before == fingerprint()
-    with (copy / "custom_ops/core/copy.cc").open("a") as source:
-        source.write("// changed\n")
+    with (copy / source).open("a") as file:
+        file.write("changed\n")
     assert fingerprint() != before
