@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
@@ -30,6 +31,10 @@ TABLES = "fastdeploy_kvcache_v1/fastdeploy_integration/patches"
 class BuildNative(build_ext):
     """Runs our own build for each library; setuptools puts the files where wheels and editable installs want them."""
 
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.built: set[str] = set()
+
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"
 
@@ -42,6 +47,18 @@ class BuildNative(build_ext):
         missing = native.build_what_works(directory, [name])
         if missing:
             raise CompileError(f"{name} is left out: {missing[name]}")
+        self.built.add(name)
+
+
+class BdistWheel(bdist_wheel):
+    """One wheel per platform, for every Python: ctypes loads the libraries. Paddle's operators fit one Paddle only."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        built = self.get_finalized_command("build_ext").built
+        if "paddle" in built:
+            return python, abi, platform
+        return "py3", "none", platform if built else "any"
 
 
 class BuildPy(build_py):
@@ -72,5 +89,10 @@ setup(
         Extension(PREFIX + native.TARGETS[name].removesuffix(".so"), sources=[], optional=True)
         for name in native.wanted()
     ],
-    cmdclass={"build_ext": BuildNative, "build_py": BuildPy, "editable_wheel": EditableWheel},
+    cmdclass={
+        "bdist_wheel": BdistWheel,
+        "build_ext": BuildNative,
+        "build_py": BuildPy,
+        "editable_wheel": EditableWheel,
+    },
 )

@@ -3,4 +3,4 @@
 Importing the package loads nothing else: import the module that has what you need (`cache_manager`, `metadata`, ...).
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

@@ -1,9 +1,11 @@
 """What users install: the sdist, the wheel made of it, and that wheel alone in a fresh environment."""
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -15,13 +17,11 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_rel
 from tests.worker.ops.native import compiler
 
 if sys.version_info >= (3, 11):
-    import tomllib
-
     OVERLAY_NEEDS = (wrapt,)
 else:
-    import tomli as tomllib
+    import tomli
 
-    OVERLAY_NEEDS = (wrapt, tomllib)
+    OVERLAY_NEEDS = (wrapt, tomli)
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "fastdeploy_kvcache_v1"
@@ -41,8 +41,8 @@ def run(*command, expect=0, **options):
 class Environment:
     """A virtual environment with nothing in it, not even pip."""
 
-    def __init__(self, directory):
-        run(sys.executable, "-m", "venv", "--without-pip", directory)
+    def __init__(self, directory, python=sys.executable):
+        run(python, "-m", "venv", "--without-pip", directory)
         self.python = directory / "bin/python"
         self.site_packages = next(directory.glob("lib/python*/site-packages"))
 
@@ -56,18 +56,12 @@ class Environment:
 @pytest.fixture(scope="module")
 def build(tmp_path_factory):
     """`build("sdist", source)` calls the hook that every installer calls, and returns the file that it made."""
-    environment = Environment(tmp_path_factory.mktemp("builder") / "venv")
-    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    try:
-        environment.pip("install", "-q", *requires)
-    except AssertionError as error:
-        pytest.skip(f"needs PyPI: {str(error).splitlines()[-1]}")
 
     def hook(kind, source, native="none"):
         target = tmp_path_factory.mktemp(kind)
         code = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
         settings = {**os.environ, "FASTDEPLOY_KVCACHE_BUILD": native}
-        run(environment.python, "-c", code, cwd=source, env=settings)
+        run(sys.executable, "-c", code, cwd=source, env=settings)
         (made,) = target.iterdir()
         return made
 
@@ -119,6 +113,46 @@ def test_the_sdist_builds_the_native_core(wheel):
     compiler()
     with zipfile.ZipFile(wheel) as archive:
         assert CORE in archive.namelist()
+
+
+def test_the_wheel_is_for_this_platform_and_every_python(wheel):
+    compiler()
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert wheel.name == f"fastdeploy_kvcache_v1-{__version__}-py3-none-{platform}.whl"
+
+
+def test_a_wheel_without_libraries_is_for_every_platform(build, unpacked):
+    assert build("wheel", unpacked).name == f"fastdeploy_kvcache_v1-{__version__}-py3-none-any.whl"
+
+
+def interpreter(minor):
+    """A Python 3.`minor` of this machine: on PATH, or one of pyenv's. Skips the test where there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    for python in (f"python3.{minor}", *sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python"))):
+        with contextlib.suppress(AssertionError, OSError):
+            run(python, "-c", "import ensurepip, venv")
+            return python
+    pytest.skip(f"this machine lacks Python 3.{minor}")
+
+
+@pytest.mark.parametrize("minor", [10, 11, 12])
+def test_the_wheel_brings_its_core_to_a_bare_environment(wheel, tmp_path, minor):
+    compiler()
+    environment = Environment(tmp_path / "venv", interpreter(minor))
+    environment.pip("install", "-q", "--no-deps", "--no-index", wheel)
+    code = (
+        "import ctypes, pathlib, fastdeploy_kvcache_v1 as package;"
+        "path = pathlib.Path(package.__file__).parent / 'worker/ops/_core.so';"
+        "print(package.__version__, ctypes.CDLL(str(path)).kvswap_last_error is not None)"
+    )
+    assert run(environment.python, "-c", code, cwd=tmp_path).split() == [__version__, "True"]
+
+
+def test_the_changelog_names_the_version_that_comes_next():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released, _, dev = __version__.partition(".dev")
+    assert (f"## [Unreleased]\n\nBecomes {released}.\n" in changelog) == bool(dev)
+    assert (f"## [{released}]" in changelog) != bool(dev)
 
 
 def test_the_sdist_holds_every_native_source(unpacked):
