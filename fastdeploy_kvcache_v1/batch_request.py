@@ -7,6 +7,8 @@ from typing import Any
 
 from .metadata import SwapStep
 
+__all__ = ["BatchRequest"]
+
 
 @dataclass
 class BatchRequest:

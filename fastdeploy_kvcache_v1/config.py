@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from .errors import ConfigError
 
+__all__ = ["KVCacheConfig", "WritePolicy"]
+
 
 class WritePolicy(str, enum.Enum):
     """When a block gets its host copy."""

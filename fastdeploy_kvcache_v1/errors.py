@@ -19,6 +19,24 @@ KVCacheError
 
 from __future__ import annotations
 
+__all__ = [
+    "BlockPoolError",
+    "CacheStateError",
+    "ConfigError",
+    "InvariantError",
+    "KVCacheError",
+    "LayerSwapTimeoutError",
+    "MessageVersionError",
+    "ModelError",
+    "OverlayError",
+    "PoolInUseError",
+    "TraceError",
+    "TransferError",
+    "UnknownRequestError",
+    "UnsupportedCopyError",
+    "WorkerDiedError",
+]
+
 
 class KVCacheError(Exception):
     """Base class of every error this package raises on purpose."""

@@ -14,6 +14,32 @@ from typing import NamedTuple, NewType, Protocol
 
 from .errors import UnsupportedCopyError
 
+__all__ = [
+    "COPY_ORDER",
+    "EVICT",
+    "NO_EVICT",
+    "NO_SWAP_IN",
+    "SWAP_IN",
+    "Allocation",
+    "BlockHash",
+    "BlockHashes",
+    "BlockNode",
+    "CacheEvent",
+    "CacheLevel",
+    "CacheStatus",
+    "CacheSwapMetadata",
+    "CopyKind",
+    "DeviceSlot",
+    "HostSlot",
+    "LoadSlots",
+    "MatchResult",
+    "MatchedSpan",
+    "NoSpace",
+    "SwapStep",
+    "TransferReport",
+    "TransferResult",
+]
+
 BlockHash = NewType("BlockHash", bytes)
 """Chained 32-byte SHA-256 digest that names a block together with its whole prefix."""
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from ..errors import ConfigError
 
+__all__ = ["DTYPE_BYTES", "ROLE_TENSOR_NAMES", "AttentionCacheBackend", "CacheLayout", "RoleSpec", "tensor_name"]
+
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 
 ROLE_TENSOR_NAMES = {
@@ -65,6 +67,7 @@ class CacheLayout:
 
 
 def tensor_name(role: str, layer: int, rank: int, device: int) -> str:
+    """Name of one layer's tensor of `role`, the same in every release: `key_caches_3_rank0.device0`."""
     return f"{ROLE_TENSOR_NAMES[role]}_{layer}_rank{rank}.device{device}"
 
 

@@ -46,6 +46,8 @@ from .request_table import RequestTable
 from .residency import Residency
 from .tiering import Tiering
 
+__all__ = ["CacheManager"]
+
 SWEPT_PER_STEP = 512
 """Forgotten runs that a step takes apart after a reset, some 0.3 ms of work."""
 

@@ -15,6 +15,8 @@ from .ops import LayerRows
 from .runtime import Runtime
 from .transfer_manager import CacheTransferManager, CopyProgress, TransferStats
 
+__all__ = ["CacheController"]
+
 
 class CacheController:
     """Caches and copies of one rank. Not thread-safe: one worker thread uses it.

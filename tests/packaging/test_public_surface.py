@@ -1,0 +1,39 @@
+"""docs/api-stability.md promises modules; `__all__` says what of them."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = re.findall(r"^\| `(fastdeploy_kvcache_v1\.[a-z_.]+)` \|", (ROOT / "docs/api-stability.md").read_text(), re.M)
+
+
+def test_the_page_names_the_front_doors():
+    assert {"fastdeploy_kvcache_v1.scheduler.cache_manager", "fastdeploy_kvcache_v1.config"} <= set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_module_declares_what_it_defines(name):
+    module = importlib.import_module(name)
+    defined = {
+        key
+        for key, value in vars(module).items()
+        if key[0] != "_" and (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__ == name
+    }
+    assert defined <= set(module.__all__)
+    assert [key for key in module.__all__ if not hasattr(module, key)] == []
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_is_public_has_a_docstring(name):
+    module = importlib.import_module(name)
+    values = [getattr(module, key) for key in module.__all__]
+    bare = [
+        value.__qualname__
+        for value in values
+        if (inspect.isclass(value) or inspect.isfunction(value)) and not (value.__doc__ or "").strip()
+    ]
+    assert bare == []
