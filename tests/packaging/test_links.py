@@ -1,0 +1,47 @@
+"""Pages name only what is there: relative links, and paths of the repository in backticks."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\s]+)`")
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "build" and path.name[:5] != ".venv"}
+
+
+def ids(page):
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_relative_links_lead_somewhere(page):
+    targets = [link.partition("#")[0] for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [target for target in targets if target and not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_anchors_are_headings_of_their_page(page):
+    for link in LINK.findall(page.read_text()):
+        target, _, anchor = link.partition("#")
+        if "://" in link or not anchor:
+            continue
+        text = (page.parent / target if target else page).read_text()
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in slugs, link
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=ids)
+def test_paths_in_backticks_exist(page):
+    """A path starts with a folder of the repository's top; a name with wildcards must match something. A page may name
+    results of benchmarks that no machine has written yet."""
+    missing = []
+    for code in CODE.findall(page.read_text()):
+        name = code.removeprefix("./").rstrip("/")
+        is_path = "/" in name and name.split("/")[0] in FOLDERS and not re.search(r"[{}<>$|:]", name)
+        if is_path and not name.startswith("benchmarks/results/") and not list(ROOT.glob(name)):
+            missing.append(code)
+    assert missing == []
