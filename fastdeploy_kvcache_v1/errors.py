@@ -12,6 +12,7 @@ KVCacheError
 ├── TransferError              a copy between tiers failed; its target must not be read
 │   └── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
 ├── ModelError                 a model directory is incomplete or does not fit its configuration
+├── ModelFetchError            a model cannot be downloaded or converted here; the message says what to do
 ├── TraceError                 a request trace has a broken line (named by its number)
 ├── MessageVersionError        engine and worker speak different versions of a message
 └── WorkerDiedError            the worker process ended while requests needed it
@@ -28,6 +29,7 @@ __all__ = [
     "LayerSwapTimeoutError",
     "MessageVersionError",
     "ModelError",
+    "ModelFetchError",
     "OverlayError",
     "PoolInUseError",
     "TraceError",
@@ -97,6 +99,10 @@ class MessageVersionError(KVCacheError):
 
 class ModelError(KVCacheError):
     """A model directory has missing, unreadable or mismatched files."""
+
+
+class ModelFetchError(KVCacheError):
+    """A model cannot be downloaded or converted on this machine. One line: why, and what to do."""
 
 
 class TraceError(KVCacheError, ValueError):

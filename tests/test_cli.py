@@ -8,6 +8,8 @@ from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.embedded import command
 from fastdeploy_kvcache_v1.embedded.handover import fastdeploy_command
 
+RANDOM = ("serve", "--embedded", "--model", "random")
+
 
 def run(capsys, *argv):
     status = cli.main(argv)
@@ -17,11 +19,11 @@ def run(capsys, *argv):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["serve", "--embedded", "--write-policy", "never"], "unknown write policy 'never'"),
-        (["serve", "--embedded", "--swap-space", "1e9"], "--swap-space 1e+09 GiB is more than"),
+        ([*RANDOM, "--write-policy", "never"], "unknown write policy 'never'"),
+        ([*RANDOM, "--swap-space", "1e9"], "--swap-space 1e+09 GiB is more than"),
         (["serve", "--embedded", "--model", "/does/not/exist"], "model directory /does/not/exist does not exist"),
-        (["serve", "--embedded", "--tensor-parallel-size", "2"], "unrecognized arguments: --tensor-parallel-size 2"),
-        (["serve", "--embedded", "--host", "256.1.1.1", "--port", "0"], "cannot listen on 256.1.1.1:0"),
+        ([*RANDOM, "--tensor-parallel-size", "2"], "unrecognized arguments: --tensor-parallel-size 2"),
+        ([*RANDOM, "--host", "256.1.1.1", "--port", "0"], "cannot listen on 256.1.1.1:0"),
     ],
 )
 def test_wrong_settings_end_with_one_line(capsys, argv, message):
@@ -79,7 +81,7 @@ def test_fastdeploy_gets_every_flag_that_was_given_and_its_own(monkeypatch):
 
 def test_embedded_forces_this_server_beside_fastdeploy(monkeypatch, capsys):
     monkeypatch.setattr(command, "fastdeploy_can_serve", lambda: True)
-    status, stderr = run(capsys, "serve", "--embedded", "--block-size", "0")
+    status, stderr = run(capsys, *RANDOM, "--block-size", "0")
     assert (status, stderr.count("\n")) == (2, 1)
 
 
@@ -87,7 +89,7 @@ def test_missing_extra_is_one_line_that_says_how_to_get_it(monkeypatch, capsys):
     for name in ("serve", "http.server"):
         monkeypatch.delitem(sys.modules, f"fastdeploy_kvcache_v1.embedded.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    status, stderr = run(capsys, "serve", "--embedded")
+    status, stderr = run(capsys, *RANDOM)
     assert status == 2
     assert "needs the package uvicorn: pip install 'fastdeploy-kvcache-v1[embedded]'" in stderr
 

@@ -25,11 +25,13 @@ PROGRAM = "fastdeploy_kvcache_v1.cli"
 def running_server(arguments: Sequence[str]) -> Iterator[str]:
     """Starts a server on a free local port with `arguments`, yields its URL once it is healthy, stops it at the end.
 
+    It serves the random model unless `arguments` name another.
     Raises `WorkerDiedError` with the last lines of its output if it ends or stays silent before it is healthy.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", PROGRAM, "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    local = ("--host", "127.0.0.1", "--port", str(port))
+    command = [sys.executable, "-m", PROGRAM, "serve", "--model", "random", *arguments, *local]
     with tempfile.TemporaryDirectory(prefix="fastdeploy-kvcache-bench-") as directory:
         log = Path(directory) / "server.log"
         with open(log, "wb") as output:

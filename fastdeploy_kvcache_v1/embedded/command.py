@@ -6,11 +6,11 @@ import argparse
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..errors import ConfigError
 from ..model.config import load_model_config
 from .handover import exec_fastdeploy, exec_fastdeploy_cpu, fastdeploy_can_serve, fastdeploy_command
+from .model_choice import embedded_model, fastdeploy_cpu_model, fastdeploy_model
 from .settings import add_serve_arguments, server_config
 from .text.tokenizer import load_tokenizer
 
@@ -43,8 +43,10 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if args.fastdeploy_cpu:
         if args.embedded:
             raise ConfigError("--embedded and --fastdeploy-cpu are two different servers: choose one")
+        args.model = fastdeploy_cpu_model(args.model)
         exec_fastdeploy_cpu(args, extra)
     if not args.embedded and fastdeploy_can_serve():
+        args.model = fastdeploy_model(args.model)
         exec_fastdeploy(fastdeploy_command(args, extra))
     if extra:
         raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
@@ -54,7 +56,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         install = "pip install 'fastdeploy-kvcache-v1[embedded]'"
         raise ConfigError(f"the embedded server needs the package {error.name}: {install}") from None
-    model_path = None if args.model is None else Path(args.model)
+    args.model = model_path = embedded_model(args.model)
     config = server_config(args, load_model_config(model_path), free_bytes=free_host_memory())
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return serve(config, load_tokenizer(model_path), copy_faults=os.environ.get(COPY_FAULTS_VARIABLE, ""))

