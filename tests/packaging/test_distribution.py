@@ -209,7 +209,9 @@ def test_the_bootstrap_file_lies_in_site_packages(installed):
     assert (installed.site_packages / f"{PACKAGE}.pth").is_file()
 
 
-@pytest.mark.parametrize(("switch", "loaded"), [("", []), ("0", []), ("1", [PACKAGE, f"{PACKAGE}.plugin", f"{PACKAGE}.switch"])])
+@pytest.mark.parametrize(
+    ("switch", "loaded"), [("", []), ("0", []), ("1", [PACKAGE, f"{PACKAGE}.plugin", f"{PACKAGE}.switch"])]
+)
 def test_a_process_loads_no_more_than_the_switch_asks_for(python, switch, loaded):
     assert python(OURS, switch) == str(loaded)
 
