@@ -1,0 +1,48 @@
+"""What is changed, and what is left alone."""
+
+import pytest
+
+from tests.mutation.mutants import mutants
+
+
+def changes(body):
+    source = "def f(a, b):\n" + "".join(f"    {line}\n" for line in body.splitlines())
+    return [(mutant.was, mutant.now) for mutant in mutants(source)]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("a < b", [("a < b", "(a <= b)")]),
+        ("not a", [("not a", "(a)")]),
+        ("a = b and a", [("b and a", "(b or a)")]),
+        ("a += b", [("a += b", "a -= b")]),
+        ("a = 3", [("3", "4")]),
+        ("a = True", [("True", "False")]),
+        ("a(b)", [("a(b)", "pass")]),
+        ("return a", [("return a", "return None")]),
+        ("while a:\n    break", [("break", "continue")]),
+        ("a = b if a else a", [("b if a else a", "(a if a else b)")]),
+    ],
+)
+def test_changes(body, expected):
+    assert changes(body) == expected
+
+
+@pytest.mark.parametrize(
+    "body", ['"""1 + 1"""', "assert a < 1, 2", "raise ValueError(a + 1)", "a: list[1] = b", "return None", "import b"]
+)
+def test_left_alone(body):
+    assert changes(body) == []
+
+
+def test_a_mutant_differs_in_its_place_only():
+    source = "def f(ä):\n    return [ä, 1]  # ü\n"
+    (whole, one) = mutants(source)
+    assert whole.source == "def f(ä):\n    return None  # ü\n"
+    assert one.source == "def f(ä):\n    return [ä, 2]  # ü\n"
+
+
+def test_a_function_inside_a_function_is_changed_once():
+    source = "def f():\n    def g():\n        return 1\n"
+    assert [mutant.line for mutant in mutants(source)] == [3, 3]
