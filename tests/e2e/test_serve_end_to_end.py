@@ -80,7 +80,7 @@ def test_errors_have_the_types_of_the_client(client):
     with pytest.raises(openai.BadRequestError, match="do not fit the device tier's 64 blocks of 16 tokens"):
         client.completions.create(model="random-tiny", prompt="x" * 1000, max_tokens=100)
     with pytest.raises(openai.NotFoundError, match="model 'other' does not exist"):
-        client.completions.create(model="other", prompt="x")
+        client.models.retrieve("other")
 
 
 @pytest.mark.parametrize("stream", [True, False])
