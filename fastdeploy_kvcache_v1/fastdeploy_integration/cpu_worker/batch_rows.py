@@ -1,4 +1,4 @@
-"""The batch rows of the worker: what each holds, what it computes next, and when it ends. Knows no host and no paddle.
+"""The batch rows of the worker: what each holds and computes next, and when it ends. Needs no FastDeploy, no paddle.
 
 A row runs through these states; `computed` and `target` count tokens of the sequence:
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 from ...errors import CacheStateError
 
@@ -21,25 +20,15 @@ NO_TOKEN = -1
 """The row has nothing to say in this step."""
 
 FAILED = -3
-"""The request cannot be completed: the host ends it with an error message."""
+"""The request cannot be completed: FastDeploy ends it with an error message."""
 
 RELEASED = -9
-"""The row is free: the host re-schedules or ends the preempted or aborted request."""
-
-
-class TaskKind(IntEnum):
-    """Values of the host's `RequestType`."""
-
-    PREFILL = 0
-    DECODE = 1
-    PREEMPTED = 2
-    EXTEND = 3
-    ABORT = 4
+"""The row is free: FastDeploy re-schedules or ends the preempted or aborted request."""
 
 
 @dataclass(frozen=True)
 class FinishRules:
-    """When a sequence ends, as the host's GPU kernels decide it."""
+    """When a sequence ends, as FastDeploy's GPU kernels decide it."""
 
     end_tokens: tuple[int, ...]
     """At least one. The first stands for the end of a sequence that ends for another reason."""
@@ -108,7 +97,7 @@ class BatchRows:
         self.sequences[row] = sequence
 
     def set_blocks(self, row: int, block_table: Sequence[int]) -> None:
-        """A decode task. Nothing happens when the sequence ended meanwhile: the host did not know yet."""
+        """A decode task. Nothing happens when the sequence ended meanwhile: FastDeploy did not know yet."""
         if row in self.sequences:
             self.sequences[row].block_table = list(block_table)
 

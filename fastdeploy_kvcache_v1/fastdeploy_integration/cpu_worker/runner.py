@@ -1,4 +1,4 @@
-"""What computes in the worker: the embedded engine's model over our controller's caches, driven by the host's tasks."""
+"""What computes in the worker: the embedded engine's model over our controller's caches, driven by FastDeploy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATS_FILE = "cpu_worker.json"
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """What the runner needs of the host's configuration."""
+    """What the runner needs of FastDeploy's configuration."""
 
     model_path: Path
     block_size: int
@@ -50,7 +50,7 @@ class RunnerConfig:
 class CpuModelRunner:
     """One rank. Not thread-safe: the worker's event loop uses it.
 
-    The host looks at `not_need_stop`, `is_sleeping` and `device_id`.
+    FastDeploy looks at `not_need_stop`, `is_sleeping` and `device_id`.
     """
 
     device_id = 0
@@ -115,11 +115,11 @@ class CpuModelRunner:
         self._controller.free(keep_host_memory=self._config.keep_host_memory)
         self._steps = None
 
-    # The host's weight updates through shared memory. As in its GPU worker, the status is told before the host drops
-    # what is queued for this worker, and when weights go away before the caches are gone.
+    # FastDeploy's weight updates through shared memory. As in its GPU worker, the status is told before FastDeploy
+    # drops what is queued for this worker, and when weights go away before the caches are gone.
 
     def clear_requests(self) -> None:
-        """Forget every sequence. Nobody is told: the host's scheduler has to know."""
+        """Forget every sequence. Tells no other process: FastDeploy's scheduler has to know."""
         self._table.clear()
         self._sampling.clear()
         self._pending = BatchRequest()
@@ -149,7 +149,7 @@ class CpuModelRunner:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def insert_tasks(self, tasks: Sequence[Any]) -> None:
-        """Take over what the host scheduled. Raises `CacheStateError` for a task that cannot be, and `TransferError`
+        """Take over what FastDeploy scheduled. Raises `CacheStateError` for a task that cannot be, and `TransferError`
         when swap steps were lost on the way: either ends the worker, because its caches cannot be trusted any more.
         """
         self._pending.swap_steps += self._inbox.take(tasks)
@@ -159,7 +159,7 @@ class CpuModelRunner:
                 self._sampling[int(task.idx)] = task
 
     def not_need_stop(self) -> bool:
-        """True when there is something to do (the host's name for it)."""
+        """True when there is something to do (FastDeploy's name for it)."""
         copies_open = self._steps is not None and self._steps.has_open_copies
         return self._table.has_work or bool(self._pending) or copies_open
 
@@ -201,7 +201,7 @@ class CpuModelRunner:
             request_id=sequence.request_id,
             token_ids=sequence.tokens[sequence.computed : sequence.target],
             start=sequence.computed,
-            block_table=sequence.block_table,  # type: ignore[arg-type]  # plain integers from the host
+            block_table=sequence.block_table,  # type: ignore[arg-type]  # plain integers from FastDeploy
             needs_logits=sequence.samples,
             sampling=sampling_params(self._sampling[row], banned),
         )

@@ -1,4 +1,4 @@
-"""Reading the host's tasks: duck-typed, so that it can be tested without the host."""
+"""Reading FastDeploy's tasks: duck-typed, so that it can be tested without FastDeploy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...model.sampler import SamplingParams
-from .batch_rows import BatchRows, FinishRules, RunningSequence, TaskKind
+from ..task_kind import TaskKind
+from .batch_rows import BatchRows, FinishRules, RunningSequence
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +25,14 @@ _warned: set[str] = set()
 
 
 def apply_task(table: BatchRows, task: Any) -> None:
-    """One task of the host's batch. Raises `CacheStateError` when it does not fit."""
+    """One task of FastDeploy's batch. Raises `CacheStateError` when it does not fit."""
     row = int(task.idx)
     kind = TaskKind(task.task_type.value)
     if kind is TaskKind.PREFILL:
         table.start(row, _sequence(task))
     elif kind is TaskKind.DECODE:
         table.set_blocks(row, [int(block) for block in task.block_tables])
-    else:  # the host's GPU worker also treats an extend task as the end of the row
+    else:  # FastDeploy's GPU worker also treats an extend task as the end of the row
         table.release(row)
 
 
@@ -60,7 +61,7 @@ def _finish_rules(task: Any) -> FinishRules:
 def _stop_sequences(
     padded: Sequence[Sequence[int]] | None, lengths: Sequence[int] | None
 ) -> tuple[tuple[int, ...], ...]:
-    """The host pads stop sequences to one length and tells the real ones beside them."""
+    """FastDeploy pads stop sequences to one length and tells the real ones beside them."""
     if not padded or not lengths:
         return ()
     return tuple(tuple(row[:length]) for row, length in zip(padded, lengths, strict=False) if length)
@@ -73,7 +74,7 @@ def sampling_params(task: Any, banned: tuple[int, ...]) -> SamplingParams:
             _warned.add(name)
             logger.warning("the CPU worker does not support %s: ignored", name)
     temperature, top_p, seed = task.get("temperature"), task.get("top_p"), task.get("seed")
-    if task.get("top_k") == 1:  # what the host makes of temperature 0
+    if task.get("top_k") == 1:  # what FastDeploy makes of temperature 0
         temperature = 0.0
     return SamplingParams(
         temperature=1.0 if temperature is None else float(temperature),
