@@ -85,12 +85,12 @@ class ServerProcess:
     @property
     def worker(self) -> psutil.Process:
         """The worker process, which has the ports and caches."""
-        return self._child("worker_process")
+        return self._child("worker.process")
 
     @property
     def intake(self) -> psutil.Process:
         """The process that reads large bodies and renders chat templates."""
-        return self._child("intake_process")
+        return self._child("intake.process")
 
     def _child(self, module: str) -> psutil.Process:
         found = [
