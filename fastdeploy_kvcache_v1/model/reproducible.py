@@ -14,14 +14,17 @@ logger = logging.getLogger(__name__)
 CPUINFO = Path("/proc/cpuinfo")
 
 MAX_DEFAULT_THREADS = 2
-"""The rest of a machine's cores is for servers and copies; `--threads` asks for more."""
+"""`--threads` asks for more."""
 
 
 def default_threads() -> int:
-    """Threads to compute with where nothing else is asked for: the physical cores of this process, up to a limit."""
+    """Threads to compute with where nothing else is asked for: the physical cores of this process but one, up to a limit.
+
+    One core is left for the server and the copies. On a busy machine of two cores two threads took twice as long as one.
+    """
     cores = psutil.cpu_count(logical=False) or 1
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
-    return min(MAX_DEFAULT_THREADS, cores, allowed)
+    return max(1, min(MAX_DEFAULT_THREADS, cores - 1, allowed - 1))
 
 
 def configure_reproducible_math(num_threads: int = 1) -> bool:
