@@ -18,9 +18,10 @@ MAX_DEFAULT_THREADS = 2
 
 
 def default_threads() -> int:
-    """Threads to compute with where nothing else is asked for: the physical cores of this process but one, up to a limit.
+    """Threads to compute with by default: the physical cores that this process may use but one, up to a limit.
 
-    One core is left for the server and the copies. On a busy machine of two cores two threads took twice as long as one.
+    One core is left for the server and the copies: on a busy machine of two cores, two threads took twice as long as
+    one.
     """
     cores = psutil.cpu_count(logical=False) or 1
     allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
