@@ -129,6 +129,7 @@ def run_initialization(runner_class, proposer_class):
     config = SimpleNamespace(
         cache_config=SimpleNamespace(num_cpu_blocks=5, block_size=4, enable_prefix_caching=True),
         speculative_config=SimpleNamespace(method="mtp"),
+        parallel_config=SimpleNamespace(local_engine_worker_queue_port=1, tensor_parallel_rank=0),
     )
     worker_patches.init_runner(lambda **_: None, None, (), {"fd_config": config})
     cache = worker_patches.worker_cache()
