@@ -47,7 +47,7 @@ def run_inside(release, tmp_path, *arguments, manager=True, expect=0):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,  # a minute or two on a quiet machine
         check=False,
     )
     assert done.returncode == expect, done.stdout[-3000:] + done.stderr[-6000:]

@@ -11,6 +11,8 @@ from .fastdeploy_trees import HERE, RELEASES, run_inside
 
 STEPS = 2500
 
+pytestmark = pytest.mark.timeout(660)
+
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
