@@ -124,7 +124,7 @@ def test_the_paddle_operators_are_there_where_paddle_is():
     paddle_ops.load()
 
 
-def test_operators_of_somebody_else_are_not_registered_twice():
+def test_operators_of_another_package_are_not_registered_twice():
     pytest.importorskip("paddle")
     if not paddle_ops.LIBRARY.exists():
         pytest.skip("the Paddle operators were not built")
@@ -138,7 +138,7 @@ def test_operators_of_somebody_else_are_not_registered_twice():
         "except Exception as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    assert done.stdout.startswith("ConfigError Paddle has operators named swap_cache_per_layer,"), done.stderr
+    assert done.stdout.startswith("ConfigError another package has registered Paddle operators named swap_cache_per_layer,"), done.stderr
 
 
 def test_the_source_distribution_has_the_sources():
