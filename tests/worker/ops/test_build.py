@@ -138,7 +138,9 @@ def test_operators_of_another_package_are_not_registered_twice():
         "except Exception as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    assert done.stdout.startswith("ConfigError another package has registered Paddle operators named swap_cache_per_layer,"), done.stderr
+    assert done.stdout.startswith(
+        "ConfigError another package has registered Paddle operators named swap_cache_per_layer,"
+    ), done.stderr
 
 
 def test_the_source_distribution_has_the_sources():
