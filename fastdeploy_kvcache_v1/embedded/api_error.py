@@ -31,7 +31,7 @@ class ApiError(Exception):
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """`{"error": {...}}` with a one-line message, cut where it repeats too much of the request."""
     kind = TYPES.get(status, "invalid_request_error")
-    # JSON can carry half of a surrogate pair, which an answer cannot.
+    # A template's message can carry half of a surrogate pair, which an answer cannot.
     line = " ".join(message.encode("utf-8", errors="replace").decode().split())
     line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."
     return {"error": {"message": line, "type": kind, "param": param, "code": code}}

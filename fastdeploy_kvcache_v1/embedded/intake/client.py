@@ -187,7 +187,7 @@ class IntakeClient:
             raise ModelError(" ".join(reply.head.decode("utf-8", "replace").split()))
         assert reply.kind == READY, f"unexpected frame of kind {reply.kind} from a starting intake process"
 
-    def _end(self, error: Exception, cpu_s: int) -> str:
+    def _end(self, error: Exception, cpu_s: float) -> str:
         """Kill the process; the reason, one line, why it had to be, or why it ended itself."""
         process = self._process
         assert process is not None, "it was asked"
@@ -197,8 +197,8 @@ class IntakeClient:
         self._discard()
         if status is None:
             return "the intake process does not answer"
-        if status == -signal.SIGXCPU:
-            return f"chat template and tokenizer take more than {cpu_s} s of CPU time"
+        if status == -signal.SIGPROF:
+            return f"chat template and tokenizer take more than {cpu_s:.3g} s of CPU time"
         gib = memory_bytes(self._config) / GIB
         return f"chat template and tokenizer fail, or need more than {gib:g} GiB of memory (status {status})"
 

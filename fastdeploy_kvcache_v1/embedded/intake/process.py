@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import pickle
 import resource
+import signal
 import socket
 import struct
 import sys
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -41,11 +43,11 @@ MIN_MEMORY = 1024 * MIB
 MEMORY_PER_BODY_BYTE = 64
 """A body of `[],[],[],...` takes 30."""
 
-START_CPU_S = 3
+START_CPU_S = 3.0
 """To compile the chat template."""
 
-BASE_CPU_S = 1
-CPU_S_PER_MIB = 2
+BASE_CPU_S = 0.5
+CPU_S_PER_MIB = 2.0
 """Tokenizers manage about a MiB in a second."""
 
 
@@ -61,9 +63,9 @@ class Launch:
     parent_pid: int
 
 
-def cpu_seconds(size: int) -> int:
+def cpu_seconds(size: int) -> float:
     """What a body of `size` bytes may take."""
-    return BASE_CPU_S + CPU_S_PER_MIB * size // MIB
+    return BASE_CPU_S + CPU_S_PER_MIB * size / MIB
 
 
 def memory_bytes(config: IntakeConfig) -> int:
@@ -140,8 +142,9 @@ def main() -> int:
             request = receive(connection)
         except (EOFError, ConnectionError):
             return 0
-        _limit_cpu(cpu_seconds(len(request.tail)))
-        send(connection, _answer(intake, request))
+        with _limited_cpu(cpu_seconds(len(request.tail))):
+            answer = _answer(intake, request)
+        send(connection, answer)
 
 
 def _answer(intake: Intake, request: Frame) -> Frame:
@@ -156,14 +159,20 @@ def _build(config: IntakeConfig) -> Intake:
     tokenizer = load_tokenizer(config.model_path)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     _limit(resource.RLIMIT_AS, used + memory_bytes(config))
-    _limit_cpu(START_CPU_S)
-    tokenizer.compile_template()
+    with _limited_cpu(START_CPU_S):
+        tokenizer.compile_template()
     return Intake(config, tokenizer)
 
 
-def _limit_cpu(seconds: int) -> None:
-    """Beyond, the kernel ends this process (SIGXCPU)."""
-    _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
+@contextmanager
+def _limited_cpu(seconds: float) -> Iterator[None]:
+    """Beyond, the kernel ends this process (SIGPROF). RLIMIT_CPU would count whole seconds."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _limit(kind: int, value: int) -> None:

@@ -80,7 +80,7 @@ class HFTokenizer:
         return self._encode(self._template.render(messages, variables), most, add_special_tokens=False)
 
     def _encode(self, text: str, most: int | None, *, add_special_tokens: bool) -> list[int]:
-        data = text.encode("utf-8", errors="replace")  # JSON can carry half a surrogate pair, which Rust strings cannot
+        data = text.encode("utf-8", errors="replace")  # a template can write half a surrogate pair, Rust strings cannot
         if most is not None and len(data) > most and self._length is not None and self._length.exceeds(data, most):
             raise TextTooLongError(len(data))
         ids: list[int] = self._rust.encode(data.decode(), add_special_tokens=add_special_tokens).ids

@@ -155,5 +155,5 @@ def _require_at_most(size: int, most: int | None) -> None:
 
 
 def _utf8(text: str) -> bytes:
-    # JSON can carry half of a surrogate pair, which has no UTF-8 form.
+    # A caller's text can carry half of a surrogate pair, which has no UTF-8 form.
     return text.encode("utf-8", errors="replace")
