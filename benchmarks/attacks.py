@@ -1,11 +1,12 @@
 """What one hostile request costs the others: seconds to its answer, and the longest pause of a stream beside it.
 
 `attacks.py [MODEL_DIRECTORY]`: with a Hugging Face directory (tokenizer and weights), also prompts of megabytes for its
-tokenizer, and a chat template without end in a copy of it. A stream's pauses without any attack stand in the row `none`.
+`attacks.py [MODEL_DIRECTORY]`: with a Hugging Face directory (tokenizer, weights), also prompts of megabytes for its
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import sys
@@ -93,7 +94,7 @@ class Stream:
 
     def longest_pause(self, start: float, end: float) -> float:
         moments = [start, *(moment for moment in self.arrivals if start < moment < end), end]
-        return max(after - before for before, after in zip(moments, moments[1:], strict=False))
+        return max(after - before for before, after in itertools.pairwise(moments))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .metadata import CacheLevel, TransferResult
+from .metadata import CacheLevel, TransferReport, TransferResult
 
 
 @dataclass
@@ -34,6 +34,8 @@ class RankCopies:
     exposed_wait_s: float = 0.0
     """Seconds that compute stood still for copies."""
 
-    def add(self, result: TransferResult) -> None:
-        totals = self.swap_in if result.target is CacheLevel.DEVICE else self.swap_out
-        totals.add(result)
+    def add(self, report: TransferReport) -> None:
+        self.exposed_wait_s += report.exposed_wait_s
+        for result in report.transfers:
+            totals = self.swap_in if result.target is CacheLevel.DEVICE else self.swap_out
+            totals.add(result)

@@ -57,7 +57,7 @@ class StepRunner:
     @property
     def has_open_copies(self) -> bool:
         """True while a submitted copy is not reported yet."""
-        return self._controller.stats().in_flight > 0
+        return self._controller.num_unreported_copies > 0
 
     def run(self, batch: BatchRequest) -> StepResult:
         """Raises only when the copies of the batch could not be submitted: the caches are then unusable."""

@@ -13,7 +13,7 @@ from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
 from .ops import LayerRows
 from .runtime import Runtime
-from .transfer_manager import CacheTransferManager, CopyProgress, TransferStats
+from .transfer_manager import CacheTransferManager, CopyProgress
 
 __all__ = ["CacheController"]
 
@@ -163,8 +163,8 @@ class CacheController:
         written: its old content is not required to be valid.
 
         Raises `TransferError` when the copy that should have filled a read slot failed, `LayerSwapTimeoutError` when a
-        copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then tells whom it concerns, and compute
-        must not run with those slots. `CacheStateError` if the swap-in of `counter` fills a written slot.
+        copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then names the slots without content, and
+        compute must not run with those. `CacheStateError` if the swap-in of `counter` fills a written slot.
         """
         self._transfers.before_compute(read_slots, written_slots, counter)
 
@@ -176,7 +176,7 @@ class CacheController:
         self._transfers.after_compute(read_slots, written_slots)
 
     def failed_slots(self, slots: Iterable[int]) -> list[int]:
-        """Those of the device `slots` that hold no valid data because the copy that filled them failed."""
+        """The device `slots` that hold no valid data because the copy that filled them failed."""
         return self._transfers.failed_slots(slots)
 
     def take_results(self) -> list[TransferResult]:
@@ -191,8 +191,10 @@ class CacheController:
         """To tell slow copies from one that never ends."""
         return self._transfers.progress()
 
-    def stats(self) -> TransferStats:
-        return self._transfers.stats()
+    @property
+    def num_unreported_copies(self) -> int:
+        """Submitted copies that `take_results` has not returned yet."""
+        return self._transfers.num_unreported
 
     def drain(self, timeout: float | None = None) -> None:
         """Block until no copy is running. Raises `LayerSwapTimeoutError`. Results stay for `take_results`."""

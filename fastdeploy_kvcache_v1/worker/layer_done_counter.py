@@ -11,7 +11,7 @@ from .runtime.base import describe
 
 
 class WaitMeter:
-    """Seconds the host stood still for copies."""
+    """Seconds the computing thread stood still for copies, since the last report."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

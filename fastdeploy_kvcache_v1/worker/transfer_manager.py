@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ class Transfer:
         """Why it was declared failed while still running."""
 
     def result(self) -> TransferResult | None:
-        """None while it is running and nobody has given it up."""
+        """None while it is running, unless it was given up."""
         if self.given_up is None and not self.finished.done():
             return None
         error = self.given_up
@@ -54,29 +53,12 @@ class Transfer:
 
 
 class CopyProgress(NamedTuple):
-    """How far the copies are, whether somebody was told or not."""
+    """How far the copies are, whether they were reported or not."""
 
     ended: int
     """Copies that ended since the start, well or not."""
     oldest: int
     """Step of the oldest one that still runs, given up or not; -1 for none."""
-
-
-@dataclass(frozen=True)
-class TransferStats:
-    """Counters since the start. Bytes and seconds count copies that succeeded and were reported."""
-
-    bytes_to_device: int = 0
-    bytes_to_host: int = 0
-    seconds_to_device: float = 0.0
-    seconds_to_host: float = 0.0
-    blocks_to_device: int = 0
-    blocks_to_host: int = 0
-    failed_transfers: int = 0
-    exposed_wait_seconds: float = 0.0
-    """Time compute stood still for copies (CPU; on a GPU compute waits on the device, unseen by the host)."""
-    in_flight: int = 0
-    """Transfers not reported yet."""
 
 
 class _Tier(NamedTuple):
@@ -113,9 +95,6 @@ class CacheTransferManager:
         self._unreported: list[Transfer] = []
         self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
         self._meter = WaitMeter()
-        self._reported_wait_s = 0.0
-        self._totals = {level: [0, 0.0, 0] for level in (CacheLevel.DEVICE, CacheLevel.HOST)}
-        self._failed_transfers = 0
         self._num_submitted = 0
 
     # ---- copies
@@ -219,7 +198,7 @@ class CacheTransferManager:
         self._device_hazards.after(Actor.COMPUTE, event, reads=reads, writes=writes)
 
     def failed_slots(self, slots: Iterable[int]) -> list[int]:
-        """Those of the device `slots` whose last copy failed or was given up."""
+        """The device `slots` whose last copy failed or was given up."""
         return self._device_hazards.failed(slots)
 
     # ---- results
@@ -233,7 +212,6 @@ class CacheTransferManager:
                 running.append(transfer)
                 continue
             results.append(result)
-            self._count(result)
             if not transfer.finished.done():
                 self._stale.append(transfer)
         self._unreported = running
@@ -242,8 +220,7 @@ class CacheTransferManager:
 
     def take_report(self) -> TransferReport:
         """See `CacheController.take_report`."""
-        waited = self._meter.seconds - self._reported_wait_s
-        self._reported_wait_s += waited
+        waited, self._meter.seconds = self._meter.seconds, 0.0
         return TransferReport(tuple(self.take_results()), waited)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
@@ -252,33 +229,15 @@ class CacheTransferManager:
             transfer.given_up = reason
             self._tiers[transfer.metadata.target].hazards.fail(transfer.metadata.target_slots, transfer.finished)
 
-    def _count(self, result: TransferResult) -> None:
-        if not result.ok:
-            self._failed_transfers += 1
-            return
-        totals = self._totals[result.target]
-        totals[0] += result.num_bytes
-        totals[1] += result.seconds
-        totals[2] += result.num_blocks
-
     def progress(self) -> CopyProgress:
         """O(copies that run or were not reported)."""
         running = [transfer.step for transfer in (*self._stale, *self._unreported) if not transfer.finished.done()]
         return CopyProgress(self._num_submitted - len(running), min(running, default=-1))
 
-    def stats(self) -> TransferStats:
-        to_device, to_host = self._totals[CacheLevel.DEVICE], self._totals[CacheLevel.HOST]
-        return TransferStats(
-            bytes_to_device=int(to_device[0]),
-            bytes_to_host=int(to_host[0]),
-            seconds_to_device=to_device[1],
-            seconds_to_host=to_host[1],
-            blocks_to_device=int(to_device[2]),
-            blocks_to_host=int(to_host[2]),
-            failed_transfers=self._failed_transfers,
-            exposed_wait_seconds=self._meter.seconds,
-            in_flight=len(self._unreported),
-        )
+    @property
+    def num_unreported(self) -> int:
+        """Submitted transfers that `take_results` has not returned yet."""
+        return len(self._unreported)
 
     # ---- end
 
@@ -306,7 +265,7 @@ class CacheTransferManager:
         """Raises `InvariantError`."""
         for tier in self._tiers.values():
             tier.hazards.check()
-        # Whoever is stale was given up, and nobody is both stale and waiting to be reported.
+        # Only given-up transfers are stale, and a stale one has been reported.
         if any(transfer.given_up is None for transfer in self._stale):
             raise InvariantError("a transfer was dropped without being reported")
         if {id(transfer) for transfer in self._stale} & {id(transfer) for transfer in self._unreported}:

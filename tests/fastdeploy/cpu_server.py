@@ -23,6 +23,7 @@ import psutil
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from fastdeploy_kvcache_v1.copy_totals import CopyTotals, RankCopies
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 
 from .fastdeploy_trees import ROOT, tree
@@ -143,11 +144,17 @@ class CpuServer:
                 samples[sample.name.removeprefix("fastdeploy:").removeprefix("kvcache_v1_")] += sample.value
         return samples
 
-    def worker_stats(self) -> dict[str, float]:
-        """What the worker really copied; empty before the first copy."""
+    def worker_copies(self) -> RankCopies:
+        """What the worker really copied."""
         path = self.logs / "cpu_worker.json"
-        content: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
-        return content
+        if not path.exists():  # before the first copy
+            return RankCopies()
+        content = json.loads(path.read_text())
+        return RankCopies(CopyTotals(**content["swap_in"]), CopyTotals(**content["swap_out"]))
+
+    def failed_copies(self) -> int:
+        copies = self.worker_copies()
+        return copies.swap_in.failures + copies.swap_out.failures
 
     def processes(self) -> list[psutil.Process]:
         """All of the server but the first, found by the arguments or the title that only they have."""

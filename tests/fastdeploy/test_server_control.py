@@ -50,9 +50,9 @@ def test_a_repeat_is_cached_and_the_same(server, ask):
 def test_a_repeat_finds_a_host_tier_as_large_as_asked(server, ask):
     ask(document(100))
     ask(document(100))
-    wait_until(server.worker_stats, "the worker to copy a block")
-    copied = server.worker_stats()
-    block_bytes = copied["bytes_to_host"] // copied["blocks_to_host"]
+    wait_until(lambda: server.worker_copies().swap_out.blocks, "the worker to copy a block")
+    copied = server.worker_copies().swap_out
+    block_bytes = copied.bytes // copied.blocks
     assert server.metrics()["host_blocks"] == int(0.02 * 1024**3) // block_bytes
     logs = [path.read_text(errors="replace") for path in server.logs.rglob("*log*") if path.is_file()]
     assert any(f" host blocks of {block_bytes} bytes on each of 1 tensor-parallel ranks" in text for text in logs)
@@ -63,14 +63,14 @@ def test_what_the_worker_copied_is_in_the_metrics(server, ask):
     """Over the way back from the worker: the scheduler's own counts have other names."""
     ask(document(106))
     ask(document(106))
-    wait_until(server.worker_stats, "the worker to copy a block")
+    wait_until(lambda: server.worker_copies().swap_out.blocks, "the worker to copy a block")
 
     def copied():
-        stats, metrics = server.worker_stats(), server.metrics()
-        assert stats["failed_transfers"] == metrics["transfer_failures_total"] == 0
+        copies, metrics = server.worker_copies(), server.metrics()
+        assert server.failed_copies() == metrics["transfer_failures_total"] == 0
         return [
-            (stats[f"{what}_to_host"] + stats[f"{what}_to_device"], metrics[f"swap_{what}_total"])
-            for what in ("blocks", "bytes")
+            (copies.swap_out.blocks + copies.swap_in.blocks, metrics["swap_blocks_total"]),
+            (copies.swap_out.bytes + copies.swap_in.bytes, metrics["swap_bytes_total"]),
         ]
 
     wait_until(lambda: all(real == shown > 0 for real, shown in copied()), lambda: f"{copied()} to agree")

@@ -102,8 +102,8 @@ class Observed:
         return {tier: int(metrics[f"prefix_{tier}_cache_token_num_total"]) for tier in ("gpu", "cpu")}
 
     def _read_counts(self):
-        metrics, stats = self._server.metrics(), Counter(self._server.worker_stats())
-        copies = Counter(copied_in=stats["blocks_to_device"], copied_out=stats["blocks_to_host"])
+        metrics, copies = self._server.metrics(), self._server.worker_copies()
+        copies = Counter(copied_in=copies.swap_in.blocks, copied_out=copies.swap_out.blocks)
         return copies + Counter({name: int(metrics[f"{name}_blocks_total"]) for name in self.reference.counts})
 
     def check_counts(self):

@@ -64,14 +64,14 @@ def assert_cached(workload, *, selective):
 
 def assert_swapped(server):
     """Both ways, and the scheduler counts what the worker copied."""
-    stats = server.worker_stats()
-    assert min(stats["blocks_to_host"], stats["blocks_to_device"]) > 0
-    assert stats["failed_transfers"] == 0
+    copies = server.worker_copies()
+    copied = copies.swap_out.blocks, copies.swap_in.blocks
+    assert min(copied) > 0
+    assert server.failed_copies() == 0
 
     def is_published():  # now and then
         metrics = server.metrics()
-        counted = metrics["swap_out_blocks_total"], metrics["swap_in_blocks_total"]
-        return counted == (stats["blocks_to_host"], stats["blocks_to_device"])
+        return (metrics["swap_out_blocks_total"], metrics["swap_in_blocks_total"]) == copied
 
     wait_until(is_published, "the metrics to agree with the worker")
 
@@ -85,7 +85,7 @@ def test_the_smallest_device_tier_and_a_restart(release, expected, tmp_path):
             asked = [server.ask(client, [{"role": "user", "content": f"{each % 6} " + "x" * 70}]) for each in range(12)]
             outputs.append([answer.tokens for answer in asked])
             assert [answer.cached_tokens for answer in asked] == [0] * 6 + [BLOCK_SIZE] * 6
-            assert server.worker_stats()["blocks_to_device"] > 0
+            assert server.worker_copies().swap_in.blocks > 0
             assert server.stop() == 0, server.stderr
     assert outputs[0] == outputs[1]
     assert outputs[0][:6] == outputs[0][6:]
@@ -101,7 +101,7 @@ def test_failing_copies_cost_time_but_no_token(release, expected, tmp_path):
         workload.documents()
         names = [f"document {index} round {each}" for each in range(3) for index in range(NUM_DOCUMENTS)]
         assert workload.tokens() == {name: expected.answers[name].tokens for name in names}
-        failed = server.worker_stats()["failed_transfers"]
+        failed = server.failed_copies()
         assert failed > 0
         wait_until(lambda: server.metrics()["transfer_failures_total"] == failed, "the engine to hear of the failures")
         wait_until(lambda: server.metrics()["failed_transfer_blocks_total"] > 0, "the engine to forget host blocks")

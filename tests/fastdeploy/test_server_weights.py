@@ -86,8 +86,8 @@ def update_to(server, seed):
 def test_nothing_computed_with_old_weights_is_used_with_new_ones(server, client, expected):
     for _ in range(2):
         assert all_documents(server, client) == expected[0]
-    before = server.worker_stats()
-    assert min(before["blocks_to_host"], before["blocks_to_device"]) > 0
+    before = server.worker_copies()
+    assert min(before.swap_out.blocks, before.swap_in.blocks) > 0
     update_to(server, 1)
     new = [server.ask(client, document(index)) for index in range(NUM_DOCUMENTS)]
     assert [answer.cached_tokens for answer in new] == [0] * NUM_DOCUMENTS
@@ -182,4 +182,4 @@ def test_several_updates_while_requests_come_all_the_time(server, client, expect
             each.result()
     assert REFUSED in refused
     assert set(refused) <= {REFUSED, ENDED}
-    assert server.worker_stats()["failed_transfers"] == 0
+    assert server.failed_copies() == 0

@@ -145,7 +145,7 @@ def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones():
     rig.controller.initialize_kv_cache(6, 6)
     rig.arrays = rig.backend.arrays
     assert rig.controller.take_results() == []
-    assert rig.controller.stats().in_flight == 0
+    assert rig.controller.num_unreported_copies == 0
     # The new life is a whole one: what it evicts is what it swaps in.
     rig.write_all(1, 9)
     counter = rig.submit(evict((1,), (3,)), swap_in((3,), (2,)))

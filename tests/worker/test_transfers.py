@@ -67,12 +67,8 @@ def test_a_round_trip_over_the_host(rig):
     assert (second.step, second.source, second.target) == (2, CacheLevel.HOST, CacheLevel.DEVICE)
     assert (second.num_blocks, second.num_bytes) == (2, 2 * block)
     assert rig.controller.take_results() == []
-    stats = rig.controller.stats()
-    assert (stats.bytes_to_host, stats.bytes_to_device) == (3 * block, 2 * block)
-    assert (stats.blocks_to_host, stats.blocks_to_device) == (3, 2)
-    assert (stats.failed_transfers, stats.in_flight) == (0, 0)
-    assert stats.exposed_wait_seconds >= counter.exposed_wait_s > 0
-    assert stats.seconds_to_device > 0
+    assert rig.controller.num_unreported_copies == 0
+    assert min(first.seconds, second.seconds) > 0
 
 
 def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch):
@@ -229,9 +225,6 @@ def test_a_failed_swap_out_fails_who_reads_it_and_nobody_else(rig, gates):
     rig.controller.before_compute([1, 4], [4])
     rig.controller.after_compute([1, 4], [4])
     assert rig.controller.failed_slots(range(6)) == [5]
-    stats = rig.controller.stats()
-    assert stats.failed_transfers == 2
-    assert stats.blocks_to_device == 1
 
 
 def test_a_layer_that_fails_fails_the_layers_after_it(rig, gates):
@@ -354,7 +347,7 @@ def test_a_kind_of_copy_without_a_path_is_an_error_that_names_it(rig, monkeypatc
     monkeypatch.setitem(metadata._RANK, store.kind, 0)  # a kind that the worker does not know yet
     with pytest.raises(UnsupportedCopyError, match="from the host tier to the storage tier"):
         rig.submit(store, swap_in((0,), (1,)))
-    assert rig.controller.stats().in_flight == 0, "the other copies of the step are not started either"
+    assert rig.controller.num_unreported_copies == 0, "the other copies of the step are not started either"
 
 
 def test_steps_come_in_order_and_once(rig):
@@ -376,7 +369,8 @@ def test_reset_forgets_and_free_allows_a_new_start(rig, gates):
     assert rig.controller.failed_slots([4]) == []
     rig.controller.free()
     rig.controller.free()
-    for use in (rig.controller.take_results, rig.controller.stats, lambda: rig.controller.host_pool):
+    pool, copies = lambda: rig.controller.host_pool, lambda: rig.controller.num_unreported_copies
+    for use in (rig.controller.take_results, pool, copies):
         with pytest.raises(CacheStateError, match="initialize_kv_cache"):
             use()
     assert rig.controller.caches == {}

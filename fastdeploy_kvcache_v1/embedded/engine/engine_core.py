@@ -152,11 +152,9 @@ class EngineCore:
 
     def _take_transfers(self, report: TransferReport) -> dict[str, str]:
         """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""
-        copies = self.counters.copies
-        copies.exposed_wait_s += report.exposed_wait_s
+        self.counters.copies.add(report)
         affected: dict[str, str] = {}
         for result in report.transfers:
-            copies.add(result)
             if not result.ok:
                 reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
                 logger.warning("step %d: %s", result.step, reason)

@@ -171,8 +171,9 @@ def _validated(kind: type[CompletionBody] | type[ChatBody], raw: bytes | bytearr
 
 
 def _parsed(raw: bytes | bytearray) -> Any:
-    """UTF-8 without half surrogate pairs, as pydantic wants its strings. Twice as fast as `json` where a body is all keys,
-    and those of a body are not worth a cache.
+    """UTF-8 without half surrogate pairs, as pydantic wants its strings.
+
+    Takes half the time of `json` where a body is nothing but keys; keys that a body has once are not worth a cache.
     """
     try:
         return from_json(raw, cache_strings=False)

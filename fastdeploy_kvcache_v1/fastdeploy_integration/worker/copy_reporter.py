@@ -42,13 +42,10 @@ class CopyReporter:
 
     def tell(self, report: TransferReport) -> None:
         """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended."""
-        self._copies.exposed_wait_s += report.exposed_wait_s
+        self._copies.add(report)
         if not report.transfers:
             return
-        for result in report.transfers:
-            self._copies.add(result)
-            if not result.ok:
-                self._untold.append(result)
+        self._untold.extend(result for result in report.transfers if not result.ok)
         if self._socket is None:
             self._socket = self._connect()
         message = CopyReport(self._rank, self._worker, self._number, self._copies, tuple(self._untold)).dumps()

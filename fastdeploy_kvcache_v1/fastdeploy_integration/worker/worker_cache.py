@@ -201,7 +201,7 @@ class WorkerCache:
         for counter in self._counters:
             if counter is not layered:
                 counter.wait_all()
-        if self._controller.stats().in_flight:
+        if self._controller.num_unreported_copies:
             arriving = () if layered is None else layered.target_slots
             self._controller.before_compute((), self._tables.written(without=arriving), counter=layered)
         self.current_counter = layered

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.copy_totals import RankCopies
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
-from fastdeploy_kvcache_v1.metadata import EVICT, CacheLevel, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.metric_table import PREFIX, Kind, Source, rows
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
 
@@ -70,7 +70,7 @@ def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, sam
     first, second = (CopyReport(0, worker, 0, RankCopies()) for worker in ("first", "second"))
     publisher.reports = lambda: (first, second)
     for report, blocks, shown in ((first, 3, 3), (first, 2, 5), (second, 4, 9)):
-        report.copies.add(TransferResult(0, *EVICT, blocks, 0, 0.0))
+        report.copies.add(TransferReport((TransferResult(0, *EVICT, blocks, 0, 0.0),)))
         for _ in range(2):
             publisher.publish()
         assert samples()["swap_blocks_total", ("direction", "out"), ("rank", "0")] == shown
@@ -80,7 +80,7 @@ def test_copies_are_told_apart_by_rank_and_direction(samples):
     exported = metrics.Exported(Source.COPIES)
     published = [{}, {}]
     ranks = [RankCopies(), RankCopies()]
-    ranks[0].add(TransferResult(0, CacheLevel.DEVICE, CacheLevel.HOST, 2, 4096, 0.5))
+    ranks[0].add(TransferReport((TransferResult(0, *EVICT, 2, 4096, 0.5),)))
     for rank, copies in enumerate(ranks):
         for _ in range(2):
             exported.publish(Source.COPIES, copies, published[rank], rank=str(rank))
