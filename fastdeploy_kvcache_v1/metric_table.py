@@ -28,13 +28,18 @@ class Source(enum.Enum):
     STATS = "cache manager: CacheStats"
     COPIES = "worker rank: RankCopies"
     """One object per rank: its rows have the label `rank` as well."""
+    REPORTS = "FastDeploy's engine: CopyReports"
     ENGINE = "embedded engine"
-    """Exported by the embedded server alone."""
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Labels that the server adds to a row, one value for each object of this source."""
         return ("rank",) if self is Source.COPIES else ()
+
+    @property
+    def servers(self) -> str:
+        """Which ones export its rows."""
+        return {Source.REPORTS: "FastDeploy", Source.ENGINE: "embedded"}.get(self, "both")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +149,20 @@ TABLE: tuple[Metric, ...] = (
         Kind.COUNTER,
         Source.COPIES,
         "exposed_wait_s",
+    ),
+    Metric(
+        "copy_reports_lost",
+        "Workers' reports of copies that did not arrive; the next one makes up for them",
+        Kind.COUNTER,
+        Source.REPORTS,
+        "num_lost",
+    ),
+    Metric(
+        "copy_reports_unreadable",
+        "Messages to the socket for workers' reports that are none",
+        Kind.COUNTER,
+        Source.REPORTS,
+        "num_unreadable",
     ),
     _queued("running"),
     _queued("waiting"),

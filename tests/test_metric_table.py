@@ -34,8 +34,9 @@ def documented(metric):
     labels = [f'{name}="{value}"' for name, value in metric.labels.items()] + list(metric.source.labels)
     name = metric.name + ("_total" if metric.kind is Kind.COUNTER else "")
     braces = f"{{{','.join(labels)}}}" if labels else ""
-    servers = "embedded" if metric.source is Source.ENGINE else "both"
-    return f"| `{name}{braces}` | {metric.kind.value} | {servers} | {metric.source.value} | {metric.help} |"
+    return (
+        f"| `{name}{braces}` | {metric.kind.value} | {metric.source.servers} | {metric.source.value} | {metric.help} |"
+    )
 
 
 def test_docs_show_the_table():

@@ -208,11 +208,10 @@ def test_a_worker_that_was_killed_is_followed_by_another(path):
 # ---- bounds
 
 
-def test_without_an_engine_reports_are_counted_and_the_next_one_makes_up_for_them(path, make_reporter):
+def test_without_an_engine_reports_are_lost_and_the_next_one_makes_up_for_them(path, make_reporter):
     reporter = make_reporter()
     for step in range(MAX_UNSENT_REPORTS + 3):
         reporter.tell(copied(step, error="injected" if step >= MAX_UNSENT_REPORTS else None))
-    assert reporter.num_unsent == 3
     with listening(path) as reports:
         wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS}, "what was in the queue")
         assert reports.take_failed() == []
@@ -231,7 +230,7 @@ def test_an_engine_that_does_not_read_holds_nobody_back(path, make_reporter):
     reporter = make_reporter()
     for step in range(2_000):
         reporter.tell(copied(step, error="injected"))
-    assert 0 < reporter.num_unsent < 2_000
+    assert reporter._number == 2_000
     assert len(reporter._untold) == MAX_UNTOLD_FAILURES, "older ones are dropped"
     socket.close(linger=0)
 

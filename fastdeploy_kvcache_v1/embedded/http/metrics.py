@@ -38,6 +38,8 @@ class Snapshot:
                 return [((), self.cache)]
             case Source.COPIES:
                 return [((WORKER_RANK,), self.engine.copies)]
+            case Source.REPORTS:
+                return []
             case Source.ENGINE:
                 return [((), self)]
 

@@ -43,8 +43,11 @@ class CopyReports:
         Raises `ConfigError` when that is not possible.
         """
         self.num_lost = 0
-        """Reports that did not arrive, between others of the same worker."""
+        """Reports that did not arrive, between others of the same worker: it had no room for them, or the engine was
+        away.
+        """
         self.num_unreadable = 0
+        """Messages that are no reports."""
         self._path = path
         self._latest: dict[str, CopyReport] = {}
         self._failed: deque[TransferResult] = deque(maxlen=MAX_FAILURES)

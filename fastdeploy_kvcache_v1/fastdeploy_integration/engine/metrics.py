@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
 from ...metric_table import Kind, Metric, Source, rows
-from ..copy_report import CopyReport
 from .adapter import PrefixCacheAdapter
+from .copy_reports import CopyReports
 
 PUBLISH_EVERY_S = 0.1
 
@@ -51,7 +50,7 @@ class Exported:
 @lru_cache(maxsize=1)
 def exported() -> Exported:
     """Of this process: what the scheduler half counts, and what the worker ranks say of their copies."""
-    return Exported(Source.COUNTERS, Source.STATS, Source.COPIES)
+    return Exported(Source.COUNTERS, Source.STATS, Source.COPIES, Source.REPORTS)
 
 
 class CacheMetricsPublisher:
@@ -62,8 +61,8 @@ class CacheMetricsPublisher:
         self._exported = exported()
         self._published: dict[Metric, float] = {}
         self._published_copies: defaultdict[str, dict[Metric, float]] = defaultdict(dict)
-        self.reports: Callable[[], Iterable[CopyReport]] = tuple
-        """The last report of each worker process; none until there is a way back from them."""
+        self.reports: CopyReports | None = None
+        """What worker processes say; None until there is a way back from them."""
         self._next = 0.0
 
     def publish(self) -> None:
@@ -73,6 +72,11 @@ class CacheMetricsPublisher:
         stats = self._adapter.manager.stats()
         self._exported.publish(Source.STATS, stats, self._published)
         self._exported.publish(Source.COUNTERS, stats.counters, self._published)
-        for report in self.reports():
+        if self.reports is not None:
+            self._publish_reports(self.reports)
+
+    def _publish_reports(self, reports: CopyReports) -> None:
+        self._exported.publish(Source.REPORTS, reports, self._published)
+        for report in reports.latest():
             shown = self._published_copies[report.worker]  # a process that took over a rank counts from 0 again
             self._exported.publish(Source.COPIES, report.copies, shown, rank=str(report.rank))

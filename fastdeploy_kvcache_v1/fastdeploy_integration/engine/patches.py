@@ -112,7 +112,7 @@ class HostedPrefixCache(PrefixCacheAdapter):
             _logger().warning("the results of the workers' copies are not shown: %s", error)
             return
         Finalize(None, self.reports.close, exitpriority=0)  # also at the end of a forked data parallel engine
-        self.publisher.reports = self.reports.latest
+        self.publisher.reports = self.reports
 
     def forget_failed_copies(self) -> None:
         """Before requests are matched: host blocks whose copy failed in a worker are no longer found.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -23,14 +24,12 @@ MAX_UNTOLD_FAILURES = 64
 class CopyReporter:
     """Sends what became of the copies of one rank, in step order. Not thread-safe: the worker's event loop uses it.
 
-    Never waits for the engine and never raises for its sake: a report that cannot be sent is counted, and the next one
-    makes up for it. The engine may start later, end, or start again at the same path. The socket is made at the first
+    Never waits for the engine and never raises for its sake: the next report makes up for one that cannot be sent.
+    The engine may start later, end, or start again at the same path. The socket is made at the first
     report, so the process may fork before.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
-        self.num_unsent = 0
-        """Reports for which the queue had no room."""
         self._path = path
         self._rank = rank
         self._worker = f"{os.getpid()}-{time.time_ns()}"
@@ -50,11 +49,8 @@ class CopyReporter:
             self._socket = self._connect()
         message = CopyReport(self._rank, self._worker, self._number, self._copies, tuple(self._untold)).dumps()
         self._number += 1
-        try:
+        with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers
             self._socket.send(message, zmq.NOBLOCK)
-        except zmq.Again:
-            self.num_unsent += 1
-        else:
             self._untold.clear()
 
     def _connect(self) -> zmq.Socket[bytes]:

@@ -48,7 +48,7 @@ def publisher(samples, monkeypatch):
 def test_every_row_of_the_scheduler_half_is_published_with_its_own_number(publisher, samples):
     publisher.publish()
     stats = publisher._adapter.manager.stats()
-    expected = {
+    expected = {("copy_reports_lost_total",): 0, ("copy_reports_unreadable_total",): 0} | {
         (metric.name + ("_total" if metric.kind is Kind.COUNTER else ""),): metric.value(source)
         for source, metric in [
             *((stats, metric) for metric in rows(Source.STATS)),
@@ -68,7 +68,9 @@ def test_counters_grow_by_what_is_new_and_never_fall(publisher, samples):
 
 def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, samples):
     first, second = (CopyReport(0, worker, 0, RankCopies()) for worker in ("first", "second"))
-    publisher.reports = lambda: (first, second)
+    publisher.reports = SimpleNamespace(latest=lambda: (first, second), num_lost=7, num_unreadable=8)
+    publisher.publish()
+    assert [samples()[f"copy_reports_{kind}_total",] for kind in ("lost", "unreadable")] == [7, 8]
     for report, blocks, shown in ((first, 3, 3), (first, 2, 5), (second, 4, 9)):
         report.copies.add(TransferReport((TransferResult(0, *EVICT, blocks, 0, 0.0),)))
         for _ in range(2):

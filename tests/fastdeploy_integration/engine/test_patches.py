@@ -261,12 +261,12 @@ def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
 def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     manager = launched(dynamic=False)
     assert manager.reports is not None
-    assert manager.publisher.reports() == ()
+    assert manager.publisher.reports.latest() == ()
     reporter = CopyReporter(socket_path(77), rank=1)
     for step, kind in ((0, EVICT), (1, SWAP_IN)):
         reporter.tell(TransferReport((TransferResult(step, *kind, 1, 0, 0.0, (3,), "injected"),)))
     wait_for(lambda: [report.number for report in manager.reports.latest()] == [1], "both reports")
-    assert [(report.rank, report.copies.swap_out.failures) for report in manager.publisher.reports()] == [(1, 1)]
+    assert [(report.rank, report.copies.swap_out.failures) for report in manager.publisher.reports.latest()] == [(1, 1)]
     told = []
     manager.manager.transfer_failed = lambda result: told.append((result.step, result.target, result.target_slots))
     resources = FakeResourceManager(manager)
