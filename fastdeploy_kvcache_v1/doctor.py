@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     for finding in (*findings, *this_machine):
         print(finding)
     failed = sum(finding.ok is False for finding in (*findings, *this_machine))
-    print(f"{failed} problems" if failed else "all ok")
+    print("all ok" if not failed else f"{failed} problem{'s' if failed > 1 else ''}")
     return 1 if failed else 0
 
 

@@ -12,7 +12,7 @@ from ..model.config import load_model_config
 from .handover import exec_fastdeploy, exec_fastdeploy_cpu, fastdeploy_can_serve, fastdeploy_command
 from .model_choice import embedded_model, fastdeploy_cpu_model, fastdeploy_model
 from .settings import add_serve_arguments, server_config
-from .text.tokenizer import load_tokenizer
+from .text.load_tokenizer import load_tokenizer
 
 __all__ = ["add_arguments", "run"]
 

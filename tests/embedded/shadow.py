@@ -12,8 +12,8 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask

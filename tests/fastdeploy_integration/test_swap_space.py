@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import swap_space
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.patches import HostedPrefixCache
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.patches import EnginePrefixCache
 from fastdeploy_kvcache_v1.fastdeploy_integration.swap_space import GIB
 
 BLOCK = 64
@@ -155,7 +155,7 @@ def test_memory_for_all_ranks_at_once_is_asked_for_before_there_are_any(engine_c
     with pytest.raises(
         ConfigError, match=r"--swap-space on the 4 ranks of this machine needs 4\.00 GiB but only 1\.00"
     ):
-        HostedPrefixCache(engine_config())
+        EnginePrefixCache(engine_config())
 
 
 def test_ranks_of_other_machines_have_memory_of_their_own(engine_config):

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import load_tokenizer
+from fastdeploy_kvcache_v1.embedded.text.load_tokenizer import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ModelError
 from fastdeploy_kvcache_v1.model import hf_json, load_model_config
 from fastdeploy_kvcache_v1.model.decoder import Decoder

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import load_tokenizer
+from fastdeploy_kvcache_v1.embedded.text.load_tokenizer import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelFetchError
 from fastdeploy_kvcache_v1.model import load_model_config
 from fastdeploy_kvcache_v1.model.decoder import Decoder, SequenceSlice

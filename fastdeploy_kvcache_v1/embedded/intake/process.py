@@ -31,7 +31,7 @@ from ...errors import ModelError
 from ...orphan import die_with_parent
 from ...units import MIB
 from ..api_error import ApiError
-from ..text.tokenizer import load_tokenizer
+from ..text.load_tokenizer import load_tokenizer
 from .intake import Endpoint, Intake, IntakeConfig, Options, Reading
 
 READY, REFUSED, READING, ERROR = range(4)

@@ -16,8 +16,6 @@ NEUTRAL = {
     "repetition_penalty": (None, 0, 1),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
-    "top_k": (None, 0, -1, 1),
-    "min_p": (None, 0),
 }
 """Sampling parameters that this worker does not have, with the values that ask for nothing."""
 
@@ -74,11 +72,11 @@ def sampling_params(task: Any, banned: tuple[int, ...]) -> SamplingParams:
             _warned.add(name)
             logger.warning("the CPU worker does not support %s: ignored", name)
     temperature, top_p, seed = task.get("temperature"), task.get("top_p"), task.get("seed")
-    if task.get("top_k") == 1:  # what FastDeploy makes of temperature 0
-        temperature = 0.0
     return SamplingParams(
         temperature=1.0 if temperature is None else float(temperature),
         top_p=min(1.0, float(top_p)) if top_p else 1.0,
+        top_k=int(task.get("top_k") or 0),  # FastDeploy makes 1 of temperature 0
+        min_p=float(task.get("min_p") or 0.0),
         seed=int(seed or 0),
         banned_tokens=banned,
     )

@@ -27,13 +27,13 @@ Kwargs = dict[str, Any]
 
 
 class NoSignal:
-    """Stands for a shared-memory signal that nobody waits for."""
+    """Stands for a shared-memory signal that no process waits for."""
 
     def clear(self) -> None:
         """FastDeploy clears it at its end."""
 
 
-class HostedPrefixCache(PrefixCacheAdapter):
+class EnginePrefixCache(PrefixCacheAdapter):
     """The adapter inside a real FastDeploy: takes its settings from `FDConfig`, feeds FastDeploy's metrics."""
 
     shm_cache_task_flag_broadcast = NoSignal()
@@ -149,9 +149,9 @@ def make_cache_manager(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def prefix_cache_manager(
         config: Any, tensor_parallel_size: int, splitwise_role: str = "mixed", local_data_parallel_id: int = 0
-    ) -> HostedPrefixCache:
+    ) -> EnginePrefixCache:
         overlay.active().require_complete(Where.ENGINE)
-        return HostedPrefixCache(config)
+        return EnginePrefixCache(config)
 
     return prefix_cache_manager
 
@@ -162,7 +162,7 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
     What a lost batch left behind is put right first. While weights are updated there is no batch; before the first one
     after that, every request starts again.
     """
-    cache: HostedPrefixCache = instance.cache_manager
+    cache: EnginePrefixCache = instance.cache_manager
     epoch = cache.updates.enter() if cache.updates is not None else 0
     if epoch is None:
         return [], []
@@ -196,7 +196,7 @@ def put_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> An
         batch = tasks[0] if isinstance(tasks, tuple) else None
         if not isinstance(batch, Batch):
             return wrapped(tasks)
-        cache: HostedPrefixCache = batch.cache
+        cache: EnginePrefixCache = batch.cache
 
         def put_batch() -> Any:
             result = wrapped(tasks)
@@ -247,7 +247,7 @@ def wait_for_control_responses(wrapped: Wrapped, instance: Any, args: Args, kwar
 
 def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `EngineService.clear_data`, which ends every request and drops a batch that may carry copies."""
-    cache: HostedPrefixCache = instance.resource_manager.cache_manager
+    cache: EnginePrefixCache = instance.resource_manager.cache_manager
     cache.held_back.clear()
     try:
         return wrapped(*args, **kwargs)

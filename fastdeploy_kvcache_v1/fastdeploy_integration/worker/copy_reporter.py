@@ -25,8 +25,8 @@ class CopyReporter:
     """Sends what became of the copies of one rank, in step order. Not thread-safe: the worker's event loop uses it.
 
     Never waits for the engine and never raises for its sake: the next report makes up for one that cannot be sent.
-    The engine may start later, end, or start again at the same path. The socket is made at the first
-    report, so the process may fork before.
+    The engine may start later, end, or start again at the same path. The socket is made at the first report, so the
+    process may fork before.
     """
 
     def __init__(self, path: Path, rank: int) -> None:

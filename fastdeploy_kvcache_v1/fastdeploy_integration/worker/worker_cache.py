@@ -31,7 +31,7 @@ class RunningTables:
     def __init__(self, spare_blocks: int = 3) -> None:
         self._rows: dict[int, tuple[list[int], int]] = {}
         self._spare_blocks = spare_blocks
-        """The host extends a table when the current block is nearly full: writes reach back this many blocks."""
+        """FastDeploy extends a table when the current block is nearly full: writes reach back this many blocks."""
 
     def update(self, tasks: Iterable[Any], block_size: int) -> None:
         """Take over what a batch says."""
@@ -70,7 +70,7 @@ class OffsetCounter:
 
 
 class _Registered(AttentionCacheBackend):
-    """The layout of tensors that the host's backends have made."""
+    """The layout of tensors that FastDeploy's attention backends have made."""
 
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
@@ -83,8 +83,8 @@ class _Registered(AttentionCacheBackend):
 class WorkerCache:
     """Not thread-safe: the worker's event loop uses it.
 
-    Tensors are registered in parts, because the host makes those of a draft model apart and in either order; the host
-    tier is allocated when the last part is there. `make_runtime` is called then, in the process that computes.
+    Tensors are registered in parts, because FastDeploy makes those of a draft model apart and in either order; the
+    host tier is allocated when the last part is there. `make_runtime` is called then, in the process that computes.
     `keep_host_memory`: it stays allocated, its content void, while tensors are dropped and made again.
     `expected_block_bytes`: what the engine sized the host tier by.
     `tell_copies` takes what became of copies, once per step.
@@ -133,7 +133,7 @@ class WorkerCache:
             self._build()
 
     def unregister(self, part: str) -> None:
-        """The host is about to drop the tensors of one model: copies end first, and the host tier's content is void."""
+        """FastDeploy is about to drop the tensors of one model: copies end first. The host tier's content is void."""
         self._registered.pop(part, None)
         self._counters.clear()
         self.current_counter = None

@@ -17,7 +17,7 @@ from fastdeploy_kvcache_v1.embedded.http.service import Service, intake_config
 from fastdeploy_kvcache_v1.embedded.intake.intake import Intake
 from fastdeploy_kvcache_v1.embedded.serve import _snapshot
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient

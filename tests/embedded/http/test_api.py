@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.http.service import SMALL_BODY
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
 from tests.embedded.http.served import InlineReader, error_of, events_of, running
 from tests.embedded.shadow import expected_outputs

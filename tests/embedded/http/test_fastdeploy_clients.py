@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.embedded.intake.fields import IGNORED, REFUSED
 from fastdeploy_kvcache_v1.embedded.intake.protocol import ChatBody, CompletionBody
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from tests.embedded.http.served import chunks_of, error_of, running
 from tests.embedded.shadow import expected_outputs
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from fastdeploy_kvcache_v1.embedded.api_error import ApiError
 from fastdeploy_kvcache_v1.embedded.intake import protocol
 from fastdeploy_kvcache_v1.embedded.intake.intake import Endpoint, Intake, IntakeConfig
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 
 CONFIG = IntakeConfig(None, "tiny", ByteTokenizer.vocab_size, 200, 64, 4, 16)
 USER = {"role": "user", "content": "hi"}

@@ -2,8 +2,8 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer
 
 
 def stream(*stops):

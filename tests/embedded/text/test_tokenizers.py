@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.embedded.text.hf_tokenizer import MAX_HELD_BACK
-from fastdeploy_kvcache_v1.embedded.text.tokenizer import ByteTokenizer, load_tokenizer
+from fastdeploy_kvcache_v1.embedded.text.load_tokenizer import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.model.config import load_model_config
 from tests.model.model_dirs import byte_fallback_tokenizer, byte_level_tokenizer

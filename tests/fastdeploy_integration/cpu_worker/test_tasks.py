@@ -31,20 +31,22 @@ def test_other_tasks():
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"top_k": 1, "temperature": 1}, (0.0, 1.0)),
-        ({"top_k": 0, "temperature": 0.5, "top_p": 0.9}, (0.5, 0.9)),
-        ({"top_k": 0, "temperature": None, "top_p": None}, (1.0, 1.0)),
-        ({"top_k": 0, "temperature": 1, "top_p": 0}, (1.0, 1.0)),
+        ({"top_k": 1, "temperature": 1}, (1.0, 1.0, 1, 0.0)),
+        ({"top_k": 0, "temperature": 0.5, "top_p": 0.9}, (0.5, 0.9, 0, 0.0)),
+        ({"top_k": None, "temperature": None, "top_p": None, "min_p": None}, (1.0, 1.0, 0, 0.0)),
+        ({"top_k": 40, "temperature": 1, "top_p": 0, "min_p": 0.1}, (1.0, 1.0, 40, 0.1)),
     ],
 )
 def test_sampling_parameters(given, expected):
     params = sampling_params(prefill(0, "r", [1], [0], **given), (4,))
-    assert (params.temperature, params.top_p) == expected
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == expected
     assert (params.seed, params.banned_tokens) == (3, (4,))
 
 
 def test_what_is_not_supported_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr(tasks, "_warned", set())
     for _ in range(3):
-        sampling_params(prefill(0, "r", [1], [0], top_k=40, repetition_penalty=1.0, min_p=0.0), ())
-    assert [record.getMessage() for record in caplog.records] == ["the CPU worker does not support top_k: ignored"]
+        sampling_params(prefill(0, "r", [1], [0], repetition_penalty=1.5, presence_penalty=0.0), ())
+    assert [record.getMessage() for record in caplog.records] == [
+        "the CPU worker does not support repetition_penalty: ignored"
+    ]

@@ -251,7 +251,7 @@ def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
     )
     load = SimpleNamespace(dynamic_load_weight=dynamic)
     config = SimpleNamespace(cache_config=cache, load_config=load, worker_num_per_node=ranks_here)
-    manager = engine_patches.HostedPrefixCache(config)
+    manager = engine_patches.EnginePrefixCache(config)
     assert manager.launch_cache_manager(cache, ranks, "0", "127.0.0.1", 77, None, False) == []
     if manager.updates is not None:
         manager.updates.stop()
