@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     if FUSED_NORM:
         return fused_rms_norm(x, weight, None, epsilon, 1)[0]
     # In NumPy: paddle's rsqrt rounds differently in the last elements of a vector, and it is slow where it broadcasts.
-    result = paddle.empty(x.shape)
+    result = paddle.empty(x.shape, dtype=x.dtype)  # FastDeploy sets another default
     rows, out = as_array(x), as_array(result)
     square_mean = np.einsum("ij,ij->i", rows, rows) / np.float32(rows.shape[1])
     np.multiply(rows, (1 / np.sqrt(square_mean + np.float32(epsilon)))[:, None], out=out)

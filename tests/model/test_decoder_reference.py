@@ -83,6 +83,20 @@ def test_both_norms_match_the_reference(fused, monkeypatch):
     np.testing.assert_allclose(computed, expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("default", ["bfloat16", "float16"])
+def test_paddles_default_dtype_changes_nothing(default):
+    """FastDeploy sets it in its workers, before they load the model."""
+    config = load_model_config(None)
+    token_ids = np.arange(150)
+    expected = every_logit(Decoder.load(None, config), token_ids)
+    before = paddle.get_default_dtype()
+    paddle.set_default_dtype(default)
+    try:
+        assert np.array_equal(every_logit(Decoder.load(None, config), token_ids), expected)
+    finally:
+        paddle.set_default_dtype(before)
+
+
 def test_position_tables_end_with_the_caches_whatever_the_model_says(tmp_path, monkeypatch):
     """Ten million positions are 6 GB of tables, and config.json may say anything."""
     made = []
