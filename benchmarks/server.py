@@ -8,7 +8,6 @@ under the same load. Ratios are medians of each prompt's own ratio.
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 import tempfile
 import time
@@ -21,10 +20,10 @@ from typing import Any
 import deep_model
 from _support import median, percentile, save
 
-from fastdeploy_kvcache_v1.bench_serve.client import Pace, send_all
+from fastdeploy_kvcache_v1.bench_serve.client import Pace, play
 from fastdeploy_kvcache_v1.bench_serve.report import Answer
 from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
-from fastdeploy_kvcache_v1.bench_serve.workload import FIRST_TOKEN, LAST_TOKEN, ScaledRequest
+from fastdeploy_kvcache_v1.bench_serve.session import Session, Turn, random_tokens
 from fastdeploy_kvcache_v1.metric_table import PREFIX
 
 PROMPT_TOKENS = 2_000
@@ -37,13 +36,13 @@ SERVE = (
 METRIC = re.compile(rf"^{PREFIX}(\w+)(?:\{{(.*)\}})? (\S+)$", re.MULTILINE)
 
 
-def prompt(seed: int) -> list[int]:
-    return random.Random(seed).choices(range(FIRST_TOKEN, LAST_TOKEN + 1), k=PROMPT_TOKENS)
+def prompt(seed: int) -> tuple[int, ...]:
+    return random_tokens(seed, PROMPT_TOKENS)
 
 
-def send(url: str, tokens: Sequence[int], max_tokens: int = 4) -> Answer:
-    request = ScaledRequest(0, 0.0, list(tokens), max_tokens)
-    (answer,) = asyncio.run(send_all(url, [request], Pace(1), {"temperature": 0.0}, lambda: None))
+def send(url: str, tokens: tuple[int, ...], max_tokens: int = 4) -> Answer:
+    session = Session("prompt", (Turn(tokens, max_tokens),))
+    (answer,) = asyncio.run(play(url, [session], Pace(1), {"temperature": 0.0}, lambda: None))
     assert answer.error is None, answer.error
     return answer
 

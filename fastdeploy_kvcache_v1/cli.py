@@ -28,7 +28,7 @@ COMMANDS = (
     Command(("serve",), ".embedded.command", "start the OpenAI-compatible server", takes_extra=True),
     Command(("replay",), ".replay", "drive the cache manager alone with a request trace"),
     Command(("doctor",), ".doctor", "check FastDeploy, its patch points and this machine"),
-    Command(("bench", "serve"), ".bench_serve", "send a trace to a running server and report its speed"),
+    Command(("bench", "serve"), ".bench_serve", "send a workload to a server with the cache on and off, and compare"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Sends a scaled-down request trace to servers and compares them: `fastdeploy-kvcache bench serve --trace TRACE`."""
+"""Sends a workload or a scaled-down trace to servers and compares them: `fastdeploy-kvcache bench serve`."""
 
 from .command import add_arguments, run
 

@@ -16,8 +16,9 @@ NUM_TOKENS_SHOWN = 3
 class Answer:
     """What came back for one request; `error` is None for a complete one."""
 
-    line: int
+    name: str
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     first_token_s: float = 0.0
     """From sending to the first token."""
     total_s: float = 0.0
@@ -49,7 +50,7 @@ def report(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 def failures(name: str, answers: Sequence[Answer]) -> list[str]:
     """One line per request that was not answered completely."""
-    return [f"{name}, trace line {answer.line}: {answer.error}" for answer in answers if answer.error is not None]
+    return [f"{name}, {answer.name}: {answer.error}" for answer in answers if answer.error is not None]
 
 
 def differences(one: Sequence[Answer], other: Sequence[Answer]) -> list[str]:
@@ -63,10 +64,21 @@ def differences(one: Sequence[Answer], other: Sequence[Answer]) -> list[str]:
             )
             shown = slice(at, at + NUM_TOKENS_SHOWN)
             found.append(
-                f"trace line {left.line}: tokens differ from output token {at} on: "
+                f"{left.name}: tokens differ from output token {at} on: "
                 f"{left.token_ids[shown]} with the cache, {right.token_ids[shown]} without"
             )
     return found
+
+
+def verdict(on: dict[str, Any], off: dict[str, Any]) -> str:
+    """What the cache was worth, in a sentence, of two reports."""
+    with_cache, without = on["ttft_ms"]["p50"], off["ttft_ms"]["p50"]
+    sooner = f"{without / with_cache:.1f}x sooner" if with_cache < without else "no sooner"
+    rate = on["requests_per_s"] / off["requests_per_s"]
+    return (
+        f"{on['cached_share']:.0%} of the prompt tokens came from the cache; with it the median first token was "
+        f"{sooner} ({with_cache:,.0f} instead of {without:,.0f} ms), and it answered {rate:.1f}x the requests per second"
+    )
 
 
 def table(result: dict[str, Any]) -> str:
@@ -95,10 +107,13 @@ def table(result: dict[str, Any]) -> str:
 def _verdict(result: dict[str, Any]) -> list[str]:
     problems: list[str] = result["problems"]
     if problems:
-        return [*problems[:20], f"{len(problems)} problems"]
-    if result["compared"]:
-        return [f"all tokens of {result['requests']:,} requests are the same with the cache on and off"]
-    return ["one server only: no tokens were compared"]
+        return [*problems[:20], f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"]
+    if not result["compared"]:
+        return ["one server only: no tokens were compared"]
+    return [
+        result["verdict"],
+        f"all tokens of {result['requests']:,} requests are the same with the cache on and off",
+    ]
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:

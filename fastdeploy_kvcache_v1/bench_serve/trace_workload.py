@@ -1,16 +1,13 @@
-"""Prompts for a trace that has only lengths and hash ids: equal prefixes in the trace are equal prefixes here."""
+"""Sessions from a trace that has only lengths and hash ids: equal prefixes in the trace are equal prefixes here."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..replay.trace import TOKENS_PER_ID, TraceRequest
-
-FIRST_TOKEN, LAST_TOKEN = 97, 122
-"""Ids every tokenizer has; lower-case letters for the byte tokenizer."""
+from .session import Session, Turn, random_tokens
 
 
 @dataclass(frozen=True)
@@ -21,6 +18,8 @@ class Scale:
     """Prompt and output lengths are divided by it; it divides 512."""
     max_prompt_tokens: int = 2_000
     max_output_tokens: int = 16
+    speedup: float = 1.0
+    """Times the trace's own pace."""
 
     def __post_init__(self) -> None:
         if self.divisor < 1 or TOKENS_PER_ID % self.divisor:
@@ -31,33 +30,20 @@ class Scale:
         ):
             if value < 1:
                 raise ConfigError(f"{flag} must be at least 1, got {value}")
+        if not self.speedup > 0:
+            raise ConfigError(f"--speedup must be more than 0, got {self.speedup}")
 
 
-@dataclass(frozen=True)
-class ScaledRequest:
-    """What is sent for one line of the trace."""
-
-    line: int
-    seconds: float
-    """Its time in the trace."""
-    prompt: list[int]
-    max_tokens: int
-
-
-def scaled(requests: Iterable[TraceRequest], scale: Scale) -> list[ScaledRequest]:
-    """One request per line of the trace; prompts past the limit keep their beginning."""
+def scaled(requests: Iterable[TraceRequest], scale: Scale) -> list[Session]:
+    """One session of one turn per line of the trace; prompts past the limit keep their beginning."""
     per_id = TOKENS_PER_ID // scale.divisor
-    result = []
+    sessions = []
     for request in requests:
         length = max(1, min(request.input_length // scale.divisor, scale.max_prompt_tokens))
         prompt: list[int] = []
         for hash_id in request.hash_ids[: -(-length // per_id)]:
-            prompt += tokens_of(hash_id, per_id)
+            prompt += random_tokens(hash_id, per_id)
         max_tokens = max(1, min(request.output_length // scale.divisor, scale.max_output_tokens))
-        result.append(ScaledRequest(request.line, request.timestamp_ms / 1e3, prompt[:length], max_tokens))
-    return result
-
-
-def tokens_of(hash_id: int, count: int) -> list[int]:
-    """The same `count` tokens for the same id, always."""
-    return random.Random(hash_id).choices(range(FIRST_TOKEN, LAST_TOKEN + 1), k=count)
+        start_s = request.timestamp_ms / 1e3 / scale.speedup
+        sessions.append(Session(f"trace line {request.line}", (Turn(tuple(prompt[:length]), max_tokens),), start_s))
+    return sessions
