@@ -77,7 +77,7 @@ def verdict(on: dict[str, Any], off: dict[str, Any]) -> str:
     rate = on["requests_per_s"] / off["requests_per_s"]
     return (
         f"{on['cached_share']:.0%} of the prompt tokens came from the cache; with it the median first token was "
-        f"{sooner} ({with_cache:,.0f} instead of {without:,.0f} ms), and it answered {rate:.1f}x the requests per second"
+        f"{sooner} ({with_cache:,.0f} instead of {without:,.0f} ms), and requests were answered at {rate:.1f}x the rate"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,10 +23,10 @@ PROGRAM = "fastdeploy_kvcache_v1.cli"
 
 
 @contextmanager
-def running_server(arguments: Sequence[str]) -> Iterator[str]:
+def running_server(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[str]:
     """Starts a server on a free local port with `arguments`, yields its URL once it is healthy, stops it at the end.
 
-    It serves the random model unless `arguments` name another.
+    It serves the random model unless `arguments` name another. `environment` is added to this process's.
     Raises `WorkerDiedError` with the last lines of its output if it ends or stays silent before it is healthy.
     """
     port = free_port()
@@ -36,7 +37,12 @@ def running_server(arguments: Sequence[str]) -> Iterator[str]:
         log = Path(directory) / "server.log"
         with open(log, "wb") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
             )
         try:
             _wait_until_healthy(process, url, log)

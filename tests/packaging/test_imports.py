@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "fastdeploy_integration": {"scheduler", "attention", "worker", "model"},
     "replay": {"scheduler"},
     "bench_serve": {"replay"},
+    "demo": {"bench_serve", "embedded"},
 }
 """Folder -> folders it may import from, besides itself and the shared modules."""
 
