@@ -27,8 +27,8 @@ from _support import ROOT, median, percentile, save
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.patches import put_tasks
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import checkout_variable, known_releases
 
-VARIABLES = {"2.5": "FASTDEPLOY_25", "2.6": "FASTDEPLOY_26"}
 SIZES = (1_000, 100_000)
 BLOCK_SIZE = KVCacheConfig.block_size
 PROMPT_BLOCKS = 32
@@ -37,7 +37,8 @@ REQUESTS = 120
 
 def main() -> None:
     results: dict[str, Any] = {}
-    for release, variable in VARIABLES.items():
+    for release in known_releases():
+        variable = checkout_variable(release)
         if tree := os.environ.get(variable):
             results[release] = run_inside(Path(tree).resolve())
         else:

@@ -159,7 +159,7 @@ TABLE: tuple[Metric, ...] = (
     ),
     Metric(
         "copy_reports_unreadable",
-        "Messages to the socket for workers' reports that are none",
+        "Messages on the socket for workers' reports that cannot be read",
         Kind.COUNTER,
         Source.REPORTS,
         "num_unreadable",

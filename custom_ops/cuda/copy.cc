@@ -7,7 +7,7 @@ namespace {
 // Copy engines reach the link's rate from here on whatever runs beside them. Chosen from published measurements, not
 // from ours: benchmarks/copy_gpu.py compares the paths.
 constexpr int64_t kEngineRow = 64 << 10;
-// Fewer driver calls than this cost less than a batch is worth.
+// This many driver calls, or fewer, cost less than a batch is worth.
 constexpr int64_t kFewCalls = 4;
 
 constexpr uint64_t kLegacyStream = 1;  // CU_STREAM_LEGACY

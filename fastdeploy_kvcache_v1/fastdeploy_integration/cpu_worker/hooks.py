@@ -56,7 +56,7 @@ def cpu_worker_command(command: str) -> str:
     """
     found = _WORKER_COMMAND.match(command)
     if found is None:
-        raise ConfigError(f"FastDeploy starts its worker in an unknown way: {command}: install release 2.5 or 2.6")
+        raise ConfigError(f"FastDeploy starts its worker in an unknown way: {command}: install a supported release")
     part = found.groupdict()
     return (
         f"exec env {part['variables']}{part['python']} -u -m {LAUNCH} worker {part['arguments']} "

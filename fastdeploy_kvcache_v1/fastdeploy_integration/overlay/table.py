@@ -107,6 +107,11 @@ def known_releases(name: str = TABLE_NAME) -> list[str]:
     return sorted(path.name[len(prefix) : -len(suffix)] for path in table_directory().glob(prefix + "*" + suffix))
 
 
+def checkout_variable(release: str) -> str:
+    """Environment variable that names a checkout of `release` for tests and benchmarks: `FASTDEPLOY_26_DEV`."""
+    return "FASTDEPLOY_" + release.replace(".", "").replace("-", "_").upper()
+
+
 def table_for(release: str) -> PatchTable:
     """The table for `release`, for example "2.5". Raises `OverlayError` when there is none."""
     if release not in known_releases():

@@ -1,4 +1,4 @@
-"""BackupPolicy: which runs get a host copy, and when."""
+"""BackupPolicy: which runs get a host copy, and when. Users choose one with `--write-policy`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from ..run import Run
 
 
 class BackupPolicy:
-    """What `config.WritePolicy` names. This one never wants a copy; the others say when they do.
+    """What a value of `config.WritePolicy` means. This one never wants a copy; the others override what they need.
 
-    `Tiering` asks, finds room on the host, and copies; it passes over runs that have a host copy. What had no room is
-    lost to nothing but speed. Not thread-safe: the manager's lock covers it.
+    `Tiering` asks, finds room on the host, and copies; it passes over runs that have a host copy. A run for which there
+    is no room gets no copy, which costs speed and nothing else. Not thread-safe: the manager's lock covers it.
     """
 
     hits_that_count = 0
-    """Hits of a block that the policy tells apart. More are not counted: they would keep blocks apart."""
+    """The policy needs hit counts up to this number. `Run.hits` stops there: blocks with different counts cannot share
+    a run, so counting further would make runs shorter.
+    """
 
     def __init__(self, config: KVCacheConfig) -> None:
         """Takes what it needs of the settings."""

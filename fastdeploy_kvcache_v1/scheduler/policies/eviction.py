@@ -10,12 +10,14 @@ from ..run_queue import RunQueue
 
 
 class EvictionPolicy(ABC):
-    """The order of one tier, and nothing else.
+    """The order of one tier, and nothing else. `KVCacheConfig.device_eviction` and `host_eviction` choose it by name.
 
     `Residency` tells the policy what happens to a run. A search for a victim asks the policy for candidates and takes
     the first that can leave; whether one can (users, runs below it, open copies) is for `Residency` to say. So prefix
     closure holds under every policy. A candidate that cannot leave is taken out of the order (`passed_over`,
     `deferred`) and put back when that changes, so a search costs O(1) amortized.
+
+    A policy that counts uses needs a counter of its own: `Run.hits` stops where the write policy does not look further.
 
     A policy sees the *place* of a run in this tier, which names the run: the `Run` itself on the device, its `HostCopy`
     on the host. A place is in one of the policy's queues or in none. Two parts of a run are joined when they are
@@ -80,6 +82,6 @@ class EvictionPolicy(ABC):
         """Every queue that may hold a place."""
 
     def cleared(self) -> None:
-        """The tier is empty. Places that were queued still look it: the caller cares for them."""
+        """The tier is empty. Places that were queued keep their links; the caller resets them."""
         for queue in self.queues():
             queue.forget()
