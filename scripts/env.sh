@@ -5,15 +5,17 @@
 # shellcheck shell=bash
 set -euo pipefail
 
-ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-LOCK="${LOCK:-dev}"
-VENV="$(realpath -m "${FASTDEPLOY_KVCACHE_VENV:-$ROOT/.venv}")"
-export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-
 die() {
     echo "error: $*" >&2
     exit 1
 }
+
+[ "$(uname -s)" = Linux ] || die "Linux is needed, this is $(uname -s): use a virtual machine or a container"
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+LOCK="${LOCK:-dev}"
+VENV="$(realpath -m "${FASTDEPLOY_KVCACHE_VENV:-$ROOT/.venv}")"
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 find_python() {
     local candidate

@@ -118,7 +118,7 @@ def _serve(
     app = create_app(Service(config, tokenizer, engine, intake), metrics)
     listener.max_connections = connection_limit(config.max_connections)
     _warn_of_open_address(listener)
-    http = HttpServer(app, config, engine, stop_requested=signals.noted)
+    http = HttpServer(app, config, engine, chats=tokenizer.has_template, stop_requested=signals.noted)
     engine.start()
     try:
         http.run(sockets=[listener])

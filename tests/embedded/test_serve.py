@@ -1,6 +1,8 @@
 """What a signal does outside uvicorn's own loop."""
 
+import json
 import os
+import shlex
 import signal
 import socket
 
@@ -8,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.embedded.http.server import HttpServer
+from fastdeploy_kvcache_v1.embedded.http.server import HttpServer, ready_line
 from fastdeploy_kvcache_v1.embedded.serve import NotedSignals
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 
@@ -44,3 +46,14 @@ def test_signal_before_the_server_took_over_ends_it_without_a_ready_line(server_
         HttpServer(FastAPI(), server_config, engine, stop_requested=lambda: True).run(sockets=[listener])
     assert capsys.readouterr().out == ""
     assert engine.refusals == []
+
+
+@pytest.mark.parametrize(
+    ("chats", "path", "field"), [(True, "chat/completions", "messages"), (False, "completions", "prompt")]
+)
+def test_the_ready_line_shows_what_the_model_is_made_for(server_config, chats, path, field):
+    line = ready_line(server_config, ("0.0.0.0", 8123), chats=chats)
+    assert "\n" not in line
+    command = shlex.split(line[line.index("curl ") :])
+    assert command[1] == f"http://127.0.0.1:8123/v1/{path}"
+    assert field in json.loads(command[-1])

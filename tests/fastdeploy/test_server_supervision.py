@@ -1,5 +1,6 @@
 """Signals, crashes and wrong settings: the exit status is right and nothing is left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +12,10 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import RUN_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor import end_processes
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.supervisor import UNHEALTHY_S
 
-from .cpu_server import FLAGS, SHARED_MEMORY, CpuServer, started, wait_until
+from .cpu_server import FLAGS, SHARED_MEMORY, START_TIMEOUT_S, CpuServer, started, wait_until
 from .fastdeploy_trees import run_inside, tree
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
@@ -38,6 +40,23 @@ def test_a_signal_during_the_start(starting, number):
     wait_until((starting.logs / "workerlog.0").exists, "the worker to start", 120)
     time.sleep(1)
     assert starting.stop(number) == 0, starting.stderr
+
+
+def test_a_worker_that_cannot_start_says_why(release, tmp_path):
+    """FastDeploy hands its worker the padding token as a number, and ends with status 0 when that fails."""
+    tree(release)
+    model = write_random_model(tmp_path / "model")
+    for path in model.glob("*.json"):
+        content = json.loads(path.read_text())
+        if content.pop("pad_token_id", content.pop("pad_token", None)) is not None:
+            path.write_text(json.dumps(content))
+    server = CpuServer(release, tmp_path, *FLAGS, *BLOCKS)
+    try:
+        assert server.process.wait(START_TIMEOUT_S) == 1
+        reason = next(line for line in server.stderr.splitlines() if line.startswith("fastdeploy-kvcache: error: "))
+        assert "argument --pad_token_id: invalid int value: 'None'" in reason
+    finally:
+        server.kill()
 
 
 def test_the_worker_dies(release, tmp_path):

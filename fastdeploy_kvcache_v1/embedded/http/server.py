@@ -29,14 +29,25 @@ TRY_PROMPT = (
 )
 """Longer than one block of 64 tokens in any tokenizer, and free of quotes."""
 
+TRY_QUESTION = "What is the capital of France?"
+"""Free of quotes, too."""
+
 
 class HttpServer(uvicorn.Server):
     """Prints one ready line to standard output once it listens. `run` returns after a signal or `stop`."""
 
     def __init__(
-        self, app: FastAPI, config: ServerConfig, engine: Engine, *, stop_requested: Callable[[], bool]
+        self,
+        app: FastAPI,
+        config: ServerConfig,
+        engine: Engine,
+        *,
+        chats: bool = False,
+        stop_requested: Callable[[], bool],
     ) -> None:
-        """`stop_requested` tells of a signal that came before `run` took over the handlers."""
+        """`chats`: the model is made for chats. `stop_requested` tells of a signal that came before `run` took over the
+        handlers.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
@@ -53,6 +64,7 @@ class HttpServer(uvicorn.Server):
         )
         self._server_config = config
         self._engine = engine
+        self._chats = chats
         self._stop_requested = stop_requested
 
     def stop(self) -> None:
@@ -65,7 +77,7 @@ class HttpServer(uvicorn.Server):
         if self._stop_requested():
             asyncio.get_running_loop().call_soon(self.stop)
             return
-        print(ready_line(self._server_config, sockets[0].getsockname()), flush=True)
+        print(ready_line(self._server_config, sockets[0].getsockname(), chats=self._chats), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         refuse = asyncio.get_running_loop().call_later(GRACE_S, self._engine.refuse, "the server is shutting down")
@@ -75,14 +87,23 @@ class HttpServer(uvicorn.Server):
             refuse.cancel()
 
 
-def ready_line(config: ServerConfig, address: tuple[str | int, ...]) -> str:
+def ready_line(config: ServerConfig, address: tuple[str | int, ...], *, chats: bool) -> str:
     """One line: where the server is, what it serves, and a command to paste."""
     host, port = str(address[0]), address[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{host}:{port}"
     note = " (a small model with random weights, its text means nothing)"
-    body = json.dumps({"prompt": TRY_PROMPT, "max_tokens": 16, "temperature": 0})
+    path, asked = _try_chat() if chats else _try_completion()
+    body = json.dumps({**asked, "max_tokens": 16, "temperature": 0})
     return (
         f"Ready: {url} serves {config.served_model_name}{note if config.is_random_model else ''}. "
-        f"Try: curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'"
+        f"Try: curl {url}{path} -H 'Content-Type: application/json' -d '{body}'"
     )
+
+
+def _try_chat() -> tuple[str, dict[str, object]]:
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": TRY_QUESTION}]}
+
+
+def _try_completion() -> tuple[str, dict[str, object]]:
+    return "/v1/completions", {"prompt": TRY_PROMPT}

@@ -22,6 +22,7 @@ from ...errors import ConfigError
 from ...switch import SWITCH
 from ..engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from .environment import LOG_DIRECTORY, RUN_DIRECTORY
+from .failure_cause import failure_cause
 from .janitor import SHARED_MEMORY, Estate
 from .settings import Settings
 
@@ -85,6 +86,8 @@ def _serve(settings: Settings, run_directory: Path) -> int:
     finally:
         with _signals_ignored():
             _end(server)
+    if (cause := failure_cause(settings.log_directory)) is not None:
+        reason = f"{reason}: {cause}"
     print(f"fastdeploy-kvcache: error: {reason}; the logs are in {settings.log_directory}", file=sys.stderr)
     print(_tail(output), file=sys.stderr)
     return EXIT_FAILED
