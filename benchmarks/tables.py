@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/benchmarks.md from benchmarks/results/*.json, between their markers."""
+"""Writes the tables of docs/benchmarks.md from benchmarks/results/*.json, between their markers."""
 
 from __future__ import annotations
 
@@ -152,8 +152,7 @@ def update(page: Path, name: str, text: str) -> None:
 
 def main() -> None:
     text = table()
-    for page in (ROOT / "README.md", DOCS):
-        update(page, "benchmarks", text)
+    update(DOCS, "benchmarks", text)
     update(DOCS, "growth", growth())
     print(text)
 

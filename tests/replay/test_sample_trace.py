@@ -1,4 +1,4 @@
-"""The sample trace that README's commands use."""
+"""The sample trace that the tour's commands use."""
 
 import runpy
 from pathlib import Path
@@ -24,7 +24,9 @@ def test_conversations_of_the_sample_trace_return():
     assert repeated > sum(len(request.hash_ids) for request in requests) / 2
 
 
-def test_the_commands_in_the_readme_name_the_sample_trace():
-    named = sample_trace.PATH.relative_to(ROOT)
-    commands = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("    .venv/bin/")]
-    assert [str(named) in line for line in commands if "replay" in line or "bench serve" in line] == [True, True]
+def test_the_commands_of_the_tour_name_the_sample_trace():
+    named = str(sample_trace.PATH.relative_to(ROOT))
+    lines = (ROOT / "docs" / "tour.md").read_text().splitlines()
+    commands = [line.split() for line in lines if line.startswith("    .venv/bin/")]
+    files = [word for _, *words in commands for word in words if word.endswith(".jsonl")]
+    assert files == [named, named]
