@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md from benchmarks/results/*.json, between their markers."""
+"""Writes the tables of docs/ from benchmarks/results/*.json, between their markers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from _support import RESULTS, ROOT
 
 DOCS = ROOT / "docs" / "benchmarks.md"
+ATTACKS = ROOT / "docs" / "embedded-server.md"
 
 Row = tuple[str, str, str]
 """What was measured, the result, the target."""
@@ -127,6 +128,36 @@ def growth() -> str:
     return "\n".join(lines)
 
 
+def attacks() -> str:
+    """What one hostile request costs the others."""
+    result = json.loads((RESULTS / "attacks.json").read_text(encoding="utf-8"))
+    lines = [
+        "| attack | model | answer | after, median (worst) | longest pause of a stream beside it |",
+        "|---|---|---|---|---|",
+    ]
+    for model, rows in result["models"].items():
+        for name, row in rows.items():
+            seconds = f"{row['seconds']:.2f} s ({row['seconds_worst']:.2f})" if row["status"] else ""
+            pause = f"{row['longest_pause_s']:.2f} s ({row['longest_pause_worst_s']:.2f})"
+            lines.append(f"| {name} | {model} | {row['status'] or ''} | {seconds} | {pause} |")
+    return "\n".join(lines)
+
+
+def serve_workloads() -> str:
+    """Cache on against cache off, one row a workload."""
+    result = json.loads((RESULTS / "serve_workloads.json").read_text(encoding="utf-8"))
+    lines = [
+        "| workload | from the cache | first token, p50 / p90, off | on | requests per second, off | on |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in result["workloads"].items():
+        on, off = row["runs"]["cache on"], row["runs"]["cache off"]
+        first = [f"{run['ttft_ms']['p50'] / 1e3:.2f} / {run['ttft_ms']['p90'] / 1e3:.2f} s" for run in (off, on)]
+        rates = [f"{run['requests_per_s']:.2f}" for run in (off, on)]
+        lines.append(f"| {name} | {on['cached_share']:.0%} | {first[0]} | {first[1]} | {rates[0]} | {rates[1]} |")
+    return "\n".join(lines)
+
+
 def table() -> str:
     """All results there are, as one Markdown table, and the machines they come from."""
     lines = ["| what | measured | target |", "|---|---|---|"]
@@ -154,6 +185,8 @@ def main() -> None:
     text = table()
     update(DOCS, "benchmarks", text)
     update(DOCS, "growth", growth())
+    update(DOCS, "serve_workloads", serve_workloads())
+    update(ATTACKS, "attacks", attacks())
     print(text)
 
 
