@@ -49,7 +49,7 @@ create_env() {
             die "$python cannot create a virtual environment in $VENV: install its venv module (Debian, Ubuntu: apt install python3-venv)"
     fi
     "$VENV/bin/python" -m pip install -qq --require-hashes -r "$ROOT/locks/uv.txt" >&2 </dev/null ||
-        die "uv was not installed; pip's message is above"
+        die "pip could not install uv, its message is above: check the network, or set PIP_INDEX_URL to a mirror of PyPI"
 }
 
 # uv, for this environment and no other.

@@ -13,7 +13,7 @@ from .player import Outcome
 from .scenario import Request
 from .setups import Setup
 
-MIN_WIDTH = 12
+MIN_WIDTH = 11
 """Of a column of numbers; the names above them may take two lines."""
 
 NO_BREAK_SPACE = "\u00a0"
