@@ -34,7 +34,7 @@ def create_app(service: Service, metrics: Metrics) -> FastAPI:
     app.add_middleware(Linger)
     install_error_handlers(app)
     _add_openai_routes(app, service)
-    _add_operator_routes(app, service, metrics)
+    _add_service_routes(app, service, metrics)
     return app
 
 
@@ -73,7 +73,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
         return _model_body(service)
 
 
-def _add_operator_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
+def _add_service_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     engine = service.engine
 
     @app.get("/health")
