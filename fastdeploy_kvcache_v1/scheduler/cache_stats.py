@@ -65,9 +65,3 @@ class CacheStats:
     quarantined_blocks: int
     """Slots among the loading ones of both tiers: their load is not wanted any more."""
     events_overflowed: int
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens of admitted requests that no tier served."""
-        counters = self.counters
-        return counters.query_tokens - counters.device_hit_tokens - counters.host_hit_tokens

@@ -226,6 +226,14 @@ def test_a_reset_costs_what_is_in_use_and_is_finished_by_later_steps() -> None:
     assert calls[1] <= 2 * calls[0]
 
 
+def test_every_step_after_a_reset_takes_apart_as_many_runs_as_it_may() -> None:
+    cache = chain_on_the_host(700)
+    cache.reset_cache()
+    for _ in range(-(-1400 // 512)):
+        cache.take_swap_step()
+    assert not cache._tree._ruins
+
+
 def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
     cache = manager(40, 40, "write_through", max_queued_events=0)
     gc.collect()

@@ -192,7 +192,7 @@ def test_failed_swap_in_does_not_count_as_cached():
     assert usage.cached_tokens == 0, "all of it was computed in the end"
     stats = harness.manager.stats()
     assert (stats.counters.device_hit_tokens, stats.counters.host_hit_tokens) == (0, 0)
-    assert (stats.counters.requests_admitted, stats.recomputed_tokens) == (4, 4 * 18)
+    assert (stats.counters.requests_admitted, stats.counters.query_tokens) == (4, 4 * 18)
 
 
 def test_what_a_request_computed_itself_before_a_failed_copy_is_not_cached_for_it():
