@@ -1,0 +1,127 @@
+"""Names of blocks: once per request, images included, and what cannot be named is served without the cache."""
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
+
+from .fake_scheduler import FakeScheduler, FakeTask, Status, make_adapter, serve
+
+
+@pytest.mark.parametrize(
+    ("items", "times"), [(None, 1), ({}, 1), ({"mm_positions": [], "mm_hashes": []}, 1), ("an image", 4)]
+)
+def test_a_request_that_waits_is_hashed_once_unless_it_has_images(monkeypatch, items, times):
+    made = []
+
+    class Counted(TaskTokens):
+        def __init__(self, *args):
+            made.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(adapter, "TaskTokens", Counted)
+    cache = make_adapter(8)
+    task = FakeTask("x", [1] * 9, items=images((1, 2)) if items == "an image" else items)
+    for _ in range(4):
+        cache.request_match_blocks(task, 4)
+        cache.release_block_ids(task)
+    assert len(made) == times
+
+
+def test_hashes_of_aborted_requests_are_not_kept(monkeypatch):
+    cache = make_adapter(20)
+    scheduler = FakeScheduler(cache)
+    kept = cache._kept
+    for request_id in "ab":
+        scheduler.add(FakeTask(request_id, [1] * 9, 60))
+    scheduler.step()
+    scheduler.running[0].status = Status.PREEMPTED  # the host says the same of aborted requests
+    scheduler.aborting.add("a")
+    scheduler.step()
+    assert len(kept) == 0
+    scheduler.reset()
+    scheduler.waiting.clear()
+    cache.manager.check_idle()
+
+
+class Position:
+    def __init__(self, offset, length):
+        self.offset, self.length = offset, length
+
+
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def images(*positions):
+    return {"mm_positions": [Position(*position) for position in positions], "mm_hashes": ["h"] * len(positions)}
+
+
+def test_a_match_never_ends_inside_an_image():
+    scheduler = FakeScheduler(make_adapter(40), output_caching=False)
+    for request_id, tail, expected in (("a", [], 0), ("b", [7], 4)):
+        # The image covers [6, 30); the second prompt differs at 24, in the middle of it.
+        tokens = [1] * 6 + [2] * 18 + tail + [2] * 12
+        task = FakeTask(request_id, tokens, 2, images((6, 24)))
+        scheduler.add(task)
+        scheduler.step()
+        assert task.num_cached_blocks * 4 >= expected
+        scheduler.run_dry()
+    assert task.prefill_end_index == len(tokens)
+    assert scheduler.cache.hit_rates.num_device_tokens == 4
+
+
+@pytest.mark.parametrize("items", [images((2, 6), (4, 3)), {"mm_positions": [Position(0, 2)], "mm_hashes": []}])
+def test_what_cannot_be_hashed_is_served_without_caching(items, caplog):
+    scheduler = FakeScheduler(make_adapter(40))
+    for request_id in "ab":
+        scheduler.add(FakeTask(request_id, [1] * 12, 3, items))
+        scheduler.run_dry()
+    assert scheduler.cache.hit_rates.num_device_tokens == 0
+    assert "request a is served without the cache, its tokens cannot be hashed" in caplog.text
+    scheduler.cache.manager.check_idle()
+
+
+POISON = [
+    {"mm_positions": [None], "mm_hashes": ["h"]},
+    {"mm_positions": [Position("x", 2)], "mm_hashes": ["h"]},
+    {"mm_positions": [Position(0, 2)], "mm_hashes": [Unprintable()]},
+    {"mm_positions": 7, "mm_hashes": ["h"]},
+    {"mm_positions": np.ones((2, 2)), "mm_hashes": ["h", "h"]},
+    ["h"],
+]
+
+
+@pytest.mark.parametrize("items", POISON)
+def test_a_request_that_cannot_be_hashed_lets_the_others_pass(items, caplog):
+    """The host would schedule nothing behind a request whose match raises."""
+    scheduler = FakeScheduler(make_adapter(40))
+    for request_id, given in (("before", None), ("poisoned", items), ("behind", None)):
+        scheduler.add(FakeTask(request_id, [1] * 12, 3, given))
+    scheduler.run_dry()
+    scheduler.cache.check()
+    assert scheduler.finished.keys() == {"before", "poisoned", "behind"}
+    assert scheduler.finished["poisoned"].num_cached_blocks == 0
+    assert "matching it failed" not in caplog.text
+    scheduler.cache.manager.check_idle()
+
+
+def test_a_match_that_fails_in_the_cache_itself_leaves_no_trace(monkeypatch, caplog):
+    cache = make_adapter(8)
+    scheduler = FakeScheduler(cache)
+    serve(scheduler, [1] * 9)
+
+    def broken(*_):
+        raise RuntimeError("a defect of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.manager, "allocate", broken)
+        task = FakeTask("x", [1] * 9)
+        assert cache.request_match_blocks(task, 4)[:2] == ([], 0)
+    assert "request x is served without the cache: matching it failed" in caplog.text
+    assert "a defect of ours" in caplog.text
+    cache.check()
+    cache.manager.check_idle()
+    assert cache.request_match_blocks(task, 4)[1] == 8
