@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _require_writable(path: Path) -> None:
     """Before two minutes are spent. Raises `ConfigError`."""
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    target = path if path.exists() else path.absolute().parent
+    if path.is_dir() or not os.access(target, os.W_OK):
+        raise ConfigError(f"cannot write {path}: choose a file in a directory that exists and is yours")

@@ -105,8 +105,10 @@ def test_a_server_that_refuses_ends_the_play(start_server):  # noqa: F811
 
 @pytest.mark.parametrize("flag", ["--page", "--picture", "--results"])
 def test_a_place_that_cannot_be_written_is_said_at_once(flag, tmp_path):
-    with pytest.raises(ConfigError, match=r"cannot write .*missing/file: No such file"):
-        run("--model", "random", flag, tmp_path / "missing" / "file")
+    for path in (tmp_path / "missing" / "file", tmp_path):
+        with pytest.raises(ConfigError, match=f"cannot write {path}: choose a file"):
+            run("--model", "random", "--page", tmp_path / "page.html", flag, path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_directory_that_is_no_checkout_is_refused(tmp_path):
