@@ -1,7 +1,7 @@
 """Time per request of this checkout beside another one's, on the same trace in one run: `against.py DIR [TRACE]`.
 
 Each checkout plays in a process of its own; they take turns of a few hundred requests, so that whatever else the
-machine does hits both alike. The player is this checkout's own `control_plane.Managed`, and uses what both have.
+machine does hits both alike. Each plays with its own `control_plane.Managed`: the two must do the same.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ def play(address: str) -> None:
 def start(root: Path, trace: str, listener: Listener) -> tuple[Connection[Any, Any], int]:
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{root}{os.pathsep}{HERE}",
+        "PYTHONPATH": f"{root}{os.pathsep}{root / 'benchmarks'}",
+        "PYTHONSAFEPATH": "1",  # not this script's directory
         "FASTDEPLOY_KVCACHE_PLAYER": listener.address,
     }
+    subprocess.run([sys.executable, "-c", "import control_plane"], env=environment, check=True)  # else we wait for ever
     subprocess.Popen([sys.executable, __file__, trace], env=environment)
     connection = listener.accept()
     return connection, connection.recv()

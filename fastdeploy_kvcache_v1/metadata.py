@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple, NewType, Protocol
 
 from .errors import UnsupportedCopyError
@@ -192,8 +191,6 @@ A swap-in may fill a device slot that an eviction of the same step reads, and co
 kind of copy is one entry here and one copy path in the worker.
 """
 
-_RANK = {kind: rank for rank, kind in enumerate(COPY_ORDER)}
-
 
 @dataclass(frozen=True)
 class CacheSwapMetadata:
@@ -242,14 +239,17 @@ class SwapStep:
 
     @classmethod
     def of(cls, step: int, *transfers: CacheSwapMetadata) -> SwapStep:
-        """Those of `transfers` that copy anything, in the order in which a step runs them."""
-        return cls(step, tuple(sorted(filter(None, transfers), key=_rank)))
+        """The `transfers` that copy anything, in the order in which a step runs them."""
+        return cls(step, tuple(sorted([each for each in transfers if each.source_slots], key=_rank)))
 
     def __post_init__(self) -> None:
-        ranks = [_rank(transfer) for transfer in self.transfers]
-        if any(later <= earlier for earlier, later in pairwise(ranks)) or not all(self.transfers):
-            kinds = [(source.value, target.value) for source, target in (each.kind for each in self.transfers)]
-            raise ValueError(f"swap step {self.step} has copies that are empty, doubled or out of order: {kinds}")
+        last = -1
+        for transfer in self.transfers:
+            rank = _rank(transfer)
+            if rank <= last or not transfer.source_slots:
+                kinds = [(each.source.value, each.target.value) for each in self.transfers]
+                raise ValueError(f"swap step {self.step} has copies that are empty, doubled or out of order: {kinds}")
+            last = rank
 
     @property
     def evict(self) -> CacheSwapMetadata:
@@ -266,10 +266,11 @@ class SwapStep:
 
 
 def _rank(transfer: CacheSwapMetadata) -> int:
-    rank = _RANK.get(transfer.kind)
-    if rank is None:
-        raise UnsupportedCopyError(transfer.source.value, transfer.target.value)
-    return rank
+    # By identity: hashing members of an enum costs more than the rest of a step's bookkeeping.
+    for rank, (source, target) in enumerate(COPY_ORDER):
+        if transfer.source is source and transfer.target is target:
+            return rank
+    raise UnsupportedCopyError(transfer.source.value, transfer.target.value)
 
 
 @dataclass(frozen=True)

@@ -235,10 +235,6 @@ class Residency:
     def open_copies(self, target: CacheLevel) -> list[Run]:
         return [run for run in self._open if run.open is target]
 
-    def open_runs(self) -> list[Run]:
-        """Those with an open copy, in either direction."""
-        return list(self._open)
-
     def close_copies(self) -> None:
         """The worker is being told of every open copy: from here on, order guarantees what the tree says."""
         for run in self._open:

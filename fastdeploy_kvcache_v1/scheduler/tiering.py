@@ -114,16 +114,12 @@ class Tiering:
 
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
-        copied = self._residency.open_runs()
+        evicted, read = self._residency.open_copies(CacheLevel.HOST), self._residency.open_copies(CacheLevel.DEVICE)
+        copied = evicted + read
         if not copied:
             return SwapStep(step)
-        device: dict[CacheLevel | None, list[DeviceSlot]] = {CacheLevel.DEVICE: [], CacheLevel.HOST: []}
-        host: dict[CacheLevel | None, list[HostSlot]] = {CacheLevel.DEVICE: [], CacheLevel.HOST: []}
-        for run in copied:
-            device[run.open] += run.latest_device_slots
-            host[run.open] += run.host_slots
-        evict = _copies(NO_EVICT, device[CacheLevel.HOST], host[CacheLevel.HOST])
-        swap_in = _copies(NO_SWAP_IN, host[CacheLevel.DEVICE], device[CacheLevel.DEVICE])
+        evict = _copies(NO_EVICT, _device_slots(evicted), _host_slots(evicted))
+        swap_in = _copies(NO_SWAP_IN, _host_slots(read), _device_slots(read))
         self._counters.swap_out_blocks += len(evict)
         self._counters.swap_in_blocks += len(swap_in)
         self._told.remember(step, copied)
@@ -268,6 +264,20 @@ class Tiering:
             else:
                 self._tree.detach(victim)
         return count
+
+
+def _device_slots(runs: Sequence[Run]) -> list[DeviceSlot]:
+    slots: list[DeviceSlot] = []
+    for run in runs:
+        slots += run.latest_device_slots
+    return slots
+
+
+def _host_slots(runs: Sequence[Run]) -> list[HostSlot]:
+    slots: list[HostSlot] = []
+    for run in runs:
+        slots += run.host_slots
+    return slots
 
 
 def _copies(none: CacheSwapMetadata, sources: Sequence[int], targets: Sequence[int]) -> CacheSwapMetadata:

@@ -344,7 +344,8 @@ def test_a_bad_step_changes_nothing(rig, out, into, message):
 
 def test_a_kind_of_copy_without_a_path_is_an_error_that_names_it(rig, monkeypatch):
     store = CacheSwapMetadata(CacheLevel.HOST, CacheLevel.STORAGE, (0,), (0,))
-    monkeypatch.setitem(metadata._RANK, store.kind, 0)  # a kind that the worker does not know yet
+    order = (store.kind, *metadata.COPY_ORDER)
+    monkeypatch.setattr(metadata, "COPY_ORDER", order)  # a kind that the worker does not know yet
     with pytest.raises(UnsupportedCopyError, match="from the host tier to the storage tier"):
         rig.submit(store, swap_in((0,), (1,)))
     assert rig.controller.num_unreported_copies == 0, "the other copies of the step are not started either"
