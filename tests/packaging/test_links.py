@@ -45,3 +45,24 @@ def test_paths_in_backticks_exist(page):
         if is_path and not name.startswith("benchmarks/results/") and not list(ROOT.glob(name)):
             missing.append(code)
     assert missing == []
+
+
+NAMED_FILE = re.compile(r"`((?:\.\./)?[\w./-]+\.(?:py|cc|h|toml|md))`")
+NAMED_IN = (
+    "",
+    "scheduler",
+    "scheduler/policies",
+    "worker",
+    "attention",
+    "fastdeploy_integration",
+    "../custom_ops/cuda",
+)
+"""Folders, from the package, in which the map names files without repeating the folder."""
+
+
+def test_the_map_names_files_that_exist():
+    places = [ROOT, ROOT / "docs", *(ROOT / "fastdeploy_kvcache_v1" / folder for folder in NAMED_IN)]
+    tests = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    named = NAMED_FILE.findall((ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 60
+    assert [name for name in named if name not in tests and not any((place / name).exists() for place in places)] == []
