@@ -28,7 +28,9 @@ Kwargs = dict[str, Any]
 
 @dataclasses.dataclass
 class _NewArguments:
-    """Fields for FastDeploy's `EngineArgs`."""
+    """Fields for FastDeploy's `EngineArgs`, each with a flag in `add_cli_arguments` and a name in `adds` of the patch
+    table.
+    """
 
     write_through_threshold: int = KVCacheConfig.write_through_threshold
 
@@ -48,7 +50,8 @@ def add_arguments(engine_args: Any) -> None:
 
 
 def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    instance.write_through_threshold = kwargs.pop("write_through_threshold", KVCacheConfig.write_through_threshold)
+    for name, field in _NewArguments.__dataclass_fields__.items():
+        setattr(instance, name, kwargs.pop(name, field.default))
     wrapped(*args, **{"write_policy": KVCacheConfig.write_policy.value, **kwargs})
 
 
