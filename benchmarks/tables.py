@@ -185,7 +185,8 @@ def main() -> None:
     text = table()
     update(DOCS, "benchmarks", text)
     update(DOCS, "growth", growth())
-    update(DOCS, "serve_workloads", serve_workloads())
+    if (RESULTS / "serve_workloads.json").exists():
+        update(DOCS, "serve_workloads", serve_workloads())
     update(ATTACKS, "attacks", attacks())
     print(text)
 
