@@ -13,7 +13,7 @@ MAX_CHARACTERS = 300
 
 CAUSE = re.compile(
     r"^(?:[\w.]*(?:Error|Exception)(?::.+)?"  # the last line of a traceback
-    r"|\S+: error: .+"  # argparse
+    r"|[\w. -]+: error: .+"  # argparse; FastDeploy gives its worker a name of three words
     r"|Fatal Python error: .+|terminate called .+|corrupted .+|.*(?:core dumped|Illegal instruction).*)$"
 )
 

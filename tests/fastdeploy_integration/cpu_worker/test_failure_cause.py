@@ -12,7 +12,7 @@ ValueError: no such dtype
 Loading Weights:   0%|\rLoading Weights:   1%|
 """
 ARGPARSE = """usage: launch.py [-h] [--pad_token_id PAD_TOKEN_ID]
-launch.py: error: argument --pad_token_id: invalid int value: 'None'
+FastDeploy LLM Inference: error: argument --pad_token_id: invalid int value: 'None'
 """
 
 
@@ -20,7 +20,7 @@ launch.py: error: argument --pad_token_id: invalid int value: 'None'
     ("text", "cause"),
     [
         (TRACEBACK, "ValueError: no such dtype"),
-        (ARGPARSE, "launch.py: error: argument --pad_token_id: invalid int value: 'None'"),
+        (ARGPARSE, "FastDeploy LLM Inference: error: argument --pad_token_id: invalid int value: 'None'"),
         ("Traceback (most recent call last):\ncorrupted double-linked list\n", "corrupted double-linked list"),
         (TRACEBACK + "KeyError\n", "KeyError"),
         ("fastdeploy.errors.StartError: " + "x" * 5000, "fastdeploy.errors.StartError: " + "x" * 270),
@@ -38,7 +38,7 @@ def test_the_worker_speaks_before_the_server_that_ended_because_of_it(tmp_path):
     (tmp_path / "workerlog.0").write_text("x" * 100_000 + "\nMemoryError\n")
     assert failure_cause(tmp_path) == "MemoryError (workerlog.0)"
     (tmp_path / "launch_worker.log").write_bytes(b"\xff\n" + ARGPARSE.encode())
-    assert failure_cause(tmp_path).startswith("launch.py: error: argument --pad_token_id")
+    assert failure_cause(tmp_path).startswith("FastDeploy LLM Inference: error: argument --pad_token_id")
 
 
 @pytest.mark.parametrize("text", ["", "all is well\nAn Error occurred, it says in the middle of a line: no\n"])
