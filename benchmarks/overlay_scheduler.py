@@ -2,9 +2,10 @@
 
     FASTDEPLOY_25=DIR FASTDEPLOY_26=DIR python benchmarks/overlay_scheduler.py
 
+Each manager has a process of its own: ours with the plugin switched on, theirs with FastDeploy as released.
 One request at a time goes through the real ResourceManagerV1: add, schedule (match, allocate, insert), one token,
 schedule, finish. The device cache is full from the start, so every new prompt evicts; every second request repeats an
-earlier prompt. The two managers take turns, request by request, so that both see the same machine. No worker runs.
+earlier prompt. The two take turns of some requests, so that both see the same machine. No worker runs.
 
 Two costs per request: `cache` is the time inside the cache manager (ours with all that the overlay adds to a step),
 `step` is all of `schedule` and `finish_requests`, with what the host does in both cases. Measured twice: as the host is
@@ -32,7 +33,9 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import checkout_
 SIZES = (1_000, 100_000)
 BLOCK_SIZE = KVCacheConfig.block_size
 PROMPT_BLOCKS = 32
-REQUESTS = 120
+REQUESTS = 240
+TURN = 24
+INSIDE, ANSWER = "inside", "served "
 
 
 def main() -> None:
@@ -40,7 +43,7 @@ def main() -> None:
     for release in known_releases():
         variable = checkout_variable(release)
         if tree := os.environ.get(variable):
-            results[release] = run_inside(Path(tree).resolve())
+            results[release] = {"sizes": [measure(Path(tree).resolve(), size, logs) for size in SIZES for logs in (1, 0)]}
         else:
             print(f"{variable} is not set: FastDeploy {release} is left out", file=sys.stderr)
     if not results:
@@ -48,19 +51,86 @@ def main() -> None:
     save("overlay_scheduler", {"prompt_blocks": PROMPT_BLOCKS, "requests": REQUESTS, "releases": results})
 
 
-def run_inside(tree: Path) -> Any:
-    """Measure in a process that has the tree on its path."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT), str(ROOT / "benchmarks")]),
-        "ENABLE_V1_KVCACHE_MANAGER": "1",
-        "ENABLE_V1_KVCACHE_SCHEDULER": "1",
-        "FD_LOG_DIR": os.environ.get("FD_LOG_DIR", "/tmp/overlay_scheduler_log"),
+class Process:
+    """FastDeploy in a process of its own, with our manager or its own: serves one request when told to."""
+
+    def __init__(self, tree: Path, blocks: int, logs: int, *, ours: bool) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT), str(ROOT / "benchmarks")]),
+            "ENABLE_V1_KVCACHE_MANAGER": str(int(ours)),
+            "ENABLE_V1_KVCACHE_SCHEDULER": "1",
+            "FD_LOG_DIR": os.environ.get("FD_LOG_DIR", f"/tmp/overlay_scheduler_log/{'ours' if ours else 'host'}"),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, INSIDE, str(blocks), str(logs), str(int(ours))],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def take_turn(self) -> list[dict[str, Any]]:
+        """The first turn fills the cache; each further one serves `TURN` requests. The process is idle between turns."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write("next\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return list(json.loads(line.removeprefix(ANSWER)))
+        sys.exit(f"error: a scheduler ended with code {self._process.wait()}; see what it printed above")
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+def measure(tree: Path, blocks: int, logs: int) -> dict[str, Any]:
+    processes = {name: Process(tree, blocks, logs, ours=name == "ours") for name in ("ours", "host")}
+    costs: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in processes} for kind in ("cache", "step")}
+    cached = dict.fromkeys(processes, 0)
+    for process in processes.values():
+        process.take_turn()
+    for _ in range(REQUESTS // TURN):
+        for name, process in processes.items():
+            turn = process.take_turn()
+            for kind in costs:
+                costs[kind][name] += [served[kind] for served in turn]
+            cached[name] += sum(served["cached"] for served in turn)
+    for process in processes.values():
+        process.close()
+    result: dict[str, Any] = {"blocks": blocks, "host_logs": bool(logs), "cached_tokens": cached}
+    for kind, values in costs.items():
+        result[kind] = {
+            **{f"{name}_us": spread(values[name]) for name in processes},
+            "ratio_of_medians": median(values["ours"]) / median(values["host"]),
+            "ratio_of_means": sum(values["ours"]) / sum(values["host"]),
+        }
+    return result
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    return {
+        "median": median(seconds) * 1e6,
+        "p99": percentile(seconds, 0.99) * 1e6,
+        "mean": 1e6 * sum(seconds) / len(seconds),
     }
-    done = subprocess.run(
-        [sys.executable, __file__, "inside"], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"sizes"')))
+
+
+# ---- inside a process of FastDeploy
+
+
+def answer_requests(blocks: int, logs: int, ours: int) -> None:
+    logging.disable(logging.NOTSET if logs else logging.CRITICAL)
+    contender = Contender(blocks, ours=bool(ours))
+    filling, measured = prompts(blocks)
+    for number, prompt in enumerate(filling):
+        contender.serve(f"f{number}", prompt)
+    sys.stdin.readline()
+    print(ANSWER + "[]", flush=True)
+    for start in range(0, REQUESTS, TURN):
+        sys.stdin.readline()
+        served = [contender.serve(f"m{number}", measured[number]) for number in range(start, start + TURN)]
+        print(ANSWER + json.dumps(served), flush=True)
 
 
 class Timed:
@@ -91,12 +161,9 @@ class Timed:
 
 
 class Contender:
-    """ResourceManagerV1 with one of the two cache managers."""
+    """ResourceManagerV1 with the cache manager that this process has."""
 
     def __init__(self, blocks: int, *, ours: bool) -> None:
-        from fastdeploy.cache_manager.prefix_cache_manager import PrefixCacheManager
-        from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1
-
         from tests.fastdeploy.drive_resource_manager import make_manager, make_request
 
         self.make_request = make_request
@@ -104,10 +171,6 @@ class Contender:
             blocks, 0, "write_through", block_size=BLOCK_SIZE, seats=8, max_tokens=BLOCK_SIZE * PROMPT_BLOCKS * 2
         )
         self.schedule = self.manager.schedule
-        if not ours:
-            self.manager.cache_manager = PrefixCacheManager(self.manager.config, 1, "mixed", 0)
-            original = ResourceManagerV1.schedule.__wrapped__
-            self.schedule = lambda: original(self.manager)
         self.clock = [0.0]
         self.put = self._timed_put if ours else lambda tasks: None
         self.manager.cache_manager = Timed(self.manager.cache_manager, self.clock)
@@ -119,8 +182,8 @@ class Contender:
             put_tasks(lambda message: None, None, ((tasks, len(tasks)),), {})
         self.clock[0] += time.perf_counter() - start
 
-    def serve(self, request_id: str, prompt: list[int]) -> tuple[float, float, int]:
-        """Returns the seconds spent in its steps, those of them in the cache manager, and its cached tokens."""
+    def serve(self, request_id: str, prompt: list[int]) -> dict[str, float]:
+        """Returns the seconds of its steps, those of them in the cache manager, and its cached tokens."""
         request = self.make_request(request_id, prompt)
         self.manager.add_request(request)
         for future in request.async_process_futures:
@@ -136,7 +199,8 @@ class Contender:
         self.put(self.schedule()[0])
         self.manager.cache_output_tokens(request)
         self.manager.finish_requests([request_id])
-        return seconds + time.perf_counter() - start, self.clock[0], request.num_cached_tokens
+        seconds += time.perf_counter() - start
+        return {"step": seconds, "cache": self.clock[0], "cached": request.num_cached_tokens}
 
 
 def prompts(blocks: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -151,41 +215,8 @@ def prompts(blocks: int) -> tuple[list[list[int]], list[list[int]]]:
     return filling, [new() if number % 2 else rng.choice(recent) for number in range(REQUESTS)]
 
 
-def measure(blocks: int, *, logs: bool) -> dict[str, Any]:
-    logging.disable(logging.NOTSET if logs else logging.CRITICAL)
-    contenders = {"ours": Contender(blocks, ours=True), "host": Contender(blocks, ours=False)}
-    filling, measured = prompts(blocks)
-    for number, prompt in enumerate(filling):
-        for contender in contenders.values():
-            contender.serve(f"f{number}", prompt)
-    costs: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in contenders} for kind in ("cache", "step")}
-    cached = dict.fromkeys(contenders, 0)
-    for number, prompt in enumerate(measured):
-        for name, contender in contenders.items():
-            step, cache, hit = contender.serve(f"m{number}", prompt)
-            costs["step"][name].append(step)
-            costs["cache"][name].append(cache)
-            cached[name] += hit
-    result: dict[str, Any] = {"blocks": blocks, "host_logs": logs, "cached_tokens": cached}
-    for kind, values in costs.items():
-        result[kind] = {
-            **{f"{name}_us": spread(values[name]) for name in contenders},
-            "ratio_of_medians": median(values["ours"]) / median(values["host"]),
-            "ratio_of_means": sum(values["ours"]) / sum(values["host"]),
-        }
-    return result
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    return {
-        "median": median(seconds) * 1e6,
-        "p99": percentile(seconds, 0.99) * 1e6,
-        "mean": 1e6 * sum(seconds) / len(seconds),
-    }
-
-
 if __name__ == "__main__":
-    if sys.argv[1:] == ["inside"]:
-        print(json.dumps({"sizes": [measure(blocks, logs=logs) for blocks in SIZES for logs in (True, False)]}))
+    if sys.argv[1:2] == [INSIDE]:
+        answer_requests(*map(int, sys.argv[2:]))
     else:
         main()
