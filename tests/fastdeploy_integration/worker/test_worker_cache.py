@@ -1,0 +1,260 @@
+"""`WorkerCache` on CPU tensors: copies, tensors that are made again, failed copies."""
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN, RunningTables
+from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.fastdeploy_integration.engine.fake_scheduler import Control, Kind
+from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, make_cache, register, swap_in, task
+
+
+def test_blocks_go_out_and_come_back_layer_by_layer():
+    cache = make_cache()
+    tensors = register(cache)
+    fill(tensors, 1, 10)
+    cache.receive([task(SwapStep(0, (evict((1, 3)),)), table=[1])])
+    assert cache.begin_forward(layer_by_layer=True) is None  # waits: the pass writes what is being read
+    fill(tensors, 1, 0)
+    cache.end_forward()
+    cache.receive([task(SwapStep(1, (swap_in((3, 5)),)), previous=0)])
+    counter = cache.begin_forward(layer_by_layer=True)
+    assert counter.target_slots == (5,)
+    counter.wait_for_layer(0)
+    counter.wait_for_layer(1)
+    cache.end_forward()
+    assert content(tensors, 5) == [10, 11, 12, 13]
+    assert cache.current_counter is None
+    cache.unregister(MAIN)
+
+
+def test_graphs_wait_for_all_layers_before_they_start():
+    cache = make_cache()
+    tensors = register(cache)
+    fill(tensors, 0, 7)
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
+    assert cache.begin_forward(layer_by_layer=False) is None
+    assert content(tensors, 4) == [7, 8, 9, 10]
+    cache.end_forward()
+    cache.unregister(MAIN)
+
+
+def test_swap_ins_of_skipped_passes_are_waited_for():
+    cache = make_cache()
+    tensors = register(cache)
+    fill(tensors, 0, 7)
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
+    cache.end_forward()  # the worker was asleep: no pass began
+    cache.receive([task(SwapStep(1, (swap_in((0, 5)),)), previous=0)])
+    counter = cache.begin_forward(layer_by_layer=True)
+    assert counter.target_slots == (5,)
+    assert content(tensors, 4) == [7, 8, 9, 10]
+    counter.wait_all()
+    cache.end_forward()
+    cache.unregister(MAIN)
+
+
+def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for():
+    """FastDeploy prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
+    cache = make_cache()
+    register(cache)
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
+    counter = cache.begin_forward(layer_by_layer=True)
+    waited = []
+    counter.wait_all = lambda: waited.append("all")
+    cache.end_forward()
+    assert waited == ["all"]
+    assert cache.begin_forward(layer_by_layer=True) is None
+    cache.end_forward()
+    cache.unregister(MAIN)
+
+
+@pytest.mark.parametrize("order", [(MAIN, DRAFT), (DRAFT, MAIN)])
+def test_draft_layers_are_swapped_with_the_main_models(order):
+    cache = make_cache(parts=(MAIN, DRAFT))
+    made = {}
+    for part in order:
+        layers, first, blocks = (2, 0, 6) if part is MAIN else (1, 2, 9)
+        made[part] = register(cache, part, layers, blocks, first)
+    assert list(made[DRAFT]) == ["key_caches_2_rank0.device0", "value_caches_2_rank0.device0"]
+    fill(made[MAIN], 1, 10)
+    fill(made[DRAFT], 1, 50)
+    cache.receive([task(SwapStep(0, (evict((1, 0)), swap_in((0, 2)))))])
+    counter = cache.begin_forward(layer_by_layer=True)
+    assert counter.num_layers == 3
+    counter.wait_all()
+    assert content(made[MAIN], 2) + content(made[DRAFT], 2) == [10, 11, 12, 13, 50, 51]
+    cache.end_forward()
+    cache.unregister(DRAFT)
+    cache.unregister(MAIN)
+
+
+def test_a_draft_model_of_another_shape_is_refused():
+    cache = make_cache(parts=(MAIN, DRAFT))
+    register(cache)
+    with pytest.raises(ConfigError, match="draft model whose layers are cached like"):
+        register(cache, DRAFT, heads=2)
+
+
+def test_a_draft_model_with_fewer_blocks_is_refused():
+    cache = make_cache(parts=(MAIN, DRAFT))
+    register(cache)
+    with pytest.raises(ConfigError, match="fewer blocks"):
+        register(cache, DRAFT, blocks=5)
+
+
+def test_tensors_may_be_made_again():
+    cache = make_cache()
+    register(cache)
+    tensors = register(cache)
+    fill(tensors, 0, 3)
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 1)))))])
+    cache.begin_forward(layer_by_layer=False)
+    assert content(tensors, 1) == [3, 4, 5, 6]
+    cache.end_forward()
+    cache.unregister(MAIN)
+
+
+def addresses(cache):
+    """Where the host tier is."""
+    return cache._controller.host_pool.block(0).ctypes.data
+
+
+def test_host_memory_stays_while_tensors_are_made_again():
+    cache = make_cache(parts=(MAIN, DRAFT), keep_host_memory=True)
+    register(cache)
+    register(cache, DRAFT, 1, 9, 2)
+    before = addresses(cache)
+    for order in ((MAIN, DRAFT), (DRAFT, MAIN)):
+        for part in order:
+            cache.unregister(part)
+        assert not cache.has_host_tier
+        with pytest.raises(CacheStateError, match="while there are no caches"):
+            cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
+        tensors = {part: register(cache, part, *((2, 6, 0) if part is MAIN else (1, 9, 2))) for part in order}
+        assert addresses(cache) == before
+        fill(tensors[MAIN], 0, 7)
+        fill(tensors[DRAFT], 0, 30)
+        cache.receive([task(SwapStep(1, (evict((0, 0)), swap_in((0, 4)))))])
+        cache.begin_forward(layer_by_layer=False)
+        assert content(tensors[MAIN], 4) + content(tensors[DRAFT], 4) == [7, 8, 9, 10, 30, 31]
+        cache.end_forward()
+    cache.unregister(DRAFT)
+    cache.unregister(MAIN)
+
+
+@pytest.mark.parametrize(("keep", "num_freed"), [(True, 0), (False, 1)])
+def test_who_gives_host_memory_back(monkeypatch, keep, num_freed):
+    freed, free_host = [], CpuRuntime.free_host
+
+    def count(runtime, buffer):
+        freed.append(buffer.nbytes)
+        free_host(runtime, buffer)
+
+    monkeypatch.setattr(CpuRuntime, "free_host", count)
+    cache = make_cache(keep_host_memory=keep)
+    register(cache)
+    cache.unregister(MAIN)
+    assert len(freed) == num_freed
+    register(cache, heads=2)  # blocks look different now: kept memory is of no use
+    assert len(freed) == 1
+    assert cache._controller.host_pool.layout.block_bytes == 2 * freed[0] // 4
+    cache.unregister(MAIN)
+
+
+@pytest.mark.parametrize(("expected", "num_warnings"), [(None, 0), (96, 0), (97, 1)])
+def test_memory_that_the_engine_did_not_expect_is_reported(caplog, expected, num_warnings):
+    cache = make_cache(expected_block_bytes=expected)
+    with caplog.at_level("WARNING"):
+        register(cache)
+    assert len(caplog.messages) == num_warnings
+    cache.unregister(MAIN)
+
+
+def test_swaps_without_caches_are_an_error():
+    cache = make_cache()
+    with pytest.raises(CacheStateError, match="while there are no caches"):
+        cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
+
+
+def broken(*_args, **_kwargs):
+    raise OSError("bus error")
+
+
+def run_pass(cache):
+    """A pass that reads and writes nothing, when all copies have ended."""
+    cache._controller.drain(5.0)
+    cache.begin_forward(layer_by_layer=True)
+    cache.end_forward()
+
+
+def test_a_failed_copy_into_the_device_stops_the_worker(monkeypatch):
+    cache = make_cache()
+    register(cache)
+    cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
+    run_pass(cache)
+    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_per_layer", broken)
+    cache.receive([task(SwapStep(1, (swap_in((0, 4)),)), previous=0)])
+    with pytest.raises(TransferError, match=r"bus error"):
+        run_pass(cache)
+    monkeypatch.undo()
+    cache.unregister(MAIN)
+
+
+def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(monkeypatch):
+    told = []
+    cache = make_cache(tell_copies=told.append)
+    tensors = register(cache)
+    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
+    cache.receive([task(SwapStep(0, (evict((0, 2), (1, 3)),)))])
+    run_pass(cache)
+    monkeypatch.undo()
+    results = [each for report in told for each in report.transfers]
+    assert [(each.step, each.target, each.target_slots) for each in results] == [(0, CacheLevel.HOST, (2, 3))]
+    assert "bus error" in results[0].error
+
+    fill(tensors, 5, 40)  # slot 2 gets its block after all; slot 3 never
+    cache.receive([task(SwapStep(1, (evict((5, 2)), swap_in((1, 4)))), previous=0)])
+    run_pass(cache)
+    cache.receive([task(SwapStep(2, (swap_in((2, 0)),)), previous=1)])
+    run_pass(cache)
+    assert content(tensors, 0) == [40, 41, 42, 43]
+    cache.unregister(MAIN)
+
+
+def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(monkeypatch):
+    """The engine did not learn of it in time: a block without its content must not be computed with."""
+    cache = make_cache()
+    register(cache)
+    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
+    cache.receive([task(SwapStep(0, (evict((0, 2)),)))])
+    run_pass(cache)
+    monkeypatch.undo()
+    cache.receive([task(SwapStep(1, (swap_in((2, 4)),)), previous=0)])
+    with pytest.raises(TransferError, match=r"bus error"):
+        run_pass(cache)
+    cache.unregister(MAIN)
+
+
+def test_without_host_blocks_there_is_no_controller():
+    cache = make_cache(host_blocks=0)
+    register(cache)
+    cache.receive([task()])
+    assert cache.begin_forward(layer_by_layer=True) is None
+    cache.end_forward()
+    cache.unregister(MAIN)
+
+
+def test_which_slots_a_pass_may_write():
+    tables = RunningTables(spare_blocks=1)
+    first = task(table=[3, 4, 5])
+    first.prefill_start_index = 2
+    tables.update([first], block_size=2)
+    assert tables.written() == {4, 5}
+    first.block_tables = [3, 4, 5, 6]
+    tables.update([Control(Kind.DECODE, first)], block_size=2)
+    assert tables.written() == {5, 6}
+    assert tables.written(without=(6,)) == {5}
+    tables.update([Control(Kind.PREEMPTED, first)], block_size=2)
+    assert tables.written() == set()

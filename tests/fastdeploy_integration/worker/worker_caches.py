@@ -1,0 +1,49 @@
+"""Shared by the tests of the worker side: a `WorkerCache` on CPU tensors, and what is in them."""
+
+import numpy as np
+
+from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
+from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata
+from fastdeploy_kvcache_v1.swap_message import START, encode
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.fastdeploy_integration.engine.fake_scheduler import FakeTask
+
+
+def evict(*pairs):
+    return CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, *map(tuple, zip(*pairs, strict=True)))
+
+
+def swap_in(*pairs):
+    return CacheSwapMetadata(CacheLevel.HOST, CacheLevel.DEVICE, *map(tuple, zip(*pairs, strict=True)))
+
+
+def task(step=None, previous=START, table=(0,)):
+    made = FakeTask("r", [1])
+    made.idx, made.block_tables = 0, list(table)
+    if step is not None:
+        setattr(made, SWAP_ATTRIBUTE, encode(step, previous))
+    return made
+
+
+def make_cache(parts=(MAIN,), host_blocks=4, **settings):
+    return WorkerCache(
+        num_host_blocks=host_blocks, block_size=2, make_runtime=CpuRuntime, parts=parts, layer_timeout_s=5.0, **settings
+    )
+
+
+def register(cache, part=MAIN, layers=2, blocks=6, first_layer=0, heads=1):
+    backend = GQACacheBackend(layers, heads, 3, 2, "float32")
+    tensors = backend.create_kv_cache(blocks, first_layer=first_layer)
+    cache.register(part, backend.layout, tensors, blocks)
+    return tensors
+
+
+def fill(tensors, slot, value):
+    for number, tensor in enumerate(tensors.values()):
+        tensor[slot] = value + number
+
+
+def content(tensors, slot):
+    return [float(np.unique(tensor[slot].numpy()).item()) for tensor in tensors.values()]
