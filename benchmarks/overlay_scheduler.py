@@ -43,7 +43,8 @@ def main() -> None:
     for release in known_releases():
         variable = checkout_variable(release)
         if tree := os.environ.get(variable):
-            results[release] = {"sizes": [measure(Path(tree).resolve(), size, logs) for size in SIZES for logs in (1, 0)]}
+            root = Path(tree).resolve()
+            results[release] = {"sizes": [measure(root, size, logs) for size in SIZES for logs in (1, 0)]}
         else:
             print(f"{variable} is not set: FastDeploy {release} is left out", file=sys.stderr)
     if not results:
@@ -71,8 +72,9 @@ class Process:
         )
 
     def take_turn(self) -> list[dict[str, Any]]:
-        """The first turn fills the cache; each further one serves `TURN` requests. The process is idle between turns."""
-        assert self._process.stdin and self._process.stdout
+        """The first turn fills the cache; a further one serves `TURN` requests. Between turns the process is idle."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write("next\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
