@@ -11,6 +11,7 @@ KVCacheError
 ├── OverlayError               FastDeploy differs from what the patch table expects; nothing is served
 ├── TransferError              a copy between tiers failed; its target must not be read
 │   └── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
+├── StorageError               a store of blocks failed; what was asked for counts as not stored
 ├── ModelError                 a model directory is incomplete or does not fit its configuration
 ├── ModelFetchError            a model cannot be downloaded or converted here; the message says what to do
 ├── TraceError                 a request trace has a broken line (named by its number)
@@ -32,6 +33,7 @@ __all__ = [
     "ModelFetchError",
     "OverlayError",
     "PoolInUseError",
+    "StorageError",
     "TraceError",
     "TransferError",
     "UnknownRequestError",
@@ -95,6 +97,10 @@ class MessageVersionError(KVCacheError):
             f"a {what} has version {found!r}, this process reads version {expected}: engine and worker run different "
             "versions of fastdeploy-kvcache-v1; install one version for both and restart the server"
         )
+
+
+class StorageError(KVCacheError):
+    """A store of blocks failed: slow, down, full, or damaged. What was asked for counts as not stored."""
 
 
 class ModelError(KVCacheError):

@@ -34,6 +34,7 @@ __all__ = [
     "MatchResult",
     "MatchedSpan",
     "NoSpace",
+    "StoreSource",
     "SwapStep",
     "TransferReport",
     "TransferResult",
@@ -176,6 +177,14 @@ class LoadSlots(NamedTuple):
     """No byte may arrive before the worker has begun this swap step (-1: at once), and then only after the copies and
     passes that use these slots by then: until that step their old content may still be read.
     """
+
+
+class StoreSource(NamedTuple):
+    """Host blocks that `CacheManager.begin_store` keeps in their slots. None at all if they are gone."""
+
+    hashes: tuple[BlockHash, ...]
+    slots: tuple[HostSlot, ...]
+    """Where each of them is."""
 
 
 CopyKind = tuple[CacheLevel, CacheLevel]

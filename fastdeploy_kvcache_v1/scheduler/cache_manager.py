@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from ..config import KVCacheConfig
@@ -31,6 +31,7 @@ from ..metadata import (
     LoadSlots,
     MatchResult,
     NoSpace,
+    StoreSource,
     SwapStep,
     TransferResult,
 )
@@ -44,6 +45,7 @@ from .policies.tables import backup_policy, eviction_policy
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
+from .store_table import StoreTable
 from .tiering import Tiering
 
 __all__ = ["CacheManager"]
@@ -74,6 +76,7 @@ class CacheManager:
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters)
         self._lent = LentSlots()
         self._loads = LoadTable(config, self._tree, self._tiering, self._counters)
+        self._stores = StoreTable(self._tree, self._residency, self._tiering)
 
     # ---- the life of a request
 
@@ -204,6 +207,24 @@ class CacheManager:
         with self._lock:
             self._loads.cancel(load_id)
 
+    def begin_store(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
+        """Keep the blocks that `step` copied into host `slots` where they are, until `end_store`: storage or a peer
+        reads them. The copy must have been reported as done, and no later step have been told to fill one of `slots`.
+
+        Blocks that left the host meanwhile are not in the result, nor any if that step was too long ago: without blocks
+        nothing has begun. Until the end of the store, neither they nor the blocks before them leave a tier. Raises
+        `CacheStateError` if `store_id` has begun already. O(blocks of the paths of what was copied in that step).
+        """
+        with self._lock:
+            return self._stores.begin(store_id, step, slots)
+
+    def end_store(self, store_id: str) -> None:
+        """Nobody reads for this store any more. Raises `CacheStateError` for one that is unknown: it had no blocks, or
+        has ended already.
+        """
+        with self._lock:
+            self._stores.end(store_id)
+
     # ---- the worker
 
     def take_swap_step(self) -> SwapStep:
@@ -242,19 +263,20 @@ class CacheManager:
 
         Running requests keep their blocks until they end and cache nothing more. With `force` they are forgotten too,
         all slots, lent ones included, are free, and copies not yet taken are dropped: the caller has stopped the
-        worker's use of them. Either way loads are cancelled, see `cancel_load`: their slots stay reserved. O(requests +
-        blocks in use), and a copy of the pools' lists; what was forgotten is taken apart little by little, by later
-        steps.
+        worker's use of them. Either way loads are cancelled, see `cancel_load`: their slots stay reserved, and so do
+        the host slots that a store reads, until it ends. O(requests + blocks in use), and a copy of the pools' lists;
+        what was forgotten is taken apart little by little, by later steps.
         """
         with self._lock:
             if force:
                 self._requests.end_all()
                 self._lent.end_all()
             self._loads.cancel_all()
-            in_use = self._requests.start_epoch()
+            in_use = [*self._requests.start_epoch(), *(run for path in self._stores.pinned_paths() for run in path)]
             self._tiering.forget_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
             if force:
                 self._tiering.abandon_step()
+                self._stores.keep_host_slots()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
@@ -283,6 +305,11 @@ class CacheManager:
             return events
 
     # ---- looking
+
+    def count_cached(self, hashes: Sequence[BlockHash]) -> int:
+        """How many of the first blocks of a prompt are cached, in any tier. A look: nothing is pinned or counted."""
+        with self._lock:
+            return self._tree.count_cached(hashes)
 
     def nodes(self, request_id: str) -> tuple[BlockNode, ...]:
         """The cached blocks the request uses, in prompt order. Raises `UnknownRequestError`."""
@@ -349,14 +376,15 @@ class CacheManager:
             self._device_pool.check_owners([*cached, *self._device_slots_outside()])
             on_host = [slot for run in runs for slot in run.host_slots]
             self._host_pool.check_owners([*on_host, *self._loads.slots(CacheLevel.HOST)])
-            self._requests.check(runs)
+            self._requests.check(runs, self._stores.pinned_paths())
 
     def check_idle(self) -> None:
-        """`check`, and every allocated slot is cached and evictable: no request, loan or load holds one."""
+        """`check`, and every allocated slot is cached and evictable: no request, loan, load or store holds one."""
         with self._lock:
             self.check()
             self._requests.check_none()
             self._loads.check_none()
+            expect(not len(self._stores), "manager: stores never ended")
             expect(
                 not self._residency.detached_runs(),
                 "manager: forgotten blocks still hold slots; take the swap step first",

@@ -33,7 +33,15 @@ class RadixTree:
     def match(self, hashes: Sequence[BlockHash], limit: int) -> list[Run]:
         """Pin the longest cached prefix of `hashes[:limit]`; returns its runs in prompt order."""
         run, taken = self._find(hashes, limit)
-        path = (run if taken == run.length else self.split(run, taken)).path()
+        return self.pin(run if taken == run.length else self.split(run, taken))
+
+    def count_cached(self, hashes: Sequence[BlockHash]) -> int:
+        """Length of the longest cached prefix of `hashes`, in blocks. Changes nothing."""
+        return _blocks_to(*self._find(hashes, len(hashes)))
+
+    def pin(self, leaf: Run) -> list[Run]:
+        """One more user of the path to `leaf`; returns its runs in prompt order."""
+        path = leaf.path()
         for run in path:
             self._residency.pin(run)
         return path
@@ -97,7 +105,7 @@ class RadixTree:
         if the blocks before them are not cached, or, for the device tier, not on the device.
         """
         run, taken = self._find(hashes, len(hashes))
-        known = sum(above.length for above in run.path()) - run.length + taken
+        known = _blocks_to(run, taken)
         num_new = len(hashes) - known
         has_prefix = num_new <= len(slots) and (level is CacheLevel.HOST or run.is_root or run.on_device)
         if not num_new or not has_prefix:
@@ -226,3 +234,8 @@ class RadixTree:
                 if is_there and run.open is not level:
                     events.append(CacheEvent("stored", level, tuple(run.hashes), run.parent_hash))
         return events
+
+
+def _blocks_to(run: Run, taken: int) -> int:
+    """Blocks from the start of the prompt to the first `taken` ones of `run`."""
+    return sum(above.length for above in run.path()) - run.length + taken

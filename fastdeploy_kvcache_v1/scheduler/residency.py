@@ -123,6 +123,12 @@ class Residency:
         self._tell_removed(CacheLevel.HOST, run)
         self._take_host(run)
 
+    def forget_device(self, run: Run) -> None:
+        """A detached run keeps its host copy only, if it has one."""
+        assert run.detached and run.open is None, "only what cannot be found, and is not being copied"
+        if run.on_device:
+            self._take_device(run)
+
     def detach(self, run: Run) -> None:
         """It can no longer be found; its slots come back as soon as no request uses them."""
         if run.on_device:

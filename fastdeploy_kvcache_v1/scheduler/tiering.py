@@ -126,6 +126,13 @@ class Tiering:
         self._residency.close_copies()
         return SwapStep.of(step, evict, swap_in)
 
+    def copied_to_host(self, step: int) -> list[Run]:
+        """Runs on the host that can be found and may hold blocks copied in `step`, and no copy of which is open: whole
+        paths, in no order. None if the step was too long ago.
+        """
+        runs = self._told.of(step) or ()
+        return [run for run in runs if run.host is not None and run.open is None and not run.detached]
+
     # ---- administration
 
     def forget_all(

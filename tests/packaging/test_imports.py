@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "attention": set(),
     "worker": {"attention"},
     "model": {"attention", "worker"},
+    "storage": {"attention"},
     "model_hub": set(),
     "embedded": {"scheduler", "attention", "worker", "model", "model_hub"},
     "fastdeploy_integration": {"scheduler", "attention", "worker", "model"},

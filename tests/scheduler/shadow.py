@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.metadata import (
     CacheLevel,
     DeviceSlot,
     NoSpace,
+    StoreSource,
     SwapStep,
     TransferResult,
 )
@@ -58,6 +59,10 @@ class Shadow:
         self.host: dict[int, list[Prefix]] = {}
         self.requests: dict[str, ShadowRequest] = {}
         self.loads: dict[str, ShadowLoad] = {}
+        self.stores: dict[str, tuple[StoreSource, list[list[Prefix]]]] = {}
+        """What each store reads, and what was there when it began."""
+        self.backed_up: dict[int, frozenset[int]] = {}
+        """Host slots that a step was the last to fill, by its number."""
         self.index: dict[CacheLevel, set[BlockHash]] = {CacheLevel.DEVICE: set(), CacheLevel.HOST: set()}
         self.next_step = 0
 
@@ -114,6 +119,9 @@ class Shadow:
         assert len(set(step.swap_in.target_slots)) == len(step.swap_in)
         evicted = [list(self.device[slot]) for slot in step.evict.source_slots]
         self.host.update(zip(step.evict.target_slots, evicted, strict=True))
+        filled_now = frozenset(step.evict.target_slots)
+        self.backed_up = {number: slots - filled_now for number, slots in self.backed_up.items()}
+        self.backed_up[step.step] = filled_now
         filled = [list(self.host[slot]) for slot in step.swap_in.source_slots]
         self.device.update(zip(step.swap_in.target_slots, filled, strict=True))
 
@@ -151,6 +159,8 @@ class Shadow:
         memory = self.device if level is CacheLevel.DEVICE else self.host
         for slot in slots:
             memory[slot] = [GARBAGE] * self.block_size
+        if level is CacheLevel.HOST:  # it will be reported: nobody may store what that step copied
+            del self.backed_up[self.next_step - 1]
 
     def report(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> list[str]:
         """Tell the manager; returns the requests that it names."""
@@ -201,6 +211,30 @@ class Shadow:
     def cancel_load(self, load_id: str) -> None:
         self.manager.cancel_load(load_id)
         self.loads[load_id].cancelled = True
+
+    # ---- stores
+
+    def begin_store(self, store_id: str, step: int) -> int:
+        """Of what `step` copied to the host; returns how many blocks of it are there still."""
+        source = self.manager.begin_store(store_id, step, self.backed_up[step])
+        assert self.backed_up[step].issuperset(source.slots)
+        for block, slot in zip(source.hashes, source.slots, strict=True):
+            hasher = BlockHasher(self.block_size)
+            hasher.extend(self.host[slot][-1])
+            assert hasher.hashes[-1] == block, "a store would put a block under the name of another one"
+        if source.slots:
+            self.stores[store_id] = source, [list(self.host[slot]) for slot in source.slots]
+        return len(source.slots)
+
+    @property
+    def num_stored_slots(self) -> int:
+        """Host slots that stores read: several may read the same one, until a reset makes it one store's."""
+        return len({slot for source, _ in self.stores.values() for slot in source.slots})
+
+    def end_store(self, store_id: str) -> None:
+        source, before = self.stores.pop(store_id)
+        assert [self.host[slot] for slot in source.slots] == before, "a slot was filled while a store read it"
+        self.manager.end_store(store_id)
 
     def reset(self, *, force: bool) -> None:
         self.manager.reset_cache(force=force)

@@ -196,6 +196,18 @@ class ManagerMachine(RuleBasedStateMachine):
     def cancel_load(self, data: st.DataObject) -> None:
         self.shadow.cancel_load(self.pick(data, list(self.shadow.loads)))
 
+    @precondition(lambda self: self.shadow.backed_up)
+    @rule(data=st.data())
+    def begin_store(self, data: st.DataObject) -> None:
+        self.counter += 1
+        steps = list(self.shadow.backed_up)
+        self.shadow.begin_store(f"s{self.counter}", data.draw(st.sampled_from(steps[-8:])))
+
+    @precondition(lambda self: self.shadow.stores)
+    @rule(data=st.data())
+    def end_store(self, data: st.DataObject) -> None:
+        self.shadow.end_store(self.pick(data, list(self.shadow.stores)))
+
     @precondition(lambda self: self.names)
     @rule(data=st.data(), how=st.sampled_from(["finish", "preempt"]))
     def end(self, data: st.DataObject, how: str) -> None:
@@ -233,8 +245,10 @@ class ManagerMachine(RuleBasedStateMachine):
             self.failed = None  # the worker was stopped; loads were not
             stats = self.manager.stats()
             assert stats.device_free_blocks + stats.device_loading_blocks == stats.device_blocks
-            assert stats.host_free_blocks + stats.host_loading_blocks == stats.host_blocks
-            if not self.shadow.loads:
+            stored = stats.host_blocks - stats.host_free_blocks - stats.host_loading_blocks
+            assert stored >= self.shadow.num_stored_slots, "each store kept its slots"
+            assert self.shadow.stores or not stored
+            if not self.shadow.loads and not self.shadow.stores:
                 self.manager.check_idle()
         for index in self.shadow.index.values():
             index.clear()
@@ -289,6 +303,8 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.take_back(self.lent)
         for name in list(self.shadow.loads):
             self.shadow.complete_load(name, 0)
+        for name in list(self.shadow.stores):
+            self.shadow.end_store(name)
         for name in self.names:
             self.shadow.end(name, "finish")
         self.shadow.step()

@@ -49,6 +49,8 @@ class Driver:
             self.retry: 3,
             self.load: 3,
             self.end_load: 3,
+            self.store: 3,
+            self.end_store: 3,
             self.resize: 0.2,
             self.reset: 0.1,
         }
@@ -172,6 +174,18 @@ class Driver:
         elif self.shadow.may_arrive(name):
             self.seen["loaded"] += self.shadow.complete_load(name, self.random.randint(0, len(load.slots)))
 
+    def store(self) -> None:
+        """What one of the last steps copied to the host."""
+        if len(self.shadow.stores) >= 3 or not self.shadow.backed_up:
+            return
+        self.counter += 1
+        step = self.random.choice(list(self.shadow.backed_up)[-6:])
+        self.seen["stored"] += self.shadow.begin_store(f"s{self.counter}", step)
+
+    def end_store(self) -> None:
+        if self.shadow.stores:
+            self.shadow.end_store(self.random.choice(list(self.shadow.stores)))
+
     def resize(self) -> None:
         size = self.manager.num_device_blocks + self.random.randint(-6, 6)
         before = self.manager.stats()
@@ -186,7 +200,7 @@ class Driver:
         self.shadow.reset(force=force)
         if force:
             self.fresh.clear()
-            if not self.shadow.loads:
+            if not self.shadow.loads and not self.shadow.stores:
                 self.manager.check_idle()
         assert not self.shadow.index[CacheLevel.DEVICE] or self.manager.take_events()[0].kind == "cleared"
         for known in self.shadow.index.values():
@@ -198,6 +212,8 @@ class Driver:
         self.shadow.step()
         for name in list(self.shadow.loads):
             self.shadow.complete_load(name, 0)
+        for name in list(self.shadow.stores):
+            self.shadow.end_store(name)
         self.manager.check_idle()
 
 
@@ -222,6 +238,7 @@ def test_long_runs(policy: WritePolicy, device: int, host: int) -> None:
     if host:
         assert seen["evict"]
         assert seen["loaded"]
+        assert seen["stored"]
         assert seen["swap_in"] or host < device  # a small host tier is a subset of the device tier
         assert seen["failed"] or host < device
 

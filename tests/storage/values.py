@@ -1,0 +1,56 @@
+"""Shared by the storage tests: a namespace, and sealed blocks whose bytes follow from their key."""
+
+import hashlib
+from collections.abc import Sequence
+
+from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.metadata import BlockHash
+from fastdeploy_kvcache_v1.storage.base import StoreKey
+from fastdeploy_kvcache_v1.storage.namespace import Namespace, block_key
+from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES, is_sealed, seal
+
+BLOCK_BYTES = 8192 - TRAILER_BYTES
+VALUE_BYTES = BLOCK_BYTES + TRAILER_BYTES
+
+
+def namespace(**changes: object) -> Namespace:
+    settings: dict[str, object] = {
+        "model": "m",
+        "weight_epoch": "0",
+        "layout": CacheLayout(2, (RoleSpec("key", (2, 4, 8), "float32"),)),
+        "block_size": 4,
+        "tensor_parallel_size": 1,
+        "implementation": "test",
+        "hash_version": "1",
+    }
+    return Namespace(**{**settings, **changes})  # type: ignore[arg-type]
+
+
+def block_hash(number: int) -> BlockHash:
+    return BlockHash(hashlib.sha256(str(number).encode()).digest())
+
+
+def keys(*numbers: int) -> list[StoreKey]:
+    return [block_key(block_hash(number), 0) for number in numbers]
+
+
+def content(key: StoreKey) -> bytes:
+    return hashlib.shake_128(key.encode()).digest(BLOCK_BYTES)
+
+
+def sealed(key: StoreKey) -> memoryview:
+    buffer = memoryview(bytearray(content(key)).ljust(VALUE_BYTES, b"\xff"))
+    seal(buffer, key)
+    return buffer
+
+
+def values(some: Sequence[StoreKey]) -> list[memoryview]:
+    return [sealed(key) for key in some]
+
+
+def empty(count: int) -> list[memoryview]:
+    return [memoryview(bytearray(VALUE_BYTES)) for _ in range(count)]
+
+
+def holds(buffer: memoryview, key: StoreKey) -> bool:
+    return is_sealed(buffer, key) and bytes(buffer[:BLOCK_BYTES]) == content(key)
