@@ -76,7 +76,7 @@ class CacheManager:
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters)
         self._lent = LentSlots()
         self._loads = LoadTable(config, self._tree, self._tiering, self._counters)
-        self._stores = StoreTable(self._tree, self._residency, self._tiering)
+        self._stores = StoreTable(self._residency, self._tiering)
 
     # ---- the life of a request
 
@@ -212,8 +212,8 @@ class CacheManager:
         reads them. The copy must have been reported as done, and no later step have been told to fill one of `slots`.
 
         Blocks that left the host meanwhile are not in the result, nor any if that step was too long ago: without blocks
-        nothing has begun. Until the end of the store, neither they nor the blocks before them leave a tier. Raises
-        `CacheStateError` if `store_id` has begun already. O(blocks of the paths of what was copied in that step).
+        nothing has begun. Raises `CacheStateError` if `store_id` has begun already. O(blocks of the paths of what was
+        copied in that step).
         """
         with self._lock:
             return self._stores.begin(store_id, step, slots)
@@ -272,11 +272,10 @@ class CacheManager:
                 self._requests.end_all()
                 self._lent.end_all()
             self._loads.cancel_all()
-            in_use = [*self._requests.start_epoch(), *(run for path in self._stores.pinned_paths() for run in path)]
+            in_use = self._requests.start_epoch()
             self._tiering.forget_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
             if force:
                 self._tiering.abandon_step()
-                self._stores.keep_host_slots()
 
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
@@ -376,7 +375,7 @@ class CacheManager:
             self._device_pool.check_owners([*cached, *self._device_slots_outside()])
             on_host = [slot for run in runs for slot in run.host_slots]
             self._host_pool.check_owners([*on_host, *self._loads.slots(CacheLevel.HOST)])
-            self._requests.check(runs, self._stores.pinned_paths())
+            self._requests.check(runs)
 
     def check_idle(self) -> None:
         """`check`, and every allocated slot is cached and evictable: no request, loan, load or store holds one."""

@@ -25,7 +25,8 @@ def check_runs(runs: Sequence[Run], detached: Set[Run], transfers: Set[Run]) -> 
     # Detached runs exist only for their last users.
     for run in detached:
         _check_tiers(run)
-        expect(run.detached and (run.pins > 0 or run.open is not None), "a detached run has no user left")
+        in_use = run.pins > 0 or run.open is not None or run.is_read
+        expect(run.detached and in_use, "a detached run has no user left")
         expect(not run.is_queued and not (run.host and run.host.is_queued), "a detached run is queued")
     _check_cells(runs, detached)
     # A block has one node.

@@ -33,18 +33,14 @@ class RadixTree:
     def match(self, hashes: Sequence[BlockHash], limit: int) -> list[Run]:
         """Pin the longest cached prefix of `hashes[:limit]`; returns its runs in prompt order."""
         run, taken = self._find(hashes, limit)
-        return self.pin(run if taken == run.length else self.split(run, taken))
+        path = (run if taken == run.length else self.split(run, taken)).path()
+        for run in path:
+            self._residency.pin(run)
+        return path
 
     def count_cached(self, hashes: Sequence[BlockHash]) -> int:
         """Length of the longest cached prefix of `hashes`, in blocks. Changes nothing."""
         return _blocks_to(*self._find(hashes, len(hashes)))
-
-    def pin(self, leaf: Run) -> list[Run]:
-        """One more user of the path to `leaf`; returns its runs in prompt order."""
-        path = leaf.path()
-        for run in path:
-            self._residency.pin(run)
-        return path
 
     def release(self, leaf: Run, *, touch: bool) -> None:
         """Drop one pin of the path to `leaf`, leaf first and root last. `touch`: it counts as used."""

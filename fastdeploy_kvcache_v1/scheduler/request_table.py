@@ -6,8 +6,7 @@ The contract of each step of a request's life stands on `CacheManager`. Not thre
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
-from itertools import chain
+from collections.abc import Sequence, Set
 
 from ..config import KVCacheConfig
 from ..errors import CacheStateError, UnknownRequestError
@@ -188,14 +187,12 @@ class RequestTable:
     def own_slots(self) -> list[DeviceSlot]:
         return [slot for request in self._requests.values() for slot in request.own_slots()]
 
-    def check(self, runs: Sequence[Run], other_paths: Iterable[list[Run]]) -> None:
-        """Raises `InvariantError` unless every pin of `runs`, all there are, is a request's or of `other_paths`;
-        O(cache).
-        """
+    def check(self, runs: Sequence[Run]) -> None:
+        """Raises `InvariantError` unless every pin of `runs`, all there are, is a request's; O(cache)."""
         paths = {request_id: request.leaf.path() for request_id, request in self._requests.items()}
-        pins = Counter(run for path in chain(paths.values(), other_paths) for run in path)
+        pins = Counter(run for path in paths.values() for run in path)
         for run in runs:
-            expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} users")
+            expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
         for request_id, request in self._requests.items():
             request.check(paths[request_id])
         expect(self._requests.keys() >= self._step.named_requests(), "manager: a request lives on")

@@ -14,7 +14,7 @@ from .block_pool import DeviceBlockPool, HostBlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
 from .policies.eviction import EvictionPolicy
-from .run import HostCopy, Run
+from .run import HostCopy, HostReader, Run
 
 
 class Residency:
@@ -41,6 +41,8 @@ class Residency:
         self._events = events
         self._open: dict[Run, None] = {}
         self._detached: dict[Run, None] = {}
+        self._read: dict[HostCopy, None] = {}
+        """Host copies with readers."""
 
     # ---- use
 
@@ -66,8 +68,9 @@ class Residency:
             self.num_device_evictable += run.length
             if not run.is_queued and not run.device_children:
                 self.device_order.released(run)
-        if run.host is not None and not run.host.is_queued and (run.on_device or not run.other_children):
-            self.host_order.released(run.host)
+        host = run.host
+        if host is not None and not host.is_queued and not host.readers and (run.on_device or not run.other_children):
+            self.host_order.released(host)
 
     def touch(self, run: Run) -> None:
         """A request that used it has ended."""
@@ -123,12 +126,6 @@ class Residency:
         self._tell_removed(CacheLevel.HOST, run)
         self._take_host(run)
 
-    def forget_device(self, run: Run) -> None:
-        """A detached run keeps its host copy only, if it has one."""
-        assert run.detached and run.open is None, "only what cannot be found, and is not being copied"
-        if run.on_device:
-            self._take_device(run)
-
     def detach(self, run: Run) -> None:
         """It can no longer be found; its slots come back as soon as no request uses them."""
         if run.on_device:
@@ -149,11 +146,12 @@ class Residency:
         self, in_use: Iterable[Run], other_device: Sequence[DeviceSlot], other_host: Sequence[HostSlot]
     ) -> list[Run]:
         """Nothing can be found any more. Runs `in_use`, which are all that are pinned, keep their slots, and host slots
-        wait for their open copy; returns these runs. The rest is for the caller to forget.
+        wait for their open copy and their readers; returns these runs. The rest is for the caller to forget.
 
         The other slots are owned outside the tree. O(runs in use + size of the pools).
         """
-        kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *self._detached])
+        read = [host.run for host in self._read]
+        kept = dict.fromkeys([*in_use, *self.open_copies(CacheLevel.HOST), *read, *self._detached])
         for run in kept:
             run.detached = True
             run.older = run.younger = None
@@ -184,7 +182,7 @@ class Residency:
         """Can the host copy of the queued `run` go? If not, it is out of the way now."""
         host = run.host
         assert host is not None
-        if run.pins or (run.other_children and not run.on_device):
+        if run.pins or host.readers or (run.other_children and not run.on_device):
             self.host_order.passed_over(host)
             return False
         if run.open is not None:
@@ -198,8 +196,36 @@ class Residency:
             return
         if run.on_device and not run.is_queued and not run.device_children:
             self.device_order.unblocked(run)
-        if run.host is not None and not run.host.is_queued and (run.on_device or not run.other_children):
-            self.host_order.unblocked(run.host)
+        self._unblock_host(run)
+
+    def _unblock_host(self, run: Run) -> None:
+        host = run.host
+        if host is not None and not host.is_queued and (run.on_device or not run.other_children):
+            self.host_order.unblocked(host)
+
+    # ---- readers from outside the two tiers
+
+    def begin_reading(self, run: Run, reader: HostReader) -> None:
+        """The host slots of `run` stay as they are until `end_reading`."""
+        assert run.host is not None, "only host slots are read from outside"
+        self._begin_reading(run.host, (reader,))
+
+    def _begin_reading(self, host: HostCopy, readers: Iterable[HostReader]) -> None:
+        for reader in readers:
+            host.readers += (reader,)
+            reader.copies.append(host)
+            self._read[host] = None
+
+    def end_reading(self, reader: HostReader) -> None:
+        for host in reader.copies:
+            host.readers = tuple(other for other in host.readers if other is not reader)
+            if host.readers:
+                continue
+            del self._read[host]
+            if host.run.detached:
+                self._free_if_unused(host.run)
+            elif not host.run.pins:
+                self._unblock_host(host.run)
 
     # ---- cutting and joining
 
@@ -209,6 +235,7 @@ class Residency:
             self.device_order.cut(head, run)
         if run.host is not None:
             head.host = HostCopy(head)
+            self._begin_reading(head.host, run.host.readers)
             if run.host.is_queued:
                 self.host_order.cut(head.host, run.host)
         if run.open is not None:
@@ -275,7 +302,7 @@ class Residency:
         expect(in_pool, "an open copy reads a device slot outside the pool")
         waiting = {run for run in runs if run.device_children}
         check_queue(self.device_order.queues(), {run: run for run in runs if run.on_device}, waiting, "device")
-        waiting = {run for run in runs if run.other_children and not run.on_device}
+        waiting = {run for run in runs if run.is_read or (run.other_children and not run.on_device)}
         check_queue(self.host_order.queues(), {run: run.host for run in runs if run.host}, waiting, "host")
         device = sum(run.length for run in runs if run.on_device and not run.pins)
         expect(
@@ -310,14 +337,16 @@ class Residency:
         run.host = None
 
     def _free_if_unused(self, run: Run) -> None:
-        """Slots of a detached run go back once no request uses them; host slots also wait for an open copy out."""
+        """Slots of a detached run go back once no request uses them; host slots also wait for an open copy out, and for
+        their readers.
+        """
         if run.pins:
             return
         if run.open is CacheLevel.DEVICE:
             self._close_unfilled(run)
         elif run.on_device:
             self._take_device(run)
-        if run.open is None:
+        if run.open is None and not run.is_read:
             if run.host is not None:
                 self._take_host(run)
             if run.parent is not None and run.parent.detached:

@@ -55,11 +55,23 @@ class Link:
 class HostCopy(Link):
     """That a run has host slots, and its place in the host queue."""
 
-    __slots__ = ("run",)
+    __slots__ = ("readers", "run")
 
     def __init__(self, run: Run) -> None:
         self.older = self.younger = None
         self.run = run
+        self.readers: tuple[HostReader, ...] = ()
+        """From outside the two tiers: the slots stay as they are until these have ended."""
+
+
+class HostReader:
+    """Reads host slots from outside the two tiers."""
+
+    __slots__ = ("copies",)
+
+    def __init__(self) -> None:
+        self.copies: list[HostCopy] = []
+        """What it reads; a copy that is cut while it is read counts with both its parts."""
 
 
 class Run(Link):
@@ -240,6 +252,11 @@ class Run(Link):
     # ---- its place in the tree
 
     @property
+    def is_read(self) -> bool:
+        """From outside the two tiers, in its host slots."""
+        return self.host is not None and bool(self.host.readers)
+
+    @property
     def is_gone(self) -> bool:
         """Neither findable nor in use."""
         return self.detached and not self.on_device and self.host is None
@@ -347,6 +364,8 @@ class Run(Link):
             and self.open is None
             and parent.on_device == self.on_device
             and (parent.host is None) == (self.host is None)
+            and not self.is_read
+            and not parent.is_read
             and not self.detached
             and len(parent.device_children) + len(parent.other_children) == 1
             and (

@@ -187,7 +187,10 @@ class Tiering:
             elif not run.on_device or run.open is CacheLevel.DEVICE:
                 lost.update(self._lose(run, run.host_slots, failed))
             elif run.open is None and not run.detached and not failed.isdisjoint(run.host_slots):
-                self._residency.drop_host(run)
+                if run.is_read:  # other blocks of it: its host slots must stay, so it is the run that goes
+                    lost.update(self._tree.detach(run))
+                else:
+                    self._residency.drop_host(run)
         return lost
 
     # ---- inside

@@ -84,7 +84,7 @@ DAMAGES: dict[str, Damage] = {
         {3: request(cache).tail.pop()}
     ),
     "a request lives on": lambda cache: cache._requests._step.admit(replace(request(cache), request_id="gone")),
-    "a run is pinned 3 times by 2 users": lambda cache: setattr(top(cache), "pins", 3),
+    "a run is pinned 3 times by 2 requests": lambda cache: setattr(top(cache), "pins", 3),
     # The slots
     "device pool: a slot has two owners": lambda cache: request(cache).tail.append(request(cache).tail[-1]),
     "device pool: 1 slots leaked": lambda cache: request(cache).tail.pop(),

@@ -113,7 +113,7 @@ def test_a_reset_forgets_the_blocks_and_leaves_the_bytes_of_a_store_alone(force:
     cache.check()
     assert cached(cache, "ab") == []
     stats = cache.stats()
-    assert stats.device_free_blocks == (8 if force else 6)
+    assert stats.device_free_blocks == 8
     assert stats.host_free_blocks == 0
     fill_host(cache, "xy!")
     assert on_host(cache, "xy") == [False, False], "the host slots are still being read"
@@ -146,4 +146,28 @@ def test_looking_for_cached_blocks_changes_nothing() -> None:
     before = cache.stats()
     assert [cache.count_cached(prompt(text).hashes) for text in ("", "a", "abc", "abcd", "b")] == [0, 1, 3, 3, 0]
     assert cache.stats() == before
+    cache.check_idle()
+
+
+def test_a_store_keeps_no_block_on_the_device() -> None:
+    cache = manager(4, 8, "write_through")
+    begin(cache, backed_up(cache, "abcd!"))
+    assert cache.num_available_device_blocks == 4
+    backed_up(cache, "wxyz!")
+    assert cached(cache, "abcd") == ["host"] * 4
+    cache.end_store("store")
+    cache.check_idle()
+
+
+def test_a_failed_copy_beside_blocks_that_are_stored_frees_no_slot_of_theirs() -> None:
+    cache = manager(8, 4, "write_through")
+    first = backed_up(cache, "ab!")
+    second = backed_up(cache, "abcd!")
+    run(cache, "abcd!", "again")  # its end joins the blocks of both into one run
+    assert begin(cache, first).hashes == (block("a"), block("ab"))
+    fail(cache, second, CacheLevel.HOST, second.evict.target_slots)
+    cache.check()
+    backed_up(cache, "wxyz!")
+    assert on_host(cache, "wxyz").count(True) <= 2
+    cache.end_store("store")
     cache.check_idle()
