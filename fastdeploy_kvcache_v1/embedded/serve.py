@@ -11,8 +11,11 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, StorageError
 from ..scheduler.cache_manager import CacheManager
+from ..storage.backends import open_backend
+from ..storage.namespace import Namespace
+from ..storage.tier import StorageTier
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
 from .engine.scheduler import Scheduler
@@ -24,6 +27,7 @@ from .http.server import HttpServer
 from .http.service import Service, intake_config
 from .intake.client import IntakeClient
 from .settings import ServerConfig
+from .storage_namespace import storage_namespace
 from .text.tokenizer import Tokenizer
 from .worker.client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
 
@@ -70,6 +74,7 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
     Main thread only. Raises `KVCacheError` when the port is taken or the worker does not start; nothing is left behind.
     """
     with NotedSignals() as signals, _listening_socket(config.host, config.port) as listener, ExitStack() as stack:
+        namespace = _checked_namespace(config)
         intake = IntakeClient(intake_config(config))
         stack.callback(intake.close)
         try:
@@ -84,7 +89,7 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
             return EXIT_OK
         stack.callback(worker.close)
         intake.wait_ready()
-        return _serve(config, tokenizer, intake, worker, listener, signals)
+        return _serve(config, tokenizer, intake, worker, listener, signals, namespace)
 
 
 def _serve(
@@ -94,6 +99,7 @@ def _serve(
     worker: ProcessWorkerClient,
     listener: BoundedListener,
     signals: NotedSignals,
+    namespace: Namespace | None,
 ) -> int:
     failed = threading.Event()
 
@@ -105,13 +111,17 @@ def _serve(
         timer.start()
 
     manager = CacheManager(config.cache)
+    storage = None
+    if config.storage is not None and worker.storage is not None and namespace is not None:
+        storage = StorageTier(manager, config.storage, namespace, worker.storage)
     scheduler = Scheduler(
         manager,
         block_size=config.cache.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
     )
-    core = EngineCore(manager, scheduler, worker.send)
+    core = EngineCore(manager, scheduler, worker.send, storage=storage)
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops)
     core.observe_first_token = metrics.observe_first_token
     engine = Engine(core, worker, on_fatal=on_fatal)
@@ -120,11 +130,25 @@ def _serve(
     _warn_of_open_address(listener)
     http = HttpServer(app, config, engine, chats=tokenizer.has_template, stop_requested=signals.noted)
     engine.start()
+    if worker.storage is not None:
+        worker.storage.listen(engine.on_storage)
     try:
         http.run(sockets=[listener])
     finally:
         engine.close()
     return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
+
+
+def _checked_namespace(config: ServerConfig) -> Namespace | None:
+    """Raises `ConfigError` when the store cannot work. One that does not work now is left for later."""
+    if config.storage is None:
+        return None
+    namespace = storage_namespace(config)
+    try:
+        open_backend(config.storage, namespace).close()
+    except StorageError as error:
+        logger.warning("the storage does not work now, the server starts without its blocks: %s", error)
+    return namespace
 
 
 def _warn_of_open_address(listener: socket.socket) -> None:
@@ -151,6 +175,7 @@ def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:
         num_host_blocks=config.cache.num_host_blocks,
         log_level=config.log_level,
         num_threads=config.num_threads,
+        storage=config.storage,
         copy_faults=copy_faults,
     )
 

@@ -11,6 +11,7 @@ from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..model.reproducible import default_threads
+from ..storage.settings import Prefetch, StorageSettings
 from ..units import GIB
 
 RANDOM_MODEL_NAME = "random-tiny"
@@ -46,6 +47,7 @@ class ServerConfig:
     checks_model_name: bool = False
     """Requests must name the served model or "default"; otherwise any name will do, as with FastDeploy."""
     num_threads: int = 1
+    storage: StorageSettings | None = None
 
     @property
     def is_random_model(self) -> bool:
@@ -68,6 +70,8 @@ DEFAULTS: dict[str, object] = {
     "max_request_mib": ServerConfig.max_request_mib,
     "max_connections": ServerConfig.max_connections,
     "threads": default_threads(),
+    "kvcache_storage_gib": StorageSettings.capacity_bytes // GIB,
+    "storage_prefetch": StorageSettings.prefetch.value,
 }
 """Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
 
@@ -117,6 +121,12 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
     add("--write-through-threshold", HELP["write_through_threshold"], type=int, metavar="HITS")
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
     add(
+        "--kvcache-storage-backend",
+        "keep blocks of the host tier beyond this process: file, a directory that servers of one machine share "
+        "(default: none)",
+        metavar="NAME",
+    )
+    add(
         "--served-model-name",
         "name the API shows, the only one it then serves beside 'default' (default: the directory's name, serves any)",
         metavar="NAME",
@@ -149,6 +159,13 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "separate them by commas; * allows any",
         metavar="NAMES",
     )
+    add("--kvcache-storage-dir", "directory of the file storage; made if need be", metavar="DIR")
+    add("--kvcache-storage-gib", "largest size of that directory in GiB", type=float, metavar="GIB")
+    add(
+        "--storage-prefetch",
+        f"how long a request waits for a stored prefix: {Prefetch.choices()}",
+        metavar="POLICY",
+    )
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
 
 
@@ -178,6 +195,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         raise ConfigError(f"--max-model-len must be 2 to {model.max_position} for this model, got {max_model_len}")
     model_path = None if values.model is None else Path(values.model)
     default_name = RANDOM_MODEL_NAME if model_path is None else model_path.resolve().name
+    cache = _cache_config(values, model, max_model_len, free_bytes)
     return ServerConfig(
         model_path=model_path,
         served_model_name=given.get("served_model_name", default_name),
@@ -187,7 +205,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         max_model_len=max_model_len,
         max_num_seqs=values.max_num_seqs,
         max_num_batched_tokens=values.max_num_batched_tokens,
-        cache=_cache_config(values, model, max_model_len, free_bytes),
+        cache=cache,
         cache_dtype=values.cache_dtype,
         seed=values.seed,
         log_level=values.log_level,
@@ -197,6 +215,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         allowed_hosts=_names(values.allowed_hosts),
         checks_model_name="served_model_name" in given,
         num_threads=values.threads,
+        storage=_storage_settings(values, cache),
     )
 
 
@@ -228,6 +247,26 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         enable_prefix_caching=values.enable_prefix_caching,
         max_queued_events=0,  # no outside index listens
     )
+
+
+def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> StorageSettings | None:
+    if values.kvcache_storage_backend is None:
+        if values.kvcache_storage_dir is not None:
+            raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
+        return None
+    gib: float = values.kvcache_storage_gib
+    if not 0 < gib < float("inf"):
+        raise ConfigError(f"--kvcache-storage-gib must be a number of GiB above 0, got {gib:g}")
+    directory = values.kvcache_storage_dir
+    settings = StorageSettings(
+        values.kvcache_storage_backend,
+        None if directory is None else Path(directory),
+        capacity_bytes=int(gib * GIB),
+        prefetch=Prefetch.parse(values.storage_prefetch),
+    )
+    if not cache.num_host_blocks:
+        raise ConfigError("--kvcache-storage-backend needs a host tier: give --swap-space, and leave the cache on")
+    return settings
 
 
 def _host_bytes(values: argparse.Namespace, share: int, free_bytes: int) -> int:

@@ -56,6 +56,10 @@ class StorageBackend(ABC):
         """
 
     @abstractmethod
+    def remove(self, keys: Sequence[StoreKey]) -> None:
+        """Forget the values of `keys`, as far as they are stored."""
+
+    @abstractmethod
     def usage(self) -> StorageUsage:
         """For people, not for decisions: may be expensive, and out of date."""
 

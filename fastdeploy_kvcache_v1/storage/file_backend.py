@@ -118,6 +118,15 @@ class FileBackend(StorageBackend):
                 self._used.add(written - sum(sizes))
         return len(missing)
 
+    def remove(self, keys: Sequence[StoreKey]) -> None:
+        for key in keys:
+            try:
+                os.unlink(self._path(key))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise StorageError(f"cannot delete from {self._root}: {error.strerror}") from error
+
     def usage(self) -> StorageUsage:
         files = list(stored_files(self.directory))
         return StorageUsage(len(files), sum(file.num_bytes for file in files), self.capacity_bytes)

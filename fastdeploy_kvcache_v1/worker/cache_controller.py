@@ -34,13 +34,16 @@ class CacheController:
         layer_timeout_s: float = 30.0,
         rank: int = 0,
         device: int = 0,
+        host_trailer_bytes: int = 0,
     ) -> None:
+        """`host_trailer_bytes`: see `HostPool`."""
         if layer_timeout_s <= 0:
             raise ConfigError(f"layer_timeout_s must be positive, got {layer_timeout_s}")
         self._backend = backend
         self._runtime = runtime
         self._layer_timeout_s = layer_timeout_s
         self._rank, self._device = rank, device
+        self._host_trailer_bytes = host_trailer_bytes
         self._caches: dict[str, Any] = {}
         self._host: HostPool | None = None
         self._kept: HostPool | None = None
@@ -86,7 +89,7 @@ class CacheController:
         if self._kept is not None and self._keeps(num_blocks):
             return self._kept
         self.free()
-        return HostPool(self._backend.layout, num_blocks, self._runtime)
+        return HostPool(self._backend.layout, num_blocks, self._runtime, trailer_bytes=self._host_trailer_bytes)
 
     def _keeps(self, num_blocks: int) -> bool:
         """Whether the host memory of before is what `num_blocks` blocks need now."""

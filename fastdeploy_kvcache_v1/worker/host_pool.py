@@ -13,39 +13,42 @@ from .runtime import Runtime
 
 
 class HostPool:
-    """`num_blocks` host slots of `layout.block_bytes` bytes each, laid out `[host_block][layer][role][bytes]`.
+    """`num_blocks` host slots of `layout.block_bytes` bytes each, laid out `[host_block][layer][role][bytes]`, and
+    behind each block `trailer_bytes` that copies leave alone: a multiple of 64 keeps slots aligned as they were.
 
     Raises `ConfigError` when the memory is not there. Holds bytes only; which slot holds what is the scheduler's
     business, and who may touch one when is the hazard table's. `num_blocks=0` allocates nothing.
     """
 
-    def __init__(self, layout: CacheLayout, num_blocks: int, runtime: Runtime) -> None:
+    def __init__(self, layout: CacheLayout, num_blocks: int, runtime: Runtime, *, trailer_bytes: int = 0) -> None:
         if num_blocks < 0:
             raise CacheStateError(f"a host pool cannot have {num_blocks} blocks")
         self.layout = layout
         self.num_blocks = num_blocks
+        self.trailer_bytes = trailer_bytes
+        self._pitch = layout.block_bytes + trailer_bytes
         self._runtime = runtime
         self._buffer: HostBuffer | None = None
         self._layers: tuple[LayerRows, ...] = ()
         if num_blocks:
-            runtime.require_memory(device_bytes=0, host_bytes=num_blocks * layout.block_bytes)
-            self._buffer = runtime.allocate_host(num_blocks * layout.block_bytes)
+            runtime.require_memory(device_bytes=0, host_bytes=self.nbytes)
+            self._buffer = runtime.allocate_host(self.nbytes)
             self._layers = self._rows(self._buffer)
 
     def _rows(self, buffer: HostBuffer) -> tuple[LayerRows, ...]:
-        layers, offset, pitch = [], 0, self.layout.block_bytes
+        layers, offset = [], 0
         for _layer in range(self.layout.num_layers):
             roles = []
             for role in self.layout.roles:
                 address = buffer.address + offset
-                roles.append(BlockRows(address, self.num_blocks, role.block_bytes, pitch, owner=buffer.array))
+                roles.append(BlockRows(address, self.num_blocks, role.block_bytes, self._pitch, owner=buffer.array))
                 offset += role.block_bytes
             layers.append(tuple(roles))
         return tuple(layers)
 
     @property
     def nbytes(self) -> int:
-        return self.num_blocks * self.layout.block_bytes
+        return self.num_blocks * self._pitch
 
     @property
     def layers(self) -> tuple[LayerRows, ...]:
@@ -54,10 +57,13 @@ class HostPool:
 
     def block(self, slot: int) -> ByteRows:
         """Writable uint8 view `[block_bytes]` of one host block; raises `CacheStateError` for a foreign slot."""
+        return self.slot(slot)[: self.layout.block_bytes]
+
+    def slot(self, slot: int) -> ByteRows:
+        """As `block`, its trailer included."""
         if self._buffer is None or not 0 <= slot < self.num_blocks:
             raise CacheStateError(f"host slot {slot} is not in [0, {self.num_blocks})")
-        size = self.layout.block_bytes
-        return self._buffer.array[slot * size : (slot + 1) * size]
+        return self._buffer.array[slot * self._pitch : (slot + 1) * self._pitch]
 
     def free(self) -> None:
         """Give the memory back. No copy may be in flight. Idempotent."""
@@ -76,7 +82,7 @@ class HostPool:
             raise InvariantError(f"the host pool holds {self._buffer.nbytes} bytes, its layout says {self.nbytes}")
         end = self._buffer.address
         for rows in (role for layer in self._layers for role in layer):
-            if rows.address != end or rows.pitch != self.layout.block_bytes:
+            if rows.address != end or rows.pitch != self._pitch:
                 raise InvariantError(f"host rows start at {rows.address}, the role before them ends at {end}")
             end += rows.row_bytes
         if end != self._buffer.address + self.layout.block_bytes:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from ...batch_request import BatchRequest
 from ...metadata import TransferReport
 from ...model.step import StepResult
+from ...storage.link import Answer
 from .engine_core import EngineCore
 from .generation import Failure, Generation
 
@@ -136,6 +137,10 @@ class Engine:
         else:
             self._post(lambda: self._core.on_report(message))
 
+    def on_storage(self, answer: Answer) -> None:
+        """What the link to the storage delivers, on its own thread."""
+        self._post(lambda: self._core.on_storage(answer))
+
     def _on_death(self, reason: str) -> None:
         self._post(lambda: self._fail_for_good(reason))
 
@@ -148,7 +153,7 @@ class Engine:
     def _run(self) -> None:
         while not self._stop:
             try:
-                self._take_turn(self._inbox.get())
+                self._take_turn(self._next_action())
             except Exception as error:  # the edge of the thread: a bug must end requests, not hang them
                 logger.exception("the engine failed")
                 self._fail_for_good(f"internal error: {error!r}")
@@ -156,6 +161,12 @@ class Engine:
             self._is_open = False
         while not self._inbox.empty():
             self._inbox.get()()
+
+    def _next_action(self) -> Callable[[], None]:
+        try:
+            return self._inbox.get(timeout=self._core.seconds_to_next_deadline())
+        except queue.Empty:
+            return lambda: None  # a request has waited long enough for storage
 
     def _take_turn(self, first: Callable[[], None]) -> None:
         num_more = self._inbox.qsize()

@@ -12,6 +12,8 @@ from ...copy_totals import RankCopies
 from ...metadata import TransferReport
 from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
+from ...storage.link import Answer
+from ...storage.tier import StorageTier
 from .generation import Failure, Generation, State
 from .scheduler import Scheduled, Scheduler
 
@@ -47,10 +49,13 @@ class EngineCore:
         manager: CacheManager,
         scheduler: Scheduler,
         send: Callable[[BatchRequest], None],
+        *,
+        storage: StorageTier | None = None,
     ) -> None:
         self._manager = manager
         self._scheduler = scheduler
         self._send = send
+        self.storage = storage
         self.observe_first_token: Callable[[float], None] = lambda seconds: None
         """Told the seconds from arrival to first token of every request."""
         self._generations: dict[str, Generation] = {}
@@ -76,6 +81,8 @@ class EngineCore:
         assert generation.request_id not in self._generations, f"request id {generation.request_id} is in use"
         self._generations[generation.request_id] = generation
         self._scheduler.add(generation)
+        if self.storage is not None:
+            self.storage.request_arrived(generation.request_id, generation.hasher)
 
     def abort(self, request_id: str) -> None:
         """Drop a request whose client is gone; a finished one is already forgotten."""
@@ -99,10 +106,12 @@ class EngineCore:
     def reset_cache(self) -> None:
         """Forget every cached block; running requests go on and cache nothing more."""
         self._manager.reset_cache()
+        if self.storage is not None:
+            self.storage.cache_reset()
 
     def check(self) -> dict[str, object]:
         """Prove the manager's invariants, and when idle that nothing leaked. Raises `InvariantError`."""
-        if self.is_idle:
+        if self.is_idle and (self.storage is None or self.storage.is_idle):
             self._manager.check_idle()
         else:
             self._manager.check()
@@ -115,9 +124,16 @@ class EngineCore:
 
     def step(self) -> None:
         """Send the next batch, if there is none in flight and anything to do: swaps alone are enough."""
+        if self.storage is not None:
+            self.storage.go_on()
         while self._in_flight is None and self._closed is None:
             plan = self._scheduler.schedule()
             swap_step = self._manager.take_swap_step()
+            if self.storage is not None:
+                self.storage.step_taken(swap_step)
+                for item in plan:
+                    self.storage.request_left(item.generation.request_id)
+                self.storage.go_on()
             if plan or swap_step:
                 self._in_flight = plan
                 self.counters.steps += 1
@@ -150,6 +166,15 @@ class EngineCore:
         """Take the outcome of copies that ended between two steps."""
         self._retry(self._take_transfers(report))
 
+    def on_storage(self, answer: Answer) -> None:
+        """Take what the store says."""
+        assert self.storage is not None, "there is no storage"
+        self.storage.answered(answer)
+
+    def seconds_to_next_deadline(self) -> float | None:
+        """When to call `step` although nothing happens; None for never."""
+        return None if self.storage is None else self.storage.seconds_to_next_deadline()
+
     def _take_transfers(self, report: TransferReport) -> dict[str, str]:
         """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""
         self.counters.copies.add(report)
@@ -159,6 +184,8 @@ class EngineCore:
                 reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
                 logger.warning("step %d: %s", result.step, reason)
                 affected.update(dict.fromkeys(self._manager.transfer_failed(result), reason))
+            if self.storage is not None:
+                self.storage.copy_reported(result)
         return affected
 
     def _retry(self, reasons: dict[str, str]) -> None:
@@ -201,6 +228,8 @@ class EngineCore:
         """Give everything back. Safe while a batch is in flight: nothing is allocated before its answer."""
         del self._generations[generation.request_id]
         self._scheduler.finish(generation)
+        if self.storage is not None:
+            self.storage.request_left(generation.request_id)
 
     def _fail_unfit(self, head: Generation) -> None:
         """Nothing runs and nothing is being copied: the request would wait without end, and the others behind it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
+from collections.abc import Callable
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ class Scheduler:
     A step has a token budget. Decoding requests (one pending token) draw from it first so that a long prompt never
     stalls them, then running prefills, then new requests. When the device tier is full the latest arrival is
     preempted: its committed blocks stay cached and it resumes from them, outputs kept. So the earliest request always
-    advances, and every request ends.
+    advances, and every request ends. A request that expects blocks from storage lets others pass meanwhile.
 
     A request is admitted when the device tier has room for all its tokens and some growth, beside what the running
     requests still lack of theirs: prompts are computed in chunks, and two that do not fit together would only take
@@ -41,12 +42,20 @@ class Scheduler:
     """
 
     def __init__(
-        self, manager: CacheManager, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+        self,
+        manager: CacheManager,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        may_start: Callable[[Generation], bool] = lambda generation: True,
     ) -> None:
+        """`may_start`: False for a waiting request that still expects blocks from storage."""
         self._manager = manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._may_start = may_start
         self._running: list[Generation] = []
         """In order of arrival, as is `_waiting`."""
         self._waiting: OrderedDict[int, Generation] = OrderedDict()
@@ -66,8 +75,8 @@ class Scheduler:
 
     @property
     def head(self) -> Generation | None:
-        """Who is admitted next."""
-        return next(iter(self._waiting.values()), None)
+        """Who is admitted next. O(requests before it that expect blocks from storage)."""
+        return next(filter(self._may_start, self._waiting.values()), None)
 
     @property
     def num_running(self) -> int:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,9 @@ from ...batch_request import BatchRequest
 from ...errors import ConfigError, WorkerDiedError
 from ...metadata import TransferReport
 from ...model.step import StepResult
+from ...storage.backends import open_backend
+from ...storage.link import StorageLink
+from ...storage.settings import StorageSettings
 from ...swap_message import SwapEncoder
 from .liveness import ProgressBoard, Watchdog, make_page
 from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
@@ -34,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 POLL_MS = 100
 STOP_TIMEOUT_S = 2.0
-MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/results")
+MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/storage-commands")
 """Unix socket names have at most 107 bytes."""
 
 
@@ -51,6 +55,7 @@ class WorkerConfig:
     log_level: str
     layer_timeout_s: float = 30.0
     num_threads: int = 1
+    storage: StorageSettings | None = None
     copy_faults: str = ""
     """Test hook, see `copy_faults.py`."""
 
@@ -65,6 +70,8 @@ class WorkerLaunch:
     parent_pid: int
     progress_fd: int
     """Inherited; see `liveness.py`."""
+    storage_addresses: tuple[str, str] = ("", "")
+    """For commands and results of the storage agent, if there is storage."""
 
 
 class StartInterruptedError(Exception):
@@ -101,11 +108,15 @@ class ProcessWorkerClient:
         self._encoder = SwapEncoder()
         self._death = threading.Lock()
         """Held by the thread that reports the end."""
+        self.storage: StorageLink | None = None
+        """To the worker's storage agent, if there is storage."""
         self.ops: dict[str, str] = {}
         """Name of the implementation behind every copy op of the worker."""
         try:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
+            if config.storage is not None:
+                self.storage = self._bind_storage(config.storage)
             self._process = self._spawn(config)
             self._wait_until_connected(self._process)
             # The names have served: from here on not even a SIGKILL leaves files behind.
@@ -147,6 +158,8 @@ class ProcessWorkerClient:
         if self._board is not None:
             self._board.close()
             self._board = None
+        if self.storage is not None:
+            self.storage.close()
         self._context.destroy(linger=0)
         self._remove_directory()
 
@@ -169,10 +182,23 @@ class ProcessWorkerClient:
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         try:
-            socket.bind(f"ipc://{self._directory / name}")
+            socket.bind(self._address(name))
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot make a socket in {self._directory}: {error}") from None
         return socket
+
+    def _bind_storage(self, settings: StorageSettings) -> StorageLink:
+        try:
+            return StorageLink(
+                [self._address("storage-commands")],
+                self._address("storage-results"),
+                open_backend=partial(open_backend, settings),
+            )
+        except zmq.ZMQError as error:
+            raise ConfigError(f"cannot make a socket in {self._directory}: {error}") from None
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._directory / name}"
 
     def _spawn(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
         package_root = str(Path(__file__).resolve().parents[3])
@@ -190,8 +216,8 @@ class ProcessWorkerClient:
             )
         finally:
             os.close(page)
-        tasks, results = (f"ipc://{self._directory / name}" for name in ("tasks", "results"))
-        launch = WorkerLaunch(config, tasks, results, os.getpid(), page)
+        storage = (self._address("storage-commands"), self._address("storage-results"))
+        launch = WorkerLaunch(config, self._address("tasks"), self._address("results"), os.getpid(), page, storage)
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(pickle.dumps(launch))
@@ -210,6 +236,8 @@ class ProcessWorkerClient:
         self._expect(process, WorkerConnected)
         # Writable once the worker's end is connected. Why one has ended already is told by its next message, or none.
         while not self._tasks.poll(POLL_MS, zmq.POLLOUT) and process.poll() is None:
+            self._require_wanted()
+        while self.storage is not None and not self.storage.is_connected(POLL_MS) and process.poll() is None:
             self._require_wanted()
 
     def _expect(self, process: subprocess.Popen[bytes], kind: type[FirstMessage]) -> FirstMessage:

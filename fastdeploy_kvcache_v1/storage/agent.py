@@ -1,0 +1,132 @@
+"""StorageAgent: a worker rank's threads that move blocks between its host slots and the store.
+
+The scheduler gives each slot to one owner at a time, and tells when it may be read or filled; so the agent needs no
+order with copies and compute, and they never wait for it. Loads and stores have a lane each: a store that hangs stops
+no load.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from ..errors import StorageError
+from .base import StorageBackend, StoreKey
+from .lane import Lane
+from .messages import LoadBlocks, LoadDone, StoreBlocks, StoreDone, UseNamespace
+from .namespace import Namespace, block_key
+from .seal import is_sealed, seal
+
+__all__ = ["StorageAgent"]
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 100
+STOP_TIMEOUT_S = 2.0
+STORE_NICENESS = 10
+"""Of the thread that stores: it gives way to whatever serves requests."""
+
+
+class StorageAgent:
+    """Answers every `LoadBlocks` and every `StoreBlocks`, each kind in order of arrival."""
+
+    def __init__(
+        self,
+        commands_address: str,
+        results_address: str,
+        *,
+        rank: int,
+        open_backend: Callable[[Namespace], StorageBackend],
+    ) -> None:
+        """Connects at once, and starts its threads. Commands before `use` fail."""
+        self._rank = rank
+        self._slot: Callable[[int], memoryview] = _no_slot
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PULL)
+        self._commands.connect(commands_address)
+        results = (self._context, results_address)
+        self._loads = Lane(
+            "kv-storage-load",
+            open_backend=open_backend,
+            work=self._load,
+            on_error=lambda command, error: LoadDone(command.load_id, rank, 0, error=error),
+            results=results,
+        )
+        self._stores = Lane(
+            "kv-storage-store",
+            open_backend=open_backend,
+            work=self._store,
+            on_error=lambda command, error: StoreDone(command.store_id, rank, 0, error=error),
+            results=results,
+            niceness=STORE_NICENESS,
+        )
+        self._stop = threading.Event()
+        self._receiver = threading.Thread(target=self._receive, name="kv-storage", daemon=True)
+        self._receiver.start()
+
+    def use(self, slot: Callable[[int], memoryview]) -> None:
+        """From here on host slots have memory: `slot` gives the bytes of one, its trailer included."""
+        self._slot = slot
+
+    def close(self) -> bool:
+        """Waits for what is being moved, but not long, and drops the rest. Idempotent.
+
+        False if the store hangs: it may still read and fill host slots, so their memory must stay.
+        """
+        if self._stop.is_set():
+            return self._context.closed
+        self._stop.set()
+        self._receiver.join()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        hanging = [lane.name for lane in (self._loads, self._stores) if not lane.close(deadline)]
+        if hanging:  # these threads still use the context
+            logger.warning("%s did not end: the store hangs", " and ".join(hanging))
+        else:
+            self._context.destroy(linger=0)
+        return not hanging
+
+    def _receive(self) -> None:
+        with self._commands as socket:
+            while not self._stop.is_set():
+                if not socket.poll(POLL_MS):
+                    continue
+                command: UseNamespace | LoadBlocks | StoreBlocks = pickle.loads(socket.recv())
+                if not isinstance(command, StoreBlocks):
+                    self._loads.do(command)
+                if not isinstance(command, LoadBlocks):
+                    self._stores.do(command)
+
+    def _load(self, backend: StorageBackend, command: LoadBlocks) -> LoadDone:
+        start = time.perf_counter()
+        keys, buffers = self._values(command)
+        arrived = backend.get(keys, buffers)
+        sealed = (is_sealed(buffer, key) for key, buffer in zip(keys[:arrived], buffers, strict=False))
+        num_good = next((number for number, is_good in enumerate(sealed) if not is_good), arrived)
+        if num_good < arrived:
+            logger.warning("block %s was stored, and its bytes are not what they were: forgotten", keys[num_good])
+            backend.remove([keys[num_good]])
+        seconds = time.perf_counter() - start
+        num_bytes = sum(map(len, buffers[:num_good]))
+        return LoadDone(command.load_id, self._rank, num_good, num_good < arrived, num_bytes, seconds)
+
+    def _store(self, backend: StorageBackend, command: StoreBlocks) -> StoreDone:
+        start = time.perf_counter()
+        keys, buffers = self._values(command)
+        for key, buffer in zip(keys, buffers, strict=True):
+            seal(buffer, key)
+        written = backend.put(keys, buffers)
+        seconds = time.perf_counter() - start
+        return StoreDone(command.store_id, self._rank, written, written * len(buffers[0]), seconds)
+
+    def _values(self, command: LoadBlocks | StoreBlocks) -> tuple[list[StoreKey], list[memoryview]]:
+        keys = [block_key(block, self._rank) for block in command.hashes]
+        return keys, [self._slot(slot) for slot in command.slots]
+
+
+def _no_slot(slot: int) -> memoryview:
+    raise StorageError(f"host slot {slot} has no memory yet")

@@ -1,0 +1,222 @@
+"""Fetches: brings the stored prefix of requests that wait to the host tier, piece by piece."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..metadata import BlockHash, BlockHashes, LoadSlots
+from ..scheduler.cache_manager import CacheManager
+from .breaker import Breaker
+from .counters import StorageCounters
+from .link import Link
+from .messages import LoadBlocks, LoadDone, QueryDone
+from .open_copies import OpenCopies
+from .settings import Prefetch, StorageSettings
+
+__all__ = ["Fetches"]
+
+PIECE_BLOCKS = 32
+"""Loaded as one: what has arrived when a request starts is used, in such pieces."""
+
+PIECES_UNDER_WAY = 2
+"""Of one request: one is being moved while the next one waits, so that the store never does."""
+
+REQUESTS_UNDER_WAY = 4
+"""Requests whose blocks are loaded at the same time, in order of arrival."""
+
+
+@dataclass(eq=False, slots=True)
+class _Fetch:
+    request_id: str
+    hashes: Sequence[BlockHash]
+    """Of all blocks that may be loaded, from the first one of the prompt on."""
+    begin: int
+    """The first block that is asked for: those before it were cached when the request came."""
+    asked_at: float
+    end: int | None = None
+    """Blocks from here on are not loaded. None until the store has said how far it goes."""
+    next: int = 0
+    """First block of the next piece."""
+    num_under_way: int = 0
+    moved_at: float = 0.0
+    """When the store last brought something, or was asked."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.end is not None and self.next >= self.end and not self.num_under_way
+
+
+@dataclass(eq=False, slots=True)
+class _Piece:
+    command: LoadBlocks
+    after_step: int
+    fetch: _Fetch
+    arrived: list[int] = field(default_factory=list)
+    """Blocks by rank, as they answer."""
+
+
+class Fetches:
+    """One thread uses it. Nothing in here blocks: questions and loads are answered later, by `query_done`, `load_done`.
+
+    The scheduler never depends on a load: what did not arrive is not cached, and is computed.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        settings: StorageSettings,
+        link: Link,
+        copies: OpenCopies,
+        breaker: Breaker,
+        counters: StorageCounters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._manager = manager
+        self._settings = settings
+        self._link = link
+        self._copies = copies
+        self._breaker = breaker
+        self._counters = counters
+        self._clock = clock
+        self._block_size = manager.config.block_size
+        self._most_blocks = max(PIECE_BLOCKS, manager.config.num_host_blocks // 4)
+        """Being loaded at once: a part of the host tier, which has to keep what is in use."""
+        self._fetches: dict[str, _Fetch] = {}
+        """By request, in order of arrival."""
+        self._pieces: dict[str, _Piece] = {}
+        self._held: list[_Piece] = []
+        """Pieces whose slots a copy may still use."""
+        self._queries: dict[str, _Fetch] = {}
+        self._numbers = itertools.count()
+
+    def arrived(self, request_id: str, sequence: BlockHashes) -> None:
+        """A request waits: look for its prefix, unless too little of it is missing to be worth it."""
+        most = max(0, sequence.num_tokens - 1) // self._block_size
+        hashes = sequence.hashes[:most]
+        cached = self._manager.count_cached(hashes)
+        if self._is_short(len(hashes) - cached) or not self._breaker.may_pass():
+            return
+        now = self._clock()
+        fetch = _Fetch(request_id, hashes, cached, now, next=cached, moved_at=now)
+        query_id = f"query-{next(self._numbers)}"
+        self._fetches[request_id] = self._queries[query_id] = fetch
+        self._counters.queries += 1
+        self._counters.queried_blocks += len(hashes) - cached
+        self._link.query(query_id, hashes[cached:])
+
+    def may_start(self, request_id: str) -> bool:
+        """False while the request should go on waiting for its stored prefix."""
+        fetch = self._fetches.get(request_id)
+        return fetch is None or self._seconds_left(fetch) <= 0
+
+    def started(self, request_id: str) -> None:
+        """The request has started, or is gone: nothing more is loaded for it. What is under way may still arrive."""
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is not None:
+            self._counters.late_requests += self._settings.prefetch is not Prefetch.BEST_EFFORT
+            fetch.end = fetch.next
+
+    def query_done(self, answer: QueryDone) -> None:
+        fetch = self._queries.pop(answer.query_id, None)
+        self._counters.query_seconds += answer.seconds
+        if answer.error is not None:
+            self._counters.query_failures += 1
+            self._breaker.failed(answer.error)
+        else:
+            self._breaker.succeeded()
+        if fetch is None or fetch.end is not None:
+            return
+        self._counters.found_blocks += answer.num_stored
+        fetch.end = fetch.begin if self._is_short(answer.num_stored) else fetch.begin + answer.num_stored
+        fetch.moved_at = self._clock()
+
+    def load_done(self, answer: LoadDone) -> None:
+        totals = self._counters.load
+        totals.blocks += answer.num_arrived
+        totals.bytes += answer.num_bytes
+        totals.seconds += answer.seconds
+        self._counters.damaged_blocks += answer.is_damaged
+        if answer.error is not None:
+            totals.failures += 1
+            self._breaker.failed(answer.error)
+        else:
+            self._breaker.succeeded()
+        piece = self._pieces[answer.load_id]
+        piece.arrived.append(answer.num_arrived)
+        if len(piece.arrived) < self._link.num_ranks:
+            return
+        del self._pieces[answer.load_id]
+        num_arrived = min(piece.arrived)
+        self._manager.complete_load(answer.load_id, num_arrived)
+        fetch = piece.fetch
+        fetch.num_under_way -= 1
+        fetch.moved_at = self._clock()
+        if num_arrived < len(piece.command.slots):
+            fetch.end = fetch.next  # nothing can be cached behind what is missing
+
+    def go_on(self) -> None:
+        """Begin what can begin now: call it once per step, and after answers and reports."""
+        if not self._fetches and not self._held:
+            return
+        for piece in self._held[:]:
+            if self._copies.have_ended(piece.after_step):
+                self._held.remove(piece)
+                self._link.send(piece.command)
+        for fetch in list(itertools.islice(self._fetches.values(), REQUESTS_UNDER_WAY)):
+            while self._begin_piece(fetch):
+                pass
+        for fetch in [fetch for fetch in self._fetches.values() if fetch.is_over]:
+            del self._fetches[fetch.request_id]
+
+    def forget(self) -> None:
+        """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
+        for fetch in self._fetches.values():
+            fetch.end = fetch.next
+        self._fetches.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        """No slot is lent."""
+        return not self._pieces
+
+    def seconds_to_next_deadline(self) -> float | None:
+        """When `may_start` changes for a request although nothing else happens; None for never."""
+        left = (self._seconds_left(fetch) for fetch in self._fetches.values())
+        return min((seconds for seconds in left if seconds > 0), default=None)
+
+    def _begin_piece(self, fetch: _Fetch) -> bool:
+        if fetch.end is None or fetch.next >= fetch.end or fetch.num_under_way >= PIECES_UNDER_WAY:
+            return False
+        if sum(len(piece.command.slots) for piece in self._pieces.values()) >= self._most_blocks:
+            return False
+        load_id = f"load-{next(self._numbers)}"
+        end = min(fetch.end, fetch.next + PIECE_BLOCKS)
+        lent = self._manager.begin_load(load_id, fetch.hashes[:end], fetch.next)
+        if not isinstance(lent, LoadSlots):
+            fetch.end = fetch.next  # the host tier is full of blocks in use
+            return False
+        begin, fetch.next = fetch.next, fetch.next + len(lent.slots)
+        command = LoadBlocks(load_id, tuple(fetch.hashes[begin : fetch.next]), lent.slots)
+        piece = self._pieces[load_id] = _Piece(command, lent.after_step, fetch)
+        fetch.num_under_way += 1
+        if self._copies.have_ended(piece.after_step):
+            self._link.send(command)
+        else:
+            self._held.append(piece)
+        return True
+
+    def _is_short(self, num_blocks: int) -> bool:
+        return num_blocks * self._block_size < self._settings.min_tokens
+
+    def _seconds_left(self, fetch: _Fetch) -> float:
+        """How long the request goes on waiting if nothing arrives."""
+        now, settings = self._clock(), self._settings
+        if fetch.is_over or settings.prefetch is Prefetch.BEST_EFFORT:
+            return 0.0
+        if settings.prefetch is Prefetch.WAIT_COMPLETE:
+            return fetch.moved_at + settings.stall_s - now
+        wanted = (len(fetch.hashes) if fetch.end is None else fetch.end) - fetch.begin
+        patience = settings.timeout_base_s + settings.timeout_per_1k_tokens_s * wanted * self._block_size / 1000
+        return fetch.asked_at + patience - now

@@ -1,0 +1,108 @@
+"""Lane: a thread that does one kind of work on the store, in order, with a connection of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from ..errors import KVCacheError
+from .base import StorageBackend
+from .messages import LaneConnected, UseNamespace
+from .namespace import Namespace
+
+__all__ = ["Lane"]
+
+logger = logging.getLogger(__name__)
+
+
+class Lane:
+    """Every command is answered, whatever happens; the thread lives as long as the lane."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        open_backend: Callable[[Namespace], StorageBackend],
+        work: Callable[[StorageBackend, Any], Any],
+        on_error: Callable[[Any, str], Any],
+        results: tuple[zmq.Context[zmq.Socket[bytes]], str],
+        niceness: int = 0,
+    ) -> None:
+        """`work` answers a command, and `on_error` one whose work raised. The answer goes to the socket that listens at
+        the address in `results`. Starts at once.
+        """
+        self.name = name
+        self._open_backend = open_backend
+        self._work = work
+        self._on_error = on_error
+        self._results = results
+        self._niceness = niceness
+        self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._namespace: Namespace | None = None
+        self._backend: StorageBackend | None = None
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, command: Any) -> None:
+        """A `UseNamespace`, or what `work` knows. Never blocks."""
+        self._commands.put(command)
+
+    def close(self, deadline: float) -> bool:
+        """Drops what was not begun; True if the thread ended by `deadline` (`time.monotonic`)."""
+        self._stop = True
+        self._commands.put(None)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if self._niceness:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._niceness)  # on Linux, of a thread
+        context, address = self._results
+        with context.socket(zmq.PUSH) as socket:
+            socket.set(zmq.LINGER, 0)
+            socket.connect(address)
+            _send(socket, LaneConnected())
+            while (command := self._commands.get()) is not None and not self._stop:
+                if isinstance(command, UseNamespace):
+                    self._disconnect()
+                    self._namespace = command.namespace
+                else:
+                    _send(socket, self._answer(command))
+            self._disconnect()
+
+    def _answer(self, command: Any) -> Any:
+        try:
+            return self._work(self._connected(), command)
+        except Exception as error:  # the edge of the thread: this unit of work fails
+            if not isinstance(error, KVCacheError):
+                logger.exception("%s failed", self.name)
+            if self._backend is not None and self._backend.may_write_late:
+                self._disconnect()  # only then no byte can arrive any more
+            return self._on_error(command, str(error) if isinstance(error, KVCacheError) else repr(error))
+
+    def _connected(self) -> StorageBackend:
+        if self._backend is None:
+            assert self._namespace is not None, "the engine names the namespace first"
+            self._backend = self._open_backend(self._namespace)
+        return self._backend
+
+    def _disconnect(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            try:
+                backend.close()
+            except Exception:  # the edge of the thread, and a foreign library
+                logger.exception("%s could not close its connection", self.name)
+
+
+def _send(socket: zmq.Socket[bytes], message: object) -> None:
+    socket.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))

@@ -1,0 +1,150 @@
+"""StorageLink: the engine's end. Commands go to the agents of all ranks; questions are asked by a lane of its own."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from ..metadata import BlockHash
+from .base import StorageBackend
+from .lane import Lane
+from .messages import LaneConnected, LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
+from .namespace import Namespace, block_key, commit_key
+from .seal import TRAILER_BYTES, seal
+
+__all__ = ["Link", "StorageLink"]
+
+logger = logging.getLogger(__name__)
+
+POLL_MS = 100
+STOP_TIMEOUT_S = 2.0
+LANES_PER_AGENT = 2
+
+Answer = LoadDone | StoreDone | QueryDone
+
+
+class Link(Protocol):
+    """What the storage tier needs to reach the store. Nothing here blocks; answers come later, on another thread."""
+
+    num_ranks: int
+
+    def query(self, query_id: str, hashes: Sequence[BlockHash]) -> None:
+        """Ask how many of `hashes` are stored. Answered by one `QueryDone`."""
+
+    def send(self, command: UseNamespace | LoadBlocks | StoreBlocks) -> None:
+        """To every rank; each answers a load with one `LoadDone`, a store with one `StoreDone`."""
+
+    def commit(self, hashes: Sequence[BlockHash]) -> None:
+        """All ranks have stored their parts of these blocks: they count as stored. Not answered."""
+
+
+@dataclass(frozen=True)
+class _Query:
+    query_id: str
+    hashes: tuple[BlockHash, ...]
+
+
+@dataclass(frozen=True)
+class _Commit:
+    hashes: tuple[BlockHash, ...]
+    query_id: str = ""
+
+
+class StorageLink:
+    """A `Link` over ZeroMQ sockets, one address for each rank's commands and one for all answers."""
+
+    def __init__(
+        self,
+        commands_addresses: Sequence[str],
+        results_address: str,
+        *,
+        open_backend: Callable[[Namespace], StorageBackend],
+    ) -> None:
+        """Binds at once. Raises `zmq.ZMQError`."""
+        self.num_ranks = len(commands_addresses)
+        self._context = zmq.Context()
+        self._results = self._context.socket(zmq.PULL)
+        self._commands = [self._context.socket(zmq.PUSH) for _ in commands_addresses]
+        try:
+            self._results.bind(results_address)
+            for socket, address in zip(self._commands, commands_addresses, strict=True):
+                socket.set(zmq.SNDHWM, 0)  # no limit: the tier bounds what is under way
+                socket.bind(address)
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        self._num_lanes = 0
+        self._stop = threading.Event()
+        self._receiver: threading.Thread | None = None
+        self._lane = Lane(
+            "kv-storage-query",
+            open_backend=open_backend,
+            work=self._ask,
+            on_error=lambda command, error: QueryDone(command.query_id, 0, error=error),
+            results=(self._context, results_address),
+        )
+
+    def is_connected(self, timeout_ms: int) -> bool:
+        """All agents and lanes have connected, so the names of the sockets are not needed any more. Before `listen`."""
+        while self._num_lanes < 1 + LANES_PER_AGENT * self.num_ranks:
+            if not self._results.poll(timeout_ms):
+                return False
+            assert isinstance(pickle.loads(self._results.recv()), LaneConnected), "nothing was asked yet"
+            self._num_lanes += 1
+        return all(socket.poll(timeout_ms, zmq.POLLOUT) for socket in self._commands)
+
+    def listen(self, on_answer: Callable[[Answer], None]) -> None:
+        """Deliver answers, on a thread of the link. Once."""
+        self._receiver = threading.Thread(target=self._receive, args=(on_answer,), name="kv-storage", daemon=True)
+        self._receiver.start()
+
+    def query(self, query_id: str, hashes: Sequence[BlockHash]) -> None:
+        self._lane.do(_Query(query_id, tuple(hashes)))
+
+    def send(self, command: UseNamespace | LoadBlocks | StoreBlocks) -> None:
+        if isinstance(command, UseNamespace):
+            self._lane.do(command)
+        message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
+        for socket in self._commands:
+            socket.send(message)
+
+    def commit(self, hashes: Sequence[BlockHash]) -> None:
+        if self.num_ranks > 1:
+            self._lane.do(_Commit(tuple(hashes)))
+
+    def close(self) -> None:
+        """Idempotent. Nothing is delivered afterwards."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._receiver is not None:
+            self._receiver.join()
+        if self._lane.close(time.monotonic() + STOP_TIMEOUT_S):
+            self._context.destroy(linger=0)
+
+    def _ask(self, backend: StorageBackend, command: _Query | _Commit) -> QueryDone:
+        start = time.perf_counter()
+        # With one rank its part is the block: it is stored as a whole or not at all.
+        keys = [commit_key(block) if self.num_ranks > 1 else block_key(block, 0) for block in command.hashes]
+        if isinstance(command, _Query):
+            stored = backend.count_stored(keys)
+            return QueryDone(command.query_id, stored, time.perf_counter() - start)
+        markers = [memoryview(bytearray(TRAILER_BYTES)) for _ in keys]
+        for key, marker in zip(keys, markers, strict=True):
+            seal(marker, key)
+        backend.put(keys, markers)
+        return QueryDone("", len(keys), time.perf_counter() - start)
+
+    def _receive(self, on_answer: Callable[[Answer], None]) -> None:
+        while not self._stop.is_set():
+            if self._results.poll(POLL_MS):
+                answer = pickle.loads(self._results.recv())
+                if not isinstance(answer, LaneConnected):
+                    on_answer(answer)

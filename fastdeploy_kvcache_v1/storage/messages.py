@@ -1,0 +1,78 @@
+"""What the engine and the storage threads of its workers say to each other. Immutable and picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..metadata import BlockHash
+from .namespace import Namespace
+
+__all__ = ["LaneConnected", "LoadBlocks", "LoadDone", "QueryDone", "StoreBlocks", "StoreDone", "UseNamespace"]
+
+
+@dataclass(frozen=True)
+class LaneConnected:
+    """The first message of every lane: the names of the sockets are not needed any more."""
+
+
+@dataclass(frozen=True)
+class UseNamespace:
+    """What comes after it is loaded from, and stored in, this namespace."""
+
+    namespace: Namespace
+
+
+@dataclass(frozen=True)
+class LoadBlocks:
+    """Fill host `slots` with the blocks of `hashes`."""
+
+    load_id: str
+    hashes: tuple[BlockHash, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoreBlocks:
+    """Store the blocks of `hashes`, which are in host `slots` and stay there until the answer."""
+
+    store_id: str
+    hashes: tuple[BlockHash, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadDone:
+    """No byte of this load can arrive in its slots any more."""
+
+    load_id: str
+    rank: int
+    num_arrived: int
+    """Blocks that are there, from the first one on, and are what they should be."""
+    is_damaged: bool = False
+    """The block after them arrived, and did not match its checksum."""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StoreDone:
+    """The slots of this store are not read any more."""
+
+    store_id: str
+    rank: int
+    num_written: int
+    """Blocks that were not stored before."""
+    num_bytes: int = 0
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class QueryDone:
+    """How many blocks of a prompt are stored, from the first one asked for on."""
+
+    query_id: str
+    num_stored: int
+    seconds: float = 0.0
+    error: str | None = None

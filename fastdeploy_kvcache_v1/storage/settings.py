@@ -1,0 +1,70 @@
+"""What users choose about the storage tier."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+
+__all__ = ["Prefetch", "StorageSettings"]
+
+
+class Prefetch(str, enum.Enum):
+    """How long a request waits for its stored prefix. What has not arrived by then is computed."""
+
+    BEST_EFFORT = "best_effort"
+    """Not at all: it starts when there is room for it."""
+    TIMEOUT = "timeout"
+    """`StorageSettings.timeout_base_s`, and `timeout_per_1k_tokens_s` of the prefix."""
+    WAIT_COMPLETE = "wait_complete"
+    """Until all of it is there, or the store stands still."""
+
+    @classmethod
+    def choices(cls) -> str:
+        return ", ".join(policy.value for policy in cls)
+
+    @classmethod
+    def parse(cls, text: str) -> Prefetch:
+        """Raises `ConfigError` naming the choices."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise ConfigError(f"unknown storage prefetch {text!r}: choose one of {cls.choices()}") from None
+
+
+BACKENDS = ("file",)
+"""Names of the stores that can be chosen."""
+
+
+@dataclass(frozen=True)
+class StorageSettings:
+    """Raises `ConfigError` when constructed with a value that cannot work."""
+
+    backend: str
+    directory: Path | None = None
+    """Of the `file` store."""
+    capacity_bytes: int = 10 << 30
+    """Of the `file` store, for all who share the directory."""
+    prefetch: Prefetch = Prefetch.TIMEOUT
+    min_tokens: int = 256
+    """A shorter stored prefix is computed instead: asking and waiting cost more."""
+    timeout_base_s: float = 0.5
+    timeout_per_1k_tokens_s: float = 0.5
+    stall_s: float = 10.0
+    """A store that brings nothing for so long stands still."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prefetch", Prefetch.parse(self.prefetch))
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"unknown storage backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
+        if self.backend == "file" and self.directory is None:
+            raise ConfigError("the storage backend file needs a directory: give --kvcache-storage-dir")
+        if self.capacity_bytes <= 0:
+            raise ConfigError(f"the storage capacity must be above 0 bytes, got {self.capacity_bytes}")
+        for name in ("timeout_base_s", "timeout_per_1k_tokens_s", "stall_s"):
+            if not 0 <= getattr(self, name) < 1e6:
+                raise ConfigError(f"{name} must be a number of seconds from 0 on, got {getattr(self, name)}")
+        if self.min_tokens < 1:
+            raise ConfigError(f"min_tokens must be at least 1, got {self.min_tokens}")

@@ -1,0 +1,101 @@
+"""Stores: sends blocks to the store once they have reached the host tier."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection
+
+from ..metadata import BlockHash
+from ..scheduler.cache_manager import CacheManager
+from .breaker import Breaker
+from .counters import StorageCounters
+from .link import Link
+from .messages import StoreBlocks, StoreDone
+from .open_copies import OpenCopies
+
+__all__ = ["Stores"]
+
+PIECE_BLOCKS = 32
+"""Stored as one. Until then they cannot leave their tiers, so it is not much."""
+
+PIECES_UNDER_WAY = 2
+MOST_WAITING = 4096
+"""Pieces. Beyond that the oldest is given up: its blocks are the first to leave the host anyway."""
+
+
+class Stores:
+    """One thread uses it. Nothing in here blocks: a store is answered later, by `store_done`."""
+
+    def __init__(
+        self, manager: CacheManager, link: Link, copies: OpenCopies, breaker: Breaker, counters: StorageCounters
+    ) -> None:
+        self._manager = manager
+        self._link = link
+        self._copies = copies
+        self._breaker = breaker
+        self._counters = counters
+        self._waiting: deque[tuple[int, frozenset[int]]] = deque()
+        """Step and host slots that it filled."""
+        self._under_way: dict[str, _Store] = {}
+        self._numbers = itertools.count()
+
+    def filled(self, step: int, slots: Collection[int]) -> None:
+        """`step` has filled these host slots, on every rank."""
+        remaining = iter(slots)
+        while piece := frozenset(itertools.islice(remaining, PIECE_BLOCKS)):
+            if len(self._waiting) == MOST_WAITING:
+                self._counters.skipped_store_blocks += len(self._waiting.popleft()[1])
+            self._waiting.append((step, piece))
+
+    def go_on(self) -> None:
+        """Begin what can begin now: call it after answers and reports."""
+        while self._waiting and len(self._under_way) < PIECES_UNDER_WAY:
+            step, slots = self._waiting.popleft()
+            store_id = f"store-{next(self._numbers)}"
+            if not self._breaker.may_pass():
+                self._counters.skipped_store_blocks += len(slots)
+                continue
+            source = self._manager.begin_store(store_id, step, self._copies.still_filled(step, slots))
+            self._counters.skipped_store_blocks += len(slots) - len(source.slots)
+            if source.slots:
+                self._under_way[store_id] = _Store(source.hashes, self._link.num_ranks)
+                self._link.send(StoreBlocks(store_id, source.hashes, source.slots))
+
+    def store_done(self, answer: StoreDone) -> None:
+        totals = self._counters.store
+        totals.blocks += answer.num_written
+        totals.bytes += answer.num_bytes
+        totals.seconds += answer.seconds
+        store = self._under_way[answer.store_id]
+        if answer.error is not None:
+            totals.failures += 1
+            self._breaker.failed(answer.error)
+            store.has_failed = True
+        else:
+            self._breaker.succeeded()
+        store.num_ranks_left -= 1
+        if store.num_ranks_left:
+            return
+        del self._under_way[answer.store_id]
+        self._manager.end_store(answer.store_id)
+        if not store.has_failed:
+            self._link.commit(store.hashes)
+
+    def forget(self) -> None:
+        """The cache was reset: what has not begun is not stored. What is under way is answered all the same."""
+        self._waiting.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        """No block is kept for being stored."""
+        return not self._under_way
+
+
+class _Store:
+    __slots__ = ("has_failed", "hashes", "num_ranks_left")
+
+    def __init__(self, hashes: tuple[BlockHash, ...], num_ranks: int) -> None:
+        self.hashes = hashes
+        self.num_ranks_left = num_ranks
+        self.has_failed = False

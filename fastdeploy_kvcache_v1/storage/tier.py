@@ -1,0 +1,113 @@
+"""StorageTier: the storage tier as the engine sees it. Decides what is loaded and stored, and waits for nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..metadata import BlockHashes, SwapStep, TransferResult
+from ..scheduler.cache_manager import CacheManager
+from .breaker import Breaker
+from .counters import StorageCounters
+from .fetches import Fetches
+from .link import Answer, Link
+from .messages import LoadDone, QueryDone, StoreDone, UseNamespace
+from .namespace import Namespace
+from .open_copies import OpenCopies
+from .settings import StorageSettings
+from .stores import Stores
+
+__all__ = ["StorageTier"]
+
+
+class StorageTier:
+    """Beside a `CacheManager`, on the thread that schedules. A failing, slow or hanging store costs hits, nothing else.
+
+    Loads put blocks into the host tier, where a match finds them; stores read them there.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        settings: StorageSettings,
+        namespace: Namespace,
+        link: Link,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.counters = StorageCounters()
+        self._link = link
+        self._copies = OpenCopies(link.num_ranks)
+        self._load_breaker, self._store_breaker = Breaker(clock), Breaker(clock)
+        self._fetches = Fetches(manager, settings, link, self._copies, self._load_breaker, self.counters, clock)
+        self._stores = Stores(manager, link, self._copies, self._store_breaker, self.counters)
+        link.send(UseNamespace(namespace))
+
+    # ---- requests
+
+    def request_arrived(self, request_id: str, sequence: BlockHashes) -> None:
+        """A request waits to be scheduled: its stored prefix is fetched meanwhile."""
+        self._fetches.arrived(request_id, sequence)
+        self._fetches.go_on()
+
+    def may_start(self, request_id: str) -> bool:
+        """False while the request should go on waiting for its stored prefix, see `Prefetch`."""
+        return self._fetches.may_start(request_id)
+
+    def request_left(self, request_id: str) -> None:
+        """The request was scheduled, or is gone. Nothing happens for one that waits for nothing."""
+        self._fetches.started(request_id)
+
+    def seconds_to_next_deadline(self) -> float | None:
+        """After this time `may_start` may change although nothing else happens; None for never."""
+        return self._fetches.seconds_to_next_deadline()
+
+    # ---- steps
+
+    def step_taken(self, step: SwapStep) -> None:
+        """The workers are being told of `step`."""
+        self._copies.told(step)
+
+    def copy_reported(self, result: TransferResult) -> None:
+        """A rank's copies of one kind and step have ended. After `CacheManager.transfer_failed`."""
+        if filled := self._copies.reported(result):
+            self._stores.filled(result.step, filled)
+
+    def go_on(self) -> None:
+        """Begin what can begin now: after reports, answers, and steps."""
+        self._fetches.go_on()
+        self._stores.go_on()
+
+    # ---- the store
+
+    def answered(self, answer: Answer) -> None:
+        """What the link delivers, in order."""
+        if isinstance(answer, LoadDone):
+            self._fetches.load_done(answer)
+        elif isinstance(answer, StoreDone):
+            self._stores.store_done(answer)
+        else:
+            assert isinstance(answer, QueryDone)
+            self._fetches.query_done(answer)
+        self.go_on()
+
+    # ---- administration
+
+    def cache_reset(self) -> None:
+        """`CacheManager.reset_cache` was called: what is under way ends, and is not wanted."""
+        self._fetches.forget()
+        self._stores.forget()
+
+    def use_namespace(self, namespace: Namespace) -> None:
+        """From here on blocks have other bytes, after a weight update for example. After `cache_reset`."""
+        self._link.send(UseNamespace(namespace))
+
+    @property
+    def is_idle(self) -> bool:
+        """No slot is lent to the store, and none is kept for it."""
+        return self._fetches.is_idle and self._stores.is_idle
+
+    @property
+    def is_left_alone(self) -> bool:
+        """The store failed again and again, and is not asked for a while."""
+        return self._load_breaker.is_open or self._store_breaker.is_open
