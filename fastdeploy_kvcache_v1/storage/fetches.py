@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -86,8 +87,8 @@ class Fetches:
         self._fetches: dict[str, _Fetch] = {}
         """By request, in order of arrival."""
         self._pieces: dict[str, _Piece] = {}
-        self._held: list[_Piece] = []
-        """Pieces whose slots a copy may still use."""
+        self._held: deque[_Piece] = deque()
+        """Pieces whose slots a copy may still use, in order of `after_step`."""
         self._queries: dict[str, _Fetch] = {}
         self._numbers = itertools.count()
 
@@ -113,10 +114,8 @@ class Fetches:
 
     def started(self, request_id: str) -> None:
         """The request has started, or is gone: nothing more is loaded for it. What is under way may still arrive."""
-        fetch = self._fetches.pop(request_id, None)
-        if fetch is not None:
-            self._counters.late_requests += self._settings.prefetch is not Prefetch.BEST_EFFORT
-            fetch.end = fetch.next
+        if self._fetches.pop(request_id, None) is not None and self._settings.prefetch is not Prefetch.BEST_EFFORT:
+            self._counters.late_requests += 1
 
     def query_done(self, answer: QueryDone) -> None:
         fetch = self._queries.pop(answer.query_id, None)
@@ -126,7 +125,7 @@ class Fetches:
             self._breaker.failed(answer.error)
         else:
             self._breaker.succeeded()
-        if fetch is None or fetch.end is not None:
+        if fetch is None:
             return
         self._counters.found_blocks += answer.num_stored
         fetch.end = fetch.begin if self._is_short(answer.num_stored) else fetch.begin + answer.num_stored
@@ -160,20 +159,16 @@ class Fetches:
         """Begin what can begin now: call it once per step, and after answers and reports."""
         if not self._fetches and not self._held:
             return
-        for piece in self._held[:]:
-            if self._copies.have_ended(piece.after_step):
-                self._held.remove(piece)
-                self._link.send(piece.command)
-        for fetch in list(itertools.islice(self._fetches.values(), REQUESTS_UNDER_WAY)):
-            while self._begin_piece(fetch):
-                pass
+        while self._held and self._copies.have_ended(self._held[0].after_step):
+            self._link.send(self._held.popleft().command)
         for fetch in [fetch for fetch in self._fetches.values() if fetch.is_over]:
             del self._fetches[fetch.request_id]
+        for fetch in itertools.islice(self._fetches.values(), REQUESTS_UNDER_WAY):
+            while self._begin_piece(fetch):
+                pass
 
     def forget(self) -> None:
         """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
-        for fetch in self._fetches.values():
-            fetch.end = fetch.next
         self._fetches.clear()
 
     @property

@@ -82,10 +82,6 @@ class Stores:
         if not store.has_failed:
             self._link.commit(store.hashes)
 
-    def forget(self) -> None:
-        """The cache was reset: what has not begun is not stored. What is under way is answered all the same."""
-        self._waiting.clear()
-
     @property
     def is_idle(self) -> bool:
         """No block is kept for being stored."""

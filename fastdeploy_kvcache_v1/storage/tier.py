@@ -96,7 +96,6 @@ class StorageTier:
     def cache_reset(self) -> None:
         """`CacheManager.reset_cache` was called: what is under way ends, and is not wanted."""
         self._fetches.forget()
-        self._stores.forget()
 
     def use_namespace(self, namespace: Namespace) -> None:
         """From here on blocks have other bytes, after a weight update for example. After `cache_reset`."""

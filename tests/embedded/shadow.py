@@ -19,6 +19,7 @@ from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.storage.tier import StorageTier
 
 LETTERS = 26
 
@@ -45,8 +46,8 @@ class ShadowWorker:
     ) -> None:
         self._block_size = config.block_size
         self._device: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_device_blocks)]
-        self._host: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
-        self._tiers = {CacheLevel.DEVICE: self._device, CacheLevel.HOST: self._host}
+        self.host: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
+        self._tiers = {CacheLevel.DEVICE: self._device, CacheLevel.HOST: self.host}
         self._fails = fails
         self._last_step = -1
         self.batches: list[BatchRequest] = []
@@ -178,18 +179,21 @@ class Harness:
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
         fails: Callable[[TransferResult], bool] = lambda result: False,
+        storage: Callable[[CacheManager, ShadowWorker], StorageTier] | None = None,
     ) -> None:
         self.config = config
         self.manager = CacheManager(config)
+        self.worker = ShadowWorker(config, fails)
+        tier = self.storage = None if storage is None else storage(self.manager, self.worker)
         self.scheduler = Scheduler(
             self.manager,
             block_size=config.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            may_start=lambda generation: tier is None or tier.may_start(generation.request_id),
         )
-        self.worker = ShadowWorker(config, fails)
         self.sent: list[BatchRequest] = []
-        self.core = EngineCore(self.manager, self.scheduler, self.sent.append)
+        self.core = EngineCore(self.manager, self.scheduler, self.sent.append, storage=tier)
 
     @property
     def num_preemptions(self) -> int:

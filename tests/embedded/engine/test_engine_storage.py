@@ -1,0 +1,262 @@
+"""Engine core and storage tier against a store that answers late, fails, or brings half: no token changes."""
+
+import random
+
+import pytest
+
+from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.storage.namespace import Namespace
+from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.storage.tier import StorageTier
+from tests.embedded.engine.cores import random_requests
+from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.shadow_store import ShadowStore
+
+BLOCK = 4
+LAYOUT = CacheLayout(1, (RoleSpec("key", (1, BLOCK, 2), "float32"),))
+NAMESPACE = Namespace("m", "0", LAYOUT, BLOCK, 1, "test", "1")
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Server:
+    """A harness with a storage tier. Servers may share what is stored."""
+
+    def __init__(self, *, device=16, host=16, stored=None, seed=0, prefetch="timeout", min_tokens=4, **options):
+        self.clock = Clock()
+        config = KVCacheConfig(device, host, block_size=BLOCK, write_policy=WritePolicy.WRITE_THROUGH)
+
+        def storage(manager, worker):
+            self.store = ShadowStore(worker, random.Random(seed))
+            if stored is not None:
+                self.store.values = stored
+            settings = StorageSettings("file", "/unused", prefetch=prefetch, min_tokens=min_tokens)
+            return StorageTier(manager, settings, NAMESPACE, self.store, clock=self.clock)
+
+        self.harness = Harness(config, storage=storage, **options)
+        self.core, self.tier = self.harness.core, self.harness.storage
+
+    def ask(self, name, prompt, count=2):
+        """A whole request, and everything that the store does for it."""
+        recorder = self.harness.submit(name, prompt, count)
+        self.settle()
+        assert recorder.tokens == expected_outputs(prompt, count)
+        return recorder.deltas[-1].usage.cached_tokens
+
+    def send(self):
+        """Begin a step; the worker has not looked at it yet."""
+        self.core.step()
+        self.harness.manager.check()
+
+    def work(self):
+        """The worker runs the batch in flight, if there is one."""
+        if self.harness.sent:
+            self.core.on_step_result(self.harness.worker.run(self.harness.sent.pop()))
+            self.harness.manager.check()
+
+    def answer(self):
+        for answer in self.store.answer():
+            self.core.on_storage(answer)
+            self.harness.manager.check()
+
+    def settle(self):
+        while True:
+            if not self.store.is_idle:
+                self.answer()
+            elif self.harness.step() is None and self.store.is_idle:
+                break
+        assert self.core.is_idle
+        assert self.tier.is_idle
+        self.harness.manager.check_idle()
+
+
+PROMPT = list(range(30))
+
+
+def stored_by_a_first_server():
+    first = Server()
+    assert first.ask("first", PROMPT) == 0
+    assert len(first.store.values) == 7
+    return first.store.values
+
+
+def test_another_server_starts_from_what_was_stored():
+    second = Server(stored=stored_by_a_first_server())
+    assert second.ask("second", PROMPT) == 28
+    assert second.tier.counters.load.blocks == 7
+    assert second.ask("third", [*PROMPT[:16], 99, 98]) == 16
+    assert second.tier.counters.load.blocks == 7, "what is cached is not loaded again"
+
+
+def test_what_is_stored_already_is_loaded_and_not_stored_again():
+    second = Server(stored=stored_by_a_first_server())
+    second.ask("second", PROMPT)
+    assert second.tier.counters.store.blocks == 0
+
+
+def test_others_pass_a_request_that_waits_for_the_store():
+    server = Server(stored=stored_by_a_first_server())
+    waits = server.harness.submit("waits", PROMPT, 2)
+    other = server.harness.submit("other", [50, 51, 52], 2)
+    for _ in range(2):
+        server.harness.step()
+    assert other.tokens == expected_outputs([50, 51, 52], 2)
+    assert waits.events == []
+    server.settle()
+    assert waits.deltas[-1].usage.cached_tokens == 28
+
+
+def test_a_request_waits_no_longer_than_its_deadline():
+    server = Server(stored=stored_by_a_first_server())
+    recorder = server.harness.submit("late", PROMPT, 2)
+    assert server.harness.step() is None
+    left = server.core.seconds_to_next_deadline()
+    assert 0.5 <= left < 0.6
+    server.clock.now += left - 0.01
+    assert server.harness.step() is None
+    server.clock.now += 0.02
+    assert server.core.seconds_to_next_deadline() is None, "nothing to wake up for"
+    while server.harness.step() is not None:
+        pass
+    assert recorder.tokens == expected_outputs(PROMPT, 2)
+    assert recorder.deltas[-1].usage.cached_tokens == 0
+    assert server.tier.counters.late_requests == 1
+    server.settle()
+
+
+def test_what_has_arrived_by_the_deadline_is_used():
+    stored = stored_by_a_first_server()
+    long = list(range(400))
+    first = Server(device=110, host=110)
+    first.ask("first", long)
+    server = Server(device=110, host=110, stored=first.store.values | stored)
+    recorder = server.harness.submit("late", long, 1)
+    server.answer()  # the question
+    server.answer()  # the first piece
+    server.clock.now = 10.0
+    while server.harness.step() is not None:
+        pass
+    assert recorder.deltas[-1].usage.cached_tokens == 32 * BLOCK
+    assert recorder.tokens == expected_outputs(long, 1)
+    server.settle()
+
+
+def test_best_effort_waits_for_nothing():
+    server = Server(stored=stored_by_a_first_server(), prefetch="best_effort")
+    recorder = server.harness.submit("now", PROMPT, 2)
+    assert server.harness.step() is not None
+    server.settle()
+    assert recorder.deltas[-1].usage.cached_tokens == 0
+    assert server.tier.counters.late_requests == 0
+
+
+def test_wait_complete_ends_when_the_store_stands_still():
+    server = Server(stored=stored_by_a_first_server(), prefetch="wait_complete")
+    server.harness.submit("waits", PROMPT, 2)
+    server.clock.now = 9.9
+    assert server.harness.step() is None
+    server.answer()
+    server.clock.now = 19.8
+    assert server.harness.step() is None
+    server.clock.now = 20.0
+    assert server.harness.step() is not None
+    server.settle()
+
+
+def test_a_short_stored_prefix_is_not_worth_asking_for():
+    server = Server(stored=stored_by_a_first_server(), min_tokens=32)
+    assert server.ask("short", PROMPT) == 0
+    assert server.tier.counters.queries == 0
+
+
+def test_an_aborted_request_leaks_nothing():
+    for number in range(4):
+        server = Server(stored=stored_by_a_first_server())
+        recorder = server.harness.submit("gone", PROMPT, 2)
+        for _ in range(min(number, 2)):
+            server.answer()
+        if number == 3:
+            server.harness.step()
+        server.core.abort("gone")
+        num_events = len(recorder.events)
+        server.settle()
+        assert len(recorder.events) == num_events
+
+
+def test_a_reset_while_blocks_arrive_forgets_them():
+    server = Server(stored=stored_by_a_first_server())
+    recorder = server.harness.submit("r", PROMPT, 2)
+    server.answer()
+    assert server.store.loads
+    server.core.reset_cache()
+    server.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 2)
+    assert recorder.deltas[-1].usage.cached_tokens == 0
+
+
+def test_a_store_that_fails_again_and_again_is_left_alone():
+    server = Server(stored=stored_by_a_first_server())
+    server.store.failure_rate = 1.0
+    for number in range(8):
+        server.ask(f"r{number}", [*range(100 * number, 100 * number + 20)])
+    assert server.tier.is_left_alone
+    assert server.tier.counters.queries == 3
+    server.store.failure_rate = 0.0
+    server.clock.now += 100
+    assert server.ask("again", PROMPT) == 28
+    assert server.tier.counters.queries == 4
+
+
+@pytest.mark.parametrize("prefetch", ["best_effort", "timeout", "wait_complete"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_loads_and_failures_change_no_token(prefetch, seed):
+    rng = random.Random(seed)
+    stored = {}
+    loaded = 0
+    for life in range(3):  # servers one after the other share what is stored
+        server = Server(
+            device=8,
+            host=rng.choice([6, 20]),
+            stored=stored,
+            seed=seed + life,
+            prefetch=prefetch,
+            max_num_seqs=4,
+            fails=lambda result: rng.random() < 0.05,
+        )
+        server.store.failure_rate = rng.choice([0.0, 0.2])
+        requests = random_requests(seed, 120)
+        expected, recorders = {}, {}
+        while requests or not server.core.is_idle or not server.store.is_idle:
+            # Between `send` and `work` a batch is in flight: its copies have been told and not run.
+            choice = rng.random()
+            if requests and choice < 0.3:
+                name, prompt, output = requests.pop()
+                expected[name] = expected_outputs(prompt, output)
+                recorders[name] = server.harness.submit(name, prompt, output)
+            elif not server.store.is_idle and choice < 0.6:
+                server.answer()
+            elif choice < 0.64 and recorders:
+                gone = rng.choice(list(recorders))
+                server.core.abort(gone)
+                expected.pop(gone, None)
+            elif choice < 0.645:
+                server.core.reset_cache()
+            elif choice < 0.7:
+                server.clock.now += rng.choice([0.01, 0.3, 20.0])
+            elif choice < 0.85:
+                server.send()
+            else:
+                server.work()
+        server.settle()
+        loaded += server.tier.counters.load.blocks
+        for name, tokens in expected.items():
+            if recorders[name].failure is None:
+                assert recorders[name].tokens == tokens
+    assert loaded > 50, "the run is only worth something if it went through what it is for"

@@ -1,0 +1,266 @@
+"""StorageTier with several ranks: a block is there, or is stored, when it is so on all of them."""
+
+import pytest
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.metadata import EVICT, BlockHash, TransferResult
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.storage.tier import StorageTier
+from tests.storage.values import namespace
+
+RANKS = 2
+
+
+class RecordingLink:
+    num_ranks = RANKS
+
+    def __init__(self):
+        self.queries, self.sent, self.committed = [], [], []
+
+    def query(self, query_id, hashes):
+        self.queries.append((query_id, list(hashes)))
+
+    def send(self, command):
+        self.sent.append(command)
+
+    def commit(self, hashes):
+        self.committed.append(tuple(hashes))
+
+    def last(self, kind):
+        return next(command for command in reversed(self.sent) if isinstance(command, kind))
+
+
+@pytest.fixture
+def link():
+    return RecordingLink()
+
+
+@pytest.fixture
+def manager():
+    return CacheManager(KVCacheConfig(16, 16, block_size=1, write_policy=WritePolicy.WRITE_THROUGH))
+
+
+@pytest.fixture
+def tier(manager, link):
+    return StorageTier(manager, StorageSettings("file", "/unused", min_tokens=1), namespace(), link, clock=lambda: 0.0)
+
+
+def prompt(text):
+    return GivenHashes([BlockHash(text[: end + 1].encode()) for end in range(len(text))], len(text))
+
+
+def compute(manager, tier, text):
+    """A whole request; returns the step that backs its blocks up, which no rank has reported yet."""
+    manager.match_prefix(text, prompt(text))
+    manager.allocate(text, len(text) - 1)
+    tier.step_taken(manager.take_swap_step())
+    manager.commit(text, len(text) - 1)
+    manager.finish(text)
+    step = manager.take_swap_step()
+    tier.step_taken(step)
+    return step
+
+
+def report(tier, step, error=None):
+    tier.copy_reported(TransferResult(step.step, *EVICT, 1, 1, 0.1, (0,) if error else (), error))
+    tier.go_on()
+
+
+def test_the_namespace_is_named_first(tier, link):
+    assert link.sent == [UseNamespace(namespace())]
+
+
+def test_blocks_are_stored_when_all_ranks_have_copied_and_committed_when_all_have_stored(manager, tier, link):
+    step = compute(manager, tier, "abc!")
+    report(tier, step)
+    assert len(link.sent) == 1
+    report(tier, step)
+    command = link.last(StoreBlocks)
+    assert command.hashes == (b"a", b"ab", b"abc")
+    assert command.slots == step.evict.target_slots
+    tier.answered(StoreDone(command.store_id, 0, 3))
+    assert link.committed == []
+    tier.answered(StoreDone(command.store_id, 1, 3))
+    assert link.committed == [command.hashes]
+    assert tier.is_idle
+    manager.check_idle()
+
+
+def test_blocks_that_one_rank_could_not_store_are_not_committed(manager, tier, link):
+    step = compute(manager, tier, "abc!")
+    report(tier, step)
+    report(tier, step)
+    command = link.last(StoreBlocks)
+    tier.answered(StoreDone(command.store_id, 0, 0, error="disk full"))
+    tier.answered(StoreDone(command.store_id, 1, 3))
+    assert link.committed == []
+    assert tier.is_idle
+    manager.check_idle()
+
+
+def test_blocks_that_one_rank_could_not_copy_are_not_stored(manager, tier, link):
+    step = compute(manager, tier, "abc!")
+    report(tier, step, error="ECC")
+    report(tier, step)
+    assert len(link.sent) == 1
+
+
+@pytest.mark.parametrize(("arrived", "cached"), [((3, 3), 3), ((3, 1), 1), ((0, 3), 0)])
+def test_a_loaded_block_is_there_when_it_is_on_all_ranks(manager, tier, link, arrived, cached):
+    tier.request_arrived("r", prompt("abc!"))
+    tier.answered(QueryDone(link.queries[-1][0], 3))
+    command = link.last(LoadBlocks)
+    tier.answered(LoadDone(command.load_id, 0, arrived[0]))
+    assert manager.count_cached(prompt("abc").hashes) == 0
+    assert not tier.may_start("r")
+    tier.answered(LoadDone(command.load_id, 1, arrived[1]))
+    assert manager.count_cached(prompt("abc").hashes) == cached
+    assert tier.may_start("r")
+    manager.check_idle()
+
+
+def test_a_load_waits_for_copies_that_use_its_slots(link, tier, manager):
+    """All 16 host slots are filled by a copy that no rank has reported; a load takes some of them."""
+    step = compute(manager, tier, "abcdefghijklmnop!")
+    tier.request_arrived("r", prompt("xyz!"))
+    tier.answered(QueryDone(link.queries[-1][0], 3))
+    assert not any(isinstance(command, LoadBlocks) for command in link.sent)
+    report(tier, step)
+    assert not any(isinstance(command, LoadBlocks) for command in link.sent)
+    report(tier, step)
+    command = link.last(LoadBlocks)
+    assert command.hashes == (b"x", b"xy", b"xyz")
+    assert set(command.slots) <= set(step.evict.target_slots)
+    store = link.last(StoreBlocks)
+    assert not set(store.slots) & set(command.slots), "what the load takes is not stored any more"
+
+
+def test_loads_wait_each_for_their_own_copies(link, tier, manager):
+    first = compute(manager, tier, "abcdefghijklmnop!")
+    tier.request_arrived("r", prompt("xyz!"))
+    tier.answered(QueryDone(link.queries[-1][0], 3))
+    second = compute(manager, tier, "ABCDEFGHIJKLM!")
+    tier.request_arrived("s", prompt("uvw!"))
+    tier.answered(QueryDone(link.queries[-1][0], 3))
+    for step in (first, first):
+        report(tier, step)
+    loads = [command.hashes[0] for command in link.sent if isinstance(command, LoadBlocks)]
+    assert loads == [b"x"]
+    for step in (second, second):
+        report(tier, step)
+    loads = [command.hashes[0] for command in link.sent if isinstance(command, LoadBlocks)]
+    assert loads == [b"x", b"u"]
+
+
+def test_behind_a_block_that_is_missing_nothing_is_loaded(manager, link):
+    long = "".join(chr(300 + number) for number in range(200))
+    manager = CacheManager(KVCacheConfig(256, 1024, block_size=1))
+    tier = StorageTier(manager, StorageSettings("file", "/unused", min_tokens=1), namespace(), link, clock=lambda: 0.0)
+    tier.request_arrived("r", prompt(long))
+    tier.answered(QueryDone(link.queries[-1][0], 199))
+    loads = [command for command in link.sent if isinstance(command, LoadBlocks)]
+    assert [len(command.slots) for command in loads] == [32, 32], "two pieces are under way"
+    for rank in range(RANKS):
+        tier.answered(LoadDone(loads[0].load_id, rank, 31))
+    assert not tier.may_start("r"), "a piece is under way still"
+    for rank in range(RANKS):
+        tier.answered(LoadDone(loads[1].load_id, rank, 32))
+    assert tier.may_start("r")
+    assert link.last(LoadBlocks) is loads[1]
+    assert manager.count_cached(prompt(long).hashes) == 31
+    assert tier.is_idle
+
+
+def test_after_a_reset_nothing_more_is_loaded(manager, link):
+    long = "".join(chr(300 + number) for number in range(200))
+    manager = CacheManager(KVCacheConfig(256, 1024, block_size=1))
+    tier = StorageTier(manager, StorageSettings("file", "/unused", min_tokens=1), namespace(), link, clock=lambda: 0.0)
+    tier.request_arrived("r", prompt(long))
+    tier.answered(QueryDone(link.queries[-1][0], 199))
+    loads = [command for command in link.sent if isinstance(command, LoadBlocks)]
+    manager.reset_cache()
+    tier.cache_reset()
+    assert tier.may_start("r")
+    for command in loads:
+        for rank in range(RANKS):
+            tier.answered(LoadDone(command.load_id, rank, 32))
+    assert link.last(LoadBlocks) is loads[1]
+    assert manager.count_cached(prompt(long).hashes) == 0
+    assert tier.is_idle
+    manager.check_idle()
+
+
+def test_a_damaged_block_is_counted(tier, link):
+    tier.request_arrived("r", prompt("abc!"))
+    tier.answered(QueryDone(link.queries[-1][0], 3))
+    command = link.last(LoadBlocks)
+    tier.answered(LoadDone(command.load_id, 0, 1, is_damaged=True, num_bytes=10, seconds=0.5))
+    assert tier.counters.damaged_blocks == 1
+    assert tier.counters.load.bytes == 10
+
+
+def test_a_query_that_is_answered_too_late_loads_nothing(tier, link):
+    tier.request_arrived("r", prompt("abc!"))
+    tier.request_left("r")
+    tier.answered(QueryDone(link.queries[-1][0], 3))
+    assert len(link.sent) == 1
+    assert tier.is_idle
+
+
+def test_a_new_namespace_is_told_to_all(tier, link):
+    tier.cache_reset()
+    tier.use_namespace(namespace(weight_epoch="1"))
+    assert link.sent[-1] == UseNamespace(namespace(weight_epoch="1"))
+
+
+def big(link, host):
+    manager = CacheManager(KVCacheConfig(256, host, block_size=1, write_policy=WritePolicy.WRITE_THROUGH))
+    settings = StorageSettings("file", "/unused", min_tokens=1)
+    return manager, StorageTier(manager, settings, namespace(), link, clock=lambda: 0.0)
+
+
+def long(first):
+    return "".join(chr(first + number) for number in range(200))
+
+
+def sent(link, kind):
+    return [command for command in link.sent if isinstance(command, kind)]
+
+
+def test_a_quarter_of_the_host_tier_is_filled_at_a_time(link):
+    _, tier = big(link, 256)
+    for name in ("r", "s"):
+        tier.request_arrived(name, prompt(long(300 + 1000 * ord(name))))
+        tier.answered(QueryDone(link.queries[-1][0], 199))
+    assert sum(len(command.slots) for command in sent(link, LoadBlocks)) == 64
+
+
+def test_requests_whose_prefix_has_arrived_make_way_for_others(link):
+    _, tier = big(link, 4096)
+    for number in range(6):
+        tier.request_arrived(f"r{number}", prompt(chr(1000 + number) + "abc!"))
+        tier.answered(QueryDone(link.queries[-1][0], 4))
+    assert len(sent(link, LoadBlocks)) == 4
+    for command in sent(link, LoadBlocks)[:2]:
+        for rank in range(RANKS):
+            tier.answered(LoadDone(command.load_id, rank, 4))
+    assert len(sent(link, LoadBlocks)) == 6
+
+
+def test_two_pieces_are_stored_at_a_time(link):
+    manager, tier = big(link, 256)
+    step = compute(manager, tier, long(300))
+    for _ in range(RANKS):
+        report(tier, step)
+    assert [len(command.slots) for command in sent(link, StoreBlocks)] == [32, 32]
+    num_stored = 0
+    while not tier.is_idle:
+        command = sent(link, StoreBlocks)[num_stored]
+        num_stored += 1
+        for rank in range(RANKS):
+            tier.answered(StoreDone(command.store_id, rank, len(command.slots)))
+    assert sum(map(len, link.committed)) == 199
+    manager.check_idle()
