@@ -74,12 +74,10 @@ class StorageAgent:
         self._slot = slot
 
     def close(self) -> bool:
-        """Waits for what is being moved, but not long, and drops the rest. Idempotent.
+        """Waits for what is being moved, but not long, and drops the rest. May be called again.
 
         False if the store hangs: it may still read and fill host slots, so their memory must stay.
         """
-        if self._stop.is_set():
-            return self._context.closed
         self._stop.set()
         self._receiver.join()
         deadline = time.monotonic() + STOP_TIMEOUT_S

@@ -120,9 +120,7 @@ class StorageLink:
             self._lane.do(_Commit(tuple(hashes)))
 
     def close(self) -> None:
-        """Idempotent. Nothing is delivered afterwards."""
-        if self._stop.is_set():
-            return
+        """Nothing is delivered afterwards. May be called again."""
         self._stop.set()
         if self._receiver is not None:
             self._receiver.join()
