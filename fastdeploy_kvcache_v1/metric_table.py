@@ -28,6 +28,8 @@ class Source(enum.Enum):
     STATS = "cache manager: CacheStats"
     COPIES = "worker rank: RankCopies"
     """One object per rank: its rows have the label `rank` as well."""
+    STORAGE = "storage tier: StorageTier"
+    """Only where there is storage."""
     REPORTS = "FastDeploy's engine: CopyReports"
     ENGINE = "embedded engine"
 
@@ -39,7 +41,8 @@ class Source(enum.Enum):
     @property
     def servers(self) -> str:
         """Which ones export its rows."""
-        return {Source.REPORTS: "FastDeploy", Source.ENGINE: "embedded"}.get(self, "both")
+        servers = {Source.REPORTS: "FastDeploy", Source.ENGINE: "embedded", Source.STORAGE: "embedded"}
+        return servers.get(self, "both")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +84,20 @@ def _both_ways(name: str, text: str, attribute: str) -> tuple[Metric, ...]:
     return tuple(
         Metric(name, text, Kind.COUNTER, Source.COPIES, f"swap_{direction}.{attribute}", {"direction": direction})
         for direction in ("in", "out")
+    )
+
+
+def _moved(name: str, text: str, attribute: str) -> tuple[Metric, ...]:
+    return tuple(
+        Metric(name, text, Kind.COUNTER, Source.STORAGE, f"counters.{direction}.{attribute}", {"direction": direction})
+        for direction in ("load", "store")
+    )
+
+
+def _stored(**helps: str) -> tuple[Metric, ...]:
+    return tuple(
+        Metric(f"storage_{name}", text, Kind.COUNTER, Source.STORAGE, f"counters.{name}")
+        for name, text in helps.items()
     )
 
 
@@ -149,6 +166,27 @@ TABLE: tuple[Metric, ...] = (
         Kind.COUNTER,
         Source.COPIES,
         "exposed_wait_s",
+    ),
+    *_moved("storage_blocks", "Blocks that went between the host tier and the store, of every rank", "blocks"),
+    *_moved("storage_bytes", "Bytes that went between the host tier and the store", "bytes"),
+    *_moved("storage_seconds", "Time that threads of workers spent with the store", "seconds"),
+    *_moved("storage_failures", "Requests to the store that failed", "failures"),
+    *_stored(
+        queries="Questions to the store how much of a prompt it has",
+        query_failures="Questions to the store that failed",
+        query_seconds="Time that the answers of the store took",
+        queried_blocks="Blocks that the store was asked for",
+        found_blocks="Blocks that the store said it has",
+        damaged_blocks="Stored blocks whose bytes did not match their checksum, now forgotten",
+        skipped_store_blocks="Blocks that left the host before they were stored, or that a failing store was spared",
+        late_requests="Requests that started before their stored prefix had arrived",
+    ),
+    Metric(
+        "storage_is_left_alone",
+        "1 while the store is not asked because it failed again and again",
+        Kind.GAUGE,
+        Source.STORAGE,
+        "is_left_alone",
     ),
     Metric(
         "copy_reports_lost",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fastdeploy_kvcache_v1.metric_table import OBSERVED, PREFIX, TABLE, Kind, Source, rows
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
+from fastdeploy_kvcache_v1.storage.counters import MoveTotals, StorageCounters
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 
@@ -19,6 +20,13 @@ def test_every_counter_of_the_manager_has_one_row():
 
 def test_every_number_of_the_managers_snapshot_has_one_row():
     assert attributes(Source.STATS) == sorted({field.name for field in fields(CacheStats)} - {"counters"})
+
+
+def test_every_counter_of_the_storage_tier_has_a_row():
+    moved = {f"{direction}.{field.name}" for direction in ("load", "store") for field in fields(MoveTotals)}
+    counters = {field.name for field in fields(StorageCounters)} - {"load", "store"}
+    found = {name.removeprefix("counters.") for name in attributes(Source.STORAGE)}
+    assert found == moved | counters | {"is_left_alone"}
 
 
 def test_rows_of_one_name_are_one_family():

@@ -162,7 +162,7 @@ def _warn_of_open_address(listener: socket.socket) -> None:
 
 
 def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> Snapshot:
-    return Snapshot(manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting)
+    return Snapshot(manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, core.storage)
 
 
 def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:

@@ -70,7 +70,6 @@ class Fetches:
         settings: StorageSettings,
         link: Link,
         copies: OpenCopies,
-        breaker: Breaker,
         counters: StorageCounters,
         clock: Callable[[], float],
     ) -> None:
@@ -78,7 +77,7 @@ class Fetches:
         self._settings = settings
         self._link = link
         self._copies = copies
-        self._breaker = breaker
+        self._query_breaker, self._load_breaker = Breaker(clock), Breaker(clock)
         self._counters = counters
         self._clock = clock
         self._block_size = manager.config.block_size
@@ -97,7 +96,9 @@ class Fetches:
         most = max(0, sequence.num_tokens - 1) // self._block_size
         hashes = sequence.hashes[:most]
         cached = self._manager.count_cached(hashes)
-        if self._is_short(len(hashes) - cached) or not self._breaker.may_pass():
+        if self._is_short(len(hashes) - cached):
+            return
+        if not self._query_breaker.may_pass() or not self._load_breaker.may_pass():
             return
         now = self._clock()
         fetch = _Fetch(request_id, hashes, cached, now, next=cached, moved_at=now)
@@ -114,17 +115,23 @@ class Fetches:
 
     def started(self, request_id: str) -> None:
         """The request has started, or is gone: nothing more is loaded for it. What is under way may still arrive."""
-        if self._fetches.pop(request_id, None) is not None and self._settings.prefetch is not Prefetch.BEST_EFFORT:
-            self._counters.late_requests += 1
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is None or self._settings.prefetch is Prefetch.BEST_EFFORT or self._seconds_left(fetch) > 0:
+            return
+        self._counters.late_requests += 1
+        still_s = self._clock() - fetch.moved_at
+        if still_s >= self._settings.timeout_base_s:  # no answer is a failure, too
+            breaker = self._query_breaker if fetch.end is None else self._load_breaker
+            breaker.failed(f"nothing came from it in {still_s:.1f} s")
 
     def query_done(self, answer: QueryDone) -> None:
         fetch = self._queries.pop(answer.query_id, None)
         self._counters.query_seconds += answer.seconds
         if answer.error is not None:
             self._counters.query_failures += 1
-            self._breaker.failed(answer.error)
+            self._query_breaker.failed(answer.error)
         else:
-            self._breaker.succeeded()
+            self._query_breaker.succeeded()
         if fetch is None:
             return
         self._counters.found_blocks += answer.num_stored
@@ -139,9 +146,9 @@ class Fetches:
         self._counters.damaged_blocks += answer.is_damaged
         if answer.error is not None:
             totals.failures += 1
-            self._breaker.failed(answer.error)
+            self._load_breaker.failed(answer.error)
         else:
-            self._breaker.succeeded()
+            self._load_breaker.succeeded()
         piece = self._pieces[answer.load_id]
         piece.arrived.append(answer.num_arrived)
         if len(piece.arrived) < self._link.num_ranks:
@@ -170,6 +177,11 @@ class Fetches:
     def forget(self) -> None:
         """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
         self._fetches.clear()
+
+    @property
+    def is_left_alone(self) -> bool:
+        """The store is not asked for a while."""
+        return self._query_breaker.is_open or self._load_breaker.is_open
 
     @property
     def is_idle(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from ..metadata import BlockHash
 from ..scheduler.cache_manager import CacheManager
@@ -28,12 +28,17 @@ class Stores:
     """One thread uses it. Nothing in here blocks: a store is answered later, by `store_done`."""
 
     def __init__(
-        self, manager: CacheManager, link: Link, copies: OpenCopies, breaker: Breaker, counters: StorageCounters
+        self,
+        manager: CacheManager,
+        link: Link,
+        copies: OpenCopies,
+        counters: StorageCounters,
+        clock: Callable[[], float],
     ) -> None:
         self._manager = manager
         self._link = link
         self._copies = copies
-        self._breaker = breaker
+        self._breaker = Breaker(clock)
         self._counters = counters
         self._waiting: deque[tuple[int, frozenset[int]]] = deque()
         """Step and host slots that it filled."""
@@ -81,6 +86,11 @@ class Stores:
         self._manager.end_store(answer.store_id)
         if not store.has_failed:
             self._link.commit(store.hashes)
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Nothing is stored for a while."""
+        return self._breaker.is_open
 
     @property
     def is_idle(self) -> bool:

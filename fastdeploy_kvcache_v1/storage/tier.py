@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from ..metadata import BlockHashes, SwapStep, TransferResult
 from ..scheduler.cache_manager import CacheManager
-from .breaker import Breaker
 from .counters import StorageCounters
 from .fetches import Fetches
 from .link import Answer, Link
@@ -38,9 +37,8 @@ class StorageTier:
         self.counters = StorageCounters()
         self._link = link
         self._copies = OpenCopies(link.num_ranks)
-        self._load_breaker, self._store_breaker = Breaker(clock), Breaker(clock)
-        self._fetches = Fetches(manager, settings, link, self._copies, self._load_breaker, self.counters, clock)
-        self._stores = Stores(manager, link, self._copies, self._store_breaker, self.counters)
+        self._fetches = Fetches(manager, settings, link, self._copies, self.counters, clock)
+        self._stores = Stores(manager, link, self._copies, self.counters, clock)
         link.send(UseNamespace(namespace))
 
     # ---- requests
@@ -109,4 +107,4 @@ class StorageTier:
     @property
     def is_left_alone(self) -> bool:
         """The store failed again and again, and is not asked for a while."""
-        return self._load_breaker.is_open or self._store_breaker.is_open
+        return self._fetches.is_left_alone or self._stores.is_left_alone

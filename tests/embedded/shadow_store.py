@@ -67,12 +67,13 @@ class ShadowStore:
         chosen = self._rng.choice(kinds)
         fails = self._rng.random() < self.failure_rate
         if chosen is self.queries:
-            return [self._answer_query(fails)]
+            return [self.answer_query(fails)]
         if chosen is self.loads:
             return self._answer_load(fails)
         return self._answer_store(fails)
 
-    def _answer_query(self, fails: bool) -> Answer:
+    def answer_query(self, fails: bool = False) -> Answer:
+        """Of the oldest question."""
         query_id, hashes = self.queries.popleft()
         if fails:
             return QueryDone(query_id, 0, error="no route to host")

@@ -12,6 +12,9 @@ from fastdeploy_kvcache_v1.model.reproducible import default_threads
 BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
 
 
+STORAGE = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv")
+
+
 def configure(*flags, free_bytes=8 * GIB):
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
@@ -31,6 +34,13 @@ def test_defaults():
     assert (config.worker_timeout_s, config.max_request_mib) == (120, 16)
     assert (config.max_connections, config.allowed_hosts) == (512, ())
     assert config.num_threads == default_threads()
+
+
+def test_storage_is_a_directory_for_ten_gib_that_requests_wait_for_a_while():
+    assert configure().storage is None
+    storage = configure(*STORAGE).storage
+    assert storage is not None
+    assert (str(storage.directory), storage.capacity_bytes, storage.prefetch.value) == ("kv", 10 * GIB, "timeout")
 
 
 def test_defaults_shrink_with_the_free_memory():
@@ -100,6 +110,17 @@ def test_model_name_comes_from_the_directory(tmp_path):
         ),
         (["--allowed-hosts", "kv:8000"], "--allowed-hosts takes names without scheme, port or pattern, got 'kv:8000'"),
         (["--allowed-hosts", "*.lan"], "--allowed-hosts takes names without scheme, port or pattern, got '*.lan'"),
+        (["--kvcache-storage-backend", "tape"], "unknown storage backend 'tape': choose one of file"),
+        (
+            ["--kvcache-storage-backend", "file"],
+            "the storage backend file needs a directory: give --kvcache-storage-dir",
+        ),
+        (["--kvcache-storage-dir", "kv"], "--kvcache-storage-dir needs --kvcache-storage-backend file"),
+        ([*STORAGE, "--kvcache-storage-gib", "0"], "--kvcache-storage-gib must be a number of GiB above 0, got 0"),
+        ([*STORAGE, "--kvcache-storage-gib", "nan"], "--kvcache-storage-gib must be a number of GiB above 0, got nan"),
+        ([*STORAGE, "--storage-prefetch", "soon"], "unknown storage prefetch 'soon'"),
+        ([*STORAGE, "--swap-space", "0"], "--kvcache-storage-backend needs a host tier"),
+        ([*STORAGE, "--no-enable-prefix-caching"], "--kvcache-storage-backend needs a host tier"),
         (["--log-level", "loud"], "--log-level must be debug, info, warning or error, got 'loud'"),
     ],
 )

@@ -54,6 +54,7 @@ NAMED_IN = (
     "scheduler/policies",
     "worker",
     "attention",
+    "storage",
     "fastdeploy_integration",
     "../custom_ops/cuda",
 )

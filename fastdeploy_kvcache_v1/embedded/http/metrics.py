@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from ...metric_table import COPY_OP, TABLE, TIME_TO_FIRST_TOKEN, Kind, Metric, Source
 from ...scheduler.cache_stats import CacheStats
+from ...storage.tier import StorageTier
 from ..engine.engine_core import EngineCounters
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -28,6 +29,7 @@ class Snapshot:
     engine: EngineCounters
     num_running: int
     num_waiting: int
+    storage: StorageTier | None = None
 
     def objects(self, source: Source) -> Iterable[tuple[tuple[str, ...], object]]:
         """Objects of `source`, each with the values of the labels that the source adds."""
@@ -38,6 +40,8 @@ class Snapshot:
                 return [((), self.cache)]
             case Source.COPIES:
                 return [((WORKER_RANK,), self.engine.copies)]
+            case Source.STORAGE:
+                return [] if self.storage is None else [((), self.storage)]
             case Source.REPORTS:
                 return []
             case Source.ENGINE:

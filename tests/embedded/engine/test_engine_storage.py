@@ -131,6 +131,25 @@ def test_a_request_waits_no_longer_than_its_deadline():
     server.settle()
 
 
+@pytest.mark.parametrize("hangs", ["question", "load"])
+def test_a_store_that_hangs_is_left_alone_after_three_requests(hangs):
+    server = Server(stored=stored_by_a_first_server(), min_tokens=8, device=40, host=40)
+    waited = []
+    for number in range(5):
+        recorder = server.harness.submit(f"r{number}", [*PROMPT[:28], number, 1, 2], 1)
+        if hangs == "load" and server.store.queries:
+            server.core.on_storage(server.store.answer_query())
+        waited.append(server.harness.step() is None)
+        server.clock.now += 0.7
+        while server.harness.step() is not None:
+            pass
+        assert recorder.tokens == expected_outputs([*PROMPT[:28], number, 1, 2], 1)
+        server.core.reset_cache()
+    assert waited == [True, True, True, False, False]
+    assert server.tier.is_left_alone
+    server.settle()
+
+
 def test_what_has_arrived_by_the_deadline_is_used():
     stored = stored_by_a_first_server()
     long = list(range(400))
