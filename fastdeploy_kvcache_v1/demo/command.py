@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         server = DemoServer.fastdeploy(args.fastdeploy, args.model)
     requests, console = play(), Console()
-    compared = setups(server.num_tokens(longest(requests)))
+    compared = setups(server.num_tokens(longest(requests)), server.reserved_blocks)
     board = Board(requests, compared)
     with board.shown(console):
         results = {setup.name: server.play(setup, requests, board.add) for setup in compared}

@@ -17,6 +17,9 @@ from .setups import Setup
 
 SERVED_NAME = "demo"
 
+RESERVED_BY_FASTDEPLOY = 2
+"""Its `enc_dec_block_num`: it refuses a device tier without them."""
+
 
 @dataclass(frozen=True)
 class DemoServer:
@@ -26,6 +29,8 @@ class DemoServer:
     """None is the random model."""
     flags: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    reserved_blocks: int = 0
+    """On the device, beside those of the longest request."""
 
     @classmethod
     def embedded(cls, model: str | None) -> DemoServer:
@@ -42,7 +47,12 @@ class DemoServer:
         word = fastdeploy_cpu_model(model or "smollm2")
         path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         named = () if word is None else ("--model", word)
-        return cls(None if word is None else Path(word), ("--fastdeploy-cpu", *named), {"PYTHONPATH": path})
+        return cls(
+            None if word is None else Path(word),
+            ("--fastdeploy-cpu", *named),
+            {"PYTHONPATH": path},
+            RESERVED_BY_FASTDEPLOY,
+        )
 
     def num_tokens(self, request: Request) -> int:
         """Of `request` without its history, and of its answer."""

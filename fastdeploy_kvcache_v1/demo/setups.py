@@ -25,14 +25,17 @@ class Setup:
     caches: bool = True
 
 
-def setups(num_tokens: int) -> tuple[Setup, ...]:
-    """For requests of at most `num_tokens` tokens, output included."""
-    small = -(-num_tokens // BLOCK_SIZE) + 1
+def setups(num_tokens: int, reserved_blocks: int = 0) -> tuple[Setup, ...]:
+    """For requests of at most `num_tokens` tokens, output included. `reserved_blocks`: what the server wants on the
+    device beside those of the longest request.
+    """
+    longest = -(-num_tokens // BLOCK_SIZE) + 1
+    small = longest + reserved_blocks
 
     def tiers(num_blocks: int, swap_space: str = "0") -> tuple[str, ...]:
         sizes = ("--num-gpu-blocks-override", str(num_blocks), "--swap-space", swap_space)
-        limits = ("--block-size", str(BLOCK_SIZE), "--max-model-len", str(small * BLOCK_SIZE))
-        return (*sizes, *limits, "--max-num-batched-tokens", str(small * BLOCK_SIZE))
+        limits = ("--block-size", str(BLOCK_SIZE), "--max-model-len", str(longest * BLOCK_SIZE))
+        return (*sizes, *limits, "--max-num-batched-tokens", str(longest * BLOCK_SIZE))
 
     large = LARGE_OVER_SMALL * small
     return (
