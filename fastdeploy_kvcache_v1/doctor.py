@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from . import __version__, plugin
 from .errors import KVCacheError, OverlayError
 from .switch import SWITCH, is_enabled
-from .units import GIB
+from .units import GIB, MIB
 
 if TYPE_CHECKING:
     from .fastdeploy_integration.overlay.overlay import Overlay
@@ -53,6 +53,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source", type=Path, metavar="DIR", help="check a FastDeploy source tree instead of what is installed here"
     )
+    parser.add_argument(
+        "--kvcache-storage-dir",
+        type=Path,
+        metavar="DIR",
+        help="also check that this directory can store blocks, and how fast it is; made if need be",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,9 +68,10 @@ def run(args: argparse.Namespace) -> int:
     this_machine = list(machine_findings())
     if args.source is not None:  # another tree says nothing about this machine
         this_machine = [Finding(None, each.name, each.detail) for each in this_machine]
-    for finding in (*findings, *this_machine):
+    findings += [*this_machine, *storage_findings(args.kvcache_storage_dir)]
+    for finding in findings:
         print(finding)
-    failed = sum(finding.ok is False for finding in (*findings, *this_machine))
+    failed = sum(finding.ok is False for finding in findings)
     print("all ok" if not failed else f"{failed} problem{'s' if failed > 1 else ''}")
     return 1 if failed else 0
 
@@ -139,6 +146,22 @@ def machine_findings() -> Iterator[Finding]:
     for backend, module in STORAGE_MODULES.items():
         found = importlib.util.find_spec(module) is not None
         yield Finding(None, f"storage {backend}", f"{module} {'importable' if found else 'not installed'}")
+
+
+def storage_findings(directory: Path | None) -> Iterator[Finding]:
+    """A directory for the `file` storage, if one is named."""
+    if directory is None:
+        return
+    name = f"storage file {directory}"
+    try:
+        from .storage.round_trip import NUM_BYTES, round_trip
+
+        took = round_trip(directory)
+    except (OSError, ImportError, KVCacheError) as error:
+        yield Finding(False, name, " ".join(str(error).split()) or type(error).__name__)
+        return
+    put, get = (f"{NUM_BYTES / 1e6 / seconds:,.0f} MB/s" for seconds in (took.put_s, took.get_s))
+    yield Finding(True, name, f"{NUM_BYTES // MIB} MiB stored at {put} and read at {get}, through the page cache")
 
 
 def _named(name: str, result: tuple[bool | None, str]) -> tuple[bool | None, str, str]:

@@ -1,6 +1,7 @@
 """The `doctor` command on FAKE FastDeploy trees, and on this machine."""
 
 import importlib.metadata
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, FastDeployTree, fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from fastdeploy_kvcache_v1.storage import file_backend
+from fastdeploy_kvcache_v1.storage.file_backend import FileBackend
 from fastdeploy_kvcache_v1.switch import SWITCH
+from tests.storage.values import keys, namespace, values
 
 
 @pytest.fixture
@@ -113,6 +117,90 @@ def test_this_machine_is_described(monkeypatch):
     assert found["copy ops"].ok
     assert "host_alloc.cpu=" in found["copy ops"].detail
     assert {"GPU", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
+
+
+@pytest.fixture
+def storage_doctor(make_tree, tmp_path, capsys):
+    """Runs the doctor on a tree in which all is well, and on a storage directory; exit status, and that line."""
+    tree = make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""})
+
+    def check():
+        status = cli.main(["doctor", "--source", str(tree), "--kvcache-storage-dir", str(tmp_path / "kv")])
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "storage file" in line)
+        return status, line
+
+    return check
+
+
+def test_a_storage_directory_is_tried_out_and_measured(storage_doctor, tmp_path):
+    status, line = storage_doctor()
+    assert status == 0
+    name = f"  ok  storage file {tmp_path / 'kv'}"
+    assert re.fullmatch(rf"{name}: 64 MiB stored at [\d,]+ MB/s and read at [\d,]+ MB/s, through the page cache", line)
+
+
+def test_what_a_storage_directory_holds_stays_as_it_is(storage_doctor, tmp_path):
+    server = FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1 << 20)
+    server.put(keys(1, 2), values(keys(1, 2)))
+
+    def content():
+        files = sorted(path for path in (tmp_path / "kv").rglob("*") if path.is_file())
+        return [(path, path.read_bytes()) for path in files], sorted((tmp_path / "kv").iterdir())
+
+    before = content()
+    assert storage_doctor()[0] == 0
+    assert content() == before
+    server.close()
+
+
+def test_a_directory_that_holds_other_files_is_no_storage_directory(storage_doctor, tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "letter").write_text("Dear")
+    status, line = storage_doctor()
+    assert (status, line.startswith("FAIL"), "holds other files" in line) == (1, True, True)
+    assert [path.name for path in (tmp_path / "kv").iterdir()] == ["letter"]
+
+
+def lose_one(backend, stored_keys, buffers):
+    return len(stored_keys) - 1
+
+
+def change_one(backend, stored_keys, buffers):
+    count = REALLY_GET(backend, stored_keys, buffers)
+    buffers[5][7] ^= 1
+    return count
+
+
+REALLY_GET = FileBackend.get
+
+
+@pytest.mark.parametrize(
+    ("method", "does", "line"),
+    [
+        ("count_stored", lambda backend, some: len(some) - 1, "only the first 63 are there"),
+        ("get", lose_one, "of 64 values that were stored, 63 came back"),
+        ("get", change_one, "64 came back, and 63 unchanged"),
+    ],
+)
+def test_a_directory_that_does_not_keep_what_it_is_given_is_a_problem(
+    storage_doctor, tmp_path, monkeypatch, method, does, line
+):
+    monkeypatch.setattr(FileBackend, method, does)
+    status, found = storage_doctor()
+    assert (status, line in found) == (1, True)
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["format", "tmp", "used"]
+
+
+def test_a_storage_directory_that_can_only_be_read_is_a_problem(storage_doctor, monkeypatch):
+    monkeypatch.setattr(file_backend, "open_directory", lambda *_: None)
+    status, found = storage_doctor()
+    assert (status, "cannot be written to" in found) == (1, True)
+
+
+def test_values_that_cannot_be_removed_are_a_problem(storage_doctor, monkeypatch):
+    monkeypatch.setattr(FileBackend, "remove", lambda *_: None)
+    status, found = storage_doctor()
+    assert (status, "a value that was removed is still there" in found) == (1, True)
 
 
 def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):

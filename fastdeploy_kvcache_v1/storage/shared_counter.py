@@ -19,7 +19,8 @@ class SharedCounter:
     """Thread-safe, and safe between processes of one machine. Every method may raise `OSError`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = path
+        self._file = _open(path)
         self._lock = threading.RLock()
         self._depth = 0
 
@@ -39,10 +40,13 @@ class SharedCounter:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """No other process or thread reads or writes the number meanwhile. Reentrant."""
+        """No other process or thread reads or writes the number meanwhile. Reentrant.
+
+        A file that was deleted is made again, at 0.
+        """
         with self._lock:
             if self._depth == 0:
-                fcntl.flock(self._file, fcntl.LOCK_EX)
+                self._acquire()
             self._depth += 1
             try:
                 yield
@@ -51,8 +55,20 @@ class SharedCounter:
                 if self._depth == 0:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
 
+    def _acquire(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        while os.fstat(self._file).st_nlink == 0:  # deleted: other processes count in the new file
+            new = _open(self._path)
+            os.close(self._file)
+            self._file = new
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
     def close(self) -> None:
         """Idempotent."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -3,14 +3,18 @@
 import errno
 import os
 import random
+import shutil
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage import file_backend
-from fastdeploy_kvcache_v1.storage.file_backend import FileBackend, stored_files
+from fastdeploy_kvcache_v1.storage.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.value_files import stored_files
 from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace, values
 
 FILE_BYTES = 8192
@@ -75,14 +79,15 @@ def test_namespaces_never_meet(store):
     assert store(weight_epoch="1").usage().num_values == 1, "usage is of all namespaces"
 
 
-def test_a_value_of_another_size_is_a_miss(store):
+@pytest.mark.parametrize("size", [0, VALUE_BYTES - 1, VALUE_BYTES + 1])
+def test_a_value_of_another_size_is_a_miss_and_is_stored_again(store, size):
     backend = store()
     put(backend, 1, 2)
-    path = backend._path(keys(2)[0])
-    os.truncate(path, VALUE_BYTES - 1)
+    os.truncate(backend._path(keys(2)[0]), size)
     assert got(backend, 1, 2) == 1
-    os.truncate(path, VALUE_BYTES + 1)
-    assert got(backend, 1, 2) == 1
+    assert backend.count_stored(keys(1, 2)) == 1
+    assert put(backend, 1, 2) == 1
+    assert got(backend, 1, 2) == 2
 
 
 def test_what_was_not_used_for_longest_goes_first(store, monkeypatch):
@@ -303,3 +308,86 @@ def test_a_directory_with_other_files_is_refused(tmp_path):
 def test_a_capacity_of_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="capacity above 0"):
         FileBackend(tmp_path / "kv", namespace(), capacity_bytes=0)
+
+
+@pytest.mark.parametrize("deleted", ["namespace", "tmp", "format", "used", "everything", "the directory"])
+def test_what_was_deleted_under_a_running_server_is_made_again(store, deleted):
+    backend, other = store(), store()
+    put(backend, 1)
+    remove_tree(backend.directory, deleted)
+    assert put(backend, 2, 3) == 2
+    assert got(backend, 2, 3) == 2
+    assert put(other, 4) == 1
+    present = {path.name for path in backend.directory.iterdir()}
+    assert present == {"format", "used", "tmp", namespace().digest}
+    assert (backend.directory / namespace().digest / "manifest.json").read_text() == namespace().manifest()
+    assert store().can_write, "the next server takes it for a storage directory"
+    assert used_by(backend) == used_by(other) == store()._used.read(), "all count in the same file"
+
+
+def remove_tree(directory, what):
+    paths = {
+        "namespace": [directory / namespace().digest],
+        "everything": list(directory.iterdir()),
+        "the directory": [directory],
+    }.get(what, [directory / what])
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize("deleted", ["namespace", "tmp"])
+def test_a_value_is_stored_although_directories_vanish_before_it_is_written(store, monkeypatch, deleted):
+    backend = store()
+    make_room = backend._make_room
+
+    def clear_and_make_room(num_bytes):
+        remove_tree(backend.directory, deleted)
+        make_room(num_bytes)
+
+    monkeypatch.setattr(backend, "_make_room", clear_and_make_room)
+    assert put(backend, 1) == got(backend, 1) == 1
+    assert (backend._root / "manifest.json").is_file()
+
+
+def test_a_value_is_stored_although_directories_vanish_while_it_is_written(store, monkeypatch):
+    backend = store()
+    write = os.write
+
+    def clear_and_write(file, data):
+        shutil.rmtree(backend._root, ignore_errors=True)
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", clear_and_write)
+    assert put(backend, 1) == 1
+    monkeypatch.undo()
+    assert got(backend, 1) == 1
+
+
+def test_a_server_whose_directory_cannot_be_made_again_gets_a_storage_error(store):
+    backend = store()
+    shutil.rmtree(backend.directory)
+    backend.directory.write_text("a file now")
+    with pytest.raises(StorageError, match="cannot write to"):
+        put(backend, 1)
+
+
+def test_what_is_removed_is_not_counted(store):
+    backend = store()
+    put(backend, 1, 2)
+    backend.remove(keys(1, 3))
+    assert used_by(backend) == backend.usage().num_bytes == FILE_BYTES
+
+
+def test_backends_that_open_a_new_directory_at_once_can_all_write(tmp_path):
+    """The threads of one server, and servers that start together."""
+    for round_ in range(20):
+        start = threading.Barrier(8)
+
+        def open_one(_, directory=tmp_path / f"{round_}", start=start):
+            start.wait()
+            backend = FileBackend(directory, namespace(), capacity_bytes=1 << 20)
+            backend.close()
+            return backend.can_write
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(open_one, range(8)))

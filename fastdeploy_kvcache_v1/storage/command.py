@@ -1,0 +1,178 @@
+"""The `storage` command: looks after the directory of the `file` store, also while servers use it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from ..errors import ConfigError, StorageError
+from ..units import GIB
+from .directory import COUNTER, FORMAT, has_format, remove_abandoned
+from .inventory import amount, inventory
+from .namespace import FORMAT_VERSION
+from .shared_counter import SharedCounter
+from .value_files import StoredFile, delete_values, namespaces, remove_if_empty, stored_files
+
+DAY_NS = 24 * 60 * 60 * 10**9
+SHOWN_DAMAGED = 10
+"""Paths in the text; the JSON has them all."""
+
+
+class Outcome(NamedTuple):
+    """What an action prints, in either form, and its exit status."""
+
+    result: dict[str, Any]
+    text: str
+    status: int = 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    _action(actions, "info", _info, "show what is stored")
+    verify = _action(actions, "verify", _verify, "read every value and check that it is what was stored")
+    verify.add_argument("--repair", action="store_true", help="delete the damaged values: they will be computed again")
+    verify.epilog = "Exit status: 0 when all values are whole, 1 when some were damaged, 2 for a wrong directory."
+    prune = _action(actions, "prune", _prune, "delete what is not worth keeping, and empty namespaces")
+    prune.add_argument("--older-than", type=float, metavar="DAYS", help="delete values that were not used for so long")
+    prune.add_argument("--to-gib", type=float, metavar="GIB", help="delete the least recently used values beyond this")
+    clear = _action(actions, "clear", _clear, "delete all values; servers that use the directory go on")
+    clear.add_argument("--namespace", metavar="DIGEST", help="only the values of this namespace (see info)")
+
+
+def _action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    act: Callable[[argparse.Namespace], Outcome],
+    description: str,
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=description, description=description, allow_abbrev=False)
+    parser.add_argument(
+        "--kvcache-storage-dir", type=Path, required=True, metavar="DIR", help="directory of the file storage"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(act=act)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns the exit status. Raises `ConfigError` for a directory that is not a storage directory of this version,
+    `StorageError` when the disk fails.
+    """
+    directory: Path = args.kvcache_storage_dir
+    if not has_format(directory):
+        raise ConfigError(
+            f"{directory} is not a storage directory (no file {directory / FORMAT}): name the one of a server"
+        )
+    try:
+        outcome: Outcome = args.act(args)
+    except OSError as error:
+        raise StorageError(f"{error.filename or directory}: {error.strerror}") from error
+    print(json.dumps(outcome.result, indent=2) if args.json else outcome.text)
+    return outcome.status
+
+
+def _info(args: argparse.Namespace) -> Outcome:
+    directory: Path = args.kvcache_storage_dir
+    found = inventory(directory)
+    num_values, num_bytes = sum(each.num_values for each in found), sum(each.num_bytes for each in found)
+    result = {
+        "directory": str(directory),
+        "format_version": FORMAT_VERSION,
+        "namespaces": [each.as_json() for each in found],
+        "values": num_values,
+        "bytes": num_bytes,
+    }
+    total = f"{directory}: format version {FORMAT_VERSION}, {amount(num_values, num_bytes)}"
+    return Outcome(result, "\n".join([total, *map(str, found)]))
+
+
+def _verify(args: argparse.Namespace) -> Outcome:
+    try:
+        from .verification import verified
+    except ModuleNotFoundError as error:
+        install = "pip install 'fastdeploy-kvcache-v1[embedded]'"
+        raise ConfigError(f"verify needs the package {error.name}: {install}") from None
+    directory: Path = args.kvcache_storage_dir
+    files = list(stored_files(directory))
+    found = verified(_with_progress(files))
+    damaged = {file.path for file in found.damaged}
+    deleted = 0
+    if damaged and args.repair:
+        with _counter(directory) as used:
+            deleted = delete_values(directory, used, lambda file, _: file.path in damaged).deleted_values
+    names = [str(Path(path).relative_to(directory)) for path in sorted(damaged)]
+    result = {
+        "values": found.num_values,
+        "bytes": found.num_bytes,
+        "vanished_values": found.num_vanished,
+        "damaged_values": len(names),
+        "deleted_values": deleted,
+        "damaged": names,
+    }
+    end = "none is damaged" if not names else f"{len(names)} damaged" + (", deleted" if args.repair else "")
+    lines = [f"checked {amount(found.num_values, found.num_bytes)}: {end}", *names[:SHOWN_DAMAGED]]
+    if len(names) > SHOWN_DAMAGED:
+        lines.append(f"and {len(names) - SHOWN_DAMAGED} more: --json lists all")
+    if names and not args.repair:
+        lines.append("servers take none of them; --repair deletes them")
+    return Outcome(result, "\n".join(lines), 1 if names else 0)
+
+
+def _with_progress(files: list[StoredFile]) -> Iterator[StoredFile]:
+    total = sum(file.num_bytes for file in files)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=None, leave=False) as bar:
+        for file in files:
+            yield file
+            bar.update(file.num_bytes)
+
+
+def _prune(args: argparse.Namespace) -> Outcome:
+    days, gib = args.older_than, args.to_gib
+    if days is None and gib is None:
+        raise ConfigError("prune needs to know what to delete: give --older-than DAYS, --to-gib GIB, or both")
+    for flag, value in (("--older-than", days), ("--to-gib", gib)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{flag} must be a number from 0 on, got {value:g}")
+    oldest_ns = -math.inf if days is None else time.time_ns() - days * DAY_NS
+    most_bytes = math.inf if gib is None else gib * GIB
+    return _deletion(args, lambda file, stored: file.used_ns < oldest_ns or stored > most_bytes)
+
+
+def _clear(args: argparse.Namespace) -> Outcome:
+    directory, chosen = args.kvcache_storage_dir, args.namespace
+    if chosen is not None and chosen not in {path.name for path in namespaces(directory)}:
+        raise ConfigError(f"{directory} has no namespace {chosen!r}: `storage info` shows those that it has")
+    return _deletion(args, lambda file, _: chosen in (None, file.namespace), only=chosen)
+
+
+def _deletion(
+    args: argparse.Namespace, is_unwanted: Callable[[StoredFile, int], bool], only: str | None = None
+) -> Outcome:
+    """Empty namespaces go too, of which `only` names the one that may."""
+    directory: Path = args.kvcache_storage_dir
+    with _counter(directory) as used, used.exclusive():
+        done = delete_values(directory, used, is_unwanted)
+        gone = [path.name for path in namespaces(directory) if only in (None, path.name) and remove_if_empty(path)]
+    remove_abandoned(directory)
+    text = (
+        f"deleted {amount(done.deleted_values, done.deleted_bytes)}, and {len(gone)} empty namespaces\n"
+        f"{amount(done.values, done.bytes)} are left"
+    )
+    return Outcome({**done._asdict(), "deleted_namespaces": gone}, text)
+
+
+@contextlib.contextmanager
+def _counter(directory: Path) -> Iterator[SharedCounter]:
+    used = SharedCounter(directory / COUNTER)
+    try:
+        yield used
+    finally:
+        used.close()

@@ -1,0 +1,133 @@
+"""A storage directory: what lies where in it, and whose it is.
+
+    DIR/format                         which version wrote this directory
+    DIR/used                           bytes of all values, see `SharedCounter`
+    DIR/tmp/                           files that are being written
+    DIR/NAMESPACE/manifest.json        what the namespace stands for; its name is 32 hexadecimal digits
+    DIR/NAMESPACE/ab/KEY               one value; ab are the first two characters of its key
+
+Processes share it: any file and any directory may appear or vanish at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+from ..errors import ConfigError
+from .namespace import FORMAT_VERSION, Namespace
+from .shared_counter import SharedCounter
+
+__all__ = [
+    "COUNTER",
+    "FORMAT",
+    "MANIFEST",
+    "TEMPORARY",
+    "has_format",
+    "make_directories",
+    "open_directory",
+    "remove_abandoned",
+]
+
+logger = logging.getLogger(__name__)
+
+FORMAT, COUNTER, TEMPORARY, MANIFEST = "format", "used", "tmp", "manifest.json"
+
+ABANDONED_S = 600.0
+"""A file in `tmp/` that nobody wrote to for so long was left behind by a process that ended."""
+
+_FORMAT_TEXT = f"fastdeploy-kvcache-v1 storage {FORMAT_VERSION}\n"
+_FORMAT_FILE = re.compile(rf"{FORMAT}(\.\d+\.\d+)?")
+"""Also while it is being written."""
+
+
+def has_format(directory: Path) -> bool:
+    """True if `directory` is a storage directory. Raises `ConfigError` if another version wrote it."""
+    try:
+        found = (directory / FORMAT).read_text(errors="replace")
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"the storage directory {directory} cannot be read: {error.strerror}") from None
+    if found != _FORMAT_TEXT:
+        raise ConfigError(
+            f"the storage directory {directory} was written by another version ({found.strip()!r:.80}, this one writes "
+            f"{_FORMAT_TEXT.strip()!r}): name another directory, or delete this one"
+        )
+    return True
+
+
+def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | None:
+    """Make what is missing for values of `namespace`. None if `directory` is a storage directory, but read-only.
+
+    Raises `ConfigError` when it holds anything else, another version wrote it, or it cannot be made.
+    """
+    try:
+        is_empty = all(_FORMAT_FILE.fullmatch(name) for name in os.listdir(directory))
+    except FileNotFoundError:
+        is_empty = True
+    except OSError as error:
+        raise ConfigError(f"the storage directory {directory} cannot be read: {error.strerror}") from None
+    is_ours = has_format(directory)  # after the listing: another process that makes the directory makes this file first
+    if not is_ours and not is_empty:
+        raise ConfigError(f"{directory} holds other files: name an empty directory, or a new one, for the storage")
+    try:
+        return _made(directory, namespace)
+    except OSError as error:
+        if not is_ours:
+            raise ConfigError(f"the storage directory {directory} cannot be made: {error.strerror}") from None
+        logger.warning("%s cannot be written to (%s): nothing will be stored", directory, error.strerror)
+        return None
+
+
+def _made(directory: Path, namespace: Namespace) -> SharedCounter:
+    _make_root(directory)
+    used = SharedCounter(directory / COUNTER)
+    try:
+        make_directories(directory, namespace, used)
+    except OSError:
+        used.close()
+        raise
+    return used
+
+
+def make_directories(directory: Path, namespace: Namespace, used: SharedCounter) -> None:
+    """Make what is missing for values of `namespace`. Raises `OSError`.
+
+    Directories of namespaces are made and removed only by processes that have locked `used`.
+    """
+    _make_root(directory)
+    with used.exclusive():
+        for made in (directory / TEMPORARY, directory / namespace.digest):
+            made.mkdir(mode=0o700, exist_ok=True)
+        _write_text(directory / namespace.digest / MANIFEST, namespace.manifest(), directory / TEMPORARY)
+
+
+def _make_root(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write_text(directory / FORMAT, _FORMAT_TEXT, directory)
+
+
+def _write_text(path: Path, text: str, temporary_directory: Path) -> None:
+    """As a whole or not at all, whatever other processes and threads do."""
+    temporary = temporary_directory / f"{path.name}.{os.getpid()}.{threading.get_native_id()}"
+    temporary.write_text(text)
+    temporary.rename(path)
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Delete what processes that ended have left half written."""
+    limit = time.time() - ABANDONED_S
+    temporary = directory / TEMPORARY
+    if temporary.is_symlink():
+        return
+    with contextlib.suppress(OSError), os.scandir(temporary) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_mtime < limit:
+                    os.unlink(entry.path)

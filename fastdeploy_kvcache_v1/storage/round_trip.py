@@ -1,0 +1,84 @@
+"""Stores values in a directory, as a server does, reads them back and removes them."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+from ..attention.base import CacheLayout, RoleSpec
+from ..errors import StorageError
+from ..metadata import BlockHash
+from ..units import MIB
+from .base import StoreKey
+from .file_backend import FileBackend
+from .namespace import Namespace, block_key
+from .seal import TRAILER_BYTES, is_sealed, seal
+from .value_files import remove_if_empty
+
+__all__ = ["NUM_BYTES", "RoundTrip", "round_trip"]
+
+NUM_VALUES = 64
+VALUE_BYTES = MIB
+NUM_BYTES = NUM_VALUES * VALUE_BYTES
+
+
+class RoundTrip(NamedTuple):
+    """Seconds that `NUM_BYTES` took, through the page cache."""
+
+    put_s: float
+    get_s: float
+
+
+def round_trip(directory: Path) -> RoundTrip:
+    """In a namespace of its own, which is removed; evicts nothing. Makes `directory` if need be.
+
+    Raises `ConfigError` if it cannot be used, and `StorageError` if it does not work.
+    """
+    namespace = _own_namespace()
+    backend = FileBackend(directory, namespace, capacity_bytes=1 << 62)
+    keys = [block_key(BlockHash(os.urandom(32)), 0) for _ in range(NUM_VALUES)]
+    try:
+        return _checked(backend, keys)
+    finally:
+        if backend.can_write:
+            backend.remove(keys)
+            remove_if_empty(directory / namespace.digest)
+        backend.close()
+
+
+def _own_namespace() -> Namespace:
+    return Namespace(
+        model="doctor",
+        weight_epoch=uuid.uuid4().hex,
+        layout=CacheLayout(1, (RoleSpec("key", (VALUE_BYTES - TRAILER_BYTES,), "uint8"),)),
+        block_size=1,
+        tensor_parallel_size=1,
+        implementation="doctor",
+        hash_version="none",
+    )
+
+
+def _checked(backend: FileBackend, keys: list[StoreKey]) -> RoundTrip:
+    values = [memoryview(bytearray(os.urandom(VALUE_BYTES))) for _ in keys]
+    for key, value in zip(keys, values, strict=True):
+        seal(value, key)
+    begin = time.perf_counter()
+    backend.put(keys, values)
+    put_s = time.perf_counter() - begin
+    if (stored := backend.count_stored(keys)) != len(keys):
+        raise StorageError(f"of {len(keys)} values that were stored, only the first {stored} are there")
+    for value in values:
+        value[:] = bytes(len(value))
+    begin = time.perf_counter()
+    arrived = backend.get(keys, values)
+    get_s = time.perf_counter() - begin
+    whole = sum(is_sealed(value, key) for key, value in zip(keys, values, strict=True))
+    if (arrived, whole) != (len(keys), len(keys)):
+        raise StorageError(f"of {len(keys)} values that were stored, {arrived} came back, and {whole} unchanged")
+    backend.remove(keys)
+    if backend.count_stored(keys[:1]):
+        raise StorageError("a value that was removed is still there")
+    return RoundTrip(put_s, get_s)
