@@ -158,6 +158,35 @@ def serve_workloads() -> str:
     return "\n".join(lines)
 
 
+def storage() -> str:
+    """The stores over plain reads and writes, one row a block size; and what asking for keys takes."""
+    result = json.loads((RESULTS / "storage.json").read_text(encoding="utf-8"))
+    lines = [
+        "| block | plain read, write | `get`, files | `get`, LMDB | `put`, files | `put`, LMDB | creating a file |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in result["cases"]:
+        size, rates = case["block_bytes"] >> 10, case["plain_gb_per_s"]
+        cells = [f"{size} KiB" if size < 1024 else f"{size >> 10} MiB"]
+        cells.append(f"{rates['read']:.1f}, {rates['write']:.1f} GB/s")
+        for ratios in (case["get_over_plain"], case["put_over_plain"]):
+            cells += [_with_and_without_checksums(ratios, store) for store in ("files", "lmdb")]
+        cells.append(f"{case['create_file_us']:.0f} us")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"| `count_stored` of {result['counted_keys']:,} keys | all stored | the first half | none |"]
+    lines.append("|---|---|---|---|")
+    for store, ms in result["count_stored_ms"].items():
+        times = " | ".join(f"{ms[name]:.2g} ms" for name in ("all", "half", "none"))
+        lines.append(f"| {'LMDB' if store == 'lmdb' else store} | {times} |")
+    return "\n".join(lines)
+
+
+def _with_and_without_checksums(ratios: dict[str, float], store: str) -> str:
+    if store not in ratios:
+        return ""
+    return f"{ratios[f'{store}, checksums']:.2f}x ({ratios[store]:.2f}x)"
+
+
 def table() -> str:
     """All results there are, as one Markdown table, and the machines they come from."""
     lines = ["| what | measured | target |", "|---|---|---|"]
@@ -187,6 +216,8 @@ def main() -> None:
     update(DOCS, "growth", growth())
     if (RESULTS / "serve_workloads.json").exists():
         update(DOCS, "serve_workloads", serve_workloads())
+    if (RESULTS / "storage.json").exists():
+        update(DOCS, "storage", storage())
     update(ATTACKS, "attacks", attacks())
     print(text)
 
