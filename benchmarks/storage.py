@@ -32,7 +32,7 @@ from _support import ROOT, median, save
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.metadata import BlockHash
 from fastdeploy_kvcache_v1.storage.base import StoreKey
-from fastdeploy_kvcache_v1.storage.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.namespace import Namespace, block_key
 from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES, is_sealed, seal
 from fastdeploy_kvcache_v1.worker import ops

@@ -31,7 +31,7 @@ COMMANDS = (
     Command(("serve",), ".embedded.command", "start the OpenAI-compatible server", takes_extra=True),
     Command(("demo",), ".demo", "show what the cache is worth, in two minutes"),
     Command(("replay",), ".replay", "drive the cache manager alone with a request trace"),
-    Command(("storage",), ".storage.command", "look after a directory of stored blocks"),
+    Command(("storage",), ".storage.file.command", "look after a directory of stored blocks"),
     Command(("doctor",), ".doctor", "check FastDeploy, its patch points and this machine"),
     Command(("bench", "serve"), ".bench_serve", "send a workload to a server with the cache on and off, and compare"),
 )

@@ -154,7 +154,7 @@ def storage_findings(directory: Path | None) -> Iterator[Finding]:
         return
     name = f"storage file {directory}"
     try:
-        from .storage.round_trip import NUM_BYTES, round_trip
+        from .storage.file.round_trip import NUM_BYTES, round_trip
 
         took = round_trip(directory)
     except (OSError, ImportError, KVCacheError) as error:

@@ -11,8 +11,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, FastDeployTree, fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
-from fastdeploy_kvcache_v1.storage import file_backend
-from fastdeploy_kvcache_v1.storage.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.file import file_backend
+from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.switch import SWITCH
 from tests.storage.values import keys, namespace, values
 

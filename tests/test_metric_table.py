@@ -5,7 +5,7 @@ from pathlib import Path
 
 from fastdeploy_kvcache_v1.metric_table import OBSERVED, PREFIX, TABLE, Kind, Source, rows
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
-from fastdeploy_kvcache_v1.storage.counters import MoveTotals, StorageCounters
+from fastdeploy_kvcache_v1.storage.engine.counters import MoveTotals, StorageCounters
 
 DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
 

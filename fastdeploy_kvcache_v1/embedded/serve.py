@@ -14,8 +14,8 @@ from typing import Any
 from ..errors import ConfigError, StorageError
 from ..scheduler.cache_manager import CacheManager
 from ..storage.backends import open_backend
+from ..storage.engine.tier import StorageTier
 from ..storage.namespace import Namespace
-from ..storage.tier import StorageTier
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
 from .engine.scheduler import Scheduler

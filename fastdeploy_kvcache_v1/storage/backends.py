@@ -11,7 +11,7 @@ __all__ = ["open_backend"]
 
 def open_backend(settings: StorageSettings, namespace: Namespace) -> StorageBackend:
     """A connection to the store. Raises `ConfigError` when it cannot work, `StorageError` when it does not now."""
-    from .file_backend import FileBackend
+    from .file.file_backend import FileBackend
 
     assert settings.backend == "file"
     assert settings.directory is not None

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from fastdeploy_kvcache_v1.storage.value_files import stored_files
+from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from tests.e2e.server_process import ServerProcess, started, wait_until
 
 PROMPT = [1 + number % 250 for number in range(600)]

@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
-from fastdeploy_kvcache_v1.storage.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 
 LETTERS = 26
 

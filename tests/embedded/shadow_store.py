@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from fastdeploy_kvcache_v1.metadata import BlockHash
-from fastdeploy_kvcache_v1.storage.link import Answer
+from fastdeploy_kvcache_v1.storage.engine.link import Answer
 from fastdeploy_kvcache_v1.storage.messages import (
     LoadBlocks,
     LoadDone,

@@ -44,6 +44,8 @@ MAY_IMPORT = {
 INSIDE = {
     "worker/ops": set(),
     "worker/runtime": {"worker/ops"},
+    "storage/engine": {"attention", "scheduler"},
+    "storage/file": {"attention"},
     "embedded/text": {"model"},
     "embedded/intake": {"embedded/text"},
     "embedded/engine": {"embedded/text", "model", "scheduler", "storage"},

@@ -54,7 +54,6 @@ NAMED_IN = (
     "scheduler/policies",
     "worker",
     "attention",
-    "storage",
     "fastdeploy_integration",
     "../custom_ops/cuda",
 )

@@ -11,8 +11,8 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage import agent as agent_module
 from fastdeploy_kvcache_v1.storage.agent import StorageAgent
-from fastdeploy_kvcache_v1.storage.file_backend import FileBackend
-from fastdeploy_kvcache_v1.storage.link import StorageLink
+from fastdeploy_kvcache_v1.storage.engine.link import StorageLink
+from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.namespace import block_key, commit_key
 from tests.storage.values import BLOCK_BYTES, VALUE_BYTES, block_hash, namespace

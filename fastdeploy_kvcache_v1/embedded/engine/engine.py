@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from ...batch_request import BatchRequest
 from ...metadata import TransferReport
 from ...model.step import StepResult
-from ...storage.link import Answer
+from ...storage.engine.link import Answer
 from .engine_core import EngineCore
 from .generation import Failure, Generation
 

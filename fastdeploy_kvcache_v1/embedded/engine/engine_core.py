@@ -12,8 +12,8 @@ from ...copy_totals import RankCopies
 from ...metadata import TransferReport
 from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
-from ...storage.link import Answer
-from ...storage.tier import StorageTier
+from ...storage.engine.link import Answer
+from ...storage.engine.tier import StorageTier
 from .generation import Failure, Generation, State
 from .scheduler import Scheduled, Scheduler
 

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from ...metric_table import COPY_OP, TABLE, TIME_TO_FIRST_TOKEN, Kind, Metric, Source
 from ...scheduler.cache_stats import CacheStats
-from ...storage.tier import StorageTier
+from ...storage.engine.tier import StorageTier
 from ..engine.engine_core import EngineCounters
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -26,7 +26,7 @@ from ...errors import ConfigError, WorkerDiedError
 from ...metadata import TransferReport
 from ...model.step import StepResult
 from ...storage.backends import open_backend
-from ...storage.link import StorageLink
+from ...storage.engine.link import StorageLink
 from ...storage.settings import StorageSettings
 from ...swap_message import SwapEncoder
 from .liveness import ProgressBoard, Watchdog, make_page

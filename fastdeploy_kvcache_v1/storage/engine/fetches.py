@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..metadata import BlockHash, BlockHashes, LoadSlots
-from ..scheduler.cache_manager import CacheManager
+from ...metadata import BlockHash, BlockHashes, LoadSlots
+from ...scheduler.cache_manager import CacheManager
+from ..messages import LoadBlocks, LoadDone, QueryDone
+from ..settings import Prefetch, StorageSettings
 from .breaker import Breaker
 from .counters import StorageCounters
 from .link import Link
-from .messages import LoadBlocks, LoadDone, QueryDone
 from .open_copies import OpenCopies
-from .settings import Prefetch, StorageSettings
 
 __all__ = ["Fetches"]
 

@@ -12,12 +12,12 @@ from typing import Protocol
 
 import zmq
 
-from ..metadata import BlockHash
-from .base import StorageBackend
-from .lane import Lane
-from .messages import LaneConnected, LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
-from .namespace import Namespace, block_key, commit_key
-from .seal import TRAILER_BYTES, seal
+from ...metadata import BlockHash
+from ..base import StorageBackend
+from ..lane import Lane
+from ..messages import LaneConnected, LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
+from ..namespace import Namespace, block_key, commit_key
+from ..seal import TRAILER_BYTES, seal
 
 __all__ = ["Link", "StorageLink"]
 

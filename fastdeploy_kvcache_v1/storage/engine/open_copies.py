@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..metadata import EVICT, CopyKind, SwapStep, TransferResult
+from ...metadata import EVICT, CopyKind, SwapStep, TransferResult
 
 __all__ = ["OpenCopies"]
 

@@ -6,12 +6,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection
 
-from ..metadata import BlockHash
-from ..scheduler.cache_manager import CacheManager
+from ...metadata import BlockHash
+from ...scheduler.cache_manager import CacheManager
+from ..messages import StoreBlocks, StoreDone
 from .breaker import Breaker
 from .counters import StorageCounters
 from .link import Link
-from .messages import StoreBlocks, StoreDone
 from .open_copies import OpenCopies
 
 __all__ = ["Stores"]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..metadata import BlockHashes, SwapStep, TransferResult
-from ..scheduler.cache_manager import CacheManager
+from ...metadata import BlockHashes, SwapStep, TransferResult
+from ...scheduler.cache_manager import CacheManager
+from ..messages import LoadDone, QueryDone, StoreDone, UseNamespace
+from ..namespace import Namespace
+from ..settings import StorageSettings
 from .counters import StorageCounters
 from .fetches import Fetches
 from .link import Answer, Link
-from .messages import LoadDone, QueryDone, StoreDone, UseNamespace
-from .namespace import Namespace
 from .open_copies import OpenCopies
-from .settings import StorageSettings
 from .stores import Stores
 
 __all__ = ["StorageTier"]

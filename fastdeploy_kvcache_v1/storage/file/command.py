@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from ..errors import ConfigError, StorageError
-from ..units import GIB
+from ...errors import ConfigError, StorageError
+from ...units import GIB
+from ..namespace import FORMAT_VERSION
 from .directory import COUNTER, FORMAT, has_format, remove_abandoned
 from .inventory import amount, inventory
-from .namespace import FORMAT_VERSION
 from .shared_counter import SharedCounter
 from .value_files import StoredFile, delete_values, namespaces, remove_if_empty, stored_files
 

@@ -19,8 +19,8 @@ import threading
 import time
 from pathlib import Path
 
-from ..errors import ConfigError
-from .namespace import FORMAT_VERSION, Namespace
+from ...errors import ConfigError
+from ..namespace import FORMAT_VERSION, Namespace
 from .shared_counter import SharedCounter
 
 __all__ = [

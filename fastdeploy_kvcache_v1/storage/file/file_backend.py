@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import ConfigError, StorageError
-from .base import StorageBackend, StorageUsage, StoreKey
+from ...errors import ConfigError, StorageError
+from ..base import StorageBackend, StorageUsage, StoreKey
+from ..namespace import Namespace
 from .directory import FORMAT, MANIFEST, TEMPORARY, make_directories, open_directory, remove_abandoned
-from .namespace import Namespace
 from .value_files import delete_values, on_disk, stored_files
 
 __all__ = ["FileBackend"]

@@ -8,14 +8,14 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-from ..attention.base import CacheLayout, RoleSpec
-from ..errors import StorageError
-from ..metadata import BlockHash
-from ..units import MIB
-from .base import StoreKey
+from ...attention.base import CacheLayout, RoleSpec
+from ...errors import StorageError
+from ...metadata import BlockHash
+from ...units import MIB
+from ..base import StoreKey
+from ..namespace import Namespace, block_key
+from ..seal import TRAILER_BYTES, is_sealed, seal
 from .file_backend import FileBackend
-from .namespace import Namespace, block_key
-from .seal import TRAILER_BYTES, is_sealed, seal
 from .value_files import remove_if_empty
 
 __all__ = ["NUM_BYTES", "RoundTrip", "round_trip"]

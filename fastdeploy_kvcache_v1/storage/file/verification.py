@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .base import StoreKey
-from .seal import TRAILER_BYTES, is_sealed
+from ..base import StoreKey
+from ..seal import TRAILER_BYTES, is_sealed
 from .value_files import StoredFile
 
 __all__ = ["Verified", "verified"]

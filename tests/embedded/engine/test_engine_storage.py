@@ -6,9 +6,9 @@ import pytest
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.namespace import Namespace
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from fastdeploy_kvcache_v1.storage.tier import StorageTier
 from tests.embedded.engine.cores import random_requests
 from tests.embedded.shadow import Harness, expected_outputs
 from tests.embedded.shadow_store import ShadowStore

@@ -1,6 +1,6 @@
 """A store that fails again and again is asked ever more rarely, and as before once it works."""
 
-from fastdeploy_kvcache_v1.storage.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from fastdeploy_kvcache_v1.storage.engine.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
 
 
 class Clock:

@@ -1,7 +1,7 @@
 """Storage touches a host slot only when no copy reads or fills it any more."""
 
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep, TransferResult
-from fastdeploy_kvcache_v1.storage.open_copies import OpenCopies
+from fastdeploy_kvcache_v1.storage.engine.open_copies import OpenCopies
 
 
 def step(number, out=(), into=()):

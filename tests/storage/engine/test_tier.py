@@ -6,9 +6,9 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import EVICT, BlockHash, TransferResult
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from fastdeploy_kvcache_v1.storage.tier import StorageTier
 from tests.storage.values import namespace
 
 RANKS = 2

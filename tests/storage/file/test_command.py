@@ -11,9 +11,9 @@ import time
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
-from fastdeploy_kvcache_v1.storage import command, verification
-from fastdeploy_kvcache_v1.storage.file_backend import FileBackend
-from fastdeploy_kvcache_v1.storage.value_files import stored_files
+from fastdeploy_kvcache_v1.storage.file import command, verification
+from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from fastdeploy_kvcache_v1.units import GIB
 from tests.storage.values import empty, holds, keys, namespace, values
 
@@ -228,7 +228,7 @@ def test_many_damaged_values_are_counted_and_some_are_named(server, directory, c
 
 def test_verify_without_the_checksum_library_says_how_to_get_it(server, directory, capsys, monkeypatch):
     server(1)
-    for name in ("verification", "seal"):
+    for name in ("file.verification", "seal"):
         monkeypatch.delitem(sys.modules, f"fastdeploy_kvcache_v1.storage.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "xxhash", None)
     assert cli.main(["storage", "verify", "--kvcache-storage-dir", str(directory)]) == 2

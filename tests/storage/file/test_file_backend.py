@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage import file_backend
-from fastdeploy_kvcache_v1.storage.file_backend import FileBackend
-from fastdeploy_kvcache_v1.storage.value_files import stored_files
+from fastdeploy_kvcache_v1.storage.file import file_backend
+from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace, values
 
 FILE_BYTES = 8192
