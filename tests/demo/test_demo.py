@@ -32,6 +32,15 @@ def results():
     }
 
 
+def test_a_server_that_reserves_blocks_gets_them_beside_the_longest_request():
+    """As FastDeploy, which refuses to start otherwise."""
+    for setup in setups(1000, reserved_blocks=2):
+        flag = dict(zip(setup.flags[::2], setup.flags[1::2], strict=False))
+        longest = int(flag["--max-model-len"]) // BLOCK_SIZE
+        assert longest * BLOCK_SIZE >= 1000
+        assert int(flag["--num-gpu-blocks-override"]) >= longest + 2
+
+
 def run(*arguments):
     parser = argparse.ArgumentParser()
     demo.add_arguments(parser)

@@ -66,6 +66,20 @@ def test_a_round_trip_over_the_host(rig):
     assert min(first.seconds, second.seconds) > 0
 
 
+def test_blocks_go_out_and_back_between_trailers(gates):
+    rig = Rig(CpuRuntime(delay=gates), trailer_bytes=64)
+    for slot in range(rig.num_device):
+        rig.write_all(slot, 10 + slot)
+    pool = rig.controller.host_pool
+    for slot in range(rig.num_host):
+        pool.slot(slot)[-64:] = 100 + slot
+    rig.submit(evict((0, 1, 2, 5), (1, 2, 3, 0)))
+    rig.submit(into=swap_in((2, 3, 0, 1), (0, 1, 2, 5))).wait_all()
+    assert [rig.holds_all(slot, content) for slot, content in ((0, 11), (1, 12), (2, 15), (5, 10))] == [True] * 4
+    assert all((pool.slot(slot)[-64:] == 100 + slot).all() for slot in range(rig.num_host))
+    rig.close()
+
+
 def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch):
     copied = []
     for op in ("swap_cache_all_layers", "swap_cache_per_layer"):

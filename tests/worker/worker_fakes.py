@@ -95,11 +95,14 @@ class Rig:
         host: int = 6,
         timeout_s: float = LIMIT_S,
         backend: NumpyBackend | None = None,
+        trailer_bytes: int = 0,
     ) -> None:
         self.runtime = runtime
         self.backend = backend or NumpyBackend()
         self.layout = self.backend.layout
-        self.controller = CacheController(self.backend, runtime=runtime, layer_timeout_s=timeout_s)
+        self.controller = CacheController(
+            self.backend, runtime=runtime, layer_timeout_s=timeout_s, host_trailer_bytes=trailer_bytes
+        )
         self.caches = self.controller.initialize_kv_cache(device, host)
         self.arrays = self.backend.arrays
         self.num_device, self.num_host = device, host
