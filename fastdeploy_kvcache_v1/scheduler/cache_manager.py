@@ -76,7 +76,7 @@ class CacheManager:
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters)
         self._lent = LentSlots()
         self._loads = LoadTable(config, self._tree, self._tiering, self._counters)
-        self._stores = StoreTable(self._residency, self._tiering)
+        self._stores = StoreTable(self._tree, self._residency, self._tiering)
 
     # ---- the life of a request
 

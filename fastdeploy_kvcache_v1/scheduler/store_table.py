@@ -6,18 +6,21 @@ The contract of a store stands on `CacheManager.begin_store`. Not thread-safe: t
 from __future__ import annotations
 
 from collections.abc import Set
+from itertools import compress
 
 from ..errors import CacheStateError
 from ..metadata import BlockHash, HostSlot, StoreSource
+from .radix_tree import RadixTree
 from .residency import Residency
-from .run import HostReader
+from .run import HostReader, Run
 from .tiering import Tiering
 
 
 class StoreTable:
     """Stores by their id. Each is a reader of the host copies that have its slots, and of nothing else."""
 
-    def __init__(self, residency: Residency, tiering: Tiering) -> None:
+    def __init__(self, tree: RadixTree, residency: Residency, tiering: Tiering) -> None:
+        self._tree = tree
         self._residency = residency
         self._tiering = tiering
         self._stores: dict[str, HostReader] = {}
@@ -28,10 +31,13 @@ class StoreTable:
         blocks: list[tuple[BlockHash, HostSlot]] = []
         reader = HostReader()
         for run in self._tiering.copied_to_host(step):
-            found = [(block, slot) for block, slot in zip(run.hashes, run.host_slots, strict=True) if slot in slots]
-            if found:
-                blocks += found
-                self._residency.begin_reading(run, reader)
+            is_read = [slot in slots for slot in run.host_slots]
+            if any(is_read):
+                first, end = is_read.index(True), len(is_read) - is_read[::-1].index(True)
+                read = self._part(run, first, end)
+                all_blocks = zip(read.hashes, read.host_slots, strict=True)
+                blocks += compress(all_blocks, is_read[first:end])
+                self._residency.begin_reading(read, reader)
         if blocks:
             self._stores[store_id] = reader
         return StoreSource(tuple(block for block, _ in blocks), tuple(slot for _, slot in blocks))
@@ -41,6 +47,14 @@ class StoreTable:
         if reader is None:
             raise CacheStateError(f"store {store_id} is unknown, or has ended already")
         self._residency.end_reading(reader)
+
+    def _part(self, run: Run, first: int, end: int) -> Run:
+        """Blocks `[first, end)` of `run` as a run of their own: the others may leave."""
+        if end < run.length:
+            run = self._tree.split(run, end)
+        if first:
+            self._tree.split(run, first)
+        return run
 
     def __len__(self) -> int:
         return len(self._stores)

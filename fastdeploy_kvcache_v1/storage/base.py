@@ -56,6 +56,10 @@ class StorageBackend(ABC):
         """
 
     @abstractmethod
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        """The values of `keys` are in use, the first ones most: when room is short, others go first. May do nothing."""
+
+    @abstractmethod
     def remove(self, keys: Sequence[StoreKey]) -> None:
         """Forget the values of `keys`, as far as they are stored."""
 

@@ -37,6 +37,7 @@ class ShadowStore:
         self.loads: deque[tuple[str, LoadBlocks]] = deque()
         self.stores: deque[tuple[str, StoreBlocks]] = deque()
         self.committed: list[BlockHash] = []
+        self.touched: list[list[BlockHash]] = []
         self.failure_rate = 0.0
 
     # ---- Link
@@ -54,6 +55,9 @@ class ShadowStore:
 
     def commit(self, hashes: Sequence[BlockHash]) -> None:
         self.committed += hashes
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        self.touched.append(list(hashes))
 
     # ---- the test's end
 

@@ -19,6 +19,9 @@ from .scheduler import Scheduled, Scheduler
 
 logger = logging.getLogger(__name__)
 
+FETCHED_AHEAD = 32
+"""Waiting requests whose stored prefix is looked for, from the head of the line."""
+
 MAX_COPY_FAILURES = 3
 """A request is computed again this often after failed copies; the next failure ends it."""
 
@@ -81,8 +84,6 @@ class EngineCore:
         assert generation.request_id not in self._generations, f"request id {generation.request_id} is in use"
         self._generations[generation.request_id] = generation
         self._scheduler.add(generation)
-        if self.storage is not None:
-            self.storage.request_arrived(generation.request_id, generation.hasher)
 
     def abort(self, request_id: str) -> None:
         """Drop a request whose client is gone; a finished one is already forgotten."""
@@ -124,8 +125,7 @@ class EngineCore:
 
     def step(self) -> None:
         """Send the next batch, if there is none in flight and anything to do: swaps alone are enough."""
-        if self.storage is not None:
-            self.storage.go_on()
+        self._fetch_ahead()
         while self._in_flight is None and self._closed is None:
             plan = self._scheduler.schedule()
             swap_step = self._manager.take_swap_step()
@@ -140,10 +140,20 @@ class EngineCore:
                 self._send(
                     BatchRequest(requests=[_task(item) for item in plan], swap_steps=[swap_step] if swap_step else [])
                 )
-            elif (head := self._scheduler.head) is None:
+            elif self._scheduler.refused is None:
                 return
             else:
-                self._fail_unfit(head)
+                self._fail_unfit(self._scheduler.refused)
+
+    def _fetch_ahead(self) -> None:
+        """What the next requests need from storage comes while others run."""
+        if self.storage is None or self._closed is not None:
+            return
+        for generation in self._scheduler.next_waiting(FETCHED_AHEAD):
+            if not generation.is_fetched_ahead:
+                generation.is_fetched_ahead = True
+                self.storage.request_arrived(generation.request_id, generation.hasher)
+        self.storage.go_on()
 
     def on_step_result(self, result: StepResult) -> None:
         """Take the answer to the batch in flight."""
@@ -169,11 +179,14 @@ class EngineCore:
     def on_storage(self, answer: Answer) -> None:
         """Take what the store says."""
         assert self.storage is not None, "there is no storage"
-        self.storage.answered(answer)
+        if self._closed is None:
+            self.storage.answered(answer)
 
     def seconds_to_next_deadline(self) -> float | None:
         """When to call `step` although nothing happens; None for never."""
-        return None if self.storage is None else self.storage.seconds_to_next_deadline()
+        if self.storage is None or self._closed is not None:
+            return None
+        return self.storage.seconds_to_next_deadline()
 
     def _take_transfers(self, report: TransferReport) -> dict[str, str]:
         """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""

@@ -85,6 +85,8 @@ class Generation:
     state: State = State.WAITING
     num_computed: int = 0
     """Leading tokens whose KV is in the request's blocks."""
+    is_fetched_ahead: bool = False
+    """Its stored prefix was asked for."""
     has_computed: bool = False
     """It ran before: what it finds in the cache after a preemption is its own work too."""
     block_table: list[DeviceSlot] = field(default_factory=list)

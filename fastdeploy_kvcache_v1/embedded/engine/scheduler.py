@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from ...metadata import Allocation, DeviceSlot, MatchResult, NoSpace
@@ -63,6 +63,8 @@ class Scheduler:
         self._num_arrivals = 0
         self._plan: dict[str, Scheduled] = {}
         self._budget = 0
+        self.refused: Generation | None = None
+        """Whom the last `schedule` could not admit, though it was this request's turn."""
 
     @property
     def running(self) -> tuple[Generation, ...]:
@@ -72,6 +74,10 @@ class Scheduler:
     def waiting(self) -> tuple[Generation, ...]:
         """O(waiting)."""
         return tuple(self._waiting.values())
+
+    def next_waiting(self, count: int) -> list[Generation]:
+        """The first ones in the line, whether they can start or not."""
+        return list(islice(self._waiting.values(), count))
 
     @property
     def head(self) -> Generation | None:
@@ -139,7 +145,7 @@ class Scheduler:
             self.preempt(self._running[-1])
 
     def _put_back(self, generation: Generation) -> None:
-        """Into `_waiting`, by its arrival. Only preempted requests arrived earlier, `max_num_seqs` at most."""
+        """Into `_waiting`, by its arrival. Few arrived earlier: preempted ones, and those that expect blocks."""
         earlier = list(takewhile(lambda arrival: arrival < generation.arrival, self._waiting))
         self._waiting[generation.arrival] = generation
         for arrival in (generation.arrival, *reversed(earlier)):
@@ -149,6 +155,7 @@ class Scheduler:
         num_owed = sum(self._num_owed_blocks(generation) for generation in self._running)
         while (generation := self.head) is not None and self._admit(generation, num_owed):
             num_owed += self._num_owed_blocks(generation)
+        self.refused = generation
 
     def _admit(self, generation: Generation, num_owed: int) -> bool:
         """Start a waiting request from what is cached, leaving room for the `num_owed` blocks of the running ones.

@@ -24,6 +24,15 @@ PIECE_BLOCKS = 32
 PIECES_UNDER_WAY = 2
 """Of one request: one is being moved while the next one waits, so that the store never does."""
 
+MOST_QUESTIONS = 64
+"""That are not answered yet."""
+
+SILENCE_S = 3.0
+"""A store that is asked and says nothing for so long has failed once, and once more after as long again."""
+
+TOUCH_EVERY_S = 30.0
+TOUCHES_REMEMBERED = 1024
+
 REQUESTS_UNDER_WAY = 4
 """Requests whose blocks are loaded at the same time, in order of arrival."""
 
@@ -41,8 +50,6 @@ class _Fetch:
     next: int = 0
     """First block of the next piece."""
     num_under_way: int = 0
-    moved_at: float = 0.0
-    """When the store last brought something, or was asked."""
 
     @property
     def is_over(self) -> bool:
@@ -54,6 +61,7 @@ class _Piece:
     command: LoadBlocks
     after_step: int
     fetch: _Fetch
+    sent_at: float | None = None
     arrived: list[int] = field(default_factory=list)
     """Blocks by rank, as they answer."""
 
@@ -83,25 +91,39 @@ class Fetches:
         self._block_size = manager.config.block_size
         self._most_blocks = max(PIECE_BLOCKS, manager.config.num_host_blocks // 4)
         """Being loaded at once: a part of the host tier, which has to keep what is in use."""
+        self._most_of_one_request = max(1, manager.config.num_host_blocks * 3 // 4)
+        """A longer prefix would push itself out of the host tier."""
         self._fetches: dict[str, _Fetch] = {}
         """By request, in order of arrival."""
         self._pieces: dict[str, _Piece] = {}
         self._held: deque[_Piece] = deque()
         """Pieces whose slots a copy may still use, in order of `after_step`."""
         self._queries: dict[str, _Fetch] = {}
+        self._loading: set[BlockHash] = set()
+        """Blocks of all pieces: no other piece brings them."""
         self._numbers = itertools.count()
+        self._answered_at, self._loaded_at = clock(), clock()
+        """When the store last answered a question, and a load."""
+        self._blamed_at = 0.0
+        self._is_silent = False
+        """It was left alone because it says nothing."""
+        self._touched: dict[BlockHash, float] = {}
+        """When a prefix, by its last block, was last said to be in use."""
 
     def arrived(self, request_id: str, sequence: BlockHashes) -> None:
         """A request waits: look for its prefix, unless too little of it is missing to be worth it."""
         most = max(0, sequence.num_tokens - 1) // self._block_size
         hashes = sequence.hashes[:most]
         cached = self._manager.count_cached(hashes)
-        if self._is_short(len(hashes) - cached):
+        now = self._clock()
+        self._note_silence(now)
+        if cached:
+            self._touch(hashes[:cached], now)
+        if self._is_short(len(hashes) - cached) or len(self._queries) >= MOST_QUESTIONS:
             return
         if not self._query_breaker.may_pass() or not self._load_breaker.may_pass():
             return
-        now = self._clock()
-        fetch = _Fetch(request_id, hashes, cached, now, next=cached, moved_at=now)
+        fetch = _Fetch(request_id, hashes, cached, now, next=cached)
         query_id = f"query-{next(self._numbers)}"
         self._fetches[request_id] = self._queries[query_id] = fetch
         self._counters.queries += 1
@@ -116,16 +138,13 @@ class Fetches:
     def started(self, request_id: str) -> None:
         """The request has started, or is gone: nothing more is loaded for it. What is under way may still arrive."""
         fetch = self._fetches.pop(request_id, None)
-        if fetch is None or self._settings.prefetch is Prefetch.BEST_EFFORT or self._seconds_left(fetch) > 0:
+        if fetch is None or fetch.is_over or self._settings.prefetch is Prefetch.BEST_EFFORT:
             return
-        self._counters.late_requests += 1
-        still_s = self._clock() - fetch.moved_at
-        if still_s >= self._settings.timeout_base_s:  # no answer is a failure, too
-            breaker = self._query_breaker if fetch.end is None else self._load_breaker
-            breaker.failed(f"nothing came from it in {still_s:.1f} s")
+        self._counters.late_requests += self._seconds_left(fetch) <= 0
 
     def query_done(self, answer: QueryDone) -> None:
         fetch = self._queries.pop(answer.query_id, None)
+        self._answered_at, self._is_silent = self._clock(), False
         self._counters.query_seconds += answer.seconds
         if answer.error is not None:
             self._counters.query_failures += 1
@@ -135,8 +154,8 @@ class Fetches:
         if fetch is None:
             return
         self._counters.found_blocks += answer.num_stored
-        fetch.end = fetch.begin if self._is_short(answer.num_stored) else fetch.begin + answer.num_stored
-        fetch.moved_at = self._clock()
+        worth = 0 if self._is_short(answer.num_stored) else min(answer.num_stored, self._most_of_one_request)
+        fetch.end = fetch.begin + worth
 
     def load_done(self, answer: LoadDone) -> None:
         totals = self._counters.load
@@ -154,20 +173,22 @@ class Fetches:
         if len(piece.arrived) < self._link.num_ranks:
             return
         del self._pieces[answer.load_id]
+        self._loading.difference_update(piece.command.hashes)
+        self._loaded_at, self._is_silent = self._clock(), False
         num_arrived = min(piece.arrived)
-        self._manager.complete_load(answer.load_id, num_arrived)
+        num_cached = self._manager.complete_load(answer.load_id, num_arrived)
         fetch = piece.fetch
         fetch.num_under_way -= 1
-        fetch.moved_at = self._clock()
-        if num_arrived < len(piece.command.slots):
+        if num_cached < len(piece.command.slots) and not self._is_cached(fetch, piece):
             fetch.end = fetch.next  # nothing can be cached behind what is missing
 
     def go_on(self) -> None:
         """Begin what can begin now: call it once per step, and after answers and reports."""
         if not self._fetches and not self._held:
             return
+        self._note_silence(self._clock())
         while self._held and self._copies.have_ended(self._held[0].after_step):
-            self._link.send(self._held.popleft().command)
+            self._send(self._held.popleft())
         for fetch in [fetch for fetch in self._fetches.values() if fetch.is_over]:
             del self._fetches[fetch.request_id]
         for fetch in itertools.islice(self._fetches.values(), REQUESTS_UNDER_WAY):
@@ -198,6 +219,12 @@ class Fetches:
             return False
         if sum(len(piece.command.slots) for piece in self._pieces.values()) >= self._most_blocks:
             return False
+        if not fetch.num_under_way:  # other requests have had the same blocks loaded, or computed, meanwhile
+            fetch.next = max(fetch.next, self._manager.count_cached(fetch.hashes[: fetch.end]))
+            if fetch.next >= fetch.end:
+                return False
+        if fetch.hashes[fetch.next] in self._loading:
+            return False
         load_id = f"load-{next(self._numbers)}"
         end = min(fetch.end, fetch.next + PIECE_BLOCKS)
         lent = self._manager.begin_load(load_id, fetch.hashes[:end], fetch.next)
@@ -207,12 +234,47 @@ class Fetches:
         begin, fetch.next = fetch.next, fetch.next + len(lent.slots)
         command = LoadBlocks(load_id, tuple(fetch.hashes[begin : fetch.next]), lent.slots)
         piece = self._pieces[load_id] = _Piece(command, lent.after_step, fetch)
+        self._loading.update(command.hashes)
         fetch.num_under_way += 1
         if self._copies.have_ended(piece.after_step):
-            self._link.send(command)
+            self._send(piece)
         else:
             self._held.append(piece)
         return True
+
+    def _send(self, piece: _Piece) -> None:
+        piece.sent_at = self._clock()
+        self._link.send(piece.command)
+
+    def _is_cached(self, fetch: _Fetch, piece: _Piece) -> bool:
+        """All blocks up to the end of `piece` are: somebody else has brought or computed some of them."""
+        end = fetch.hashes.index(piece.command.hashes[-1]) + 1
+        return self._manager.count_cached(fetch.hashes[:end]) == end
+
+    def _note_silence(self, now: float) -> None:
+        """No answer is a failure, too, whoever waits for it."""
+        asked = next((fetch.asked_at for fetch in self._queries.values()), None)
+        sent = next((piece.sent_at for piece in self._pieces.values() if piece.sent_at is not None), None)
+        for breaker, since, heard_at in (
+            (self._query_breaker, asked, self._answered_at),
+            (self._load_breaker, sent, self._loaded_at),
+        ):
+            silence_s = 0.0 if since is None else now - max(since, heard_at)
+            if silence_s >= SILENCE_S and now - self._blamed_at >= SILENCE_S:
+                self._blamed_at = now
+                breaker.failed(f"it has said nothing for {silence_s:.1f} s")
+                self._is_silent = breaker.is_open
+
+    def _touch(self, hashes: Sequence[BlockHash], now: float) -> None:
+        """Blocks that are hit in the tiers above are not asked for, and would be taken for unused."""
+        last = hashes[-1]
+        if now - self._touched.get(last, -TOUCH_EVERY_S) < TOUCH_EVERY_S:
+            return
+        self._touched.pop(last, None)
+        self._touched[last] = now
+        if len(self._touched) > TOUCHES_REMEMBERED:
+            del self._touched[next(iter(self._touched))]
+        self._link.touch(hashes)
 
     def _is_short(self, num_blocks: int) -> bool:
         return num_blocks * self._block_size < self._settings.min_tokens
@@ -220,10 +282,10 @@ class Fetches:
     def _seconds_left(self, fetch: _Fetch) -> float:
         """How long the request goes on waiting if nothing arrives."""
         now, settings = self._clock(), self._settings
-        if fetch.is_over or settings.prefetch is Prefetch.BEST_EFFORT:
+        if fetch.is_over or self._is_silent or settings.prefetch is Prefetch.BEST_EFFORT:
             return 0.0
         if settings.prefetch is Prefetch.WAIT_COMPLETE:
-            return fetch.moved_at + settings.stall_s - now
+            return max(fetch.asked_at, self._answered_at, self._loaded_at) + settings.stall_s - now
         wanted = (len(fetch.hashes) if fetch.end is None else fetch.end) - fetch.begin
         patience = settings.timeout_base_s + settings.timeout_per_1k_tokens_s * wanted * self._block_size / 1000
         return fetch.asked_at + patience - now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import threading
@@ -13,7 +14,7 @@ from typing import Protocol
 import zmq
 
 from ...metadata import BlockHash
-from ..base import StorageBackend
+from ..base import StorageBackend, StoreKey
 from ..lane import Lane
 from ..messages import LaneConnected, LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
 from ..namespace import Namespace, block_key, commit_key
@@ -31,7 +32,10 @@ Answer = LoadDone | StoreDone | QueryDone
 
 
 class Link(Protocol):
-    """What the storage tier needs to reach the store. Nothing here blocks; answers come later, on another thread."""
+    """What the storage tier needs to reach the store. Nothing here blocks; answers come later, on another thread.
+
+    What is sent to a rank whose process has ended is lost, and never answered.
+    """
 
     num_ranks: int
 
@@ -44,6 +48,9 @@ class Link(Protocol):
     def commit(self, hashes: Sequence[BlockHash]) -> None:
         """All ranks have stored their parts of these blocks: they count as stored. Not answered."""
 
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """These blocks, from the first one of a prompt on, are in use: others should go first. Not answered."""
+
 
 @dataclass(frozen=True)
 class _Query:
@@ -53,6 +60,12 @@ class _Query:
 
 @dataclass(frozen=True)
 class _Commit:
+    hashes: tuple[BlockHash, ...]
+    query_id: str = ""
+
+
+@dataclass(frozen=True)
+class _Touch:
     hashes: tuple[BlockHash, ...]
     query_id: str = ""
 
@@ -113,11 +126,15 @@ class StorageLink:
             self._lane.do(command)
         message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         for socket in self._commands:
-            socket.send(message)
+            with contextlib.suppress(zmq.Again):  # nobody is there any more: its death is told elsewhere
+                socket.send(message, zmq.NOBLOCK)
 
     def commit(self, hashes: Sequence[BlockHash]) -> None:
         if self.num_ranks > 1:
             self._lane.do(_Commit(tuple(hashes)))
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        self._lane.do(_Touch(tuple(hashes)))
 
     def close(self) -> None:
         """Nothing is delivered afterwards. May be called again."""
@@ -127,8 +144,11 @@ class StorageLink:
         if self._lane.close(time.monotonic() + STOP_TIMEOUT_S):
             self._context.destroy(linger=0)
 
-    def _ask(self, backend: StorageBackend, command: _Query | _Commit) -> QueryDone:
+    def _ask(self, backend: StorageBackend, command: _Query | _Commit | _Touch) -> QueryDone:
         start = time.perf_counter()
+        if isinstance(command, _Touch):
+            backend.touch([key for block in command.hashes for key in self._all_keys(block)])
+            return QueryDone("", 0)
         # With one rank its part is the block: it is stored as a whole or not at all.
         keys = [commit_key(block) if self.num_ranks > 1 else block_key(block, 0) for block in command.hashes]
         if isinstance(command, _Query):
@@ -139,6 +159,11 @@ class StorageLink:
             seal(marker, key)
         backend.put(keys, markers)
         return QueryDone("", len(keys), time.perf_counter() - start)
+
+    def _all_keys(self, block: BlockHash) -> list[StoreKey]:
+        if self.num_ranks == 1:
+            return [block_key(block, 0)]
+        return [commit_key(block), *(block_key(block, rank) for rank in range(self.num_ranks))]
 
     def _receive(self, on_answer: Callable[[Answer], None]) -> None:
         while not self._stop.is_set():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from ...metadata import EVICT, CopyKind, SwapStep, TransferResult
 
@@ -17,7 +17,7 @@ class OpenCopies:
         self._waiting: dict[int, dict[CopyKind, int]] = {}
         """Ranks that have not reported, by step and kind of copy."""
         self._told = -1
-        self._filled: dict[int, frozenset[int]] = {}
+        self._filled: dict[int, tuple[int, ...]] = {}
         """Host slots that copies of a step fill, until all ranks have."""
         self._last_filled: dict[int, int] = {}
         """Which step was the last to fill a host slot."""
@@ -31,11 +31,11 @@ class OpenCopies:
             return
         self._waiting[step.step] = {transfer.kind: self._num_ranks for transfer in step.transfers}
         if slots := step.evict.target_slots:
-            self._filled[step.step] = frozenset(slots)
+            self._filled[step.step] = slots
             self._last_filled.update(dict.fromkeys(slots, step.step))
 
-    def reported(self, result: TransferResult) -> Collection[int]:
-        """Returns the host slots that the step has filled on all ranks now, and that no later step fills."""
+    def reported(self, result: TransferResult) -> Sequence[int]:
+        """Returns the host slots that the step has filled on all ranks now, and that no later step fills, in order."""
         kinds = self._waiting.get(result.step)
         kind = (result.source, result.target)
         if kinds is None or kind not in kinds:
@@ -54,7 +54,8 @@ class OpenCopies:
         if result.step in self._failed:
             self._failed.discard(result.step)
             return ()
-        return self.still_filled(result.step, filled)
+        still = self.still_filled(result.step, filled)
+        return [slot for slot in filled if slot in still]
 
     def still_filled(self, step: int, slots: Collection[int]) -> frozenset[int]:
         """Those of host `slots` that no step after `step` fills."""

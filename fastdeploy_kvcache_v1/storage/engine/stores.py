@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 
 from ...metadata import BlockHash
 from ...scheduler.cache_manager import CacheManager
@@ -45,10 +45,10 @@ class Stores:
         self._under_way: dict[str, _Store] = {}
         self._numbers = itertools.count()
 
-    def filled(self, step: int, slots: Collection[int]) -> None:
-        """`step` has filled these host slots, on every rank."""
-        remaining = iter(slots)
-        while piece := frozenset(itertools.islice(remaining, PIECE_BLOCKS)):
+    def filled(self, step: int, slots: Sequence[int]) -> None:
+        """`step` has filled these host slots, on every rank; in the order of their blocks."""
+        for start in range(0, len(slots), PIECE_BLOCKS):
+            piece = frozenset(slots[start : start + PIECE_BLOCKS])
             if len(self._waiting) == MOST_WAITING:
                 self._counters.skipped_store_blocks += len(self._waiting.popleft()[1])
             self._waiting.append((step, piece))

@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from pathlib import Path
@@ -73,6 +74,7 @@ def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | Non
         is_empty = True
     except OSError as error:
         raise ConfigError(f"the storage directory {directory} cannot be read: {error.strerror}") from None
+    _require_private(directory)
     is_ours = has_format(directory)  # after the listing: another process that makes the directory makes this file first
     if not is_ours and not is_empty:
         raise ConfigError(f"{directory} holds other files: name an empty directory, or a new one, for the storage")
@@ -83,6 +85,15 @@ def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | Non
             raise ConfigError(f"the storage directory {directory} cannot be made: {error.strerror}") from None
         logger.warning("%s cannot be written to (%s): nothing will be stored", directory, error.strerror)
         return None
+
+
+def _require_private(directory: Path) -> None:
+    """Whoever can write to it can plant blocks that pass every check. Raises `ConfigError`."""
+    with contextlib.suppress(FileNotFoundError):
+        if directory.stat().st_mode & stat.S_IWOTH:
+            raise ConfigError(
+                f"everybody can write to the storage directory {directory}: chmod 700 it, or name another"
+            )
 
 
 def _made(directory: Path, namespace: Namespace) -> SharedCounter:
@@ -114,9 +125,16 @@ def _make_root(directory: Path) -> None:
 
 
 def _write_text(path: Path, text: str, temporary_directory: Path) -> None:
-    """As a whole or not at all, whatever other processes and threads do."""
+    """As a whole or not at all, whatever other processes and threads do; nothing if it is there already."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if path.read_text() == text:
+            return
     temporary = temporary_directory / f"{path.name}.{os.getpid()}.{threading.get_native_id()}"
-    temporary.write_text(text)
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()  # of a process that had this number before
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(file, "w") as opened:
+        opened.write(text)
     temporary.rename(path)
 
 

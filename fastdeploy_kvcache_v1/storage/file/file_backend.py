@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,9 +54,13 @@ class FileBackend(StorageBackend):
         self._needed = [str(path) for path in (directory / FORMAT, directory / TEMPORARY, self._root / MANIFEST)]
         self._numbers = itertools.count()
         self._used = open_directory(directory, namespace)
-        self.can_write = self._used is not None
         if self.can_write:
             remove_abandoned(directory)
+
+    @property
+    def can_write(self) -> bool:
+        """False where nothing can be stored, at least now."""
+        return self._used is not None
 
     def count_stored(self, keys: Sequence[StoreKey]) -> int:
         for number, key in enumerate(keys):
@@ -71,7 +76,6 @@ class FileBackend(StorageBackend):
         now = time.time_ns()
         for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
             try:
-                # the last block of a prefix is the first to go
                 if not self._read(self._path(key), buffer, used_ns=now - number * 1000):
                     self._forget_damaged(key)
                     return number
@@ -82,6 +86,8 @@ class FileBackend(StorageBackend):
         return len(keys)
 
     def put(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> int:
+        if self._used is None:  # a full disk may have room again
+            self._used = open_directory(self.directory, self._namespace)
         if self._used is None:
             raise StorageError(f"{self.directory} cannot be written to")
         missing = [(key, buffer) for key, buffer in zip(keys, buffers, strict=True) if not self._is_stored(key)]
@@ -95,12 +101,22 @@ class FileBackend(StorageBackend):
             for (key, buffer), size in zip(missing, sizes, strict=True):
                 self._write(key, buffer)
                 written += size
+            self.touch([key for key, _ in missing])  # the last block of a prefix is the first to go
         except OSError as error:
             raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
         finally:
             with contextlib.suppress(OSError):
                 self._used.add(written - sum(sizes))
         return len(missing)
+
+    def touch(self, keys: Sequence[StoreKey]) -> None:
+        if self._used is None:
+            return
+        now = time.time_ns()
+        for number, key in enumerate(keys):
+            used_ns = now - number * 1000
+            with contextlib.suppress(OSError):
+                os.utime(self._path(key), ns=(used_ns, used_ns))
 
     def remove(self, keys: Sequence[StoreKey]) -> None:
         for key in keys:
@@ -138,10 +154,10 @@ class FileBackend(StorageBackend):
 
     def _read(self, path: str, buffer: memoryview, used_ns: int) -> bool:
         """True if the file has exactly the bytes that fill `buffer`. One `fstat` serves both questions."""
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             status = os.fstat(file)
-            if status.st_size != len(buffer) or not _fill(buffer, file):
+            if not stat.S_ISREG(status.st_mode) or status.st_size != len(buffer) or not _fill(buffer, file):
                 return False
             if self.can_write and used_ns - status.st_mtime_ns > TOUCHED_S * 1e9:
                 with contextlib.suppress(OSError):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["SharedCounter"]
 
 _NUMBER = struct.Struct("<q")
+
+LOCK_TIMEOUT_S = 10.0
+"""Longer than an eviction lists a directory, which is the longest that anybody holds the lock."""
 
 
 class SharedCounter:
@@ -56,18 +61,30 @@ class SharedCounter:
                     fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _acquire(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        _lock(self._file)
         while os.fstat(self._file).st_nlink == 0:  # deleted: other processes count in the new file
             new = _open(self._path)
             os.close(self._file)
             self._file = new
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+            _lock(self._file)
 
     def close(self) -> None:
         """Idempotent."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
+
+
+def _lock(file: int) -> None:
+    """Raises `TimeoutError` when another process, stopped perhaps, does not let go."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held its lock for {LOCK_TIMEOUT_S:.0f} s")
+        time.sleep(0.002)
 
 
 def _open(path: Path) -> int:

@@ -93,6 +93,7 @@ def test_another_server_starts_from_what_was_stored():
     assert second.tier.counters.load.blocks == 7
     assert second.ask("third", [*PROMPT[:16], 99, 98]) == 16
     assert second.tier.counters.load.blocks == 7, "what is cached is not loaded again"
+    assert [len(hashes) for hashes in second.store.touched] == [4], "and the store is told that it is in use"
 
 
 def test_what_is_stored_already_is_loaded_and_not_stored_again():
@@ -137,10 +138,11 @@ def test_a_store_that_hangs_is_left_alone_after_three_requests(hangs):
     waited = []
     for number in range(5):
         recorder = server.harness.submit(f"r{number}", [*PROMPT[:28], number, 1, 2], 1)
+        server.send()
         if hangs == "load" and server.store.queries:
             server.core.on_storage(server.store.answer_query())
         waited.append(server.harness.step() is None)
-        server.clock.now += 0.7
+        server.clock.now += 3.1
         while server.harness.step() is not None:
             pass
         assert recorder.tokens == expected_outputs([*PROMPT[:28], number, 1, 2], 1)
@@ -157,6 +159,7 @@ def test_what_has_arrived_by_the_deadline_is_used():
     first.ask("first", long)
     server = Server(device=110, host=110, stored=first.store.values | stored)
     recorder = server.harness.submit("late", long, 1)
+    server.send()
     server.answer()  # the question
     server.answer()  # the first piece
     server.clock.now = 10.0
@@ -199,6 +202,7 @@ def test_an_aborted_request_leaks_nothing():
     for number in range(4):
         server = Server(stored=stored_by_a_first_server())
         recorder = server.harness.submit("gone", PROMPT, 2)
+        server.send()
         for _ in range(min(number, 2)):
             server.answer()
         if number == 3:
@@ -212,6 +216,7 @@ def test_an_aborted_request_leaks_nothing():
 def test_a_reset_while_blocks_arrive_forgets_them():
     server = Server(stored=stored_by_a_first_server())
     recorder = server.harness.submit("r", PROMPT, 2)
+    server.send()
     server.answer()
     assert server.store.loads
     server.core.reset_cache()

@@ -21,7 +21,7 @@ def test_a_step_has_ended_when_every_rank_has_reported_each_of_its_copies():
     copies.told(step(0, out=[5], into=[6]))
     assert not copies.have_ended(0)
     assert copies.reported(result(0, EVICT)) == ()
-    assert copies.reported(result(0, EVICT)) == {5}
+    assert copies.reported(result(0, EVICT)) == [5]
     assert not copies.have_ended(0)
     copies.reported(result(0, SWAP_IN))
     assert not copies.have_ended(0)
@@ -58,7 +58,7 @@ def test_a_slot_that_a_later_step_fills_is_not_filled_by_the_earlier_one():
     copies = OpenCopies(1)
     copies.told(step(0, out=[5, 6]))
     copies.told(step(1, out=[6]))
-    assert copies.reported(result(0, EVICT)) == {5}
+    assert copies.reported(result(0, EVICT)) == [5]
     copies.told(step(2, out=[5]))
     assert copies.still_filled(0, {5}) == frozenset()
 

@@ -18,7 +18,7 @@ class RecordingLink:
     num_ranks = RANKS
 
     def __init__(self):
-        self.queries, self.sent, self.committed = [], [], []
+        self.queries, self.sent, self.committed, self.touched = [], [], [], []
 
     def query(self, query_id, hashes):
         self.queries.append((query_id, list(hashes)))
@@ -28,6 +28,9 @@ class RecordingLink:
 
     def commit(self, hashes):
         self.committed.append(tuple(hashes))
+
+    def touch(self, hashes):
+        self.touched.append(tuple(hashes))
 
     def last(self, kind):
         return next(command for command in reversed(self.sent) if isinstance(command, kind))
