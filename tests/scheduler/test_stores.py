@@ -171,3 +171,15 @@ def test_a_failed_copy_beside_blocks_that_are_stored_frees_no_slot_of_theirs() -
     assert on_host(cache, "wxyz").count(True) <= 2
     cache.end_store("store")
     cache.check_idle()
+
+
+def test_a_store_of_a_part_of_a_run_lets_the_rest_leave_the_host() -> None:
+    cache = manager(8, 6, "write_through")
+    step = backed_up(cache, "abcdef!")
+    source = cache.begin_store("store", step.step, frozenset(step.evict.target_slots[2:4]))
+    cache.check()
+    assert source == StoreSource((block("abc"), block("abcd")), step.evict.target_slots[2:4])
+    fill_host(cache, "uvwxyz!")
+    assert on_host(cache, "uvwxyz").count(True) == 4
+    cache.end_store("store")
+    cache.check_idle()

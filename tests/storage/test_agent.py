@@ -2,6 +2,7 @@
 the store does not work.
 """
 
+import os
 import queue
 import threading
 from functools import partial
@@ -284,3 +285,25 @@ def test_slots_without_memory_are_an_error_and_not_a_crash(machine, tmp_path):
     server.agents[0].use(partial(agent_module._no_slot))
     (done,) = server.ask(LoadBlocks("l", HASHES, (4, 5, 6, 7)))
     assert "has no memory" in done.error
+
+
+def test_an_engine_whose_workers_are_gone_does_not_wait_for_them(machine):
+    server = machine()
+    (agent,) = server.agents
+    assert agent.close()
+    for number in range(3000):
+        server.link.send(LoadBlocks(f"l{number}", HASHES, (4, 5, 6, 7)))
+
+
+def test_blocks_in_use_elsewhere_are_marked_as_used(machine, tmp_path):
+    server = machine(ranks=2)
+    store(server)
+    server.link.commit(HASHES)
+    server.answer()
+    paths = [path for path in (tmp_path / "kv").rglob("*") if path.is_file() and HASHES[0].hex() in path.name]
+    assert len(paths) == 3
+    for path in paths:
+        os.utime(path, (1, 1))
+    server.link.touch(HASHES)
+    assert server.answer().error is None
+    assert all(path.stat().st_mtime > 1e9 for path in paths)

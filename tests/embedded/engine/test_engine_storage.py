@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.namespace import Namespace
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
@@ -284,3 +285,98 @@ def test_random_loads_and_failures_change_no_token(prefetch, seed):
             if recorders[name].failure is None:
                 assert recorders[name].tokens == tokens
     assert loaded > 50, "the run is only worth something if it went through what it is for"
+
+
+def test_a_deadline_that_passes_inside_a_step_fails_nobody():
+    """Every look at the clock is a little later than the one before."""
+    server = Server(stored=stored_by_a_first_server())
+    recorder = server.harness.submit("late", PROMPT, 2)
+    server.send()
+    step, server.tier._fetches._clock = 1e-4, lambda: advance(server.clock, step)
+    server.clock.now = server.core.seconds_to_next_deadline() - 3 * step
+    for _ in range(50):
+        if server.harness.step() is not None:
+            break
+    while server.harness.step() is not None:
+        pass
+    assert recorder.failure is None
+    assert recorder.tokens == expected_outputs(PROMPT, 2)
+
+
+def advance(clock, seconds):
+    clock.now += seconds
+    return clock.now
+
+
+def test_after_the_engine_is_closed_the_store_is_not_asked():
+    server = Server(stored=stored_by_a_first_server())
+    server.harness.submit("r", PROMPT, 2)
+    server.send()
+    server.core.close(Failure(503, "the worker is gone"))
+    server.answer()
+    server.core.step()
+    assert not server.store.loads
+    assert server.core.seconds_to_next_deadline() is None
+
+
+def test_equal_prefixes_are_loaded_once():
+    server = Server(device=64, host=64, stored=stored_by_a_first_server(), max_num_seqs=20)
+    recorders = [server.harness.submit(f"r{number}", [*PROMPT[:28], number, 1], 1) for number in range(12)]
+    server.settle()
+    assert server.tier.counters.load.blocks == 7
+    assert [recorder.deltas[-1].usage.cached_tokens for recorder in recorders] == [28] * 12
+
+
+def test_of_a_prefix_longer_than_the_host_tier_the_first_part_is_loaded_and_used():
+    long = list(range(200))
+    first = Server(device=60, host=60)
+    first.ask("first", long)
+    assert len(first.store.values) == 50
+    second = Server(device=60, host=20, stored=first.store.values, prefetch="wait_complete")
+    assert second.ask("second", long) == 15 * BLOCK, "three quarters of the host tier"
+    assert second.tier.counters.load.blocks == 15
+
+
+def test_many_requests_that_wait_their_turn_are_no_failures_of_the_store():
+    server = Server(device=200, host=400)
+    long = {name: [1000 * name + token for token in range(40)] for name in range(30)}
+    for name, prompt in long.items():
+        server.ask(f"store{name}", prompt, 1)
+    second = Server(device=200, host=400, stored=server.store.values, max_num_seqs=30)
+    for name, prompt in long.items():
+        second.harness.submit(f"r{name}", prompt, 1)
+    second.send()
+    while not second.store.is_idle:
+        second.clock.now += 0.4  # each answer takes that long
+        second.answer()
+        second.send()
+        second.work()
+    second.settle()
+    assert not second.tier.is_left_alone
+    assert second.tier.counters.late_requests > 0
+
+
+@pytest.mark.parametrize("prefetch", ["best_effort", "timeout"])
+def test_a_store_that_hangs_is_noticed_whoever_waits_for_it(prefetch):
+    """Clients that give up before the deadline, or requests that never wait."""
+    server = Server(stored=stored_by_a_first_server(), prefetch=prefetch)
+    for number in range(20):
+        server.harness.submit(f"r{number}", [*PROMPT[:24], number, 1, 2, 3, 4], 1)
+        server.send()
+        server.work()
+        server.core.abort(f"r{number}")
+        server.clock.now += 1.0
+        server.core.reset_cache()
+    assert server.tier.is_left_alone
+    assert len(server.store.queries) < 15
+    server.settle()
+
+
+def test_questions_that_are_not_answered_are_bounded():
+    server = Server(stored=stored_by_a_first_server(), max_num_seqs=200)
+    for number in range(200):
+        server.harness.submit(f"r{number}", [number, *PROMPT], 1)
+        server.send()
+        server.core.abort(f"r{number}")
+    assert len(server.store.queries) == 64
+    server.settle()

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage.file import file_backend
+from fastdeploy_kvcache_v1.storage.file import file_backend, shared_counter
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace, values
@@ -391,3 +391,65 @@ def test_backends_that_open_a_new_directory_at_once_can_all_write(tmp_path):
 
         with ThreadPoolExecutor(8) as threads:
             assert all(threads.map(open_one, range(8)))
+
+
+def test_within_one_put_the_first_block_is_the_last_to_go(store):
+    backend = store(capacity=6 * FILE_BYTES)
+    put(backend, 1, 2, 3, 4)
+    put(backend, 5, 6, 7)
+    assert backend.count_stored(keys(1, 2)) >= 1
+    assert backend.count_stored(keys(5, 6, 7)) == 3
+
+
+def test_a_prefix_in_use_outlives_newer_blocks(store):
+    backend = store(capacity=10 * FILE_BYTES)
+    put(backend, 1)
+    for number in range(2, 11):
+        put(backend, number)
+        age(backend, number, 50 - number)
+    age(backend, 1, 100)
+    backend.touch(keys(1))
+    put(backend, 11)
+    assert backend.count_stored(keys(1)) == 1
+    assert backend.count_stored(keys(2)) == 0
+
+
+def test_a_lock_that_nobody_gives_back_is_an_error_and_no_hang(store, monkeypatch):
+    backend, other = store(), store()
+    monkeypatch.setattr(shared_counter, "LOCK_TIMEOUT_S", 0.05)
+    with other._used.exclusive(), pytest.raises(StorageError, match="has held its lock"):
+        put(backend, 1)
+    assert put(backend, 1) == 1
+
+
+def test_a_disk_with_room_again_is_written_to_again(store, monkeypatch):
+    store()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(file_backend, "open_directory", lambda *_: None)
+        backend = store()
+        with pytest.raises(StorageError, match="cannot be written to"):
+            put(backend, 1)
+    assert put(backend, 1) == 1
+
+
+def test_what_is_no_file_is_a_miss_and_no_hang(store):
+    backend = store()
+    put(backend, 1)
+    path = backend._path(keys(1)[0])
+    os.unlink(path)
+    os.mkfifo(path)
+    assert got(backend, 1) == 0
+
+
+def test_a_directory_that_everybody_can_write_to_is_refused(tmp_path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    with pytest.raises(ConfigError, match="everybody can write"):
+        FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
+
+
+def test_nobody_else_can_read_what_is_stored(store, tmp_path):
+    put(store(), 1)
+    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
+        assert not path.stat().st_mode & 0o077, path

@@ -1,0 +1,48 @@
+"""Whatever decides what a model directory computes decides the name of its stored blocks."""
+
+import json
+
+import pytest
+
+from fastdeploy_kvcache_v1.embedded.storage_namespace import directory_digest
+from fastdeploy_kvcache_v1.errors import ModelError
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("a.safetensors", "b.safetensors", "c.bin"):
+        (tmp_path / name).write_bytes(name.encode() * 100)
+    index(tmp_path, {"x": "a.safetensors", "y": "b.safetensors"})
+    return tmp_path
+
+
+def index(directory, weight_map):
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_the_same_directory_has_the_same_name(directory):
+    assert directory_digest(directory) == directory_digest(directory)
+
+
+def test_weights_settings_and_index_decide_the_name(directory):
+    names = {directory_digest(directory)}
+    (directory / "config.json").write_text('{"rope_theta": 1}')
+    names.add(directory_digest(directory))
+    with open(directory / "b.safetensors", "r+b") as file:
+        file.seek(500)
+        file.write(b"x")
+    names.add(directory_digest(directory))
+    index(directory, {"x": "b.safetensors", "y": "a.safetensors"})
+    names.add(directory_digest(directory))
+    index(directory, {"x": "c.bin", "y": "a.safetensors"})
+    names.add(directory_digest(directory))
+    (directory / "c.bin").write_bytes(b"other weights")
+    names.add(directory_digest(directory))
+    assert len(names) == 6
+
+
+def test_a_model_that_cannot_be_read_is_one_line(directory):
+    index(directory, {"x": "gone.safetensors"})
+    with pytest.raises(ModelError, match="cannot be read"):
+        directory_digest(directory)
