@@ -322,6 +322,10 @@ def test_after_the_engine_is_closed_the_store_is_not_asked():
 def test_equal_prefixes_are_loaded_once():
     server = Server(device=64, host=64, stored=stored_by_a_first_server(), max_num_seqs=20)
     recorders = [server.harness.submit(f"r{number}", [*PROMPT[:28], number, 1], 1) for number in range(12)]
+    server.send()
+    while server.store.queries:
+        server.core.on_storage(server.store.answer_query())
+    assert len(server.store.loads) == 1
     server.settle()
     assert server.tier.counters.load.blocks == 7
     assert [recorder.deltas[-1].usage.cached_tokens for recorder in recorders] == [28] * 12
@@ -347,7 +351,7 @@ def test_many_requests_that_wait_their_turn_are_no_failures_of_the_store():
         second.harness.submit(f"r{name}", prompt, 1)
     second.send()
     while not second.store.is_idle:
-        second.clock.now += 0.4  # each answer takes that long
+        second.clock.now += 1.0  # each answer takes that long
         second.answer()
         second.send()
         second.work()
@@ -369,6 +373,17 @@ def test_a_store_that_hangs_is_noticed_whoever_waits_for_it(prefetch):
         server.core.reset_cache()
     assert server.tier.is_left_alone
     assert len(server.store.queries) < 15
+    server.settle()
+
+
+def test_requests_that_wait_already_start_when_the_store_turns_out_to_hang():
+    server = Server(stored=stored_by_a_first_server(), prefetch="wait_complete")
+    recorder = server.harness.submit("r", PROMPT, 1)
+    for _ in range(3):
+        assert server.harness.step() is None
+        server.clock.now += 3.1
+    assert server.harness.step() is not None, "before the ten seconds of wait_complete"
+    assert recorder.tokens == expected_outputs(PROMPT, 1)
     server.settle()
 
 

@@ -267,3 +267,20 @@ def test_two_pieces_are_stored_at_a_time(link):
             tier.answered(StoreDone(command.store_id, rank, len(command.slots)))
     assert sum(map(len, link.committed)) == 199
     manager.check_idle()
+
+
+def test_blocks_that_were_computed_meanwhile_do_not_end_a_fetch(link):
+    manager, tier = big(link, 256)
+    text = long(300)
+    tier.request_arrived("r", prompt(text))
+    tier.answered(QueryDone(link.queries[-1][0], 199))
+    first, second = sent(link, LoadBlocks)
+    step = compute(manager, tier, text[:32] + "!")
+    for _ in range(RANKS):
+        report(tier, step)
+    for rank in range(RANKS):
+        tier.answered(LoadDone(first.load_id, rank, 32))
+    for rank in range(RANKS):
+        tier.answered(LoadDone(second.load_id, rank, 32))
+    assert manager.count_cached(prompt(text).hashes) == 64
+    assert len(sent(link, LoadBlocks)) > 2
