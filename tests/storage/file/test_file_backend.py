@@ -1,5 +1,6 @@
 """FileBackend on real files: what is stored, what goes first, and what is left when a process or a disk ends."""
 
+import contextlib
 import errno
 import os
 import random
@@ -233,14 +234,23 @@ def test_a_killed_writer_leaves_nothing_half(store):
     backend = store(capacity=40 * FILE_BYTES)
     survivors = 0
     for round_ in range(100):
+        told, tell = os.pipe()
         child = os.fork()
         if child == 0:
-            writer = FileBackend(backend.directory, namespace(), capacity_bytes=40 * FILE_BYTES)
-            for number in range(1 << 20):
-                put(writer, *(1000 * round_ + 4 * number + i for i in range(4)))
-        time.sleep(rng.uniform(0.001, 0.03))
+            with contextlib.suppress(BaseException):
+                writer = FileBackend(backend.directory, namespace(), capacity_bytes=40 * FILE_BYTES)
+                for number in range(100):
+                    put(writer, *(1000 * round_ + 4 * number + i for i in range(4)))
+                    os.write(tell, b".")
+                signal.pause()
+            os._exit(1)
+        os.close(tell)
+        begun = os.read(told, 1)  # however slow the machine is, it is killed while it writes
+        time.sleep(rng.uniform(0.0, 0.02))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(told)
+        assert begun
         files = list(stored_files(backend.directory))
         survivors += len(files)
         assert {file.num_bytes for file in files} <= {FILE_BYTES}
