@@ -1,89 +1,21 @@
 """The `storage` command on real directories, also while servers use them."""
 
-import errno
 import fcntl
-import json
 import os
 import random
-import sys
 import time
 
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
-from fastdeploy_kvcache_v1.storage.file import command, verification
+from fastdeploy_kvcache_v1.storage.file import command
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from fastdeploy_kvcache_v1.units import GIB
-from tests.storage.values import empty, holds, keys, namespace, values
-
-FILE_BYTES = 8192
-"""What a value takes on the disk."""
+from tests.storage.file.stores import FILE_BYTES, age, damage, everything, flip_a_byte, got, put, start, stored
+from tests.storage.values import keys, namespace
 
 DAY_S = 24 * 60 * 60
-ACTIONS = (["info"], ["verify"], ["verify", "--repair"], ["prune", "--to-gib", "0"], ["clear"])
-
-
-@pytest.fixture
-def directory(tmp_path):
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def server(directory):
-    """Opens a backend as a server does."""
-    opened = []
-
-    def open_server(*numbers, capacity=100 * FILE_BYTES, **changes):
-        opened.append(FileBackend(directory, namespace(**changes), capacity_bytes=capacity))
-        put(opened[-1], *numbers)
-        return opened[-1]
-
-    yield open_server
-    for backend in opened:
-        backend.close()
-
-
-@pytest.fixture
-def storage(directory, capsys):
-    """Runs the command: exit status, and its result."""
-
-    def run(*words):
-        status = cli.main(["storage", *words, "--kvcache-storage-dir", str(directory), "--json"])
-        return status, json.loads(capsys.readouterr().out)
-
-    return run
-
-
-def put(backend, *numbers):
-    return backend.put(keys(*numbers), values(keys(*numbers)))
-
-
-def stored(backend, *numbers):
-    return [number for number in numbers if backend.count_stored(keys(number))]
-
-
-def age(backend, number, seconds):
-    then = time.time() - seconds
-    os.utime(backend._path(keys(number)[0]), (then, then))
-
-
-def damage(backend, number, how):
-    with open(backend._path(keys(number)[0]), "r+b") as file:
-        how(file)
-
-
-def flip_a_byte(file):
-    byte = file.read(1)
-    file.seek(0)
-    file.write(bytes([byte[0] ^ 1]))
-
-
-def everything(directory):
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
-
-
-# ---- info
 
 
 def test_info_shows_every_namespace_and_their_sum(server, storage, directory):
@@ -119,123 +51,6 @@ def test_info_changes_nothing(server, storage, directory):
     before = [(path, path.stat().st_mtime_ns) for path in sorted(directory.rglob("*"))]
     storage("info")
     assert [(path, path.stat().st_mtime_ns) for path in sorted(directory.rglob("*"))] == before
-
-
-# ---- verify
-
-
-def test_verify_finds_nothing_wrong_with_what_was_stored(server, storage):
-    server(1, 2)
-    server(3, model="n")
-    assert storage("verify") == (
-        0,
-        {
-            "values": 3,
-            "bytes": 3 * FILE_BYTES,
-            "vanished_values": 0,
-            "damaged_values": 0,
-            "deleted_values": 0,
-            "damaged": [],
-        },
-    )
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        flip_a_byte,
-        lambda file: file.truncate(0),
-        lambda file: file.truncate(FILE_BYTES - 1),
-        lambda file: file.truncate(63),
-    ],
-    ids=["a changed byte", "empty", "cut", "shorter than a trailer"],
-)
-def test_verify_names_a_damaged_value_and_repair_deletes_it(server, storage, directory, how):
-    backend = server(1, 2, 3)
-    damage(backend, 2, how)
-    path = os.path.relpath(backend._path(keys(2)[0]), directory)
-    status, result = storage("verify")
-    assert (status, result["damaged"], result["deleted_values"]) == (1, [path], 0)
-    assert stored(backend, 1, 2, 3) == [1, 2, 3], "only --repair deletes"
-    status, result = storage("verify", "--repair")
-    assert (status, result["damaged"], result["deleted_values"]) == (1, [path], 1)
-    assert stored(backend, 1, 2, 3) == [1, 3]
-    assert backend._used.read() == 2 * FILE_BYTES
-    assert storage("verify")[0] == 0
-
-
-def test_a_value_under_the_key_of_another_is_damaged(server, storage):
-    backend = server(1, 2)
-    first, second = (backend._path(key) for key in keys(1, 2))
-    os.replace(first, second)
-    assert storage("verify")[1]["damaged_values"] == 1
-
-
-def test_a_value_that_vanishes_while_it_is_verified_is_no_error(server, storage, monkeypatch):
-    server(1, 2)
-    whole = verification._is_whole
-
-    def evicted_just_before(path):
-        if path.endswith(keys(1)[0]):
-            os.unlink(path)
-        return whole(path)
-
-    monkeypatch.setattr(verification, "_is_whole", evicted_just_before)
-    status, result = storage("verify")
-    assert (status, result["values"], result["vanished_values"], result["damaged_values"]) == (0, 1, 1, 0)
-
-
-def test_a_value_that_the_disk_cannot_read_is_damaged(server, storage, monkeypatch):
-    backend = server(1, 2)
-    path, really_open = backend._path(keys(1)[0]), os.open
-
-    def broken(name, *rest, **more):
-        if name == path:
-            raise OSError(errno.EIO, "Input/output error", name)
-        return really_open(name, *rest, **more)
-
-    monkeypatch.setattr(os, "open", broken)
-    status, result = storage("verify", "--repair")
-    assert (status, result["damaged_values"]) == (1, 1)
-    assert stored(backend, 1, 2) == [2]
-
-
-def test_a_value_that_may_not_be_read_is_one_line_and_is_kept(server, directory, capsys, monkeypatch):
-    backend = server(1)
-    path, really_open = backend._path(keys(1)[0]), os.open
-
-    def forbidden(name, *rest, **more):
-        if name == path:
-            raise PermissionError(errno.EACCES, "Permission denied", name)
-        return really_open(name, *rest, **more)
-
-    monkeypatch.setattr(os, "open", forbidden)
-    assert cli.main(["storage", "verify", "--repair", "--kvcache-storage-dir", str(directory)]) == 2
-    assert capsys.readouterr().err == f"fastdeploy-kvcache: error: {path}: Permission denied\n"
-    assert stored(backend, 1) == [1]
-
-
-def test_many_damaged_values_are_counted_and_some_are_named(server, directory, capsys):
-    backend = server(*range(12))
-    for number in range(12):
-        damage(backend, number, flip_a_byte)
-    assert cli.main(["storage", "verify", "--kvcache-storage-dir", str(directory)]) == 1
-    text = capsys.readouterr().out
-    assert "checked 12 values (0.1 MiB): 12 damaged\n" in text
-    assert text.count(namespace().digest) == 10
-    assert "and 2 more" in text
-
-
-def test_verify_without_the_checksum_library_says_how_to_get_it(server, directory, capsys, monkeypatch):
-    server(1)
-    for name in ("file.verification", "seal"):
-        monkeypatch.delitem(sys.modules, f"fastdeploy_kvcache_v1.storage.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "xxhash", None)
-    assert cli.main(["storage", "verify", "--kvcache-storage-dir", str(directory)]) == 2
-    assert "needs the package xxhash: pip install" in capsys.readouterr().err
-
-
-# ---- prune
 
 
 def test_prune_deletes_what_was_not_used_for_so_long(server, storage):
@@ -359,9 +174,6 @@ def test_prune_needs_a_number_it_can_use(server, directory, capsys, words, messa
     assert stored(backend, 1) == [1]
 
 
-# ---- clear
-
-
 def test_clear_leaves_an_empty_storage_directory(server, storage, directory):
     server(1, 2)
     server(3, model="n")
@@ -416,17 +228,7 @@ def test_servers_that_store_while_the_directory_is_cleared_see_no_error(server, 
             got(mine, *rng.sample(range(60), 4))
         mine.close()
 
-    children = []
-    for seed in range(2):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                use(seed)
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
+    children = [start(use, seed) for seed in range(2)]
     num_cleared = 0
     while (ended := os.waitpid(children[0], os.WNOHANG)) == (0, 0):
         num_cleared += storage("clear")[1]["deleted_values"]
@@ -436,98 +238,6 @@ def test_servers_that_store_while_the_directory_is_cleared_see_no_error(server, 
     storage("clear")
     assert list(stored_files(directory)) == []
     assert backend._used.read() == 0
-
-
-def got(backend, *numbers):
-    """How many values arrived; checks each of them."""
-    buffers = empty(len(numbers))
-    count = backend.get(keys(*numbers), buffers)
-    assert all(holds(buffer, key) for buffer, key in zip(buffers[:count], keys(*numbers), strict=False))
-    return count
-
-
-# ---- what is not ours
-
-
-@pytest.mark.parametrize("action", ACTIONS, ids=" ".join)
-def test_a_directory_that_is_not_ours_is_left_alone(server, directory, capsys, action):
-    server(1)
-    (directory / "format").unlink()
-    before = everything(directory)
-    assert cli.main(["storage", *action, "--kvcache-storage-dir", str(directory)]) == 2
-    error = capsys.readouterr().err
-    assert f"{directory} is not a storage directory" in error
-    assert error.count("\n") == 1
-    assert everything(directory) == before
-
-
-@pytest.mark.parametrize("action", ACTIONS, ids=" ".join)
-def test_a_directory_of_another_version_is_left_alone(server, directory, capsys, action):
-    server(1)
-    (directory / "format").write_text("fastdeploy-kvcache-v1 storage 0\n")
-    before = everything(directory)
-    assert cli.main(["storage", *action, "--kvcache-storage-dir", str(directory)]) == 2
-    error = capsys.readouterr().err
-    assert "another version" in error
-    assert error.count("\n") == 1
-    assert everything(directory) == before
-
-
-@pytest.mark.parametrize("action", ACTIONS, ids=" ".join)
-def test_a_missing_directory_is_one_line_and_is_not_made(directory, capsys, action):
-    assert cli.main(["storage", *action, "--kvcache-storage-dir", str(directory)]) == 2
-    error = capsys.readouterr().err
-    assert "is not a storage directory" in error
-    assert error.count("\n") == 1
-    assert not directory.exists()
-
-
-@pytest.mark.parametrize("link", ["namespace", "shard", "value", "tmp"])
-def test_what_a_symbolic_link_leads_to_is_neither_counted_nor_deleted(server, storage, directory, tmp_path, link):
-    backend = server(1)
-    outside = tmp_path / "outside"
-    inside = {
-        "namespace": directory / ("0" * 32),
-        "shard": directory / namespace().digest / "00",
-        "value": directory / namespace().digest / keys(1)[0][:2] / "linked",
-        "tmp": directory / "tmp",
-    }[link]
-    theirs = outside / "ab" / keys(1)[0]
-    theirs.parent.mkdir(parents=True)
-    for path in (theirs, outside / "letter"):
-        path.write_text("Dear")
-        os.utime(path, (1, 1))
-    if link == "tmp":
-        inside.rmdir()
-    inside.symlink_to(theirs if link == "value" else outside if link != "shard" else theirs.parent)
-    assert storage("info")[1]["values"] == 1
-    assert storage("verify", "--repair")[0] == 0
-    storage("prune", "--older-than", "1", "--to-gib", "0")
-    storage("clear")
-    assert [path.read_text() for path in (theirs, outside / "letter")] == ["Dear", "Dear"]
-    assert stored(backend, 1) == []
-
-
-def test_an_eviction_deletes_nothing_behind_a_symbolic_link(server, directory, tmp_path):
-    theirs = tmp_path / "outside" / "ab" / "letter"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text("Dear")
-    os.utime(theirs, (1, 1))
-    backend = server(1, 2, capacity=2 * FILE_BYTES)
-    (directory / ("0" * 32)).symlink_to(tmp_path / "outside")
-    put(backend, 3)
-    assert theirs.read_text() == "Dear"
-
-
-def test_files_that_servers_do_not_write_stay(server, storage, directory):
-    """In the directory, in a namespace, and in one that looks like one."""
-    server(1)
-    others = [directory / "letter", directory / namespace().digest / "letter", directory / ("0" * 31) / "ab" / "letter"]
-    for path in others:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("Dear")
-    storage("clear")
-    assert [path.read_text() for path in others] == ["Dear"] * 3
 
 
 @pytest.mark.parametrize("argv", [[], ["info"], ["unknown"]])

@@ -4,11 +4,8 @@ import contextlib
 import errno
 import os
 import random
-import shutil
 import signal
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -16,40 +13,8 @@ from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage.file import file_backend, shared_counter
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
-from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace, values
-
-FILE_BYTES = 8192
-"""What a value takes on the disk."""
-
-
-@pytest.fixture
-def store(tmp_path):
-    opened = []
-
-    def open_store(capacity=100 * FILE_BYTES, directory=tmp_path / "kv", **changes):
-        opened.append(FileBackend(directory, namespace(**changes), capacity_bytes=capacity))
-        return opened[-1]
-
-    yield open_store
-    for backend in opened:
-        backend.close()
-        backend.close()
-
-
-def put(backend, *numbers):
-    return backend.put(keys(*numbers), values(keys(*numbers)))
-
-
-def got(backend, *numbers):
-    """How many values arrived; checks each of them."""
-    buffers = empty(len(numbers))
-    count = backend.get(keys(*numbers), buffers)
-    assert all(holds(buffer, key) for buffer, key in zip(buffers[:count], keys(*numbers), strict=False))
-    return count
-
-
-def used_by(backend):
-    return backend._used.read()
+from tests.storage.file.stores import FILE_BYTES, age, ended_well, got, put, start, used_by
+from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace
 
 
 def test_values_come_back_as_far_as_they_are_stored(store):
@@ -125,11 +90,6 @@ def test_values_that_are_stored_again_count_as_used(store):
     assert [backend.count_stored(keys(number)) for number in (1, 2, 3, 4, 5)] == [1, 0, 0, 1, 1]
 
 
-def age(backend, number, seconds):
-    then = time.time() - seconds
-    os.utime(backend._path(keys(number)[0]), (then, then))
-
-
 def test_capacity_holds_for_all_namespaces_and_processes_together(store):
     """And the old model's blocks leave first, because nobody uses them."""
     old, new = store(capacity=10 * FILE_BYTES), store(capacity=10 * FILE_BYTES, model="n")
@@ -189,46 +149,6 @@ def test_an_error_of_the_disk_is_a_storage_error(store, monkeypatch):
         backend.count_stored(keys(1))
 
 
-def test_a_directory_that_cannot_be_written_is_read(store, tmp_path):
-    """In a child without root's rights, to which nothing is forbidden."""
-    put(store(), 1, 2)
-    allow_everybody_to_read(tmp_path)
-
-    def use():
-        backend = FileBackend(tmp_path / "kv", namespace(), capacity_bytes=10 * FILE_BYTES)
-        assert not backend.can_write
-        assert got(backend, 1, 2) == 2
-        with pytest.raises(StorageError, match="cannot be written to"):
-            put(backend, 3)
-        backend.close()
-        with pytest.raises(ConfigError, match="cannot be made"):
-            FileBackend(tmp_path / "other", namespace(), capacity_bytes=1)
-
-    assert in_a_child(use, user=65534) == 0
-
-
-def allow_everybody_to_read(directory):
-    for parent in directory.parents[:3]:
-        parent.chmod(0o755)
-    for path in [directory, *directory.rglob("*")]:
-        path.chmod(0o555 if path.is_dir() else 0o444)
-
-
-def in_a_child(use, user=None):
-    """Exit status of a forked child that runs `use`."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status = 1
-    try:
-        if user is not None and os.geteuid() == 0:
-            os.setuid(user)
-        use()
-        status = 0
-    finally:
-        os._exit(status)
-
-
 def test_a_killed_writer_leaves_nothing_half(store):
     rng = random.Random(5)
     backend = store(capacity=40 * FILE_BYTES)
@@ -286,33 +206,9 @@ def test_two_processes_write_and_evict_at_once(store):
             put(mine, *numbers)
             got(mine, *rng.sample(range(60), 4))
 
-    children = []
-    for seed in range(2):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                use(seed)
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    children = [start(use, seed) for seed in range(2)]
+    assert ended_well(*children)
     assert backend.usage().num_bytes <= 20 * FILE_BYTES
-
-
-def test_a_directory_of_another_version_is_refused(tmp_path):
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "format").write_text("fastdeploy-kvcache-v1 storage 0\n")
-    with pytest.raises(ConfigError, match="another version"):
-        FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
-
-
-def test_a_directory_with_other_files_is_refused(tmp_path):
-    (tmp_path / "letter.txt").write_text("Dear")
-    with pytest.raises(ConfigError, match="holds other files"):
-        FileBackend(tmp_path, namespace(), capacity_bytes=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
 
 
 def test_a_capacity_of_nothing_is_refused(tmp_path):
@@ -320,87 +216,11 @@ def test_a_capacity_of_nothing_is_refused(tmp_path):
         FileBackend(tmp_path / "kv", namespace(), capacity_bytes=0)
 
 
-@pytest.mark.parametrize("deleted", ["namespace", "tmp", "format", "used", "everything", "the directory"])
-def test_what_was_deleted_under_a_running_server_is_made_again(store, deleted):
-    backend, other = store(), store()
-    put(backend, 1)
-    remove_tree(backend.directory, deleted)
-    assert put(backend, 2, 3) == 2
-    assert got(backend, 2, 3) == 2
-    assert put(other, 4) == 1
-    present = {path.name for path in backend.directory.iterdir()}
-    assert present == {"format", "used", "tmp", namespace().digest}
-    assert (backend.directory / namespace().digest / "manifest.json").read_text() == namespace().manifest()
-    assert store().can_write, "the next server takes it for a storage directory"
-    assert used_by(backend) == used_by(other) == store()._used.read(), "all count in the same file"
-
-
-def remove_tree(directory, what):
-    paths = {
-        "namespace": [directory / namespace().digest],
-        "everything": list(directory.iterdir()),
-        "the directory": [directory],
-    }.get(what, [directory / what])
-    for path in paths:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-@pytest.mark.parametrize("deleted", ["namespace", "tmp"])
-def test_a_value_is_stored_although_directories_vanish_before_it_is_written(store, monkeypatch, deleted):
-    backend = store()
-    make_room = backend._make_room
-
-    def clear_and_make_room(num_bytes):
-        remove_tree(backend.directory, deleted)
-        make_room(num_bytes)
-
-    monkeypatch.setattr(backend, "_make_room", clear_and_make_room)
-    assert put(backend, 1) == got(backend, 1) == 1
-    assert (backend._root / "manifest.json").is_file()
-
-
-def test_a_value_is_stored_although_directories_vanish_while_it_is_written(store, monkeypatch):
-    backend = store()
-    write = os.write
-
-    def clear_and_write(file, data):
-        shutil.rmtree(backend._root, ignore_errors=True)
-        return write(file, data)
-
-    monkeypatch.setattr(os, "write", clear_and_write)
-    assert put(backend, 1) == 1
-    monkeypatch.undo()
-    assert got(backend, 1) == 1
-
-
-def test_a_server_whose_directory_cannot_be_made_again_gets_a_storage_error(store):
-    backend = store()
-    shutil.rmtree(backend.directory)
-    backend.directory.write_text("a file now")
-    with pytest.raises(StorageError, match="cannot write to"):
-        put(backend, 1)
-
-
 def test_what_is_removed_is_not_counted(store):
     backend = store()
     put(backend, 1, 2)
     backend.remove(keys(1, 3))
     assert used_by(backend) == backend.usage().num_bytes == FILE_BYTES
-
-
-def test_backends_that_open_a_new_directory_at_once_can_all_write(tmp_path):
-    """The threads of one server, and servers that start together."""
-    for round_ in range(20):
-        start = threading.Barrier(8)
-
-        def open_one(_, directory=tmp_path / f"{round_}", start=start):
-            start.wait()
-            backend = FileBackend(directory, namespace(), capacity_bytes=1 << 20)
-            backend.close()
-            return backend.can_write
-
-        with ThreadPoolExecutor(8) as threads:
-            assert all(threads.map(open_one, range(8)))
 
 
 def test_within_one_put_the_first_block_is_the_last_to_go(store):
@@ -450,16 +270,3 @@ def test_what_is_no_file_is_a_miss_and_no_hang(store):
     os.unlink(path)
     os.mkfifo(path)
     assert got(backend, 1) == 0
-
-
-def test_a_directory_that_everybody_can_write_to_is_refused(tmp_path):
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv").chmod(0o777)
-    with pytest.raises(ConfigError, match="everybody can write"):
-        FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
-
-
-def test_nobody_else_can_read_what_is_stored(store, tmp_path):
-    put(store(), 1)
-    for path in [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]:
-        assert not path.stat().st_mode & 0o077, path

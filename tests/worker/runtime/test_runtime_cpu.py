@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -187,7 +188,9 @@ def test_no_thread_exists_before_the_first_work(runtime):
     stream.submit(lambda: None)
     assert is_running()
     stream.close()
-    assert not is_running()
+    # A join returns as soon as the thread has given up its memory; the kernel's entry of it goes a moment later.
+    while is_running():
+        time.sleep(0.001)
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

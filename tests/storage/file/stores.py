@@ -1,0 +1,70 @@
+"""Shared by the tests of the file store: what a test puts and gets, ages, and does in other processes."""
+
+import os
+import time
+
+from tests.storage.values import empty, holds, keys, values
+
+FILE_BYTES = 8192
+"""What a value takes on the disk."""
+
+
+def put(backend, *numbers):
+    return backend.put(keys(*numbers), values(keys(*numbers)))
+
+
+def got(backend, *numbers):
+    """How many values arrived; checks each of them."""
+    buffers = empty(len(numbers))
+    count = backend.get(keys(*numbers), buffers)
+    assert all(holds(buffer, key) for buffer, key in zip(buffers[:count], keys(*numbers), strict=False))
+    return count
+
+
+def used_by(backend):
+    return backend._used.read()
+
+
+def age(backend, number, seconds):
+    then = time.time() - seconds
+    os.utime(backend._path(keys(number)[0]), (then, then))
+
+
+def start(use, *arguments, user=None):
+    """Process id of a forked child that runs `use(*arguments)`, as `user` if this process may choose."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        if user is not None and os.geteuid() == 0:
+            os.setuid(user)
+        use(*arguments)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def ended_well(*children):
+    """Whether children of `start` ended without an error, once all of them have ended."""
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    return not any(statuses)
+
+
+def stored(backend, *numbers):
+    return [number for number in numbers if backend.count_stored(keys(number))]
+
+
+def everything(directory):
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def damage(backend, number, how):
+    with open(backend._path(keys(number)[0]), "r+b") as file:
+        how(file)
+
+
+def flip_a_byte(file):
+    byte = file.read(1)
+    file.seek(0)
+    file.write(bytes([byte[0] ^ 1]))
