@@ -308,6 +308,10 @@ class TransferReport:
     transfers: tuple[TransferResult, ...] = ()
     exposed_wait_s: float = 0.0
     """Seconds the compute stood still for copies since the last report."""
+    ended_through: int = -1
+    """No copy of this swap step or an earlier one runs any more, and what became of it is in this report or in an
+    earlier one. Copies that never reached the worker count as ended, too.
+    """
 
 
 class CacheEvent(NamedTuple):

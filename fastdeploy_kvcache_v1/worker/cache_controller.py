@@ -187,8 +187,8 @@ class CacheController:
         return self._transfers.take_results()
 
     def take_report(self) -> TransferReport:
-        """As `take_results`, and how long compute stood still for copies since the last report."""
-        return self._transfers.take_report()
+        """As `take_results`, how long compute stood still for copies since the last report, and how far copies are."""
+        return self._transfers.take_report(self._last_step)
 
     def copy_progress(self) -> CopyProgress:
         """To tell slow copies from one that never ends."""

@@ -218,10 +218,12 @@ class CacheTransferManager:
         self._stale = [transfer for transfer in self._stale if not transfer.finished.done()]
         return results
 
-    def take_report(self) -> TransferReport:
-        """See `CacheController.take_report`."""
+    def take_report(self, last_step: int) -> TransferReport:
+        """See `CacheController.take_report`. `last_step`: no later one was submitted."""
         waited, self._meter.seconds = self._meter.seconds, 0.0
-        return TransferReport(tuple(self.take_results()), waited)
+        results = tuple(self.take_results())
+        oldest = min((transfer.step for transfer in (*self._unreported, *self._stale)), default=last_step + 1)
+        return TransferReport(results, waited, oldest - 1)
 
     def _give_up(self, transfer: Transfer, reason: str) -> None:
         if transfer.given_up is None and transfer in self._unreported:

@@ -70,7 +70,7 @@ class ShadowWorker:
             context = self._compute(task)
             if task.needs_logits:
                 tokens[task.request_id] = next_token(context)
-        return StepResult(tokens=tokens, retry=retry, report=TransferReport(tuple(transfers)))
+        return StepResult(tokens=tokens, retry=retry, report=TransferReport(tuple(transfers), 0.0, self._last_step))
 
     def _copy(
         self, step: int, copy: CacheSwapMetadata, source: list[list[int | None]], target: list[list[int | None]]

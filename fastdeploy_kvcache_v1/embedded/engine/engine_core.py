@@ -197,8 +197,8 @@ class EngineCore:
                 reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
                 logger.warning("step %d: %s", result.step, reason)
                 affected.update(dict.fromkeys(self._manager.transfer_failed(result), reason))
-            if self.storage is not None:
-                self.storage.copy_reported(result)
+        if self.storage is not None:
+            self.storage.copies_reported(0, report)
         return affected
 
     def _retry(self, reasons: dict[str, str]) -> None:

@@ -2,60 +2,51 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
-from ...metadata import EVICT, CopyKind, SwapStep, TransferResult
+from ...metadata import EVICT, SwapStep, TransferReport
 
 __all__ = ["OpenCopies"]
 
 
 class OpenCopies:
-    """Follows the steps that the workers were told, and their results. O(copies) each; not thread-safe."""
+    """Follows the steps that the workers were told, and their reports. O(copies) each; not thread-safe.
+
+    A report may make up for earlier ones that were lost, and steps may get lost on their way to the workers: a later
+    step that was received is what tells that an earlier one does not copy any more.
+    """
 
     def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._waiting: dict[int, dict[CopyKind, int]] = {}
-        """Ranks that have not reported, by step and kind of copy."""
+        self._ended_through = [-1] * num_ranks
         self._told = -1
-        self._filled: dict[int, tuple[int, ...]] = {}
-        """Host slots that copies of a step fill, until all ranks have."""
+        self._open: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        """Host slots that copies of a step fill, by step, until all ranks have ended it. None if a copy failed."""
         self._last_filled: dict[int, int] = {}
         """Which step was the last to fill a host slot."""
-        self._failed: set[int] = set()
-        """Steps whose copy to the host failed on a rank."""
 
     def told(self, step: SwapStep) -> None:
         """The workers are being told of `step`."""
         self._told = step.step
-        if not step:
-            return
-        self._waiting[step.step] = {transfer.kind: self._num_ranks for transfer in step.transfers}
-        if slots := step.evict.target_slots:
-            self._filled[step.step] = slots
+        if step:
+            slots = self._open[step.step] = step.evict.target_slots
             self._last_filled.update(dict.fromkeys(slots, step.step))
 
-    def reported(self, result: TransferResult) -> Sequence[int]:
-        """Returns the host slots that the step has filled on all ranks now, and that no later step fills, in order."""
-        kinds = self._waiting.get(result.step)
-        kind = (result.source, result.target)
-        if kinds is None or kind not in kinds:
-            return ()
-        kinds[kind] -= 1
-        if kind == EVICT and not result.ok:
-            self._failed.add(result.step)
-        if kinds[kind]:
-            return ()
-        del kinds[kind]
-        if not kinds:
-            del self._waiting[result.step]
-        if kind != EVICT:
-            return ()
-        filled = self._filled.pop(result.step)
-        if result.step in self._failed:
-            self._failed.discard(result.step)
-            return ()
-        still = self.still_filled(result.step, filled)
-        return [slot for slot in filled if slot in still]
+    def reported(self, rank: int, report: TransferReport) -> list[tuple[int, Sequence[int]]]:
+        """The steps that have ended on all ranks now, in order: for each its number, and the host slots, in order, that
+        it has filled on all of them and that no later step fills.
+        """
+        for result in report.transfers:
+            if (result.source, result.target) == EVICT and not result.ok and result.step in self._open:
+                self._open[result.step] = ()
+        self._ended_through[rank] = max(self._ended_through[rank], report.ended_through)
+        through = min(self._ended_through)
+        filled: list[tuple[int, Sequence[int]]] = []
+        while self._open and next(iter(self._open)) <= through:
+            step, slots = self._open.popitem(last=False)
+            still = self.still_filled(step, slots)
+            filled.append((step, [slot for slot in slots if slot in still]))
+        return filled
 
     def still_filled(self, step: int, slots: Collection[int]) -> frozenset[int]:
         """Those of host `slots` that no step after `step` fills."""
@@ -63,11 +54,9 @@ class OpenCopies:
 
     def have_ended(self, step: int) -> bool:
         """Every copy up to `step` has ended, on all ranks, and was reported."""
-        oldest = next(iter(self._waiting), self._told + 1)
-        return step <= self._told and oldest > step
+        return step <= self._told and next(iter(self._open), self._told + 1) > step
 
-    def forget(self) -> None:
-        """The workers were started again, or stopped copying: nothing told so far will be reported."""
-        self._waiting.clear()
-        self._filled.clear()
-        self._failed.clear()
+    def forget_filled(self) -> None:
+        """What the open steps fill is not wanted, and perhaps is never filled: they may be lost on their way."""
+        for step in self._open:
+            self._open[step] = ()

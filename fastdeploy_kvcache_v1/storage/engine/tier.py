@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ...metadata import BlockHashes, SwapStep, TransferResult
+from ...metadata import BlockHashes, SwapStep, TransferReport
 from ...scheduler.cache_manager import CacheManager
 from ..messages import LoadDone, QueryDone, StoreDone, UseNamespace
 from ..namespace import Namespace
@@ -66,10 +66,10 @@ class StorageTier:
         """The workers are being told of `step`."""
         self._copies.told(step)
 
-    def copy_reported(self, result: TransferResult) -> None:
-        """A rank's copies of one kind and step have ended. After `CacheManager.transfer_failed`."""
-        if filled := self._copies.reported(result):
-            self._stores.filled(result.step, filled)
+    def copies_reported(self, rank: int, report: TransferReport) -> None:
+        """A rank says what became of its copies. After `CacheManager.transfer_failed`."""
+        for step, slots in self._copies.reported(rank, report):
+            self._stores.filled(step, slots)
 
     def go_on(self) -> None:
         """Begin what can begin now: after reports, answers, and steps."""
@@ -93,6 +93,7 @@ class StorageTier:
 
     def cache_reset(self) -> None:
         """`CacheManager.reset_cache` was called: what is under way ends, and is not wanted."""
+        self._copies.forget_filled()
         self._fetches.forget()
 
     def use_namespace(self, namespace: Namespace) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.metadata import EVICT, BlockHash, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, BlockHash, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
@@ -67,8 +67,9 @@ def compute(manager, tier, text):
     return step
 
 
-def report(tier, step, error=None):
-    tier.copy_reported(TransferResult(step.step, *EVICT, 1, 1, 0.1, (0,) if error else (), error))
+def report(tier, step, rank, error=None):
+    result = TransferResult(step.step, *EVICT, 1, 1, 0.1, (0,) if error else (), error)
+    tier.copies_reported(rank, TransferReport((result,), 0.0, step.step))
     tier.go_on()
 
 
@@ -78,9 +79,9 @@ def test_the_namespace_is_named_first(tier, link):
 
 def test_blocks_are_stored_when_all_ranks_have_copied_and_committed_when_all_have_stored(manager, tier, link):
     step = compute(manager, tier, "abc!")
-    report(tier, step)
+    report(tier, step, 0)
     assert len(link.sent) == 1
-    report(tier, step)
+    report(tier, step, 1)
     command = link.last(StoreBlocks)
     assert command.hashes == (b"a", b"ab", b"abc")
     assert command.slots == step.evict.target_slots
@@ -94,8 +95,8 @@ def test_blocks_are_stored_when_all_ranks_have_copied_and_committed_when_all_hav
 
 def test_blocks_that_one_rank_could_not_store_are_not_committed(manager, tier, link):
     step = compute(manager, tier, "abc!")
-    report(tier, step)
-    report(tier, step)
+    report(tier, step, 0)
+    report(tier, step, 1)
     command = link.last(StoreBlocks)
     tier.answered(StoreDone(command.store_id, 0, 0, error="disk full"))
     tier.answered(StoreDone(command.store_id, 1, 3))
@@ -106,8 +107,8 @@ def test_blocks_that_one_rank_could_not_store_are_not_committed(manager, tier, l
 
 def test_blocks_that_one_rank_could_not_copy_are_not_stored(manager, tier, link):
     step = compute(manager, tier, "abc!")
-    report(tier, step, error="ECC")
-    report(tier, step)
+    report(tier, step, 0, error="ECC")
+    report(tier, step, 1)
     assert len(link.sent) == 1
 
 
@@ -131,9 +132,9 @@ def test_a_load_waits_for_copies_that_use_its_slots(link, tier, manager):
     tier.request_arrived("r", prompt("xyz!"))
     tier.answered(QueryDone(link.queries[-1][0], 3))
     assert not any(isinstance(command, LoadBlocks) for command in link.sent)
-    report(tier, step)
+    report(tier, step, 0)
     assert not any(isinstance(command, LoadBlocks) for command in link.sent)
-    report(tier, step)
+    report(tier, step, 1)
     command = link.last(LoadBlocks)
     assert command.hashes == (b"x", b"xy", b"xyz")
     assert set(command.slots) <= set(step.evict.target_slots)
@@ -148,12 +149,12 @@ def test_loads_wait_each_for_their_own_copies(link, tier, manager):
     second = compute(manager, tier, "ABCDEFGHIJKLM!")
     tier.request_arrived("s", prompt("uvw!"))
     tier.answered(QueryDone(link.queries[-1][0], 3))
-    for step in (first, first):
-        report(tier, step)
+    for rank in range(RANKS):
+        report(tier, first, rank)
     loads = [command.hashes[0] for command in link.sent if isinstance(command, LoadBlocks)]
     assert loads == [b"x"]
-    for step in (second, second):
-        report(tier, step)
+    for rank in range(RANKS):
+        report(tier, second, rank)
     loads = [command.hashes[0] for command in link.sent if isinstance(command, LoadBlocks)]
     assert loads == [b"x", b"u"]
 
@@ -256,8 +257,8 @@ def test_requests_whose_prefix_has_arrived_make_way_for_others(link):
 def test_two_pieces_are_stored_at_a_time(link):
     manager, tier = big(link, 256)
     step = compute(manager, tier, long(300))
-    for _ in range(RANKS):
-        report(tier, step)
+    for rank in range(RANKS):
+        report(tier, step, rank)
     assert [len(command.slots) for command in sent(link, StoreBlocks)] == [32, 32]
     num_stored = 0
     while not tier.is_idle:
@@ -276,8 +277,8 @@ def test_blocks_that_were_computed_meanwhile_do_not_end_a_fetch(link):
     tier.answered(QueryDone(link.queries[-1][0], 199))
     first, second = sent(link, LoadBlocks)
     step = compute(manager, tier, text[:32] + "!")
-    for _ in range(RANKS):
-        report(tier, step)
+    for rank in range(RANKS):
+        report(tier, step, rank)
     for rank in range(RANKS):
         tier.answered(LoadDone(first.load_id, rank, 32))
     for rank in range(RANKS):
