@@ -11,7 +11,8 @@ from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..model.reproducible import default_threads
-from ..storage.settings import Prefetch, StorageSettings
+from ..storage.settings import HELP as STORAGE_HELP
+from ..storage.settings import StorageSettings
 from ..units import GIB
 
 RANDOM_MODEL_NAME = "random-tiny"
@@ -159,13 +160,9 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "separate them by commas; * allows any",
         metavar="NAMES",
     )
-    add("--kvcache-storage-dir", "directory of the file storage; made if need be", metavar="DIR")
-    add("--kvcache-storage-gib", "largest size of that directory in GiB", type=float, metavar="GIB")
-    add(
-        "--storage-prefetch",
-        f"how long a request waits for a stored prefix: {Prefetch.choices()}",
-        metavar="POLICY",
-    )
+    add("--kvcache-storage-dir", STORAGE_HELP["kvcache_storage_dir"], metavar="DIR")
+    add("--kvcache-storage-gib", STORAGE_HELP["kvcache_storage_gib"], type=float, metavar="GIB")
+    add("--storage-prefetch", STORAGE_HELP["storage_prefetch"], metavar="POLICY")
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
 
 
@@ -254,15 +251,11 @@ def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> Stora
         if values.kvcache_storage_dir is not None:
             raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
         return None
-    gib: float = values.kvcache_storage_gib
-    if not 0 < gib < float("inf"):
-        raise ConfigError(f"--kvcache-storage-gib must be a number of GiB above 0, got {gib:g}")
-    directory = values.kvcache_storage_dir
-    settings = StorageSettings(
+    settings = StorageSettings.of_flags(
         values.kvcache_storage_backend,
-        None if directory is None else Path(directory),
-        capacity_bytes=int(gib * GIB),
-        prefetch=Prefetch.parse(values.storage_prefetch),
+        directory=values.kvcache_storage_dir,
+        gib=values.kvcache_storage_gib,
+        prefetch=values.storage_prefetch,
     )
     if not cache.num_host_blocks:
         raise ConfigError("--kvcache-storage-backend needs a host tier: give --swap-space, and leave the cache on")

@@ -16,7 +16,7 @@ from ..copy_totals import CopyTotals, RankCopies
 from ..errors import MessageVersionError
 from ..metadata import CacheLevel, TransferResult
 
-VERSION = 1
+VERSION = 2
 """Counts the changes of the message."""
 
 MAX_SOCKET_PATH = 107
@@ -37,6 +37,10 @@ class CopyReport:
     """Totals since the start of the process."""
     failed: tuple[TransferResult, ...] = ()
     """Copies that failed since the last report that was sent."""
+    ended_through: int = -1
+    """See `TransferReport.ended_through`."""
+    unlisted_through: int = -1
+    """Copies of this step and earlier ones may have failed without being in `failed` of any report: there were too many."""
 
     def dumps(self) -> bytes:
         copies = self.copies
@@ -45,7 +49,8 @@ class CopyReport:
             for each in self.failed
         ]
         totals = astuple(copies.swap_in), astuple(copies.swap_out), copies.exposed_wait_s
-        return json.dumps((VERSION, self.rank, self.worker, self.number, *totals, failed)).encode()
+        steps = self.ended_through, self.unlisted_through
+        return json.dumps((VERSION, self.rank, self.worker, self.number, *totals, failed, *steps)).encode()
 
     @classmethod
     def loads(cls, message: bytes) -> CopyReport:
@@ -55,9 +60,10 @@ class CopyReport:
         if version != VERSION:
             raise MessageVersionError("copy report", found=version, expected=VERSION)
         try:
-            _, rank, worker, number, swap_in, swap_out, waited, failed = content
+            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted = content
             copies = RankCopies(CopyTotals(*swap_in), CopyTotals(*swap_out), float(waited))
-            return cls(int(rank), str(worker), int(number), copies, tuple(_failure(*each) for each in failed))
+            failures = tuple(_failure(*each) for each in failed)
+            return cls(int(rank), str(worker), int(number), copies, failures, int(ended), int(unlisted))
         except TypeError as error:
             raise ValueError(f"a copy report has fields of the wrong kind: {error}") from None
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..units import GIB
 
 __all__ = ["Prefetch", "StorageSettings"]
 
@@ -37,6 +38,13 @@ class Prefetch(str, enum.Enum):
 BACKENDS = ("file",)
 """Names of the stores that can be chosen."""
 
+HELP = {
+    "kvcache_storage_dir": "directory of the file storage; made if need be",
+    "kvcache_storage_gib": "largest size of that directory in GiB",
+    "storage_prefetch": f"how long a request waits for a stored prefix: {Prefetch.choices()}",
+}
+"""Help texts of the flags that both servers have."""
+
 
 @dataclass(frozen=True)
 class StorageSettings:
@@ -54,6 +62,14 @@ class StorageSettings:
     timeout_per_1k_tokens_s: float = 0.5
     stall_s: float = 10.0
     """A store that brings nothing for so long stands still."""
+
+    @classmethod
+    def of_flags(cls, backend: str, *, directory: str | None, gib: float, prefetch: str) -> StorageSettings:
+        """As users write them. Raises `ConfigError`."""
+        if not 0 < gib < float("inf"):
+            raise ConfigError(f"--kvcache-storage-gib must be a number of GiB above 0, got {gib:g}")
+        path = None if directory is None else Path(directory)
+        return cls(backend, path, capacity_bytes=int(gib * GIB), prefetch=Prefetch.parse(prefetch))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", Prefetch.parse(self.prefetch))

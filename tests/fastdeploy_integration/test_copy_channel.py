@@ -70,7 +70,7 @@ def steps_failed(reports, count):
     steps = []
 
     def take():
-        steps.extend(result.step for result in reports.take_failed())
+        steps.extend(result.step for result in reports.take().failed)
         return len(steps) >= count
 
     wait_for(take, f"{count} failed copies, of which these are there: {steps}")
@@ -137,7 +137,7 @@ def test_each_ranks_failures_arrive_once_and_in_step_order(path):
         steps = steps_failed(reports, 40)
         assert [step for step in steps if step % 2 == 0] == list(range(0, 40, 2))
         assert [step for step in steps if step % 2 == 1] == list(range(1, 40, 2))
-        assert reports.take_failed() == []
+        assert reports.take().failed == ()
         assert (reports.num_lost, reports.num_unreadable) == (0, 0)
         assert {report.rank: report.copies.swap_out.failures for report in reports.latest()} == {0: 20, 1: 20}
 
@@ -214,7 +214,7 @@ def test_without_an_engine_reports_are_lost_and_the_next_one_makes_up_for_them(p
         reporter.tell(copied(step, error="injected" if step >= MAX_UNSENT_REPORTS else None))
     with listening(path) as reports:
         wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS}, "what was in the queue")
-        assert reports.take_failed() == []
+        assert reports.take().failed == ()
         reporter.tell(copied(1000))
         assert steps_failed(reports, 3) == [MAX_UNSENT_REPORTS + each for each in range(3)]
         wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS + 1}, "the last report")
@@ -242,7 +242,7 @@ def test_failures_that_nobody_takes_are_bounded(path, make_reporter, monkeypatch
         for step in range(10):
             reporter.tell(copied(step, error="injected"))
         wait_for(lambda: [each.number for each in reports.latest()] == [9], "the last report")
-        assert [result.step for result in reports.take_failed()] == [6, 7, 8, 9]
+        assert [result.step for result in reports.take().failed] == [6, 7, 8, 9]
 
 
 class Explosive:

@@ -9,7 +9,9 @@ import shutil
 import stat
 import threading
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
@@ -31,6 +33,20 @@ POLL_MS = 200
 """How soon the thread sees that it has to end."""
 
 
+class CopyNews(NamedTuple):
+    """What the schedule loop has to know of copies, since it asked last."""
+
+    failed: tuple[TransferResult, ...] = ()
+    """Each once, in step order of their rank."""
+    ended_through: Mapping[int, int] = {}  # noqa: RUF012  # never written
+    """By rank, see `TransferReport.ended_through`. Of the ranks that have said more."""
+    unlisted_through: int = -1
+    """Copies of this step and earlier ones may have failed without being in `failed`, now or before."""
+
+
+NO_NEWS = CopyNews()
+
+
 class CopyReports:
     """The last report of every worker process, and which copies failed.
 
@@ -50,7 +66,12 @@ class CopyReports:
         """Messages that are no reports."""
         self._path = path
         self._latest: dict[str, CopyReport] = {}
-        self._failed: deque[TransferResult] = deque(maxlen=MAX_FAILURES)
+        self._lock = threading.Lock()
+        """Of what the next `take` returns: a copy is never said to have ended before its failure is told."""
+        self._failed: deque[TransferResult] = deque()
+        self._ended_through: dict[int, int] = {}
+        self._unlisted_through = -1
+        self._has_news = False
         self._closing = threading.Event()
         _make_private(path.parent)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -73,12 +94,16 @@ class CopyReports:
         """The last report of each worker process that has sent any."""
         return tuple(self._latest.values())
 
-    def take_failed(self) -> list[TransferResult]:
-        """Copies that failed, each once, in step order of their rank. O(1) when there are none."""
-        failed = []
-        while self._failed:
-            failed.append(self._failed.popleft())
-        return failed
+    def take(self) -> CopyNews:
+        """What was reported since the last call. O(1) when that is nothing."""
+        if not self._has_news:
+            return NO_NEWS
+        with self._lock:
+            news = CopyNews(tuple(self._failed), self._ended_through, self._unlisted_through)
+            self._failed.clear()
+            self._ended_through = {}
+            self._has_news = False
+            return news
 
     def close(self) -> None:
         """The socket and its directory are gone. Idempotent."""
@@ -103,8 +128,14 @@ class CopyReports:
             return
         if (before := self._latest.get(report.worker)) is not None:
             self.num_lost += report.number - before.number - 1
-        self._failed.extend(report.failed)
         self._latest[report.worker] = report
+        with self._lock:
+            self._failed.extend(report.failed)
+            self._unlisted_through = max(self._unlisted_through, report.unlisted_through)
+            while len(self._failed) > MAX_FAILURES:
+                self._unlisted_through = max(self._unlisted_through, self._failed.popleft().step)
+            self._ended_through[report.rank] = report.ended_through
+            self._has_news = True
 
 
 def _make_private(directory: Path) -> None:

@@ -35,19 +35,25 @@ class CopyReporter:
         self._worker = f"{os.getpid()}-{time.time_ns()}"
         self._number = 0
         self._copies = RankCopies()
-        self._untold: deque[TransferResult] = deque(maxlen=MAX_UNTOLD_FAILURES)
+        self._untold: deque[TransferResult] = deque()
+        self._unlisted_through = -1
+        self._ended_through = -1
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
     def tell(self, report: TransferReport) -> None:
         """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended."""
         self._copies.add(report)
-        if not report.transfers:
+        if not report.transfers and report.ended_through <= self._ended_through:
             return
+        self._ended_through = max(self._ended_through, report.ended_through)
         self._untold.extend(result for result in report.transfers if not result.ok)
+        while len(self._untold) > MAX_UNTOLD_FAILURES:
+            self._unlisted_through = max(self._unlisted_through, self._untold.popleft().step)
         if self._socket is None:
             self._socket = self._connect()
-        message = CopyReport(self._rank, self._worker, self._number, self._copies, tuple(self._untold)).dumps()
+        steps = self._ended_through, self._unlisted_through
+        message = CopyReport(self._rank, self._worker, self._number, self._copies, tuple(self._untold), *steps).dumps()
         self._number += 1
         with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers
             self._socket.send(message, zmq.NOBLOCK)

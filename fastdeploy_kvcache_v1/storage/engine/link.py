@@ -106,11 +106,23 @@ class StorageLink:
 
     def is_connected(self, timeout_ms: int) -> bool:
         """All agents and lanes have connected, so the names of the sockets are not needed any more. Before `listen`."""
-        while self._num_lanes < 1 + LANES_PER_AGENT * self.num_ranks:
+        while not self._have_lanes_connected:
             if not self._results.poll(timeout_ms):
                 return False
             assert isinstance(pickle.loads(self._results.recv()), LaneConnected), "nothing was asked yet"
             self._num_lanes += 1
+        return self._can_send(timeout_ms)
+
+    @property
+    def is_ready(self) -> bool:
+        """As `is_connected`, at once, while the link listens. What is sent before is lost."""
+        return self._have_lanes_connected and self._can_send(0)
+
+    @property
+    def _have_lanes_connected(self) -> bool:
+        return self._num_lanes >= 1 + LANES_PER_AGENT * self.num_ranks
+
+    def _can_send(self, timeout_ms: int) -> bool:
         return all(socket.poll(timeout_ms, zmq.POLLOUT) for socket in self._commands)
 
     def listen(self, on_answer: Callable[[Answer], None]) -> None:
@@ -169,5 +181,7 @@ class StorageLink:
         while not self._stop.is_set():
             if self._results.poll(POLL_MS):
                 answer = pickle.loads(self._results.recv())
-                if not isinstance(answer, LaneConnected):
+                if isinstance(answer, LaneConnected):
+                    self._num_lanes += 1
+                else:
                     on_answer(answer)

@@ -56,7 +56,8 @@ class OpenCopies:
         """Every copy up to `step` has ended, on all ranks, and was reported."""
         return step <= self._told and next(iter(self._open), self._told + 1) > step
 
-    def forget_filled(self) -> None:
-        """What the open steps fill is not wanted, and perhaps is never filled: they may be lost on their way."""
+    def forget_filled(self, through: int | None) -> None:
+        """What the open steps up to `through` (None: all) fill is not wanted, or is perhaps never filled."""
         for step in self._open:
-            self._open[step] = ()
+            if through is None or step <= through:
+                self._open[step] = ()

@@ -29,24 +29,28 @@ class StorageTier:
         self,
         manager: CacheManager,
         settings: StorageSettings,
-        namespace: Namespace,
+        namespace: Namespace | None,
         link: Link,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Without a `namespace` nothing is loaded or stored until `use_namespace` names one."""
         self.counters = StorageCounters()
         self._link = link
         self._copies = OpenCopies(link.num_ranks)
         self._fetches = Fetches(manager, settings, link, self._copies, self.counters, clock)
         self._stores = Stores(manager, link, self._copies, self.counters, clock)
-        link.send(UseNamespace(namespace))
+        self._is_named = False
+        if namespace is not None:
+            self.use_namespace(namespace)
 
     # ---- requests
 
     def request_arrived(self, request_id: str, sequence: BlockHashes) -> None:
         """A request waits to be scheduled: its stored prefix is fetched meanwhile."""
-        self._fetches.arrived(request_id, sequence)
-        self._fetches.go_on()
+        if self._is_named:
+            self._fetches.arrived(request_id, sequence)
+            self._fetches.go_on()
 
     def may_start(self, request_id: str) -> bool:
         """False while the request should go on waiting for its stored prefix, see `Prefetch`."""
@@ -69,12 +73,17 @@ class StorageTier:
     def copies_reported(self, rank: int, report: TransferReport) -> None:
         """A rank says what became of its copies. After `CacheManager.transfer_failed`."""
         for step, slots in self._copies.reported(rank, report):
-            self._stores.filled(step, slots)
+            if self._is_named:
+                self._stores.filled(step, slots)
 
     def go_on(self) -> None:
         """Begin what can begin now: after reports, answers, and steps."""
         self._fetches.go_on()
         self._stores.go_on()
+
+    def copies_doubted(self, through: int) -> None:
+        """Copies of the steps up to `through` may have failed untold: nothing that they fill is stored."""
+        self._copies.forget_filled(through)
 
     # ---- the store
 
@@ -93,11 +102,12 @@ class StorageTier:
 
     def cache_reset(self) -> None:
         """`CacheManager.reset_cache` was called: what is under way ends, and is not wanted."""
-        self._copies.forget_filled()
+        self._copies.forget_filled(None)
         self._fetches.forget()
 
     def use_namespace(self, namespace: Namespace) -> None:
         """From here on blocks have other bytes, after a weight update for example. After `cache_reset`."""
+        self._is_named = True
         self._link.send(UseNamespace(namespace))
 
     @property

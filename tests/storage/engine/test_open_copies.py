@@ -95,8 +95,16 @@ def test_a_slot_that_a_later_step_fills_is_not_filled_by_the_earlier_one():
 def test_what_may_be_lost_on_its_way_is_never_filled_and_open_until_a_later_step_is_known_to_have_arrived():
     copies = OpenCopies(1)
     copies.told(step(0, out=[5]))
-    copies.forget_filled()
+    copies.forget_filled(None)
     assert not copies.have_ended(0)
     copies.told(step(1, out=[6]))
     assert copies.reported(0, ended(1)) == [(0, []), (1, [6])]
     assert copies.have_ended(1)
+
+
+def test_steps_that_may_have_failed_untold_are_not_filled():
+    copies = OpenCopies(1)
+    for number in range(3):
+        copies.told(step(number, out=[number]))
+    copies.forget_filled(1)
+    assert copies.reported(0, ended(2)) == [(0, []), (1, []), (2, [2])]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.storage_namespace import directory_digest
+from fastdeploy_kvcache_v1.storage.model_digest import model_digest
 from fastdeploy_kvcache_v1.errors import ModelError
 
 
@@ -22,27 +22,39 @@ def index(directory, weight_map):
 
 
 def test_the_same_directory_has_the_same_name(directory):
-    assert directory_digest(directory) == directory_digest(directory)
+    assert model_digest(directory) == model_digest(directory)
 
 
 def test_weights_settings_and_index_decide_the_name(directory):
-    names = {directory_digest(directory)}
+    names = {model_digest(directory)}
     (directory / "config.json").write_text('{"rope_theta": 1}')
-    names.add(directory_digest(directory))
+    names.add(model_digest(directory))
     with open(directory / "b.safetensors", "r+b") as file:
         file.seek(500)
         file.write(b"x")
-    names.add(directory_digest(directory))
+    names.add(model_digest(directory))
     index(directory, {"x": "b.safetensors", "y": "a.safetensors"})
-    names.add(directory_digest(directory))
+    names.add(model_digest(directory))
     index(directory, {"x": "c.bin", "y": "a.safetensors"})
-    names.add(directory_digest(directory))
+    names.add(model_digest(directory))
     (directory / "c.bin").write_bytes(b"other weights")
-    names.add(directory_digest(directory))
+    names.add(model_digest(directory))
     assert len(names) == 6
 
 
 def test_a_model_that_cannot_be_read_is_one_line(directory):
     index(directory, {"x": "gone.safetensors"})
     with pytest.raises(ModelError, match="cannot be read"):
-        directory_digest(directory)
+        model_digest(directory)
+
+
+def test_weights_in_paddles_format_decide_it_too(directory):
+    before = model_digest(directory)
+    (directory / "model_state.pdparams").write_bytes(b"weights")
+    assert model_digest(directory) != before
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 1}'])
+def test_an_index_that_no_server_can_use_is_a_file_like_others(directory, content):
+    (directory / "model.safetensors.index.json").write_text(content)
+    assert model_digest(directory) == model_digest(directory)
