@@ -41,7 +41,7 @@ class Source(enum.Enum):
     @property
     def servers(self) -> str:
         """Which ones export its rows."""
-        servers = {Source.REPORTS: "FastDeploy", Source.ENGINE: "embedded", Source.STORAGE: "embedded"}
+        servers = {Source.REPORTS: "FastDeploy", Source.ENGINE: "embedded"}
         return servers.get(self, "both")
 
 

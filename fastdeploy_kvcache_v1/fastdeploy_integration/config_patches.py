@@ -12,11 +12,15 @@ import wrapt
 
 from ..config import HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
+from ..storage.settings import HELP as STORAGE_HELP
+from ..storage.settings import StorageSettings
 from ..switch import SWITCH
+from ..units import GIB
 from .backends import BLOCK_WISE_FP8, DSA, MLA
 from .overlay import overlay
 from .overlay.table import PatchTable
 from .settings import write_policy, write_through_threshold
+from .storage_channel import storage_settings
 from .swap_space import has_draft_layer, kv_cache_quant_type, require_amount, size_host_tier
 
 logger = logging.getLogger(__name__)
@@ -33,6 +37,9 @@ class _NewArguments:
     """
 
     write_through_threshold: int = KVCacheConfig.write_through_threshold
+    kvcache_storage_dir: str | None = None
+    kvcache_storage_gib: float = StorageSettings.capacity_bytes / GIB
+    storage_prefetch: str = StorageSettings.prefetch.value
 
 
 def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:
@@ -41,7 +48,7 @@ def add_switch(environment_variables: dict[str, Callable[[], Any]]) -> None:
 
 
 def add_arguments(engine_args: Any) -> None:
-    """Extends the dataclass `EngineArgs` by the threshold, and gives it our default policy."""
+    """Extends the dataclass `EngineArgs` by our arguments, and gives it our default policy."""
     for name, field in _NewArguments.__dataclass_fields__.items():
         engine_args.__dataclass_fields__[name] = field
         setattr(engine_args, name, field.default)
@@ -56,7 +63,7 @@ def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps `EngineArgs.add_cli_args`: the choices of --write-policy, and --write-through-threshold."""
+    """Wraps `EngineArgs.add_cli_args`: the choices of --write-policy, and the flags that FastDeploy does not have."""
     parser = wrapped(*args, **kwargs)
     policy = parser._option_string_actions["--write-policy"]
     policy.choices = [each.value for each in WritePolicy]
@@ -68,12 +75,16 @@ def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
         default=KVCacheConfig.write_through_threshold,
         help=HELP["write_through_threshold"],
     )
+    for name, type_ in (("kvcache_storage_dir", str), ("kvcache_storage_gib", float), ("storage_prefetch", str)):
+        default = _NewArguments.__dataclass_fields__[name].default
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type_, default=default, help=STORAGE_HELP[name])
     return parser
 
 
 def add_cache_fields(cache_config: Any) -> None:
     """Extends `CacheConfig`: it takes over the arguments whose names it has as attributes."""
-    cache_config.write_through_threshold = None
+    for name in _NewArguments.__dataclass_fields__:
+        setattr(cache_config, name, None)
     cache_config.sized_by_swap_space = False
     cache_config.host_block_bytes = None
 
@@ -108,9 +119,11 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
         v1_scheduler=bool(int(envs.ENABLE_V1_KVCACHE_SCHEDULER)),
         attention_backend=envs.FD_ATTENTION_BACKEND,
         foreign_platform=_foreign_platform(current_platform),
+        pd_via_storage=bool(getattr(envs, "FD_PD_TRANSFER_VIA_STORAGE", 0)),
     )
     if reasons:
         raise ConfigError(f"{SWITCH}=1 cannot serve this: {'; '.join(reasons)}. Change it, or unset {SWITCH}")
+    storage_settings(instance.cache_config)
     size_host_tier(instance, envs.FD_ATTENTION_BACKEND)
     graphs = instance.graph_opt_config
     if instance.cache_config.num_cpu_blocks > 0 and graphs is not None and graphs.cudagraph_only_prefill:
@@ -119,16 +132,26 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
 
 
 def refusals(
-    config: Any, *, fastdeploy: PatchTable, v1_scheduler: bool, attention_backend: str, foreign_platform: str | None
+    config: Any,
+    *,
+    fastdeploy: PatchTable,
+    v1_scheduler: bool,
+    attention_backend: str,
+    foreign_platform: str | None,
+    pd_via_storage: bool,
 ) -> list[str]:
     """Why this `FDConfig` cannot be served; empty when it can. `fastdeploy`: the table of the release that runs."""
     cache, role = config.cache_config, config.scheduler_config.splitwise_role
     swaps = cache.num_cpu_blocks > 0 or cache.sized_by_swap_space
     fp8 = kv_cache_quant_type(config) == BLOCK_WISE_FP8
     routing = getattr(config.routing_replay_config, "enable_routing_replay", False)
+    storage = f"--kvcache-storage-backend {cache.kvcache_storage_backend}"
     checks = {
         f"--splitwise-role {role} (only mixed)": role != "mixed",
-        f"--kvcache-storage-backend {cache.kvcache_storage_backend}": bool(cache.kvcache_storage_backend),
+        f"{storage} without --swap-space": bool(cache.kvcache_storage_backend) and not swaps,
+        f"{storage} with tensor parallelism over several machines": bool(cache.kvcache_storage_backend)
+        and int(config.parallel_config.tensor_parallel_size) > int(config.worker_num_per_node),
+        "FD_PD_TRANSFER_VIA_STORAGE=1 (it is for prefill and decode roles)": pd_via_storage,
         "ENABLE_V1_KVCACHE_SCHEDULER=0 (the V0 scheduler)": not v1_scheduler,
         f"the {foreign_platform} platform": foreign_platform is not None,
         "MLA attention with block_wise_fp8": fp8 and attention_backend == MLA,

@@ -20,7 +20,10 @@ VERSION = 2
 """Counts the changes of the message."""
 
 MAX_SOCKET_PATH = 107
-"""Bytes of the longest name that a unix socket can have."""
+"""Bytes of the longest path that a unix socket can have."""
+
+LONGEST_NAME = "storage-9999"
+"""Of a socket in the engine's directory."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class CopyReport:
     ended_through: int = -1
     """See `TransferReport.ended_through`."""
     unlisted_through: int = -1
-    """Copies of this step and earlier ones may have failed without being in `failed` of any report: there were too many."""
+    """Copies of this step and earlier ones may have failed without being in any report: there were too many."""
 
     def dumps(self) -> bytes:
         copies = self.copies
@@ -73,12 +76,12 @@ def _failure(step: int, source: str, target: str, num_blocks: int, slots: list[i
     return TransferResult(int(step), *tiers, int(num_blocks), 0, 0.0, tuple(map(int, slots)), str(error))
 
 
-def socket_path(queue_port: int) -> Path:
-    """Of the engine that serves the worker queue at `queue_port`, which engine and workers both know.
+def socket_path(queue_port: int, name: str = "copies") -> Path:
+    """Socket `name` of the engine that serves the worker queue at `queue_port`, which engine and workers both know.
 
     No two engines of one machine share a port, data parallel ones of one server included. The directory is its own.
     """
-    directory, name = Path(tempfile.gettempdir()), f"fd-kvcache-{os.getuid()}-{queue_port}/copies"
-    if len(os.fsencode(directory / name)) > MAX_SOCKET_PATH:
+    directory, own = Path(tempfile.gettempdir()), f"fd-kvcache-{os.getuid()}-{queue_port}"
+    if len(os.fsencode(directory / own / LONGEST_NAME)) > MAX_SOCKET_PATH:
         directory = Path("/tmp")
-    return directory / name
+    return directory / own / name

@@ -10,6 +10,7 @@ import logging
 import math
 from typing import Any
 
+from ..attention.base import CacheLayout
 from ..attention.registry import needed_numbers
 from ..errors import ConfigError
 from ..units import GIB
@@ -23,7 +24,12 @@ _IN_CONFIGURATION = {"num_kv_heads": "num_key_value_heads"}
 
 
 def host_block_bytes(config: Any, attention_backend: str) -> int:
-    """Bytes of one host block on one rank, draft layer included, for the model of an `FDConfig`.
+    """Bytes of one host block on one rank. Raises as `host_layout`."""
+    return host_layout(config, attention_backend).block_bytes
+
+
+def host_layout(config: Any, attention_backend: str) -> CacheLayout:
+    """How one host block of one rank is laid out, draft layer included, for the model of an `FDConfig`.
 
     Raises `ConfigError` when its model lacks a number that the backend needs, and for a cache that no layout describes.
     """
@@ -46,7 +52,7 @@ def host_block_bytes(config: Any, attention_backend: str) -> int:
         quant_type=kv_cache_quant_type(config),
         scale_dtype=str(model.dtype),
     )
-    return made.layout.block_bytes
+    return made.layout
 
 
 def _num_ranks(config: Any) -> int:

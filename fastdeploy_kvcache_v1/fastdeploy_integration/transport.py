@@ -21,11 +21,15 @@ class SwapOutbox:
     def __init__(self) -> None:
         self._encoder = SwapEncoder()
         self._carrier: Any = None
+        self._is_restarted = False
 
     def attach(self, tasks: Sequence[Any], step: SwapStep) -> None:
-        """Let `step` ride on the first of `tasks` (at least one, if `step` is not empty)."""
+        """Let `step` ride on the first of `tasks` (at least one). One without copies stays here, but for the first one
+        after a restart: when it has arrived, what was sent before it will not arrive any more.
+        """
         self.clear()
-        if step:
+        if step or self._is_restarted:
+            self._is_restarted = False
             self._carrier = tasks[0]
             setattr(self._carrier, SWAP_ATTRIBUTE, self._encoder.encode(step))
 
@@ -43,6 +47,7 @@ class SwapOutbox:
     def restart(self) -> None:
         """See `SwapEncoder.restart`."""
         self._encoder.restart()
+        self._is_restarted = True
 
 
 class SwapInbox:

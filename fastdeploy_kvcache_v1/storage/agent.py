@@ -73,6 +73,15 @@ class StorageAgent:
         """From here on host slots have memory: `slot` gives the bytes of one, its trailer included."""
         self._slot = slot
 
+    def let_go(self) -> bool:
+        """From here on host slots have no memory. Waits for what is being moved, but not long.
+
+        False if the store hangs: it may still read and fill the memory, so that must stay.
+        """
+        self._slot = _no_slot
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        return all(lane.settle(deadline) for lane in (self._loads, self._stores))
+
     def close(self) -> bool:
         """Waits for what is being moved, but not long, and drops the rest. May be called again.
 

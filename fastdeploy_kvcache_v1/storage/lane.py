@@ -48,6 +48,8 @@ class Lane:
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._namespace: Namespace | None = None
         self._backend: StorageBackend | None = None
+        self._busy = threading.Lock()
+        """Held while a command is worked on."""
         self._stop = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -55,6 +57,13 @@ class Lane:
     def do(self, command: Any) -> None:
         """A `UseNamespace`, or what `work` knows. Never blocks."""
         self._commands.put(command)
+
+    def settle(self, deadline: float) -> bool:
+        """True if the command that was begun before this call has ended by `deadline` (`time.monotonic`)."""
+        is_free = self._busy.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        if is_free:
+            self._busy.release()
+        return is_free
 
     def close(self, deadline: float) -> bool:
         """Drops what was not begun; True if the thread ended by `deadline` (`time.monotonic`)."""
@@ -76,7 +85,9 @@ class Lane:
                     self._disconnect()
                     self._namespace = command.namespace
                 else:
-                    _send(socket, self._answer(command))
+                    with self._busy:
+                        answer = self._answer(command)
+                    _send(socket, answer)
             self._disconnect()
 
     def _answer(self, command: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What decides the bytes of a block beside its layout: the model's weights and settings, and what computes with them."""
+"""What decides the bytes of a block beside its layout: the model's weights and settings, and what computes."""
 
 from __future__ import annotations
 

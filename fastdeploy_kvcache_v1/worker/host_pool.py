@@ -65,6 +65,10 @@ class HostPool:
             raise CacheStateError(f"host slot {slot} is not in [0, {self.num_blocks})")
         return self._buffer.array[slot * self._pitch : (slot + 1) * self._pitch]
 
+    def memory_of_slot(self, slot: int) -> memoryview:
+        """As `slot`, for whoever knows no arrays."""
+        return self.slot(slot).data
+
     def free(self) -> None:
         """Give the memory back. No copy may be in flight. Idempotent."""
         self._layers = ()

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "storage": {"attention", "scheduler"},
     "model_hub": set(),
     "embedded": {"scheduler", "attention", "worker", "model", "model_hub", "storage"},
-    "fastdeploy_integration": {"scheduler", "attention", "worker", "model"},
+    "fastdeploy_integration": {"scheduler", "attention", "worker", "model", "storage"},
     "replay": {"scheduler"},
     "bench_serve": {"replay"},
     "demo": {"bench_serve", "embedded"},
@@ -51,8 +51,8 @@ INSIDE = {
     "embedded/engine": {"embedded/text", "model", "scheduler", "storage"},
     "embedded/worker": {"attention", "worker", "model", "storage"},
     "fastdeploy_integration/overlay": set(),
-    "fastdeploy_integration/engine": {"scheduler", "fastdeploy_integration/overlay"},
-    "fastdeploy_integration/worker": {"attention", "worker", "fastdeploy_integration/overlay"},
+    "fastdeploy_integration/engine": {"scheduler", "storage", "fastdeploy_integration/overlay"},
+    "fastdeploy_integration/worker": {"attention", "worker", "storage", "fastdeploy_integration/overlay"},
 }
 """Folders inside a folder with stricter rules: these, themselves, and plain modules of the folder around them."""
 

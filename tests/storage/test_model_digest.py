@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from fastdeploy_kvcache_v1.storage.model_digest import model_digest
 from fastdeploy_kvcache_v1.errors import ModelError
+from fastdeploy_kvcache_v1.storage.model_digest import model_digest
 
 
 @pytest.fixture

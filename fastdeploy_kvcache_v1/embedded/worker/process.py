@@ -81,8 +81,7 @@ def _serve(
         _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
         return 1
     if agent is not None:
-        pool = controller.host_pool
-        agent.use(lambda slot: pool.slot(slot).data)
+        agent.use(controller.host_pool.memory_of_slot)
     _send(results, WorkerReady(os.getpid(), ops.live()))
     try:
         _loop(runner, tasks, results, lambda: _show_copies(controller, board))

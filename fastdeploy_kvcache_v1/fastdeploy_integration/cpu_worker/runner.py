@@ -18,6 +18,8 @@ from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
 from ...model.step import StepTask
 from ...model.step_runner import Logits, StepRunner
+from ...storage.agent import StorageAgent
+from ...storage.seal import TRAILER_BYTES
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
 from ..engine.weight_updates import CLEARED, NORMAL
@@ -64,10 +66,12 @@ class CpuModelRunner:
         stats_directory: Path,
         tell_weights_status: Callable[[int, int], None] = lambda port, status: None,
         tell_copies: Callable[[TransferReport], None] = lambda report: None,
+        storage: StorageAgent | None = None,
     ) -> None:
         self._config = config
         self._tell_weights_status = tell_weights_status
         self._tell_copies = tell_copies
+        self._storage = storage
         self._model = load_model_config(config.model_path)
         self._sender = sender
         self._stats_file = stats_directory / STATS_FILE
@@ -83,6 +87,7 @@ class CpuModelRunner:
         self._controller = CacheController(
             self._model.cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
             runtime=make_runtime(config.copy_faults),
+            host_trailer_bytes=0 if storage is None else TRAILER_BYTES,
         )
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -110,11 +115,14 @@ class CpuModelRunner:
         self._num_device_blocks = num_device_blocks or self._num_device_blocks
         caches = self._controller.initialize_kv_cache(self._num_device_blocks, self._config.num_host_blocks)
         self._steps = StepRunner(self._forward, self._controller, caches, block_size=self._config.block_size)
+        if self._storage is not None:
+            self._storage.use(self._controller.host_pool.memory_of_slot)
 
     def drop_caches(self) -> None:
         """Give the caches back, and forget every sequence: their KV is gone."""
         self.clear_requests()
-        self._controller.free(keep_host_memory=self._config.keep_host_memory)
+        is_in_use = self._storage is not None and not self._storage.let_go()
+        self._controller.free(keep_host_memory=self._config.keep_host_memory or is_in_use)
         self._steps = None
 
     # FastDeploy's weight updates through shared memory. As in its GPU worker, the status is told before FastDeploy

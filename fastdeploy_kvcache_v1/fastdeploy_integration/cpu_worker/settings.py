@@ -20,7 +20,6 @@ REFUSED = {
     "--enable-logprob": "the CPU worker gives no log probabilities",
     "--speculative-config": "the CPU worker has no speculative decoding",
     "--splitwise-role": "the CPU worker has no prefill/decode roles",
-    "--kvcache-storage-backend": "the CPU worker has no storage",
     "--guided-decoding-backend": "the CPU worker has no guided decoding",
     "--data-parallel-size": "the CPU worker has one rank",
     "--tensor-parallel-size": "the CPU worker has one rank",

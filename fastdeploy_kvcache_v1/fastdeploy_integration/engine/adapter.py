@@ -30,6 +30,7 @@ from .lent_ids import LentIds
 from .open_batch import OpenBatch
 from .pool_gauges import PoolGauges
 from .record import Record
+from .storage import EngineStorage
 from .task_tokens import TaskTokens, has_items, multimodal_items, start_of_cut_item
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class PrefixCacheAdapter:
         self.manager = CacheManager(config)
         self.hit_rates = HitRates()
         self.num_cpu_blocks = config.num_host_blocks
+        self.storage: EngineStorage | None = None
+        """None without storage."""
         self.num_recycled_wrongly = 0
         """Ids that FastDeploy recycled without owning them; discarded."""
         self._gauges = gauges
@@ -107,6 +110,17 @@ class PrefixCacheAdapter:
         return -(-input_token_num // block_size)
 
     # ---- the life of a request
+
+    def waits_for_storage(self, task: Any) -> bool:
+        """Whether a request that has just come waits for its stored prefix, see `EngineStorage.hold`. Its tokens are
+        hashed here, on the thread that brings it, and the hashes are kept for its match.
+        """
+        if self.storage is None:
+            return False
+        tokens = TaskTokens(task, self._block_size)
+        with self._lock:
+            self._kept.keep(tokens)
+            return self.storage.hold(task, tokens)
 
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
         """Returns the cached prefix as (fresh block table, its tokens, FastDeploy's dictionary of metrics).
@@ -246,7 +260,10 @@ class PrefixCacheAdapter:
                     if task.task_type.name == "ABORT":  # it ended as if it had been preempted
                         self._kept.end(task.request_id)
             if tasks:
-                self._outbox.attach(tasks, self.manager.take_swap_step())
+                step = self.manager.take_swap_step()
+                self._outbox.attach(tasks, step)
+                if self.storage is not None:
+                    self.storage.batch_scheduled(tasks, step)
             else:
                 self._outbox.clear()
             if tasks or self._has_news:
@@ -303,7 +320,7 @@ class PrefixCacheAdapter:
             self._kept.clear()
             self._lent.clear()
             self.manager.reset_cache(force=True)
-            self._outbox.restart()
+            self._restarted()
             self.hit_rates.reset()
             self._pool_gauges.publish_empty()
 
@@ -315,7 +332,12 @@ class PrefixCacheAdapter:
         with self._lock:
             self._batch.close()
             self.manager.reset_cache()
-            self._outbox.restart()
+            self._restarted()
+
+    def _restarted(self) -> None:
+        self._outbox.restart()
+        if self.storage is not None:
+            self.storage.cache_reset()
 
     def update_cache_config(self, cache_config: Any) -> None:
         """Profiling found the number of device blocks. Raises `PoolInUseError` if ids above it are in use."""
@@ -337,7 +359,7 @@ class PrefixCacheAdapter:
                 if len(self.manager.nodes(request_id)) > record.num_computed:
                     raise InvariantError(f"adapter: blocks of request {request_id} are cached that no batch computes")
 
-    # ---- storage: none yet
+    # ---- FastDeploy's own calls for storage: blocks are stored from the host tier, as they reach it
 
     def write_cache_to_storage(self, request: Any) -> None:
         """Called for every finished request."""

@@ -38,7 +38,7 @@ class CopyNews(NamedTuple):
 
     failed: tuple[TransferResult, ...] = ()
     """Each once, in step order of their rank."""
-    ended_through: Mapping[int, int] = {}  # noqa: RUF012  # never written
+    ended_through: Mapping[int, int] = {}  # never written
     """By rank, see `TransferReport.ended_through`. Of the ranks that have said more."""
     unlisted_through: int = -1
     """Copies of this step and earlier ones may have failed without being in `failed`, now or before."""

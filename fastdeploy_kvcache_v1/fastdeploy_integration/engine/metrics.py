@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...metric_table import Kind, Metric, Source, rows
+from ...storage.engine.tier import StorageTier
 from .adapter import PrefixCacheAdapter
 from .copy_reports import CopyReports
 
@@ -53,6 +54,12 @@ def exported() -> Exported:
     return Exported(Source.COUNTERS, Source.STATS, Source.COPIES, Source.REPORTS)
 
 
+@lru_cache(maxsize=1)
+def exported_storage() -> Exported:
+    """Likewise, only where there is storage."""
+    return Exported(Source.STORAGE)
+
+
 class CacheMetricsPublisher:
     """Publishes one adapter's numbers, at most ten times a second: a snapshot costs some 20 us in the schedule loop."""
 
@@ -63,6 +70,8 @@ class CacheMetricsPublisher:
         self._published_copies: defaultdict[str, dict[Metric, float]] = defaultdict(dict)
         self.reports: CopyReports | None = None
         """What worker processes say; None until there is a way back from them."""
+        self.storage: StorageTier | None = None
+        """None without storage."""
         self._next = 0.0
 
     def publish(self) -> None:
@@ -72,6 +81,8 @@ class CacheMetricsPublisher:
         stats = self._adapter.manager.stats()
         self._exported.publish(Source.STATS, stats, self._published)
         self._exported.publish(Source.COUNTERS, stats.counters, self._published)
+        if self.storage is not None:
+            exported_storage().publish(Source.STORAGE, self.storage, self._published)
         if self.reports is not None:
             self._publish_reports(self.reports)
 

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
 from ...config import KVCacheConfig
 from ...errors import ConfigError
 from ...metadata import CacheLevel
-from .. import settings, swap_space
+from ...storage.backends import open_backend
+from ...storage.engine.link import StorageLink
+from ...storage.engine.tier import StorageTier
+from ...storage.settings import StorageSettings
+from .. import settings, storage_channel, swap_space
 from ..copy_report import socket_path
 from ..overlay import overlay
 from ..overlay.table import Where
 from .adapter import PrefixCacheAdapter
-from .copy_reports import CopyReports
+from .copy_reports import NO_NEWS, CopyReports
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher
 from .same_id import HeldBack
+from .storage import EngineStorage
+from .storage_namespace import has_weights_of_directory, storage_namespace
 from .weight_updates import WeightUpdates, start_again
 
 Wrapped = Callable[..., Any]
@@ -41,12 +48,15 @@ class EnginePrefixCache(PrefixCacheAdapter):
 
     def __init__(self, config: Any) -> None:
         swap_space.require_host_memory(config)
+        self._config = config
         from fastdeploy.metrics.metrics import main_process_metrics
 
         cache = config.cache_config
         policy = settings.write_policy(cache.write_policy)
         threshold = settings.write_through_threshold(cache.write_through_threshold)
         settings.export(policy, threshold, cache.host_block_bytes)
+        self._storage_settings = storage_channel.storage_settings(cache)
+        storage_channel.export(self._storage_settings)
         super().__init__(
             KVCacheConfig(
                 num_device_blocks=int(cache.total_block_num),
@@ -62,7 +72,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         )
         self.publisher = CacheMetricsPublisher(self)
         self.transit = Transit(self)
-        self.held_back = HeldBack()
+        self.held_back = HeldBack(lambda request_id: self.storage is not None and self.storage.holds(request_id))
         self.reports: CopyReports | None = None
         """Of the workers, once the cache service is launched; None where nothing is copied."""
         self.updates: WeightUpdates | None = None
@@ -89,6 +99,8 @@ class EnginePrefixCache(PrefixCacheAdapter):
 
         if cache_config.enable_prefix_caching and self.num_cpu_blocks and self.reports is None:
             self._listen_to_workers(engine_worker_queue_port)
+            if self._storage_settings is not None:
+                self._open_storage(self._storage_settings, engine_worker_queue_port, tensor_parallel_size)
         is_legacy = self._may_update_weights and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS
         if cache_config.enable_prefix_caching and is_legacy and self.updates is None:
             port = engine_worker_queue_port
@@ -114,13 +126,42 @@ class EnginePrefixCache(PrefixCacheAdapter):
         Finalize(None, self.reports.close, exitpriority=0)  # also at the end of a forked data parallel engine
         self.publisher.reports = self.reports
 
-    def forget_failed_copies(self) -> None:
-        """Before requests are matched: host blocks whose copy failed in a worker are no longer found.
+    def _open_storage(self, chosen: StorageSettings, queue_port: int, num_ranks: int) -> None:
+        """Raises `ConfigError` where the store cannot work. One that does not work now is left for later."""
+        from fastdeploy import envs
+
+        if self.reports is None:
+            raise ConfigError("the storage tier needs the results of the workers' copies: see the warning before")
+        open_store = partial(open_backend, chosen)
+        link = StorageLink(
+            [storage_channel.commands_address(queue_port, rank) for rank in range(num_ranks)],
+            storage_channel.results_address(queue_port),
+            open_backend=open_store,
+        )
+        self.storage = EngineStorage(
+            StorageTier(self.manager, chosen, None, link),
+            link,
+            lock=self._lock,
+            find_namespace=partial(storage_namespace, self._config, envs.FD_ATTENTION_BACKEND),
+        )
+        if not has_weights_of_directory(self._config):
+            self.storage.weights_changed()
+        self.storage.start()
+        self.publisher.storage = self.storage.tier
+        Finalize(None, self.storage.close, exitpriority=1)  # before the directory of its sockets goes
+
+    def take_reports(self) -> None:
+        """Before requests are matched: host blocks whose copy failed in a worker are no longer found, and what reached
+        the host is stored.
 
         A copy to the device that failed is the worker's affair: the batch that needs it is on its way.
         """
-        if self.reports is not None and (failed := self.reports.take_failed()):
-            self.host_copies_failed([result for result in failed if result.target is CacheLevel.HOST])
+        if self.reports is None or (news := self.reports.take()) is NO_NEWS:
+            return
+        if failed := [result for result in news.failed if result.target is CacheLevel.HOST]:
+            self.host_copies_failed(failed)
+        if self.storage is not None:
+            self.storage.copies_reported(news)
 
 
 def _log_host_tier(cache: Any, num_ranks: int) -> None:
@@ -170,9 +211,17 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
         start_again(instance)
         cache.transit.forget()
         cache.batch_dropped()
+        if cache.storage is not None:
+            cache.storage.weights_changed()
         cache.epoch = epoch
     cache.transit.recover(instance)
-    cache.forget_failed_copies()
+    cache.take_reports()
+    if cache.storage is not None:
+        for request in cache.storage.release(instance):
+            try:
+                instance.add_request(request)
+            finally:
+                cache.storage.queued(request)
     if cache.held_back:
         for request in cache.held_back.release(instance):
             instance.add_request(request)
@@ -211,10 +260,14 @@ def put_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> An
 
 
 def add_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `ResourceManagerV1.add_request`: a request waits outside while another one has its id."""
+    """Wraps `ResourceManagerV1.add_request`: a request waits outside while another one has its id, and for its stored
+    prefix.
+    """
 
     def add(request: Any) -> None:
-        if not instance.cache_manager.held_back.hold(instance, request):
+        cache: EnginePrefixCache = instance.cache_manager
+        is_back = cache.storage is not None and cache.storage.has_released(request)
+        if is_back or not (cache.held_back.hold(instance, request) or cache.waits_for_storage(request)):
             wrapped(request)
 
     add(*args, **kwargs)
@@ -249,10 +302,20 @@ def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
     """Wraps `EngineService.clear_data`, which ends every request and drops a batch that may carry copies."""
     cache: EnginePrefixCache = instance.resource_manager.cache_manager
     cache.held_back.clear()
+    if cache.storage is not None:
+        cache.storage.clear()
     try:
         return wrapped(*args, **kwargs)
     finally:
         cache.batch_dropped()
+
+
+def control_other_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the control requests that may give the workers other weights. The engine is paused, its cache empty."""
+    cache: EnginePrefixCache = instance.resource_manager.cache_manager
+    if cache.storage is not None:
+        cache.storage.weights_changed()
+    return wrapped(*args, **kwargs)
 
 
 def control_with_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

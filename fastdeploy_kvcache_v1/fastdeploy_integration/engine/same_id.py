@@ -9,15 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
 class HeldBack:
-    """Thread-safe. `manager` is FastDeploy's ResourceManagerV1."""
+    """Thread-safe. `manager` is FastDeploy's ResourceManagerV1; `waits_elsewhere` tells of an id whether a request of
+    ours has it that FastDeploy does not know yet.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, waits_elsewhere: Callable[[str], bool] = lambda request_id: False) -> None:
+        self._waits_elsewhere = waits_elsewhere
         self._requests: deque[Any] = deque()
         self._lock = threading.Lock()
 
@@ -27,7 +31,7 @@ class HeldBack:
     def hold(self, manager: Any, request: Any) -> bool:
         """Whether `request` must wait; then it is held."""
         with self._lock:
-            is_taken = _is_live(manager, request.request_id)
+            is_taken = self._is_taken(manager, request.request_id)
             if is_taken:
                 logger.warning("request %s waits: a live request has the same id", request.request_id)
                 self._requests.append(request)
@@ -38,7 +42,7 @@ class HeldBack:
         free: dict[str, Any] = {}
         with self._lock:
             for request in self._requests:
-                if request.request_id not in free and not _is_live(manager, request.request_id):
+                if request.request_id not in free and not self._is_taken(manager, request.request_id):
                     free[request.request_id] = request
             self._requests = deque(each for each in self._requests if free.get(each.request_id) is not each)
         return list(free.values())
@@ -46,6 +50,9 @@ class HeldBack:
     def clear(self) -> None:
         with self._lock:
             self._requests.clear()
+
+    def _is_taken(self, manager: Any, request_id: str) -> bool:
+        return self._waits_elsewhere(request_id) or _is_live(manager, request_id)
 
 
 def _is_live(manager: Any, request_id: str) -> bool:

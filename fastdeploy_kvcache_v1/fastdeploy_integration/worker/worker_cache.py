@@ -9,6 +9,8 @@ from typing import Any
 from ...attention.base import AttentionCacheBackend, CacheLayout
 from ...errors import CacheStateError, ConfigError, TransferError
 from ...metadata import CacheLevel, TransferReport
+from ...storage.agent import StorageAgent
+from ...storage.seal import TRAILER_BYTES
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
 from ...worker.runtime import Runtime
@@ -87,7 +89,7 @@ class WorkerCache:
     host tier is allocated when the last part is there. `make_runtime` is called then, in the process that computes.
     `keep_host_memory`: it stays allocated, its content void, while tensors are dropped and made again.
     `expected_block_bytes`: what the engine sized the host tier by.
-    `tell_copies` takes what became of copies, once per step.
+    `tell_copies` takes what became of copies, once per step. `storage` moves host blocks to and from the store.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class WorkerCache:
         expected_block_bytes: int | None = None,
         keep_host_memory: bool = False,
         tell_copies: Callable[[TransferReport], None] = lambda report: None,
+        storage: StorageAgent | None = None,
     ) -> None:
         self._num_host_blocks = num_host_blocks
         self._block_size = block_size
@@ -110,6 +113,7 @@ class WorkerCache:
         self._expected_block_bytes = expected_block_bytes
         self._keep_host_memory = keep_host_memory
         self._tell_copies = tell_copies
+        self._storage = storage
         self._registered: dict[str, tuple[CacheLayout, dict[str, Any], int]] = {}
         self._runtime: Runtime | None = None
         self._controller: CacheController | None = None
@@ -139,7 +143,8 @@ class WorkerCache:
         self.current_counter = None
         self._tables.clear()
         if self._controller is not None:
-            self._controller.free(keep_host_memory=self._keep_host_memory)
+            is_in_use = self._storage is not None and not self._storage.let_go()
+            self._controller.free(keep_host_memory=self._keep_host_memory or is_in_use)
             self._controller, self._idle = None, self._controller
 
     def _build(self) -> None:
@@ -154,6 +159,8 @@ class WorkerCache:
         controller = self._controller_for(combined)
         controller.attach_kv_cache(tensors, num_blocks, self._num_host_blocks)
         self._controller, self._idle = controller, None
+        if self._storage is not None:
+            self._storage.use(controller.host_pool.memory_of_slot)
         logger.info("host tier: %d blocks of %d bytes", self._num_host_blocks, combined.block_bytes)
         compare(combined.block_bytes, self._expected_block_bytes, self._num_host_blocks)
 
@@ -166,7 +173,12 @@ class WorkerCache:
             self._idle = None
         if self._runtime is None:
             self._runtime = self._make_runtime()
-        return CacheController(_Registered(layout), runtime=self._runtime, layer_timeout_s=self._layer_timeout_s)
+        return CacheController(
+            _Registered(layout),
+            runtime=self._runtime,
+            layer_timeout_s=self._layer_timeout_s,
+            host_trailer_bytes=0 if self._storage is None else TRAILER_BYTES,
+        )
 
     @property
     def has_host_tier(self) -> bool:
@@ -183,9 +195,9 @@ class WorkerCache:
         steps = self._inbox.take(tasks)
         self._tables.update(tasks, self._block_size)
         for step in steps:
-            if self._controller is None:
+            if self._controller is None and step:
                 raise CacheStateError(f"swap step {step.step} arrived while there are no caches")
-            counter = self._controller.submit_swap_tasks(step)
+            counter = None if self._controller is None else self._controller.submit_swap_tasks(step)
             if counter is not None:
                 self._counters.append(counter)
 

@@ -35,7 +35,7 @@ class FakeResourceManager(FakeScheduler):
         cache.publisher = SimpleNamespace(publish=lambda: None)
         cache.updates, cache.epoch = None, 0
         cache.transit, cache.held_back = Transit(cache), HeldBack()
-        cache.forget_failed_copies = lambda: None  # workers have no way back here
+        cache.take_reports = lambda: None  # workers have no way back here
         self.lock = threading.Lock()
         self.requests, self.tasks_list, self.stop_flags = {}, [None] * self.seats, [True] * self.seats
         self.waiting_abort_req_id_set = self.aborting

@@ -1,5 +1,7 @@
 """What the adapter tells FastDeploy's own metrics."""
 
+from types import SimpleNamespace
+
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.hit_rates import WINDOW, HitRates
 
 from .fake_scheduler import FakeScheduler, FakeTask, make_adapter, serve
@@ -39,7 +41,7 @@ def test_hit_rates_are_published():
     assert (gauges.gpu_hit_token_rate.value, gauges.cpu_hit_token_rate.value) == (0.4, 0)
     scheduler.cache.reset()
     assert scheduler.cache.hit_rates.num_requests == 0
-    scheduler.cache.send_swaps([object()])
+    scheduler.cache.send_swaps([SimpleNamespace()])
     assert (gauges.hit_req_rate.value, gauges.hit_token_rate.value) == (0, 0)
 
 

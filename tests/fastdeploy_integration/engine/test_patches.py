@@ -42,14 +42,19 @@ def make_engine_args():
     return EngineArgs
 
 
-def test_engine_args_get_a_field():
+OUR_ARGUMENTS = {
+    "write_policy": "write_through_selective",
+    "write_through_threshold": 2,
+    "kvcache_storage_dir": None,
+    "kvcache_storage_gib": 10.0,
+    "storage_prefetch": "timeout",
+}
+
+
+def test_engine_args_get_our_fields():
     engine_args = make_engine_args()
-    assert [field.name for field in fields(engine_args)] == ["model", "write_policy", "write_through_threshold"]
-    assert asdict(engine_args("x")) == {
-        "model": "x",
-        "write_policy": "write_through_selective",
-        "write_through_threshold": 2,
-    }
+    assert [field.name for field in fields(engine_args)] == ["model", *OUR_ARGUMENTS]
+    assert asdict(engine_args("x")) == {"model": "x", **OUR_ARGUMENTS}
     made = engine_args(write_policy="write_back", write_through_threshold=5)
     assert (made.write_policy, made.write_through_threshold) == ("write_back", 5)
 
@@ -58,9 +63,10 @@ def test_command_line():
     parser = argparse.ArgumentParser()
     parser.add_argument("--write-policy", choices=["write_through"], default="write_through")
     config_patches.add_cli_arguments(lambda given: given, None, (parser,), {})
-    assert vars(parser.parse_args([])) == {"write_policy": "write_through_selective", "write_through_threshold": 2}
-    chosen = parser.parse_args(["--write-policy", "write_back", "--write-through-threshold", "7"])
-    assert vars(chosen) == {"write_policy": "write_back", "write_through_threshold": 7}
+    assert vars(parser.parse_args([])) == OUR_ARGUMENTS
+    words = "--write-policy write_back --write-through-threshold 7 --kvcache-storage-dir d --kvcache-storage-gib 1.5"
+    chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort"])
+    assert list(vars(chosen).values()) == ["write_back", 7, "d", 1.5, "best_effort"]
 
 
 def cache_config(**given):
@@ -117,8 +123,12 @@ def test_thresholds_that_cannot_work(threshold):
         settings.write_through_threshold(threshold)
 
 
-def fd_config(*, role="mixed", storage=None, host_blocks=0, swap=False, quant=None, routing=False, method=None):
+def fd_config(
+    *, role="mixed", storage=None, host_blocks=0, swap=False, quant=None, routing=False, method=None, ranks=1
+):
     return SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        worker_num_per_node=8,
         cache_config=SimpleNamespace(
             num_cpu_blocks=host_blocks, kvcache_storage_backend=storage, sized_by_swap_space=swap
         ),
@@ -135,6 +145,7 @@ FACTS = {
     "v1_scheduler": True,
     "attention_backend": "APPEND_ATTN",
     "foreign_platform": None,
+    "pd_via_storage": False,
 }
 NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilities())}
 
@@ -144,7 +155,9 @@ NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilitie
     [
         ({"role": "prefill"}, {}, "--splitwise-role prefill"),
         ({"role": "decode"}, {}, "--splitwise-role decode"),
-        ({"storage": "mooncake"}, {}, "--kvcache-storage-backend mooncake"),
+        ({"storage": "file"}, {}, "--kvcache-storage-backend file without --swap-space"),
+        ({"storage": "file", "swap": True, "ranks": 16}, {}, "file with tensor parallelism over several machines"),
+        ({"storage": "file", "swap": True}, {"pd_via_storage": True}, "FD_PD_TRANSFER_VIA_STORAGE=1"),
         ({}, {"v1_scheduler": False}, "V0 scheduler"),
         ({}, {"foreign_platform": "xpu"}, "xpu platform"),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "MLA_ATTN"}, "MLA attention with block_wise_fp8"),
@@ -163,6 +176,8 @@ def test_what_is_refused(config, facts, reason):
     ("config", "facts"),
     [
         ({"host_blocks": 9}, {}),
+        ({"storage": "file", "host_blocks": 9}, {}),
+        ({"storage": "file", "swap": True, "ranks": 8}, {}),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN"}),
         ({"quant": "block_wise_fp8"}, NO_FLASH_FP8),
         ({"quant": "int8"}, {"attention_backend": "MLA_ATTN"}),
@@ -246,6 +261,7 @@ def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
     """The cache manager of an engine that has launched its cache service."""
     cache = SimpleNamespace(
         **{"write_policy": "write_back", "write_through_threshold": 2, "host_block_bytes": None, "block_size": 4},
+        kvcache_storage_backend=None,
         **{"total_block_num": 8, "num_cpu_blocks": host_blocks, "enable_prefix_caching": caching},
         disable_chunked_mm_input=False,
     )

@@ -1,0 +1,172 @@
+"""EngineStorage: the storage tier inside FastDeploy's engine.
+
+A request whose prefix may be stored waits outside FastDeploy's queue until the prefix is there, or took too long:
+FastDeploy fetches no new requests while one of its own queue waits, and those behind it are served meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...errors import KVCacheError
+from ...metadata import BlockHashes, SwapStep, TransferReport
+from ...storage.engine.link import Answer, StorageLink
+from ...storage.engine.tier import StorageTier
+from ...storage.namespace import Namespace
+from .copy_reports import CopyNews
+
+logger = logging.getLogger(__name__)
+
+MOST_HELD = 32
+"""Requests that wait at the same time. The next ones go straight to FastDeploy's queue, and are fetched for there."""
+
+
+class EngineStorage:
+    """Thread-safe: `lock` is the lock of the cache manager that `tier` stands beside. Nothing here waits."""
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        link: StorageLink,
+        *,
+        lock: threading.RLock,
+        find_namespace: Callable[[], Namespace],
+    ) -> None:
+        """`find_namespace` reads the whole model, so it runs on a thread of its own, and requests are served without
+        storage until it returns.
+        """
+        self.tier = tier
+        self._link = link
+        self._lock: Any = lock
+        self._find_namespace = find_namespace
+        self._weight_epoch: str | None = None
+        """None as long as the weights are those of the namespace."""
+        self._namespace: Namespace | None = None
+        self._is_named = False
+        self._answers: deque[Answer] = deque()
+        self._held: dict[str, Any] = {}
+        """Requests that wait here, by id, in order of arrival."""
+        self._released: dict[str, Any] = {}
+        """Requests on their way from here to FastDeploy's queue."""
+        self._ahead: set[str] = set()
+        """Requests in FastDeploy's queue that blocks are still fetched for."""
+
+    def start(self) -> None:
+        """Listen to the workers' storage threads, and look for the namespace."""
+        self._link.listen(self._answers.append)
+        threading.Thread(target=self._find, name="kv-storage-name", daemon=True).start()
+
+    def close(self) -> None:
+        """Nothing is loaded or stored any more. Idempotent."""
+        self._link.close()
+
+    def _find(self) -> None:
+        try:
+            self._namespace = self._find_namespace()
+        except KVCacheError as error:
+            logger.error("the storage tier stays off: %s", error)
+        except Exception:  # the edge of the thread: requests are served without storage
+            logger.exception("the storage tier stays off: its blocks have no name")
+
+    # ---- requests
+
+    def hold(self, request: Any, tokens: BlockHashes) -> bool:
+        """Whether `request`, whose tokens are `tokens`, waits here now. If not, it may start."""
+        with self._lock:
+            request_id: str = request.request_id
+            self.tier.request_arrived(request_id, tokens)
+            if self.tier.may_start(request_id) or len(self._held) >= MOST_HELD:
+                self._ahead.add(request_id)
+                return False
+            self._held[request_id] = request
+            return True
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request of that id is here."""
+        return request_id in self._held or request_id in self._released
+
+    def release(self, manager: Any) -> list[Any]:
+        """The requests that wait no longer, in order of arrival. Once per `schedule` of `manager` (FastDeploy's
+        ResourceManagerV1), before it matches anything.
+        """
+        with self._lock:
+            while self._answers:
+                self.tier.answered(self._answers.popleft())
+            self._name()
+            for request_id in [each for each in self._ahead if each not in manager.requests]:
+                self._leave(request_id)
+            aborted = manager.waiting_abort_req_id_set
+            ready = [each for each in self._held if each in aborted or self.tier.may_start(each)]
+            for request_id in ready:
+                self.tier.request_left(request_id)
+                self._released[request_id] = self._held.pop(request_id)
+            self.tier.go_on()
+            return list(self._released.values())
+
+    def has_released(self, request: Any) -> bool:
+        """Whether `request` has waited here, and is on its way to FastDeploy's queue."""
+        return self._released.get(request.request_id) is request
+
+    def queued(self, request: Any) -> None:
+        """A released request is in FastDeploy's queue."""
+        del self._released[request.request_id]
+
+    def _leave(self, request_id: str) -> None:
+        self._ahead.discard(request_id)
+        self.tier.request_left(request_id)
+
+    def clear(self) -> None:
+        """FastDeploy has ended every request."""
+        with self._lock:
+            for request_id in [*self._held, *self._ahead]:
+                self._leave(request_id)
+            self._held.clear()
+
+    # ---- batches
+
+    def batch_scheduled(self, tasks: Sequence[Any], step: SwapStep) -> None:
+        """The workers are being told of `tasks`, and of `step`."""
+        with self._lock:
+            self.tier.step_taken(step)
+            for task in tasks if self._ahead else ():
+                if task.request_id in self._ahead:
+                    self._leave(task.request_id)
+            self.tier.go_on()
+
+    def copies_reported(self, news: CopyNews) -> None:
+        """After `CacheManager.transfer_failed`."""
+        with self._lock:
+            if news.unlisted_through >= 0:
+                self.tier.copies_doubted(news.unlisted_through)
+            for rank, through in news.ended_through.items():
+                self.tier.copies_reported(rank, TransferReport(news.failed, 0.0, through))
+
+    # ---- administration
+
+    def cache_reset(self) -> None:
+        """`CacheManager.reset_cache` was called, and batches may be lost on their way to the workers."""
+        with self._lock:
+            self.tier.cache_reset()
+
+    def weights_changed(self) -> None:
+        """The workers are getting other weights, and nobody knows which: blocks from here on are found by this engine
+        alone, and only until the weights change again. After the cache was reset, before anything is computed.
+        """
+        with self._lock:
+            self._weight_epoch = uuid.uuid4().hex
+            self._is_named = False
+            self.tier.cache_reset()
+            self._name()
+
+    def _name(self) -> None:
+        if self._is_named or self._namespace is None or not self._link.is_ready:
+            return
+        self._is_named = True
+        epoch = self._weight_epoch or self._namespace.weight_epoch
+        self.tier.use_namespace(replace(self._namespace, weight_epoch=epoch))
