@@ -127,6 +127,9 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
         "(default: none)",
         metavar="NAME",
     )
+    add("--kvcache-storage-dir", STORAGE_HELP["kvcache_storage_dir"], metavar="DIR")
+    add("--kvcache-storage-gib", STORAGE_HELP["kvcache_storage_gib"], type=float, metavar="GIB")
+    add("--storage-prefetch", STORAGE_HELP["storage_prefetch"], metavar="POLICY")
     add(
         "--served-model-name",
         "name the API shows, the only one it then serves beside 'default' (default: the directory's name, serves any)",
@@ -160,9 +163,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "separate them by commas; * allows any",
         metavar="NAMES",
     )
-    add("--kvcache-storage-dir", STORAGE_HELP["kvcache_storage_dir"], metavar="DIR")
-    add("--kvcache-storage-gib", STORAGE_HELP["kvcache_storage_gib"], type=float, metavar="GIB")
-    add("--storage-prefetch", STORAGE_HELP["storage_prefetch"], metavar="POLICY")
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
 
 
