@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
+from typing import Any
 
 from fastdeploy_kvcache_v1.metadata import BlockHash
 from fastdeploy_kvcache_v1.storage.engine.link import Answer
@@ -19,16 +21,17 @@ from fastdeploy_kvcache_v1.storage.messages import (
     StoreDone,
     UseNamespace,
 )
-from tests.embedded.shadow import ShadowWorker
 
-Value = list[int | None]
+Value = Any
 
 
 class ShadowStore:
     """A `Link`. Commands of a kind are answered in order, those of different kinds in any."""
 
-    def __init__(self, worker: ShadowWorker, rng: random.Random | None = None, num_ranks: int = 1) -> None:
+    def __init__(self, worker: Any, rng: random.Random | None = None, num_ranks: int = 1, garbage: Value = ()) -> None:
+        """`worker.host`: what each host slot holds. `garbage`: what no computation ever writes there."""
         self._worker = worker
+        self._garbage = garbage
         self._rng = rng or random.Random(0)
         self.num_ranks = num_ranks
         self.values: dict[tuple[str, BlockHash], Value] = {}
@@ -89,9 +92,9 @@ class ShadowStore:
         if fails:
             arrived = self._rng.randrange(arrived + 1)
         for block, slot in zip(command.hashes[:arrived], command.slots, strict=False):
-            self._worker.host[slot] = list(self.values[namespace, block])
+            self._worker.host[slot] = copy(self.values[namespace, block])
         for slot in command.slots[arrived:]:
-            self._worker.host[slot] = [-1] * len(self._worker.host[slot])  # bytes of a transfer that went wrong
+            self._worker.host[slot] = self._garbage  # bytes of a transfer that went wrong
         error = "connection reset" if fails and self._rng.random() < 0.5 else None
         counts = [arrived] + [self._rng.randint(arrived, len(command.slots)) for _ in range(self.num_ranks - 1)]
         return [LoadDone(command.load_id, rank, count, error=error) for rank, count in enumerate(counts)]
@@ -101,7 +104,7 @@ class ShadowStore:
         error = "disk full" if fails else None
         if not fails:
             for block, slot in zip(command.hashes, command.slots, strict=True):
-                value = list(self._worker.host[slot])
+                value = copy(self._worker.host[slot])
                 known = self.values.setdefault((namespace, block), value)
                 assert known == value, "the same block was stored with other bytes"
         return [StoreDone(command.store_id, rank, len(command.slots), error=error) for rank in range(self.num_ranks)]

@@ -4,8 +4,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
-
 from .cpu_server import BLOCK_SIZE, started, wait_until
 from .server_workload import user
 

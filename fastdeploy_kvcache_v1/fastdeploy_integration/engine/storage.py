@@ -144,8 +144,9 @@ class EngineStorage:
         with self._lock:
             if news.unlisted_through >= 0:
                 self.tier.copies_doubted(news.unlisted_through)
+            self.tier.copies_reported(0, TransferReport(news.failed))  # of whichever rank
             for rank, through in news.ended_through.items():
-                self.tier.copies_reported(rank, TransferReport(news.failed, 0.0, through))
+                self.tier.copies_reported(rank, TransferReport((), 0.0, through))
 
     # ---- administration
 

@@ -5,10 +5,13 @@ there. So it notices at once when a request reads a block that holds something e
 import pickle
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
-from fastdeploy_kvcache_v1.metadata import EVICT, CacheLevel, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
 
 PREFILL, DECODE, PREEMPTED, EXTEND, ABORT = range(5)
 VOCABULARY = 7
+
+GARBAGE = {0: "garbage"}
+"""What no computation leaves in a block."""
 
 
 class Row:
@@ -28,18 +31,20 @@ class FakeWorker:
         self.fails = lambda: False
         """Asked before each eviction."""
         self.failed = []
+        self.last_step = -1
+        self.weights = "weights 0"
         self.num_swapped_in = self.num_swapped_out = self.num_prefilled = 0
 
     def receive(self, tasks):
         """One batch, pickled as on FastDeploy's queue. Returns ids of (preempted, aborted) requests."""
         tasks = pickle.loads(pickle.dumps(list(tasks)))
         for step in self.inbox.take(tasks):
-            tiers = {CacheLevel.DEVICE: self.device, CacheLevel.HOST: self.host}
+            self.last_step = step.step
             for copies in step.transfers:
-                if copies.kind == EVICT and self.fails():
-                    self._fail(step.step, copies)
+                if copies.kind == EVICT:
+                    self._evict(step.step, copies)
                 else:
-                    self._copy(copies, tiers[copies.source], tiers[copies.target])
+                    self._swap_in(copies)
             self.num_swapped_out += len(step.evict)
             self.num_swapped_in += len(step.swap_in)
         preempted, aborted = [], []
@@ -55,17 +60,20 @@ class FakeWorker:
                 (preempted if kind == PREEMPTED else aborted).append(task.request_id)
         return preempted, aborted
 
-    def _fail(self, step, metadata):
-        """The host slots hold neither what they held nor what they should."""
-        for slot in metadata.target_slots:
-            self.host.pop(slot, None)
-        result = TransferResult(step, *metadata.kind, len(metadata), 0, 0.0, metadata.target_slots, "injected")
-        self.failed.append(result)
-
-    def _copy(self, metadata, sources, targets):
+    def _evict(self, step, copies):
         # A slot that was never computed (its batch was dropped) holds nothing that anybody may read.
-        copied = [dict(sources.get(slot, {})) for slot in metadata.source_slots]
-        targets.update(zip(metadata.target_slots, copied, strict=True))
+        content = [dict(self.device.get(slot, {})) for slot in copies.source_slots]
+        if self.fails():  # the host slots hold neither what they held nor what they should
+            content = [GARBAGE] * len(content)
+            self.failed.append(TransferResult(step, *copies.kind, len(copies), 0, 0.0, copies.target_slots, "injected"))
+        self._reach_host(step, dict(zip(copies.target_slots, content, strict=True)))
+
+    def _reach_host(self, step, content):
+        self.host.update(content)
+
+    def _swap_in(self, copies):
+        copied = [dict(self.host.get(slot, {})) for slot in copies.source_slots]
+        self.device.update(zip(copies.target_slots, copied, strict=True))
 
     def _prefill(self, task):
         tokens = [*task.prompt_token_ids, *task.output_token_ids]
@@ -102,11 +110,14 @@ class FakeWorker:
     def _compute(self, row, end):
         for position in range(row.computed):
             block = self.device.get(row.table[position // self.block_size], {})
-            found, expected = block.get(position % self.block_size), tuple(row.tokens[: position + 1])
+            found, expected = block.get(position % self.block_size), self._kv(row.tokens[: position + 1])
             assert found == expected, f"{row.request_id}: position {position} holds the KV of {found}, not {expected}"
         for position in range(row.computed, end):
             slot = row.table[position // self.block_size]
             if position % self.block_size == 0:
                 self.device[slot] = {}
-            self.device[slot][position % self.block_size] = tuple(row.tokens[: position + 1])
+            self.device[slot][position % self.block_size] = self._kv(row.tokens[: position + 1])
         row.computed = end
+
+    def _kv(self, tokens):
+        return (self.weights, *tokens)

@@ -1,0 +1,129 @@
+"""A FAKE scheduler as `fake_scheduler`, with a storage tier whose store, copies and reports take their time."""
+
+from collections import deque
+from types import SimpleNamespace
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import EngineStorage
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from tests.embedded.shadow_store import ShadowStore
+from tests.fastdeploy_integration.worker.fake_worker import GARBAGE, FakeWorker
+from tests.storage.values import namespace
+
+from .fake_scheduler import FakeScheduler, Status
+
+
+class SlowWorker(FakeWorker):
+    """What leaves the device is read at once, as the order of streams has it, and reaches the host later."""
+
+    def __init__(self, block_size):
+        super().__init__(block_size)
+        self._arriving = deque()
+
+    def _reach_host(self, step, content):
+        self._arriving.append((step, content))
+
+    def _swap_in(self, copies):
+        while any(slot in content for _, content in self._arriving for slot in copies.source_slots):
+            self.let_arrive()
+        super()._swap_in(copies)
+
+    def let_arrive(self):
+        """The oldest copy into the host ends."""
+        self.host.update(self._arriving.popleft()[1])
+
+    @property
+    def is_copying(self):
+        return bool(self._arriving)
+
+    @property
+    def ended_through(self):
+        return self._arriving[0][0] - 1 if self._arriving else self.last_step
+
+
+class StorageScheduler(FakeScheduler):
+    """`rng` decides when answers and reports come, and which reports are lost."""
+
+    def __init__(self, cache, rng, *, prefetch="wait_complete", **options):
+        super().__init__(cache, **options)
+        self.rng = rng
+        self.worker = SlowWorker(self.block_size)
+        self.store = ShadowStore(self.worker, rng, garbage=GARBAGE)
+        self.now = 0.0
+        self._listener = None
+        link = SimpleNamespace(is_ready=True, listen=self._set_listener, close=lambda: None)
+        settings = StorageSettings("file", "/unused", prefetch=prefetch, min_tokens=1)
+        tier = StorageTier(cache.manager, settings, None, self.store, clock=lambda: self.now)
+        self.storage = cache.storage = EngineStorage(tier, link, lock=cache._lock, find_namespace=namespace)
+        self.storage.start()
+        self.manager = SimpleNamespace(requests={}, waiting_abort_req_id_set=set())
+        while not self.store.namespace:  # a thread finds it
+            self.storage.release(self.manager)
+
+    def _set_listener(self, listener):
+        self._listener = listener
+
+    def add(self, task):
+        self.manager.requests[task.request_id] = task
+        if not self.cache.waits_for_storage(task):
+            super().add(task)
+
+    def step(self):
+        self.now += 0.1
+        while not self.store.is_idle and self.rng.random() < 0.6:
+            for answer in self.store.answer():
+                self._listener(answer)
+        while self.worker.is_copying and self.rng.random() < 0.5:
+            self.worker.let_arrive()
+        self._report()
+        for task in self.storage.release(self.manager):
+            self.waiting.append(task)
+            self.storage.queued(task)
+        return super().step()
+
+    def _report(self):
+        """How far copies are is said now and then; what failed at once, before anybody asks for it back."""
+        failed, self.worker.failed = tuple(self.worker.failed), []
+        through = {} if self.rng.random() < 0.3 else {0: self.worker.ended_through}
+        if failed:
+            self.cache.host_copies_failed(failed)
+        self.storage.copies_reported(CopyNews(failed, through, -1))
+
+    def finish(self, task):
+        super().finish(task)
+        del self.manager.requests[task.request_id]
+
+    def lose_batch(self):
+        """FastDeploy drops a batch on its way, and with it every request starts again."""
+        received, self.worker.receive = self.worker.receive, lambda batch: ([], [])
+        super().step()
+        self.worker.receive = received
+        self.worker.rows.clear()
+        for task in list(self.running):
+            self._end(task)
+        self.waiting.clear()
+        for task in self.manager.requests.values():
+            if not self.storage.holds(task.request_id):
+                task.status, task.num_cached_blocks, task.num_computed_tokens = Status.WAITING, 0, 0
+                task.need_prefill_tokens = task.num_total_tokens
+                self.waiting.append(task)
+        self.cache.batch_dropped()
+
+    def run_dry(self, limit=4000):
+        while self.manager.requests:
+            self.step()
+            limit -= 1
+            assert limit, "the scheduler makes no progress"
+
+    def settle(self):
+        """Let everything end that is under way."""
+        while not (self.store.is_idle and self.storage.tier.is_idle):
+            self.now += 100.0
+            if self.worker.is_copying:
+                self.worker.let_arrive()
+            while not self.store.is_idle:
+                for answer in self.store.answer():
+                    self._listener(answer)
+            self._report()
+            self.storage.release(self.manager)

@@ -1,0 +1,276 @@
+"""Which requests wait for their stored prefix inside FastDeploy, and until when."""
+
+import random
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import ModelError
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import MOST_HELD, EngineStorage
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.messages import UseNamespace
+from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from tests.storage.values import namespace
+
+from .fake_scheduler import FakeTask, make_adapter
+from .storage_scheduler import StorageScheduler
+
+
+class Calm(random.Random):
+    """Every answer and report comes in the step after it was asked for."""
+
+    def random(self):
+        return 0.45
+
+    def choice(self, items):
+        return items[0]
+
+
+@pytest.fixture
+def cache():
+    return make_adapter(24, 40, write_policy="write_through")
+
+
+@pytest.fixture
+def scheduler(cache):
+    return StorageScheduler(cache, Calm())
+
+
+def serve(scheduler, request_id, tokens):
+    task = FakeTask(request_id, tokens, 2)
+    scheduler.add(task)
+    scheduler.step()
+    while scheduler.manager.requests:
+        scheduler.step()
+    return task
+
+
+def store(scheduler, tokens):
+    """Serve `tokens`, and let all of it reach the store."""
+    serve(scheduler, "first", tokens)
+    serve(scheduler, "second", [9, 9, 9])  # what the first one left goes to the host with this batch
+    for _ in range(4):
+        scheduler.step()
+    assert scheduler.storage.tier.counters.store.blocks >= len(tokens) // 4
+
+
+def empty(scheduler):
+    """The tiers of the server, as a restart does."""
+    scheduler.cache.batch_dropped()
+    serve(scheduler, "after", [8, 8, 8])  # tells that no copy from before runs any more
+
+
+TOKENS = list(range(1, 18))
+
+
+def test_a_request_waits_for_its_stored_prefix_and_starts_from_it(scheduler):
+    store(scheduler, TOKENS)
+    empty(scheduler)
+    task = FakeTask("again", TOKENS, 2)
+    scheduler.add(task)
+    assert not scheduler.waiting
+    scheduler.add(FakeTask("other", [7] * 9, 2))
+    while "again" in scheduler.manager.requests:
+        scheduler.step()
+    assert task.num_cached_blocks >= 4
+    assert [task.request_id for task in scheduler.finished.values()][-2:] == ["other", "again"]
+    assert scheduler.storage.tier.counters.load.blocks == 4
+
+
+def test_hashes_made_for_the_store_are_those_of_the_match(scheduler, monkeypatch):
+    made = []
+    tokens_of = engine_patches.PrefixCacheAdapter.__mro__[0].waits_for_storage.__globals__["TaskTokens"]
+    monkeypatch.setitem(
+        engine_patches.PrefixCacheAdapter.waits_for_storage.__globals__,
+        "TaskTokens",
+        lambda *given: made.append(given) or tokens_of(*given),
+    )
+    serve(scheduler, "r", TOKENS)
+    assert len(made) == 1
+
+
+def test_what_is_aborted_waits_no_longer(scheduler):
+    store(scheduler, TOKENS)
+    empty(scheduler)
+    task = FakeTask("again", TOKENS, 2)
+    assert scheduler.cache.waits_for_storage(task)
+    assert scheduler.storage.release(scheduler.manager) == []
+    scheduler.manager.waiting_abort_req_id_set.add("again")
+    assert scheduler.storage.release(scheduler.manager) == [task]
+    assert scheduler.storage.has_released(task)
+    assert scheduler.storage.holds("again")
+    scheduler.storage.queued(task)
+    assert not scheduler.storage.holds("again")
+
+
+def test_a_reset_ends_all_waiting(scheduler):
+    scheduler.cache.waits_for_storage(FakeTask("a", TOKENS))
+    scheduler.cache.reset()
+    assert [task.request_id for task in scheduler.storage.release(scheduler.manager)] == ["a"]
+
+
+def test_what_fastdeploy_has_ended_is_forgotten(scheduler):
+    scheduler.cache.waits_for_storage(FakeTask("a", TOKENS))
+    scheduler.storage.clear()
+    assert scheduler.storage.release(scheduler.manager) == []
+    assert not scheduler.storage.holds("a")
+
+
+def test_only_so_many_wait_and_the_others_are_fetched_for_all_the_same(scheduler):
+    tasks = [FakeTask(f"r{number}", [number + 1] * 9) for number in range(MOST_HELD + 3)]
+    held = [scheduler.cache.waits_for_storage(task) for task in tasks]
+    assert held == [True] * MOST_HELD + [False] * 3
+    assert len(scheduler.store.queries) == len(tasks)
+
+
+def test_a_request_that_was_not_held_is_fetched_for_until_it_is_scheduled_or_gone(cache):
+    scheduler = StorageScheduler(cache, Calm(), prefetch="best_effort")
+    task, gone = FakeTask("a", TOKENS), FakeTask("b", TOKENS[::-1])
+    scheduler.manager.requests.update(a=task, b=gone)
+    assert not cache.waits_for_storage(task)
+    assert not cache.waits_for_storage(gone)
+    fetches = scheduler.storage.tier._fetches._fetches
+    scheduler.storage.release(scheduler.manager)
+    assert list(fetches) == ["a", "b"]
+    del scheduler.manager.requests["b"]
+    scheduler.storage.release(scheduler.manager)
+    assert list(fetches) == ["a"]
+    scheduler.waiting.append(task)
+    scheduler.step()
+    assert list(fetches) == []
+
+
+def test_the_first_batch_after_a_reset_tells_where_copies_are(cache):
+    first, second = (SimpleNamespace(request_id=name) for name in "ab")
+    cache.send_swaps([first])
+    assert SWAP_ATTRIBUTE not in vars(first)
+    cache.reset()
+    cache.send_swaps([])
+    cache.send_swaps([first])
+    assert SWAP_ATTRIBUTE in vars(first)
+    cache.batch_sent()
+    cache.send_swaps([second])
+    assert SWAP_ATTRIBUTE not in vars(second)
+
+
+def test_other_weights_have_other_blocks(scheduler):
+    store(scheduler, TOKENS)
+    scheduler.reset()
+    scheduler.storage.weights_changed()
+    names = [scheduler.store.namespace]
+    serve(scheduler, "again", TOKENS)
+    assert scheduler.storage.tier.counters.load.blocks == 0
+    scheduler.storage.weights_changed()
+    names.append(scheduler.store.namespace)
+    assert len({*names, namespace().digest}) == 3
+
+
+class FakeLink:
+    num_ranks = 1
+
+    def __init__(self):
+        self.is_ready, self.sent = False, []
+        self.listen = self.close = lambda *_: None
+
+    def send(self, command):
+        self.sent.append(command)
+
+    def query(self, query_id, hashes):
+        raise AssertionError("nothing is asked without a namespace")
+
+
+def unnamed(cache, link, find_namespace):
+    tier = StorageTier(cache.manager, StorageSettings("file", "/unused", min_tokens=1), None, link)
+    storage = cache.storage = EngineStorage(tier, link, lock=cache._lock, find_namespace=find_namespace)
+    return storage
+
+
+def test_until_model_and_workers_are_there_requests_are_served_without_storage(cache):
+    link, found = FakeLink(), threading.Event()
+    manager = SimpleNamespace(requests={}, waiting_abort_req_id_set=set())
+
+    def find():
+        found.wait(30)
+        return namespace()
+
+    storage = unnamed(cache, link, find)
+    storage.start()
+    assert not cache.waits_for_storage(FakeTask("a", TOKENS))
+    storage.copies_reported(CopyNews((), {0: 0}))
+    storage.release(manager)
+    assert link.sent == []
+    found.set()
+    while storage._namespace is None:
+        pass
+    storage.release(manager)
+    assert link.sent == [], "the workers are not there: what is sent now is lost"
+    link.is_ready = True
+    storage.release(manager)
+    storage.release(manager)
+    assert link.sent == [UseNamespace(namespace())]
+
+
+def test_weights_that_change_before_the_namespace_is_found_count(cache):
+    link = FakeLink()
+    link.is_ready = True
+    storage = unnamed(cache, link, namespace)
+    storage.weights_changed()
+    assert link.sent == []
+    storage._find()
+    storage.release(SimpleNamespace(requests={}, waiting_abort_req_id_set=set()))
+    (command,) = link.sent
+    assert command.namespace.weight_epoch != namespace().weight_epoch
+
+
+@pytest.mark.parametrize("error", [ModelError("no such file"), OSError("bug")])
+def test_a_model_that_cannot_be_read_leaves_the_storage_off(cache, caplog, error):
+    def find():
+        raise error
+
+    storage = unnamed(cache, FakeLink(), find)
+    storage._find()
+    storage.release(SimpleNamespace(requests={}, waiting_abort_req_id_set=set()))
+    assert [message.partition(":")[0] for message in caplog.messages] == ["the storage tier stays off"]
+    assert not cache.waits_for_storage(FakeTask("a", TOKENS))
+
+
+class FakeManager:
+    """What the wrapped methods use of ResourceManagerV1."""
+
+    def __init__(self, cache):
+        self.cache_manager, self.lock = cache, threading.RLock()
+        self.waiting, self.running, self.requests = [], [], {}
+        self.waiting_abort_req_id_set = set()
+        self.to_be_rescheduled_request_id_set, self.to_be_aborted_req_id_set = set(), set()
+
+    def add_request(self, request):
+        def original(request):
+            self.waiting.append(request)
+            self.requests[request.request_id] = request
+
+        engine_patches.add_request(original, self, (request,), {})
+
+
+def test_two_requests_of_one_id_do_not_meet_while_one_waits_for_the_store(scheduler):
+    cache = scheduler.cache
+    cache.held_back = HeldBack(cache.storage.holds)
+    manager = FakeManager(cache)
+    first, second = FakeTask("same", TOKENS), FakeTask("same", TOKENS)
+    manager.add_request(first)
+    manager.add_request(second)
+    assert (manager.waiting, len(cache.held_back)) == ([], 1)
+    cache.storage.tier.cache_reset()
+    for request in cache.storage.release(manager):
+        manager.add_request(request)
+        assert cache.held_back.release(manager) == []
+        cache.storage.queued(request)
+    assert manager.waiting == [first]
+    assert cache.held_back.release(manager) == []
+    manager.waiting.clear()
+    manager.requests.clear()
+    assert cache.held_back.release(manager) == [second]

@@ -1,0 +1,43 @@
+"""The storage tier under random lives of requests inside FastDeploy: late copies, lost reports, lost batches, a store
+that fails. The fake worker notices a block that holds anything but what its prefix says.
+"""
+
+import random
+
+import pytest
+
+from .fake_scheduler import FakeTask, make_adapter
+from .storage_scheduler import StorageScheduler
+from .test_adapter_random import prompt
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("prefetch", ["wait_complete", "timeout", "best_effort"])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_wrong_block_whatever_is_late_lost_or_failed(policy, prefetch, seed):
+    rng = random.Random(f"{policy} {prefetch} {seed}")
+    cache = make_adapter(24, 40, write_policy=policy)
+    scheduler = StorageScheduler(cache, rng, prefetch=prefetch)
+    scheduler.worker.fails = lambda: rng.random() < 0.1
+    scheduler.store.failure_rate = 0.1
+    for number in range(500):
+        action = rng.random()
+        if action < 0.01:
+            scheduler.reset()
+        elif action < 0.02:
+            scheduler.lose_batch()
+        elif action < 0.025:
+            scheduler.reset()
+            scheduler.storage.weights_changed()
+            scheduler.worker.weights = f"weights {number}"
+        elif action < 0.6 and len(scheduler.manager.requests) < 12:
+            scheduler.add(FakeTask(f"r{number}", prompt(rng, shared=12), rng.randrange(1, 20)))
+        scheduler.step()
+        cache.check()
+    scheduler.run_dry()
+    scheduler.settle()
+    cache.check()
+    cache.manager.check_idle()
+    counters = scheduler.storage.tier.counters
+    if policy != "write_through_selective":  # few blocks are hit twice here
+        assert min(counters.load.blocks, counters.store.blocks) > 0
