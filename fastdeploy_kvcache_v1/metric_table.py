@@ -116,8 +116,17 @@ COPY_OP = Metric(
 TIME_TO_FIRST_TOKEN = Metric(
     "time_to_first_token_seconds", "From the arrival of a request to its first token", Kind.HISTOGRAM, Source.ENGINE
 )
-OBSERVED = (COPY_OP, TIME_TO_FIRST_TOKEN)
-"""Rows without an attribute: the embedded server sets them when something happens."""
+STORAGE_LATENCY = Metric(
+    "storage_latency_seconds",
+    "Time that one request to the store took, by operation (query, load, store)",
+    Kind.HISTOGRAM,
+    Source.STORAGE,
+)
+OBSERVED = (COPY_OP, TIME_TO_FIRST_TOKEN, STORAGE_LATENCY)
+"""Rows without an attribute: a server sets them when something happens."""
+
+STORAGE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Of `STORAGE_LATENCY`."""
 
 TABLE: tuple[Metric, ...] = (
     *_gauges(

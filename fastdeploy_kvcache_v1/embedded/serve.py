@@ -124,6 +124,8 @@ def _serve(
     core = EngineCore(manager, scheduler, worker.send, storage=storage)
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops)
     core.observe_first_token = metrics.observe_first_token
+    if storage is not None:
+        storage.observe_latency = metrics.observe_storage
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(Service(config, tokenizer, engine, intake), metrics)
     listener.max_connections = connection_limit(config.max_connections)

@@ -65,6 +65,8 @@ def test_a_restarted_server_does_not_compute_again_what_is_stored(tmp_path, stor
         assert ask(server) == (tokens, CACHED)
         metrics = server.metrics()
         assert metrics["storage_blocks_total{direction=load}"] == CACHED / 16
+        latencies = {name: metrics[f"storage_latency_seconds_count{{operation={name}}}"] for name in ("query", "load")}
+        assert latencies == {"query": 1, "load": 2}, "37 blocks, at most 32 in one load"
         assert metrics["storage_damaged_blocks_total"] == 0
         end(server)
 
@@ -90,6 +92,7 @@ def test_a_killed_server_leaves_a_directory_that_works(tmp_path):
         wait_stored(server, 1)
         server.worker.send_signal(signal.SIGKILL)
         assert server.wait_exit() == 1
+        server.assert_nothing_left()
     with started(tmp_path / "second", *flags(directory)) as server:
         again, cached = ask(server)
         assert again == tokens
@@ -110,6 +113,7 @@ def test_damaged_files_cost_hits_and_no_token(tmp_path, stored):
         again, cached = ask(server)
         assert again == tokens
         assert cached < CACHED
+        assert server.metrics()["storage_damaged_blocks_total"] > 0
         end(server)
 
 
@@ -124,6 +128,8 @@ def test_servers_with_other_blocks_do_not_meet(tmp_path, stored, change):
     directory, _ = stored
     with started(tmp_path / "second", *flags(directory, **change)) as server:
         assert ask(server)[1] == 0
+        metrics = server.metrics()
+        assert (metrics["storage_queries_total"], metrics["storage_found_blocks_total"]) == (1, 0)
         end(server)
 
 

@@ -1,69 +1,126 @@
 """The real server with a storage directory: what one computed, the next one and the other one do not compute again."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
-from .cpu_server import BLOCK_SIZE, started, wait_until
-from .server_workload import user
+from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+from .cpu_server import BLOCK_SIZE, Answer, started, wait_until
+from .server_workload import noise, user
 
-TEXT = "".join(chr(ord("a") + number * number % 26) for number in range(7 * BLOCK_SIZE))
-PROMPT, OTHER = user(TEXT), user(TEXT[::-1])
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
+
+BLOCKS = 6
+PROMPT, OTHER = (user(noise(seed, BLOCKS * BLOCK_SIZE)) for seed in (1, 2))
 SMALL = user("go on")
-CACHED = 7 * BLOCK_SIZE
-"""The template adds some tokens, so that the text fills seven blocks."""
+CACHED = BLOCKS * BLOCK_SIZE
+"""The template adds some tokens, so that the text fills its blocks."""
 
 
-def flags(directory, *others, prefetch="wait_complete"):
-    return [
-        *("--swap-space", "0.01", "--write-policy", "write_through"),
-        *("--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(directory)),
-        *("--storage-prefetch", prefetch, *others),
-    ]
+def flags(directory, **changes):
+    settings = {
+        "--swap-space": "0.01",
+        "--write-policy": "write_through",
+        "--kvcache-storage-backend": "file",
+        "--kvcache-storage-dir": str(directory),
+        "--storage-prefetch": "wait_complete",
+        **changes,
+    }
+    return [word for pair in settings.items() for word in pair]
 
 
 @contextmanager
-def serving(release, tmp_path, name, *words, **environment):
-    """A server that has opened the store, and a client."""
-    with (
-        started(release, tmp_path / name, *words, environment=environment) as server,
-        server.client() as client,
-    ):
+def serving(release, tmp_path, name, *words):
+    """A server and a client; the server ends well."""
+    with started(release, tmp_path / name, *words) as server, server.client() as client:
         yield server, client
         assert server.failed_copies() == 0
         assert server.stop() == 0, server.stderr
 
 
-def wait_stored(server, client, blocks=7):
-    """The blocks of a request leave the device with the next batches."""
-
-    def is_stored():
-        server.ask(client, SMALL, max_tokens=1)
-        return server.metrics()["storage_blocks_total"] >= blocks
-
-    wait_until(is_stored, lambda: f"stored blocks: {storage_metrics(server)}", 60.0)
-
-
-def storage_metrics(server):
+def counts(server):
+    """Of the storage tier, by name."""
     return {name: value for name, value in server.metrics().items() if name.startswith("storage")}
 
 
-@pytest.fixture
-def stored(release, tmp_path):
-    """A directory with the blocks of `PROMPT`, and the answer."""
-    directory = tmp_path / "kv"
-    with serving(release, tmp_path, "first", *flags(directory)) as (server, client):
-        answer = server.ask(client, PROMPT)
-        assert answer.cached_tokens == 0
-        wait_stored(server, client)
-    return directory, answer
+def wait_stored(server, client, blocks):
+    """Blocks reach the host, and so the store, with the batches after the one that computes them."""
+
+    def is_stored():
+        server.ask(client, SMALL, max_tokens=1)
+        return counts(server).get("storage_blocks_total", 0) >= blocks
+
+    wait_until(is_stored, lambda: f"{blocks} blocks to be stored: {counts(server)}", 120.0)
 
 
-def test_a_restarted_server_does_not_compute_again_what_is_stored(release, tmp_path, stored):
-    directory, answer = stored
-    with serving(release, tmp_path, "second", *flags(directory)) as (server, client):
+@dataclass
+class Shared:
+    """What two servers left that ran side by side over one directory."""
+
+    directory: Path
+    answers: tuple[Answer, Answer]
+    """To `PROMPT` from the first one, to `OTHER` from the second one, which computed them."""
+    seen: tuple[Answer, Answer]
+    """The same questions, asked of the other one afterwards."""
+
+
+@pytest.fixture(scope="module")
+def shared(release, tmp_path_factory):
+    base = tmp_path_factory.mktemp(f"storage-{release}")
+    directory = base / "kv"
+    with (
+        serving(release, base, "one", *flags(directory)) as (one, ask_one),
+        serving(release, base, "two", *flags(directory)) as (two, ask_two),
+    ):
+        first = one.ask(ask_one, PROMPT)
+        wait_stored(one, ask_one, BLOCKS)
+        first_again = two.ask(ask_two, PROMPT)
+        second = two.ask(ask_two, OTHER)
+        wait_stored(two, ask_two, 2 * BLOCKS)  # loaded ones count as well
+        second_again = one.ask(ask_one, OTHER)
+    return Shared(directory, (first, second), (first_again, second_again))
+
+
+def test_two_servers_share_what_they_compute(shared):
+    for computed, seen in zip(shared.answers, shared.seen, strict=True):
+        assert computed.cached_tokens < BLOCK_SIZE
+        assert (seen.tokens, seen.cached_tokens) == (computed.tokens, CACHED)
+
+
+def test_after_a_restart_damaged_blocks_and_other_weights_cost_hits_and_no_token(release, tmp_path, shared):
+    first, second = shared.answers
+    with serving(release, tmp_path, "third", *flags(shared.directory)) as (server, client):
         again = server.ask(client, PROMPT)
-        assert (again.tokens, again.cached_tokens) == (answer.tokens, CACHED)
-        assert storage_metrics(server)["storage_damaged_blocks_total"] == 0
+        assert (again.tokens, again.cached_tokens) == (first.tokens, CACHED)
+        for file in stored_files(shared.directory):
+            with open(file.path, "r+b") as content:
+                content.seek(1000)
+                content.write(b"damage")
+        again = server.ask(client, OTHER)
+        assert (again.tokens, again.cached_tokens) == (second.tokens, 0)
+        assert counts(server)["storage_damaged_blocks_total"] == 1, "what comes behind a damaged block is not read"
+        wait_stored(server, client, 2 * BLOCKS)
+
+        server.control("pause")
+        server.control("update_weights")  # the same ones, but who knows
+        server.control("resume")
+        before = counts(server)
+        again = server.ask(client, PROMPT)
+        assert (again.tokens, again.cached_tokens) == (first.tokens, 0)
+        after = counts(server)
+        assert after["storage_queries_total"] > before["storage_queries_total"]
+        assert after["storage_found_blocks_total"] == before["storage_found_blocks_total"]
+
+
+def test_what_cannot_work_is_refused_in_one_line(release, tmp_path):
+    for number, (words, reason) in enumerate(
+        [
+            (flags(tmp_path / "kv", **{"--swap-space": "0"}), "--kvcache-storage-backend file without --swap-space"),
+            (flags(tmp_path / "kv", **{"--storage-prefetch": "never"}), "unknown storage prefetch 'never'"),
+        ]
+    ):
+        with pytest.raises(AssertionError, match=reason), started(release, tmp_path / str(number), *words):
+            pass

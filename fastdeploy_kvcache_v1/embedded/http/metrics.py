@@ -9,7 +9,16 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ...metric_table import COPY_OP, TABLE, TIME_TO_FIRST_TOKEN, Kind, Metric, Source
+from ...metric_table import (
+    COPY_OP,
+    STORAGE_BUCKETS_S,
+    STORAGE_LATENCY,
+    TABLE,
+    TIME_TO_FIRST_TOKEN,
+    Kind,
+    Metric,
+    Source,
+)
 from ...scheduler.cache_stats import CacheStats
 from ...storage.engine.tier import StorageTier
 from ..engine.engine_core import EngineCounters
@@ -49,7 +58,7 @@ class Snapshot:
 
 
 class Metrics:
-    """The registry. `observe_first_token` may be called from any thread."""
+    """The registry. What is observed may be observed from any thread."""
 
     def __init__(self, snapshot: Callable[[], Snapshot], *, copy_ops: Mapping[str, str] | None = None) -> None:
         """`copy_ops`: name of the implementation behind every copy op of the worker."""
@@ -62,8 +71,19 @@ class Metrics:
             TIME_TO_FIRST_TOKEN.full_name, TIME_TO_FIRST_TOKEN.help, buckets=TTFT_BUCKETS, registry=self._registry
         )
 
+        self._storage = Histogram(
+            STORAGE_LATENCY.full_name,
+            STORAGE_LATENCY.help,
+            ["operation"],
+            buckets=STORAGE_BUCKETS_S,
+            registry=self._registry,
+        )
+
     def observe_first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
+
+    def observe_storage(self, operation: str, seconds: float) -> None:
+        self._storage.labels(operation).observe(seconds)
 
     def render(self) -> bytes:
         """Prometheus text format."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import Any
 
-from ...metric_table import Kind, Metric, Source, rows
+from ...metric_table import STORAGE_BUCKETS_S, STORAGE_LATENCY, Kind, Metric, Source, rows
 from ...storage.engine.tier import StorageTier
 from .adapter import PrefixCacheAdapter
 from .copy_reports import CopyReports
@@ -58,6 +58,20 @@ def exported() -> Exported:
 def exported_storage() -> Exported:
     """Likewise, only where there is storage."""
     return Exported(Source.STORAGE)
+
+
+@lru_cache(maxsize=1)
+def storage_latency() -> Any:
+    """Of this process: the histogram, by operation."""
+    from prometheus_client import Histogram
+
+    name, text = STORAGE_LATENCY.full_name, STORAGE_LATENCY.help
+    return Histogram(name, text, ["operation"], buckets=STORAGE_BUCKETS_S)
+
+
+def observe_storage(operation: str, seconds: float) -> None:
+    """One request to the store took so long."""
+    storage_latency().labels(operation).observe(seconds)
 
 
 class CacheMetricsPublisher:

@@ -22,7 +22,7 @@ from ..overlay.table import Where
 from .adapter import PrefixCacheAdapter
 from .copy_reports import NO_NEWS, CopyReports
 from .lost_batches import Batch, Transit
-from .metrics import CacheMetricsPublisher
+from .metrics import CacheMetricsPublisher, observe_storage
 from .same_id import HeldBack
 from .storage import EngineStorage
 from .storage_namespace import has_weights_of_directory, storage_namespace
@@ -148,6 +148,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
             self.storage.weights_changed()
         self.storage.start()
         self.publisher.storage = self.storage.tier
+        self.storage.tier.observe_latency = observe_storage
         Finalize(None, self.storage.close, exitpriority=1)  # before the directory of its sockets goes
 
     def take_reports(self) -> None:

@@ -18,6 +18,8 @@ from .stores import Stores
 
 __all__ = ["StorageTier"]
 
+OPERATIONS = {QueryDone: "query", LoadDone: "load", StoreDone: "store"}
+
 
 class StorageTier:
     """Beside a `CacheManager`, on the thread that schedules. A failing, slow or hanging store costs hits, nothing else.
@@ -36,6 +38,8 @@ class StorageTier:
     ) -> None:
         """Without a `namespace` nothing is loaded or stored until `use_namespace` names one."""
         self.counters = StorageCounters()
+        self.observe_latency: Callable[[str, float], None] = lambda operation, seconds: None
+        """Told how long each request to the store took that did not fail: `query`, `load` or `store`, seconds."""
         self._link = link
         self._copies = OpenCopies(link.num_ranks)
         self._fetches = Fetches(manager, settings, link, self._copies, self.counters, clock)
@@ -89,6 +93,8 @@ class StorageTier:
 
     def answered(self, answer: Answer) -> None:
         """What the link delivers, in order."""
+        if answer.error is None:
+            self.observe_latency(OPERATIONS[type(answer)], answer.seconds)
         if isinstance(answer, LoadDone):
             self._fetches.load_done(answer)
         elif isinstance(answer, StoreDone):

@@ -91,3 +91,15 @@ def test_copies_are_told_apart_by_rank_and_direction(samples):
         assert shown["swap_blocks_total", ("direction", "out"), ("rank", str(rank))] == blocks
         assert shown["swap_blocks_total", ("direction", "in"), ("rank", str(rank))] == 0
     assert shown["swap_bytes_total", ("direction", "out"), ("rank", "0")] == 4096
+
+
+def test_latencies_of_the_store_are_a_histogram_by_operation(samples, monkeypatch):
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "Histogram", partial(prometheus_client.Histogram, registry=registry))
+    metrics.storage_latency.cache_clear()
+    for seconds in (0.002, 0.3):
+        metrics.observe_storage("load", seconds)
+    metrics.storage_latency.cache_clear()
+    name = f"{PREFIX}storage_latency_seconds"
+    assert registry.get_sample_value(f"{name}_count", {"operation": "load"}) == 2
+    assert registry.get_sample_value(f"{name}_bucket", {"operation": "load", "le": "0.25"}) == 1
