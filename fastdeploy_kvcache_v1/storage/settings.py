@@ -34,7 +34,7 @@ class Prefetch(str, enum.Enum):
             raise ConfigError(f"unknown storage prefetch {text!r}: choose one of {cls.choices()}") from None
 
 
-BACKENDS = ("file",)
+BACKENDS = ("file", "mooncake")
 """Names of the stores that can be chosen."""
 
 

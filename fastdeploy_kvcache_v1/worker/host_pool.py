@@ -65,6 +65,13 @@ class HostPool:
             raise CacheStateError(f"host slot {slot} is not in [0, {self.num_blocks})")
         return self._buffer.array[slot * self._pitch : (slot + 1) * self._pitch]
 
+    @property
+    def memory(self) -> ByteRows:
+        """Writable uint8 view of all slots, one behind the other; raises `CacheStateError` when there are none."""
+        if self._buffer is None:
+            raise CacheStateError("the host pool has no memory")
+        return self._buffer.array
+
     def free(self) -> None:
         """Give the memory back. No copy may be in flight. Idempotent."""
         self._layers = ()

@@ -82,7 +82,7 @@ def _serve(
         return 1
     if agent is not None:
         pool = controller.host_pool
-        agent.use(lambda slot: pool.slot(slot).data)
+        agent.use(lambda slot: pool.slot(slot).data, pool.memory.data)
     _send(results, WorkerReady(os.getpid(), ops.live()))
     try:
         _loop(runner, tasks, results, lambda: _show_copies(controller, board))
