@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from ..errors import StorageError
-from .base import StorageBackend, StorageFullError, StoreKey
+from .base import SlotMemory, StorageBackend, StorageFullError, StoreKey
 from .lane import Lane
 from .messages import LoadBlocks, LoadDone, StoreBlocks, StoreDone, UseNamespace
 from .namespace import Namespace, block_key
@@ -46,7 +46,7 @@ class StorageAgent:
         """Connects at once, and starts its threads. Commands before `use` fail."""
         self._rank = rank
         self._slot: Callable[[int], memoryview] = _no_slot
-        self._memory: memoryview | None = None
+        self._memory: SlotMemory | None = None
         self._open_backend = open_backend
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PULL)
@@ -71,9 +71,9 @@ class StorageAgent:
         self._receiver = threading.Thread(target=self._receive, name="kv-storage", daemon=True)
         self._receiver.start()
 
-    def use(self, slot: Callable[[int], memoryview], memory: memoryview | None = None) -> None:
+    def use(self, slot: Callable[[int], memoryview], memory: SlotMemory | None = None) -> None:
         """From here on host slots have memory: `slot` gives the bytes of one, its trailer included. `memory` is all of
-        it, one slot behind the other, where it is one piece: backends that need it can register it.
+        it, where it is one piece: for stores that need to know.
         """
         self._memory = memory
         self._slot = slot
@@ -94,11 +94,10 @@ class StorageAgent:
         return not hanging
 
     def _open(self, namespace: Namespace) -> StorageBackend:
-        slot = self._slot(0)
         backend = self._open_backend(namespace)
         try:
             if self._memory is not None:
-                backend.register(self._memory, len(slot))
+                backend.register(self._memory)
         except BaseException:
             backend.close()
             raise

@@ -9,7 +9,7 @@ from typing import NewType
 
 from ..errors import StorageError
 
-__all__ = ["StorageBackend", "StorageFullError", "StorageUsage", "StoreKey"]
+__all__ = ["SlotMemory", "StorageBackend", "StorageFullError", "StorageUsage", "StoreKey"]
 
 StoreKey = NewType("StoreKey", str)
 """Names one value within a namespace: letters, digits, `.`, `-` and `_`, at most 200 of them."""
@@ -23,6 +23,17 @@ class StorageUsage:
     num_bytes: int
     capacity_bytes: int | None
     """None where the store does not say, or has no limit."""
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """Host slots, one behind the other."""
+
+    view: memoryview
+    """Writable bytes of all slots."""
+    slot_bytes: int
+    file: int | None = None
+    """Descriptor by which other processes map the same bytes; None where they cannot."""
 
 
 class StorageFullError(StorageError):
@@ -48,10 +59,10 @@ class StorageBackend(ABC):
     may_write_late = False
     """After a failed `get`, bytes may still arrive in its buffers until `close` has returned."""
 
-    def register(self, memory: memoryview, slot_bytes: int) -> None:  # noqa: B027
-        """`memory` is where later buffers lie, each of `slot_bytes` at a multiple of that. At most once, before them.
+    def register(self, memory: SlotMemory) -> None:  # noqa: B027
+        """Later buffers lie in `memory`. At most once, before them; it must stay until `close` has returned.
 
-        It must stay until `close` has returned. Does nothing here: most stores need no registration.
+        Does nothing here: most stores need no registration.
         """
 
     @abstractmethod

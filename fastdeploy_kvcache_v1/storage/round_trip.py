@@ -12,7 +12,7 @@ from ..attention.base import CacheLayout, RoleSpec
 from ..errors import StorageError
 from ..metadata import BlockHash
 from ..units import MIB
-from .base import StorageBackend, StoreKey
+from .base import SlotMemory, StorageBackend, StoreKey
 from .namespace import Namespace, block_key
 from .seal import TRAILER_BYTES, is_sealed, seal
 
@@ -65,7 +65,7 @@ def _round_trip(backend: StorageBackend) -> RoundTrip:
     memory = memoryview(bytearray(os.urandom(NUM_BYTES)))
     values = [memory[begin : begin + VALUE_BYTES] for begin in range(0, NUM_BYTES, VALUE_BYTES)]
     try:
-        backend.register(memory, VALUE_BYTES)
+        backend.register(SlotMemory(memory, VALUE_BYTES))
         try:
             return _checked(backend, keys, values)
         finally:

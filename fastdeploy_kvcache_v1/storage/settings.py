@@ -55,6 +55,11 @@ class StorageSettings:
     stall_s: float = 10.0
     """A store that brings nothing for so long stands still."""
 
+    @property
+    def needs_shared_memory(self) -> bool:
+        """The store moves blocks in another process, which maps the host tier. Without it they are copied there."""
+        return self.backend == "mooncake"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", Prefetch.parse(self.prefetch))
         if self.backend not in BACKENDS:

@@ -3,21 +3,23 @@
 import pytest
 
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.mooncake import client
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import take_back_memory
 from tests.mooncake_master import Master, needs_mooncake
-from tests.storage.values import VALUE_BYTES, holds, keys, namespace, values
+from tests.storage.values import VALUE_BYTES, holds, keys, namespace, register, values
 
 SLOTS = 16
 
 
 @pytest.fixture(params=["file", pytest.param("mooncake", marks=needs_mooncake())])
-def open_store(request, tmp_path):
+def open_store(request, tmp_path, monkeypatch):
     """Opens backends of one store, each with registered memory in `slots`."""
     opened = []
     master = None
     if request.param == "mooncake":
+        monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
         master = Master(tmp_path)
         settings = MooncakeSettings.read(master.environment())
 
@@ -27,9 +29,7 @@ def open_store(request, tmp_path):
         else:
             backend = MooncakeBackend(settings, namespace(**changes))
         opened.append(backend)
-        memory = memoryview(bytearray(SLOTS * VALUE_BYTES))
-        backend.register(memory, VALUE_BYTES)
-        backend.slots = [memory[number * VALUE_BYTES :][:VALUE_BYTES] for number in range(SLOTS)]
+        backend.slots = register(backend, SLOTS)
         return backend
 
     yield open_one

@@ -37,8 +37,7 @@ FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
 logger = logging.getLogger(__name__)
 
 POLL_MS = 100
-STOP_TIMEOUT_S = 5.0
-"""Time for a worker to end: leaving a store takes it two seconds."""
+STOP_TIMEOUT_S = 2.0
 MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/storage-commands")
 """Unix socket names have at most 107 bytes."""
 

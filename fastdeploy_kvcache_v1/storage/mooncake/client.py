@@ -1,27 +1,21 @@
-"""MooncakeClient: Mooncake's own client, with deadlines, errors as exceptions, and an end that cannot crash.
-
-Mooncake's client crashes when it is used while it closes or afterwards, also by its own clean-up at the end of the
-process. So calls and `close` exclude each other here, and the end of the process waits for calls, but not for ever.
-"""
+"""MooncakeClient: Mooncake's own client in a process of its own, with deadlines, and errors as exceptions."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import importlib
-import logging
 import os
+import subprocess
+import sys
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from multiprocessing import Pipe
 from typing import Any
 
 from ...errors import ConfigError, StorageError
+from .process import MappedMemory, Start
 from .settings import MooncakeSettings
 
 __all__ = ["MooncakeClient", "error_text"]
-
-logger = logging.getLogger(__name__)
 
 PACKAGE = "mooncake-transfer-engine"
 LIBRARIES = "libibverbs1 libnuma1 libcurl4"
@@ -36,14 +30,17 @@ ENVIRONMENT = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""Deadlines of the client, and less noise, where the user says nothing else. It reads them once."""
+"""Deadlines of the client, and less noise, where the user says nothing else."""
 
-EXIT_TIMEOUT_S = 5.0
-"""For calls that still run when the process ends."""
+START_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 10.0
+"""The client's own deadlines are shorter; this one is kept whatever it does."""
+LEAVE_TIMEOUT_S = 5.0
 
 ERRORS = {
     -101: "no segment",
     -200: "no room",
+    -600: "wrong parameters",
     -702: "no valid replica",
     -703: "not ready yet",
     -704: "not stored",
@@ -55,21 +52,40 @@ ERRORS = {
 }
 """Mooncake's codes that are met here, in words."""
 
-_open: weakref.WeakSet[MooncakeClient] = weakref.WeakSet()
-
 
 class MooncakeClient:
-    """One connection to the store. Any thread may call it, one at a time; `close` waits for the call that runs."""
+    """One connection to the store. Any thread may call it; calls wait for each other.
 
-    def __init__(self, settings: MooncakeSettings, *, segment_bytes: int = 0, rank: int = 0) -> None:
-        """Connects, and gives `segment_bytes` of memory to the store until `close`.
+    A call that raises ends the process, so nothing of it goes on; what comes after it raises, too.
+    """
+
+    def __init__(
+        self,
+        settings: MooncakeSettings,
+        *,
+        rank: int = 0,
+        segment_bytes: int = 0,
+        memory: MappedMemory | None = None,
+    ) -> None:
+        """Connects, registers `memory`, and gives `segment_bytes` of the process to the store until `close`.
 
         Raises `ConfigError` when the package cannot be loaded, `StorageError` when the master does not answer.
         """
-        hostname = settings.hostname
-        self._store: Any = _load(hostname).MooncakeDistributedStore()
         self._lock = threading.Lock()
-        status = self._store.setup(
+        self._leaves = bool(segment_bytes)
+        hostname = settings.hostname
+        self._connection, theirs = Pipe()
+        environment = {**ENVIRONMENT, "MC_TCP_BIND_ADDRESS": hostname.partition(":")[0], **os.environ}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), *([memory.file] if memory is not None else [])],
+                env={**environment, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                start_new_session=True,  # Ctrl-C is for who serves
+            )
+        setup = (
             hostname,
             settings.metadata_server,
             segment_bytes,
@@ -78,96 +94,83 @@ class MooncakeClient:
             settings.device_of(rank),
             settings.master_server_addr,
         )
-        if status != 0:
-            self._store.close()
-            raise StorageError(
-                f"cannot connect to mooncake's master {settings.master_server_addr} as {hostname} over "
-                f"{settings.protocol}: {error_text(status)}"
-            )
-        _open.add(self)
-
-    def register(self, address: int, num_bytes: int) -> None:
-        """Values may be read from, and written to, this memory from here on. Raises `StorageError`."""
-        with self._used() as store:
-            status = store.register_buffer(address, num_bytes)
-        if status != 0:
-            raise StorageError(f"mooncake cannot register {num_bytes} bytes of memory: {error_text(status)}")
+        refusal = self._exchange(Start(setup, memory, leaves=self._leaves), START_TIMEOUT_S)
+        if refusal:
+            self.close()
+            raise _refused(refusal, settings)
 
     def exist(self, keys: Sequence[str]) -> list[int]:
         """For each key 1, 0, or an error below 0; in one round trip. What exists counts as used."""
-        with self._used() as store:
-            return list(store.batch_is_exist(list(keys)))
+        results: list[int] = self._call("exist", keys)
+        return results
 
-    def get_into(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """For each key its bytes, or an error below 0."""
-        with self._used() as store:
-            return list(store.batch_get_into(list(keys), list(addresses), list(sizes)))
+    def get(self, keys: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """Values to places in the registered memory. For each key its bytes, or an error below 0."""
+        results: list[int] = self._call("get", keys, offsets, sizes)
+        return results
 
-    def put_from(self, keys: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    def get_bytes(self, keys: Sequence[str], sizes: Sequence[int]) -> tuple[list[int], list[bytes]]:
+        """As `get`, to where no memory is registered: values of `sizes` bytes at most."""
+        results: tuple[list[int], list[bytes]] = self._call("get_bytes", keys, sizes)
+        return results
+
+    def put(self, keys: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """For each key 0, also where it is stored already, or an error below 0."""
-        with self._used() as store:
-            return list(store.batch_put_from(list(keys), list(addresses), list(sizes)))
+        results: list[int] = self._call("put", keys, offsets, sizes)
+        return results
 
-    def put(self, key: str, value: memoryview) -> int:
-        """As `put_from` for one small value in memory that is not registered."""
-        with self._used() as store:
-            return int(store.put(key, value))
+    def put_bytes(self, keys: Sequence[str], values: Sequence[bytes]) -> list[int]:
+        """As `put`, from where no memory is registered."""
+        results: list[int] = self._call("put_bytes", keys, values)
+        return results
 
     def remove(self, keys: Sequence[str]) -> list[int]:
         """For each key 0, or an error below 0. Does not wait until a reader has ended."""
-        with self._used() as store:
-            return list(store.batch_remove(list(keys), True))
+        results: list[int] = self._call("remove", keys)
+        return results
 
-    def close(self, timeout_s: float = -1) -> bool:
-        """Waits for the call that runs, at most `timeout_s` (-1: until its end), and disconnects. Idempotent.
+    def close(self) -> None:
+        """When this returns, nothing runs any more, and no byte can arrive in the memory. Idempotent.
 
-        True if nothing of this client runs any more: no byte can arrive in registered memory.
+        A process that gives memory leaves the store in order, if it can within 5 s.
         """
-        if not self._lock.acquire(timeout=timeout_s):
-            return False
-        try:
-            store, self._store = self._store, None
-            if store is not None:
-                store.close()
-        finally:
-            self._lock.release()
-        _open.discard(self)
-        return True
+        self._connection.close()
+        if self._leaves:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LEAVE_TIMEOUT_S)
+        self._process.kill()
+        self._process.wait()
 
-    @contextlib.contextmanager
-    def _used(self) -> Iterator[Any]:
+    def _call(self, name: str, *arguments: Sequence[Any]) -> Any:
         with self._lock:
-            if self._store is None:
-                raise StorageError("the connection to mooncake is closed")
-            yield self._store
+            return self._exchange((name, *arguments), CALL_TIMEOUT_S)
+
+    def _exchange(self, message: object, timeout_s: float) -> Any:
+        try:
+            self._connection.send(message)
+            if self._connection.poll(timeout_s):
+                return self._connection.recv()
+        except (EOFError, OSError):
+            self.close()
+            raise StorageError("the process of mooncake's client has ended") from None
+        self.close()
+        raise StorageError(f"mooncake's client did not answer for {timeout_s:.0f} s, and was ended")
 
 
 def error_text(code: int) -> str:
     return f"{ERRORS.get(code, 'error')} ({code})"
 
 
-def _load(hostname: str) -> Any:
-    """The client's module. Raises `ConfigError` naming what to install."""
-    for name, value in {**ENVIRONMENT, "MC_TCP_BIND_ADDRESS": hostname.partition(":")[0]}.items():
-        os.environ.setdefault(name, value)
-    try:
-        return importlib.import_module("mooncake.store")
-    except ModuleNotFoundError:
-        raise ConfigError(
+def _refused(refusal: tuple[Any, ...], settings: MooncakeSettings) -> ConfigError | StorageError:
+    what, why, *name = refusal
+    if what == "import" and name[0] in ("mooncake", "mooncake.store") and why.startswith("No module"):
+        return ConfigError(
             f"the storage backend mooncake needs a package: pip install '{PACKAGE}-non-cuda>=0.3.12.post1' "
             f"(with a GPU '{PACKAGE}>=0.3.12.post1')"
-        ) from None
-    except ImportError as error:
-        raise ConfigError(f"mooncake cannot be loaded ({error}): apt-get install {LIBRARIES}") from None
-
-
-def _close_all() -> None:
-    """Before Mooncake's own clean-up, which does not wait for calls."""
-    for client in list(_open):
-        if not client.close(EXIT_TIMEOUT_S):
-            logger.warning("mooncake hangs: the process ends without it")
-            logging.shutdown()
-            os._exit(1)
-
-
-atexit.register(_close_all)
+        )
+    if what == "import":
+        return ConfigError(f"mooncake cannot be loaded ({why}): apt-get install {LIBRARIES}")
+    return StorageError(
+        f"cannot connect to mooncake's master {settings.master_server_addr} over {settings.protocol}: "
+        f"{what} says {error_text(why)}"
+    )

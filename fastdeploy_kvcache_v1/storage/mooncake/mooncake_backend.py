@@ -9,9 +9,10 @@ import os
 from collections.abc import Sequence
 
 from ...errors import StorageError
-from ..base import StorageBackend, StorageFullError, StorageUsage, StoreKey
+from ..base import SlotMemory, StorageBackend, StorageFullError, StorageUsage, StoreKey
 from ..namespace import Namespace
 from .client import MooncakeClient, error_text
+from .process import MappedMemory
 from .settings import MooncakeSettings, largest_registration
 from .share import give_memory
 
@@ -31,27 +32,28 @@ class MooncakeBackend(StorageBackend):
     """Keys are `<digest of the namespace>.<key>`. A process that registers memory gives some to the store, too."""
 
     name = "mooncake"
-    may_write_late = True  # measured: of a get that failed 936 of 1,024 blocks arrived later
+    may_write_late = True  # measured: of a get that failed, 936 of 1,024 blocks arrived later
 
     def __init__(
         self, settings: MooncakeSettings, namespace: Namespace, *, rank: int = 0, gives_memory: bool = True
     ) -> None:
-        """Connects. Raises `ConfigError` when the package cannot be used, `StorageError` when the master is away."""
-        self._gives_memory = gives_memory
+        """Connects at the first call, once it is known which memory there is. That raises `ConfigError` when the
+        package cannot be used, and `StorageError` when the master is away.
+        """
         self._settings = settings
         self._rank = rank
         self._prefix = f"{namespace.digest}."
-        self._has_memory = False
-        self._client = MooncakeClient(settings, rank=rank)
+        self._gives_memory = gives_memory
+        self._memory: SlotMemory | None = None
+        self._begin = 0
+        self._client: MooncakeClient | None = None
 
-    def register(self, memory: memoryview, slot_bytes: int) -> None:
+    def register(self, memory: SlotMemory) -> None:
         if self._gives_memory:
             give_memory(self._settings, self._rank)
-        begin = _address(memory)
-        chunk = max(1, largest_registration(os.environ) // slot_bytes) * slot_bytes
-        for offset in range(0, len(memory), chunk):
-            self._client.register(begin + offset, min(chunk, len(memory) - offset))
-        self._has_memory = True
+        if memory.file is not None:
+            self._memory = memory
+            self._begin = _address(memory.view)
 
     def count_stored(self, keys: Sequence[StoreKey]) -> int:
         found = self._exist(keys)
@@ -72,11 +74,7 @@ class MooncakeBackend(StorageBackend):
         missing = [pair for pair, there in zip(zip(keys, buffers, strict=True), found, strict=True) if not there]
         written = 0
         for begin in range(0, len(missing), MOST_AT_ONCE):
-            results = self._put(missing[begin : begin + MOST_AT_ONCE])
-            for result in results:
-                if result not in (0, NO_ROOM):
-                    raise StorageError(f"mooncake cannot store {len(missing)} values: {error_text(result)}")
-            written += results.count(0)
+            written += self._put(missing[begin : begin + MOST_AT_ONCE])
         if written < len(missing):
             raise StorageFullError(written, len(missing) - written)
         return written
@@ -85,7 +83,7 @@ class MooncakeBackend(StorageBackend):
         self._exist(keys)  # which counts as a use
 
     def remove(self, keys: Sequence[StoreKey]) -> None:
-        for result in self._client.remove(self._names(keys)):
+        for result in self._connected().remove(self._names(keys)):
             if result < 0 and result not in MISSES:
                 raise StorageError(f"mooncake cannot forget {len(keys)} values: {error_text(result)}")
 
@@ -93,7 +91,22 @@ class MooncakeBackend(StorageBackend):
         raise StorageError("mooncake's client does not know what is stored: see the metrics of its master")
 
     def close(self) -> None:
-        self._client.close()
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _connected(self) -> MooncakeClient:
+        if self._client is None:
+            self._client = MooncakeClient(self._settings, rank=self._rank, memory=self._mapped())
+        return self._client
+
+    def _mapped(self) -> MappedMemory | None:
+        """The registered memory, as another process maps it. What is registered as one ends where a slot ends."""
+        if self._memory is None or self._memory.file is None:
+            return None
+        slot_bytes = self._memory.slot_bytes
+        largest = max(1, largest_registration(os.environ) // slot_bytes) * slot_bytes
+        return MappedMemory(self._memory.file, len(self._memory.view), largest)
 
     def _names(self, keys: Sequence[StoreKey]) -> list[str]:
         return [self._prefix + key for key in keys]
@@ -101,24 +114,33 @@ class MooncakeBackend(StorageBackend):
     def _exist(self, keys: Sequence[StoreKey]) -> list[int]:
         if not keys:
             return []
-        found = self._client.exist(self._names(keys))
+        found = self._connected().exist(self._names(keys))
         for result in found:
             if result < 0:
                 raise StorageError(f"mooncake cannot look up {len(keys)} values: {error_text(result)}")
         return found
 
     def _get(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> int:
-        sizes = [len(buffer) for buffer in buffers]
-        results = self._client.get_into(self._names(keys), [_address(buffer) for buffer in buffers], sizes)
+        results = self._move_in(keys, buffers)
         for result in results:  # all of them: what follows a miss may be under way
             if result < 0 and result not in MISSES and result != INVALID_PARAMETERS:
                 raise StorageError(f"mooncake cannot load {len(keys)} values: {error_text(result)}")
-        for number, (key, size, result) in enumerate(zip(keys, sizes, results, strict=True)):
-            if result != size:
+        for number, (key, buffer, result) in enumerate(zip(keys, buffers, results, strict=True)):
+            if result != len(buffer):
                 if result not in MISSES:
                     self._forget_damaged(key)
                 return number
         return len(keys)
+
+    def _move_in(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[int]:
+        names, sizes = self._names(keys), list(map(len, buffers))
+        offsets = self._offsets(buffers)
+        if offsets is not None:
+            return self._connected().get(names, offsets, sizes)
+        results, values = self._connected().get_bytes(names, sizes)
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer[:] = value
+        return results
 
     def _forget_damaged(self, key: StoreKey) -> None:
         """A value of a wrong size would count as stored for ever."""
@@ -126,12 +148,28 @@ class MooncakeBackend(StorageBackend):
         with contextlib.suppress(StorageError):
             self.remove([key])
 
-    def _put(self, values: Sequence[tuple[StoreKey, memoryview]]) -> list[int]:
-        names = self._names([key for key, _ in values])
-        if not self._has_memory:
-            return [self._client.put(name, buffer) for name, (_, buffer) in zip(names, values, strict=True)]
-        addresses = [_address(buffer) for _, buffer in values]
-        return self._client.put_from(names, addresses, [len(buffer) for _, buffer in values])
+    def _put(self, values: Sequence[tuple[StoreKey, memoryview]]) -> int:
+        """How many had room."""
+        names, buffers = self._names([key for key, _ in values]), [buffer for _, buffer in values]
+        offsets = self._offsets(buffers)
+        if offsets is not None:
+            results = self._connected().put(names, offsets, list(map(len, buffers)))
+        else:
+            results = self._connected().put_bytes(names, list(map(bytes, buffers)))
+        for result in results:
+            if result not in (0, NO_ROOM):
+                raise StorageError(f"mooncake cannot store {len(values)} values: {error_text(result)}")
+        return results.count(0)
+
+    def _offsets(self, buffers: Sequence[memoryview]) -> list[int] | None:
+        """Where they lie in the memory that the client maps; None if one of them does not."""
+        if self._memory is None:
+            return None
+        offsets = [_address(buffer) - self._begin for buffer in buffers]
+        end = len(self._memory.view)
+        if all(0 <= offset <= end - len(buffer) for offset, buffer in zip(offsets, buffers, strict=True)):
+            return offsets
+        return None
 
 
 def _address(buffer: memoryview) -> int:

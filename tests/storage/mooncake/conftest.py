@@ -2,11 +2,12 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1.storage.mooncake import client
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from tests.mooncake_master import Master
-from tests.storage.values import VALUE_BYTES, namespace
+from tests.storage.values import namespace, register
 
 
 @pytest.fixture
@@ -33,26 +34,17 @@ def settings(master):
     return MooncakeSettings.read(master.environment())
 
 
-class Slots:
-    """Memory of `count` values in one piece."""
-
-    def __init__(self, count):
-        self.memory = memoryview(bytearray(count * VALUE_BYTES))
-        self.slots = [self.memory[number * VALUE_BYTES :][:VALUE_BYTES] for number in range(count)]
-
-
 @pytest.fixture
-def store(settings):
+def store(settings, monkeypatch):
     """Opens backends as servers do, with memory of their own in `backend.slots`. The store has 64 MiB."""
+    monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
     give_memory(settings, 0)
     opened = []
 
     def open_store(count=16, backend_settings=settings, **changes):
         backend = MooncakeBackend(backend_settings, namespace(**changes))
         opened.append(backend)
-        memory = Slots(count)
-        backend.register(memory.memory, VALUE_BYTES)
-        backend.slots = memory.slots
+        backend.slots = register(backend, count)
         return backend
 
     yield open_store
