@@ -75,7 +75,7 @@ class MooncakeClient:
         self._leaves = bool(segment_bytes)
         hostname = settings.hostname
         self._connection, theirs = Pipe()
-        environment = {**ENVIRONMENT, "MC_TCP_BIND_ADDRESS": hostname.partition(":")[0], **os.environ}
+        environment = {**ENVIRONMENT, "MC_TCP_BIND_ADDRESS": _without_port(hostname), **os.environ}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.process", str(theirs.fileno())],
@@ -155,6 +155,10 @@ class MooncakeClient:
             raise StorageError("the process of mooncake's client has ended") from None
         self.close()
         raise StorageError(f"mooncake's client did not answer for {timeout_s:.0f} s, and was ended")
+
+
+def _without_port(hostname: str) -> str:
+    return hostname.partition(":")[0] if hostname.count(":") == 1 else hostname  # more of them: an IPv6 address
 
 
 def error_text(code: int) -> str:

@@ -13,8 +13,10 @@ import ctypes
 import importlib
 import mmap
 import os
+import select
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -98,6 +100,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     start: Start = connection.recv()
+    if not start.leaves:
+        threading.Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
     try:
         client = _Client(start)
     except (_Failed, ImportError) as error:
@@ -112,6 +116,14 @@ def main() -> None:
         if start.leaves:
             client.close()
     os._exit(0)  # Mooncake would close what is left, and takes seconds
+
+
+def _end_with(file: int) -> None:
+    """End this process, whatever it does, when the other end of the socket is closed."""
+    poller = select.poll()
+    poller.register(file, select.POLLRDHUP)
+    poller.poll()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,17 @@ def test_a_client_that_hangs_is_ended_at_its_deadline(store, monkeypatch):
     assert backend.get(keys(1), backend.slots[:1]) == 1
 
 
+def test_a_client_ends_with_the_process_that_uses_it_even_while_it_waits(store, settings):
+    backend = store()
+    put(backend, 1)
+    process = backend._client._process
+    share._given[settings]._process.send_signal(signal.SIGSTOP)
+    backend._client._connection.send(("get", backend._names(keys(1)), [0], [VALUE_BYTES]))
+    backend._client._connection.close()  # as the end of this process would
+    assert process.wait(20) == 0
+    share._given[settings]._process.send_signal(signal.SIGCONT)
+
+
 def test_it_is_opened_by_name_from_the_environment(master, monkeypatch):
     for name, value in master.environment().items():
         monkeypatch.setenv(name, value)
