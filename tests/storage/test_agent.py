@@ -12,6 +12,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage import agent as agent_module
 from fastdeploy_kvcache_v1.storage.agent import StorageAgent
+from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageFullError
 from fastdeploy_kvcache_v1.storage.engine.link import StorageLink
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
@@ -272,6 +273,42 @@ def test_an_agent_whose_store_hangs_says_that_its_slots_are_in_use(machine, faul
     released.set()
     monkeypatch.undo()
     assert agent.close()
+
+
+def test_blocks_that_have_no_room_are_told_and_the_connection_stays(machine, faults):
+    server = machine(wrap=Faulty)
+    store(server, (0,))
+    before = Faulty.closed
+    faults["put"] = fail(StorageFullError(1, 3))
+    (done,) = store(server)
+    assert (done.num_written, done.num_refused, done.num_bytes, done.error) == (1, 3, VALUE_BYTES, None)
+    assert Faulty.closed == before
+
+
+def test_memory_is_registered_with_each_new_connection(machine, faults):
+    server = machine(wrap=Faulty)
+    memory = SlotMemory(memoryview(bytearray(8 * VALUE_BYTES)), VALUE_BYTES)
+    server.agents[0].use(server.memory[0], memory)
+    registered = []
+    faults["register"] = registered.append
+    store(server)
+    assert registered == [memory]
+    faults["put"] = fail(StorageError("the store is down"))
+    store(server)
+    faults.pop("put")
+    store(server)
+    assert registered == [memory, memory]
+
+
+def test_memory_that_cannot_be_registered_is_an_error_and_leaves_no_connection(machine, faults):
+    server = machine(wrap=Faulty)
+    server.agents[0].use(server.memory[0], SlotMemory(memoryview(bytearray(VALUE_BYTES)), VALUE_BYTES))
+    faults["register"] = fail(StorageError("no such memory"))
+    (done,) = store(server)
+    assert (done.error, Faulty.closed) == ("no such memory", 1)
+    faults.clear()
+    (done,) = store(server)
+    assert done.num_written == 4
 
 
 def test_an_idle_agent_ends_at_once(machine):
