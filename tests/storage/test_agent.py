@@ -43,10 +43,12 @@ class Memory:
 class Machine:
     """A link and the agents of its ranks, as threads of this process."""
 
-    def __init__(self, directory, sockets, ranks=1, wrap=lambda backend: backend):
+    def __init__(self, directory, sockets, ranks=1, wrap=lambda backend: backend, open_store=None):
         self.answers = queue.SimpleQueue()
 
         def open_backend(space):
+            if open_store is not None:
+                return open_store(space)
             return wrap(FileBackend(directory, space, capacity_bytes=1 << 30))
 
         commands = [f"ipc://{sockets}/commands{rank}" for rank in range(ranks)]
