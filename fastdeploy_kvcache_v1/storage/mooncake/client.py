@@ -115,7 +115,7 @@ class MooncakeClient:
         return results
 
     def put(self, keys: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """For each key 0, also where it is stored already, or an error below 0."""
+        """For each key 0, 1 where it is stored already, or an error below 0."""
         results: list[int] = self._call("put", keys, offsets, sizes)
         return results
 

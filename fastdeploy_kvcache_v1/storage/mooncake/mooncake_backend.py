@@ -70,13 +70,12 @@ class MooncakeBackend(StorageBackend):
         return arrived
 
     def put(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> int:
-        found = self._exist(keys)
-        missing = [pair for pair, there in zip(zip(keys, buffers, strict=True), found, strict=True) if not there]
-        written = 0
-        for begin in range(0, len(missing), MOST_AT_ONCE):
-            written += self._put(missing[begin : begin + MOST_AT_ONCE])
-        if written < len(missing):
-            raise StorageFullError(written, len(missing) - written)
+        results: list[int] = []
+        for begin in range(0, len(keys), MOST_AT_ONCE):
+            results += self._put(keys[begin : begin + MOST_AT_ONCE], buffers[begin : begin + MOST_AT_ONCE])
+        written, refused = results.count(0), results.count(NO_ROOM)
+        if refused:
+            raise StorageFullError(written, refused)
         return written
 
     def touch(self, keys: Sequence[StoreKey]) -> None:
@@ -148,18 +147,16 @@ class MooncakeBackend(StorageBackend):
         with contextlib.suppress(StorageError):
             self.remove([key])
 
-    def _put(self, values: Sequence[tuple[StoreKey, memoryview]]) -> int:
-        """How many had room."""
-        names, buffers = self._names([key for key, _ in values]), [buffer for _, buffer in values]
-        offsets = self._offsets(buffers)
+    def _put(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> list[int]:
+        names, offsets = self._names(keys), self._offsets(buffers)
         if offsets is not None:
             results = self._connected().put(names, offsets, list(map(len, buffers)))
         else:
             results = self._connected().put_bytes(names, list(map(bytes, buffers)))
         for result in results:
-            if result not in (0, NO_ROOM):
-                raise StorageError(f"mooncake cannot store {len(values)} values: {error_text(result)}")
-        return results.count(0)
+            if result < 0 and result != NO_ROOM:
+                raise StorageError(f"mooncake cannot store {len(keys)} values: {error_text(result)}")
+        return results
 
     def _offsets(self, buffers: Sequence[memoryview]) -> list[int] | None:
         """Where they lie in the memory that the client maps; None if one of them does not."""
