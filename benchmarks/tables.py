@@ -106,6 +106,19 @@ def cpu_model(result: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def storage_mooncake(result: dict[str, Any]) -> list[Row]:
+    rows = []
+    for case in result["cases"]:
+        ratios, rates = case["over_direct"], case["direct_gb_per_s"]
+        size = f"{case['block_bytes'] >> 10} KiB"
+        value = f"{ratios['get']:.2f}x, {ratios['put']:.2f}x (of {rates['get']:.2f}, {rates['put']:.2f} GB/s)"
+        rows.append((f"mooncake, 32 blocks of {size}: get, put over its own client", value, ">= 0.9x"))
+    asked = result["question"]
+    value = f"{asked['ours_ms']:.1f} ms, its own client {asked['direct_ms']:.1f} ms"
+    rows.append((f"mooncake, question for {result['question_keys']:,} keys", value, "one round trip"))
+    return rows
+
+
 SECTIONS = {
     "control_plane": control_plane,
     "hashing": hashing,
@@ -113,6 +126,7 @@ SECTIONS = {
     "copy_ops": copy_ops,
     "server": server,
     "cpu_model": cpu_model,
+    "storage_mooncake": storage_mooncake,
 }
 
 

@@ -24,6 +24,7 @@ from .units import GIB, MIB
 if TYPE_CHECKING:
     from .fastdeploy_integration.overlay.overlay import Overlay
     from .fastdeploy_integration.overlay.release import FastDeployTree
+    from .storage.round_trip import RoundTrip
 
 BOOTSTRAP = "fastdeploy_kvcache_v1.pth"
 PLUGIN, PLUGIN_GROUP = "kvcache_v1", "fastdeploy.tool_parser_plugins"
@@ -59,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="also check that this directory can store blocks, and how fast it is; made if need be",
     )
+    parser.add_argument(
+        "--kvcache-storage-backend",
+        choices=["file", "mooncake"],
+        metavar="NAME",
+        help="also check this store: mooncake, as its configuration says (file: give the directory)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     this_machine = list(machine_findings())
     if args.source is not None:  # another tree says nothing about this machine
         this_machine = [Finding(None, each.name, each.detail) for each in this_machine]
-    findings += [*this_machine, *storage_findings(args.kvcache_storage_dir)]
+    findings += [*this_machine, *storage_findings(args.kvcache_storage_backend, args.kvcache_storage_dir)]
     for finding in findings:
         print(finding)
     failed = sum(finding.ok is False for finding in findings)
@@ -148,20 +155,32 @@ def machine_findings() -> Iterator[Finding]:
         yield Finding(None, f"storage {backend}", f"{module} {'importable' if found else 'not installed'}")
 
 
-def storage_findings(directory: Path | None) -> Iterator[Finding]:
-    """A directory for the `file` storage, if one is named."""
-    if directory is None:
-        return
-    name = f"storage file {directory}"
-    try:
-        from .storage.file.round_trip import NUM_BYTES, round_trip
+def storage_findings(backend: str | None, directory: Path | None) -> Iterator[Finding]:
+    """The stores that are named: a directory, or the memory that servers share."""
+    from .storage import round_trip
 
-        took = round_trip(directory)
+    if directory is not None:
+        yield _tried(
+            f"storage file {directory}", lambda: round_trip.try_directory(directory), ", through the page cache"
+        )
+    elif backend == "file":
+        yield Finding(False, "storage file", "name its directory: --kvcache-storage-dir DIR")
+    if backend == "mooncake":
+        yield _tried("storage mooncake", round_trip.try_mooncake, "")
+
+
+def _tried(name: str, trial: Callable[[], RoundTrip], how: str) -> Finding:
+    from .storage.base import StorageFullError
+    from .storage.round_trip import NUM_BYTES
+
+    try:
+        took = trial()
+    except StorageFullError:
+        return Finding(None, name, "it answers, but has no room for a trial: does a server give it memory?")
     except (OSError, ImportError, KVCacheError) as error:
-        yield Finding(False, name, " ".join(str(error).split()) or type(error).__name__)
-        return
+        return Finding(False, name, " ".join(str(error).split()) or type(error).__name__)
     put, get = (f"{NUM_BYTES / 1e6 / seconds:,.0f} MB/s" for seconds in (took.put_s, took.get_s))
-    yield Finding(True, name, f"{NUM_BYTES // MIB} MiB stored at {put} and read at {get}, through the page cache")
+    return Finding(True, name, f"{NUM_BYTES // MIB} MiB stored at {put} and read at {get}{how}")
 
 
 def _named(name: str, result: tuple[bool | None, str]) -> tuple[bool | None, str, str]:

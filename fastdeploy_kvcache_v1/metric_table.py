@@ -188,6 +188,7 @@ TABLE: tuple[Metric, ...] = (
         found_blocks="Blocks that the store said it has",
         damaged_blocks="Stored blocks whose bytes did not match their checksum, now forgotten",
         skipped_store_blocks="Blocks that left the host before they were stored, or that a failing store was spared",
+        refused_store_blocks="Blocks that the store had no room for, counted by each rank",
         late_requests="Requests that started before their stored prefix had arrived",
     ),
     Metric(

@@ -1,6 +1,7 @@
 """The `doctor` command on FAKE FastDeploy trees, and on this machine."""
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRID
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 from fastdeploy_kvcache_v1.storage.file import file_backend
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
+from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.switch import SWITCH
+from tests.mooncake_master import Master, needs_mooncake
 from tests.storage.values import keys, namespace, values
 
 
@@ -201,6 +205,33 @@ def test_values_that_cannot_be_removed_are_a_problem(storage_doctor, monkeypatch
     monkeypatch.setattr(FileBackend, "remove", lambda *_: None)
     status, found = storage_doctor()
     assert (status, "a value that was removed is still there" in found) == (1, True)
+
+
+@needs_mooncake()
+def test_mooncake_is_tried_out_with_memory_of_others(make_tree, tmp_path, monkeypatch, capsys):
+    master = Master(tmp_path)
+    for name, value in master.environment(segment_bytes=256 << 20).items():
+        monkeypatch.setenv(name, value)
+    tree = make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""})
+
+    def line():
+        status = cli.main(["doctor", "--source", str(tree), "--kvcache-storage-backend", "mooncake"])
+        lines = capsys.readouterr().out.splitlines()
+        return status, [each for each in lines if "storage mooncake: " in each][-1]
+
+    try:
+        status, found = line()
+        assert (status, found.startswith("   -"), "has no room for a trial" in found) == (0, True, True)
+        give_memory(MooncakeSettings.read(os.environ), 0)
+        status, found = line()
+        assert status == 0
+        assert re.fullmatch(r"  ok  storage mooncake: 64 MiB stored at [\d,]+ MB/s and read at [\d,]+ MB/s", found)
+        master.kill()
+        status, found = line()
+        assert (status, "cannot connect to mooncake's master" in found) == (1, True)
+    finally:
+        take_back_memory()
+        master.kill()
 
 
 def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import socket
@@ -12,10 +13,11 @@ from types import FrameType
 from typing import Any
 
 from ..errors import ConfigError, StorageError
+from ..metadata import BlockHash
 from ..scheduler.cache_manager import CacheManager
 from ..storage.backends import open_backend
 from ..storage.engine.tier import StorageTier
-from ..storage.namespace import Namespace
+from ..storage.namespace import Namespace, commit_key
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
 from .engine.scheduler import Scheduler
@@ -147,7 +149,8 @@ def _checked_namespace(config: ServerConfig) -> Namespace | None:
         return None
     namespace = storage_namespace(config)
     try:
-        open_backend(config.storage, namespace).close()
+        with contextlib.closing(open_backend(config.storage, namespace)) as backend:
+            backend.count_stored([commit_key(BlockHash(b"a first question"))])  # a store may connect only now
     except StorageError as error:
         logger.warning("the storage does not work now, the server starts without its blocks: %s", error)
     return namespace

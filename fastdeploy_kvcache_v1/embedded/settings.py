@@ -123,8 +123,8 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
     add(
         "--kvcache-storage-backend",
-        "keep blocks of the host tier beyond this process: file, a directory that servers of one machine share "
-        "(default: none)",
+        "keep blocks of the host tier beyond this process: file, a directory that servers of one machine share; "
+        "mooncake, memory that servers of many machines share (default: none)",
         metavar="NAME",
     )
     add("--kvcache-storage-dir", STORAGE_HELP["kvcache_storage_dir"], metavar="DIR")
@@ -247,9 +247,9 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
 
 
 def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> StorageSettings | None:
+    if values.kvcache_storage_dir is not None and values.kvcache_storage_backend != "file":
+        raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
     if values.kvcache_storage_backend is None:
-        if values.kvcache_storage_dir is not None:
-            raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
         return None
     settings = StorageSettings.of_flags(
         values.kvcache_storage_backend,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import zmq
 
 from ..errors import StorageError
-from .base import StorageBackend, StoreKey
+from .base import SlotMemory, StorageBackend, StorageFullError, StoreKey
 from .lane import Lane
 from .messages import LoadBlocks, LoadDone, StoreBlocks, StoreDone, UseNamespace
 from .namespace import Namespace, block_key
@@ -46,20 +46,22 @@ class StorageAgent:
         """Connects at once, and starts its threads. Commands before `use` fail."""
         self._rank = rank
         self._slot: Callable[[int], memoryview] = _no_slot
+        self._memory: SlotMemory | None = None
+        self._open_backend = open_backend
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PULL)
         self._commands.connect(commands_address)
         results = (self._context, results_address)
         self._loads = Lane(
             "kv-storage-load",
-            open_backend=open_backend,
+            open_backend=self._open,
             work=self._load,
             on_error=lambda command, error: LoadDone(command.load_id, rank, 0, error=error),
             results=results,
         )
         self._stores = Lane(
             "kv-storage-store",
-            open_backend=open_backend,
+            open_backend=self._open,
             work=self._store,
             on_error=lambda command, error: StoreDone(command.store_id, rank, 0, error=error),
             results=results,
@@ -69,8 +71,11 @@ class StorageAgent:
         self._receiver = threading.Thread(target=self._receive, name="kv-storage", daemon=True)
         self._receiver.start()
 
-    def use(self, slot: Callable[[int], memoryview]) -> None:
-        """From here on host slots have memory: `slot` gives the bytes of one, its trailer included."""
+    def use(self, slot: Callable[[int], memoryview], memory: SlotMemory | None = None) -> None:
+        """From here on host slots have memory: `slot` gives the bytes of one, its trailer included. `memory` is all of
+        it, where it is one piece: for stores that need to know.
+        """
+        self._memory = memory
         self._slot = slot
 
     def let_go(self) -> bool:
@@ -96,6 +101,16 @@ class StorageAgent:
         else:
             self._context.destroy(linger=0)
         return not hanging
+
+    def _open(self, namespace: Namespace) -> StorageBackend:
+        backend = self._open_backend(namespace)
+        try:
+            if self._memory is not None:
+                backend.register(self._memory)
+        except BaseException:
+            backend.close()
+            raise
+        return backend
 
     def _receive(self) -> None:
         with self._commands as socket:
@@ -129,9 +144,14 @@ class StorageAgent:
         for key, buffer in zip(keys, buffers, strict=True):
             seal(buffer, key)
             _let_others_run()
-        written = backend.put(keys, buffers)
+        refused = 0
+        try:
+            written = backend.put(keys, buffers)
+        except StorageFullError as full:
+            written, refused = full.num_written, full.num_refused
         seconds = time.perf_counter() - start
-        return StoreDone(command.store_id, self._rank, written, written * len(buffers[0]), seconds)
+        num_bytes = written * len(buffers[0])
+        return StoreDone(command.store_id, self._rank, written, num_bytes, seconds, num_refused=refused)
 
     def _values(self, command: LoadBlocks | StoreBlocks) -> tuple[list[StoreKey], list[memoryview]]:
         keys = [block_key(block, self._rank) for block in command.hashes]

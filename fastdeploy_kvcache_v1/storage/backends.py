@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from .base import StorageBackend
 from .namespace import Namespace
 from .settings import StorageSettings
@@ -9,8 +11,16 @@ from .settings import StorageSettings
 __all__ = ["open_backend"]
 
 
-def open_backend(settings: StorageSettings, namespace: Namespace) -> StorageBackend:
-    """A connection to the store. Raises `ConfigError` when it cannot work, `StorageError` when it does not now."""
+def open_backend(settings: StorageSettings, namespace: Namespace, *, rank: int = 0) -> StorageBackend:
+    """A connection to the store, of one tensor parallel rank.
+
+    Raises `ConfigError` when it cannot work, `StorageError` when it does not now.
+    """
+    if settings.backend == "mooncake":
+        from .mooncake.mooncake_backend import MooncakeBackend
+        from .mooncake.settings import MooncakeSettings
+
+        return MooncakeBackend(MooncakeSettings.read(os.environ), namespace, rank=rank)
     from .file.file_backend import FileBackend
 
     assert settings.backend == "file"

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-__all__ = ["StorageBackend", "StorageUsage", "StoreKey"]
+from ..errors import StorageError
+
+__all__ = ["SlotMemory", "StorageBackend", "StorageFullError", "StorageUsage", "StoreKey"]
 
 StoreKey = NewType("StoreKey", str)
 """Names one value within a namespace: letters, digits, `.`, `-` and `_`, at most 200 of them."""
@@ -21,6 +23,26 @@ class StorageUsage:
     num_bytes: int
     capacity_bytes: int | None
     """None where the store does not say, or has no limit."""
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """Host slots, one behind the other."""
+
+    view: memoryview
+    """Writable bytes of all slots."""
+    slot_bytes: int
+    file: int | None = None
+    """Descriptor by which other processes map the same bytes; None where they cannot."""
+
+
+class StorageFullError(StorageError):
+    """A put found no room for some values. The store works: it makes room by itself, and nothing is to be closed."""
+
+    def __init__(self, num_written: int, num_refused: int) -> None:
+        super().__init__(f"the store has no room for {num_refused} of {num_written + num_refused} values")
+        self.num_written = num_written
+        self.num_refused = num_refused
 
 
 class StorageBackend(ABC):
@@ -37,6 +59,12 @@ class StorageBackend(ABC):
     may_write_late = False
     """After a failed `get`, bytes may still arrive in its buffers until `close` has returned."""
 
+    def register(self, memory: SlotMemory) -> None:  # noqa: B027
+        """Later buffers lie in `memory`. At most once, before them; it must stay until `close` has returned.
+
+        Does nothing here: most stores need no registration.
+        """
+
     @abstractmethod
     def count_stored(self, keys: Sequence[StoreKey]) -> int:
         """How many of `keys`, from the first one on, are stored, in one round trip. Reads no value."""
@@ -52,7 +80,8 @@ class StorageBackend(ABC):
     def put(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> int:
         """Store `buffers`; returns how many were written, which leaves out those that were stored already.
 
-        All are stored then. A value is visible as a whole or not at all, whenever the process ends.
+        All are stored then, or `StorageFullError` says how many are not. A value is visible as a whole or not at all,
+        whenever the process ends.
         """
 
     @abstractmethod

@@ -66,6 +66,8 @@ class StoreDone:
     num_bytes: int = 0
     seconds: float = 0.0
     error: str | None = None
+    num_refused: int = 0
+    """Blocks that the store had no room for. It works, and may have room later."""
 
 
 @dataclass(frozen=True)

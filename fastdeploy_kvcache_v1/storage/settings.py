@@ -35,7 +35,7 @@ class Prefetch(str, enum.Enum):
             raise ConfigError(f"unknown storage prefetch {text!r}: choose one of {cls.choices()}") from None
 
 
-BACKENDS = ("file",)
+BACKENDS = ("file", "mooncake")
 """Names of the stores that can be chosen."""
 
 HELP = {
@@ -70,6 +70,11 @@ class StorageSettings:
             raise ConfigError(f"--kvcache-storage-gib must be a number of GiB above 0, got {gib:g}")
         path = None if directory is None else Path(directory)
         return cls(backend, path, capacity_bytes=int(gib * GIB), prefetch=Prefetch.parse(prefetch))
+
+    @property
+    def needs_shared_memory(self) -> bool:
+        """The store moves blocks in another process, which maps the host tier. Without it they are copied there."""
+        return self.backend == "mooncake"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", Prefetch.parse(self.prefetch))

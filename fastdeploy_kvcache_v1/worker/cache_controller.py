@@ -35,8 +35,9 @@ class CacheController:
         rank: int = 0,
         device: int = 0,
         host_trailer_bytes: int = 0,
+        host_is_shared: bool = False,
     ) -> None:
-        """`host_trailer_bytes`: see `HostPool`."""
+        """`host_trailer_bytes`, `host_is_shared`: see `HostPool`."""
         if layer_timeout_s <= 0:
             raise ConfigError(f"layer_timeout_s must be positive, got {layer_timeout_s}")
         self._backend = backend
@@ -44,6 +45,7 @@ class CacheController:
         self._layer_timeout_s = layer_timeout_s
         self._rank, self._device = rank, device
         self._host_trailer_bytes = host_trailer_bytes
+        self._host_is_shared = host_is_shared
         self._caches: dict[str, Any] = {}
         self._host: HostPool | None = None
         self._kept: HostPool | None = None
@@ -89,7 +91,13 @@ class CacheController:
         if self._kept is not None and self._keeps(num_blocks):
             return self._kept
         self.free()
-        return HostPool(self._backend.layout, num_blocks, self._runtime, trailer_bytes=self._host_trailer_bytes)
+        return HostPool(
+            self._backend.layout,
+            num_blocks,
+            self._runtime,
+            trailer_bytes=self._host_trailer_bytes,
+            shared=self._host_is_shared,
+        )
 
     def _keeps(self, num_blocks: int) -> bool:
         """Whether the host memory of before is what `num_blocks` blocks need now."""

@@ -20,7 +20,10 @@ class HostPool:
     business, and who may touch one when is the hazard table's. `num_blocks=0` allocates nothing.
     """
 
-    def __init__(self, layout: CacheLayout, num_blocks: int, runtime: Runtime, *, trailer_bytes: int = 0) -> None:
+    def __init__(
+        self, layout: CacheLayout, num_blocks: int, runtime: Runtime, *, trailer_bytes: int = 0, shared: bool = False
+    ) -> None:
+        """`shared`: other processes can map its memory."""
         if num_blocks < 0:
             raise CacheStateError(f"a host pool cannot have {num_blocks} blocks")
         self.layout = layout
@@ -32,7 +35,7 @@ class HostPool:
         self._layers: tuple[LayerRows, ...] = ()
         if num_blocks:
             runtime.require_memory(device_bytes=0, host_bytes=self.nbytes)
-            self._buffer = runtime.allocate_host(self.nbytes)
+            self._buffer = runtime.allocate_host(self.nbytes, shared=shared)
             self._layers = self._rows(self._buffer)
 
     def _rows(self, buffer: HostBuffer) -> tuple[LayerRows, ...]:
@@ -68,6 +71,18 @@ class HostPool:
     def memory_of_slot(self, slot: int) -> memoryview:
         """As `slot`, for whoever knows no arrays."""
         return self.slot(slot).data
+
+    @property
+    def buffer(self) -> HostBuffer:
+        """All slots, one behind the other; raises `CacheStateError` when there are none."""
+        if self._buffer is None:
+            raise CacheStateError("the host pool has no memory")
+        return self._buffer
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot, its trailer included."""
+        return self._pitch
 
     def free(self) -> None:
         """Give the memory back. No copy may be in flight. Idempotent."""

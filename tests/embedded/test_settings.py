@@ -43,6 +43,15 @@ def test_storage_is_a_directory_for_ten_gib_that_requests_wait_for_a_while():
     assert (str(storage.directory), storage.capacity_bytes, storage.prefetch.value) == ("kv", 10 * GIB, "timeout")
 
 
+def test_storage_in_the_memory_of_many_machines_shares_the_host_tier_and_has_no_directory():
+    storage = configure("--kvcache-storage-backend", "mooncake").storage
+    assert storage is not None
+    assert (storage.backend, storage.directory, storage.needs_shared_memory) == ("mooncake", None, True)
+    assert not configure(*STORAGE).storage.needs_shared_memory
+    with pytest.raises(ConfigError, match="--kvcache-storage-dir needs --kvcache-storage-backend file"):
+        configure("--kvcache-storage-backend", "mooncake", "--kvcache-storage-dir", "kv")
+
+
 def test_defaults_shrink_with_the_free_memory():
     config = configure(free_bytes=GIB)
     assert config.cache.num_device_blocks == config.cache.num_host_blocks == GIB // 4 // BLOCK_BYTES

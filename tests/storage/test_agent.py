@@ -12,6 +12,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage import agent as agent_module
 from fastdeploy_kvcache_v1.storage.agent import StorageAgent
+from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageFullError
 from fastdeploy_kvcache_v1.storage.engine.link import StorageLink
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
@@ -42,10 +43,12 @@ class Memory:
 class Machine:
     """A link and the agents of its ranks, as threads of this process."""
 
-    def __init__(self, directory, sockets, ranks=1, wrap=lambda backend: backend):
+    def __init__(self, directory, sockets, ranks=1, wrap=lambda backend: backend, open_store=None):
         self.answers = queue.SimpleQueue()
 
         def open_backend(space):
+            if open_store is not None:
+                return open_store(space)
             return wrap(FileBackend(directory, space, capacity_bytes=1 << 30))
 
         commands = [f"ipc://{sockets}/commands{rank}" for rank in range(ranks)]
@@ -272,6 +275,42 @@ def test_an_agent_whose_store_hangs_says_that_its_slots_are_in_use(machine, faul
     released.set()
     monkeypatch.undo()
     assert agent.close()
+
+
+def test_blocks_that_have_no_room_are_told_and_the_connection_stays(machine, faults):
+    server = machine(wrap=Faulty)
+    store(server, (0,))
+    before = Faulty.closed
+    faults["put"] = fail(StorageFullError(1, 3))
+    (done,) = store(server)
+    assert (done.num_written, done.num_refused, done.num_bytes, done.error) == (1, 3, VALUE_BYTES, None)
+    assert Faulty.closed == before
+
+
+def test_memory_is_registered_with_each_new_connection(machine, faults):
+    server = machine(wrap=Faulty)
+    memory = SlotMemory(memoryview(bytearray(8 * VALUE_BYTES)), VALUE_BYTES)
+    server.agents[0].use(server.memory[0], memory)
+    registered = []
+    faults["register"] = registered.append
+    store(server)
+    assert registered == [memory]
+    faults["put"] = fail(StorageError("the store is down"))
+    store(server)
+    faults.pop("put")
+    store(server)
+    assert registered == [memory, memory]
+
+
+def test_memory_that_cannot_be_registered_is_an_error_and_leaves_no_connection(machine, faults):
+    server = machine(wrap=Faulty)
+    server.agents[0].use(server.memory[0], SlotMemory(memoryview(bytearray(VALUE_BYTES)), VALUE_BYTES))
+    faults["register"] = fail(StorageError("no such memory"))
+    (done,) = store(server)
+    assert (done.error, Faulty.closed) == ("no such memory", 1)
+    faults.clear()
+    (done,) = store(server)
+    assert done.num_written == 4
 
 
 def test_an_idle_agent_ends_at_once(machine):

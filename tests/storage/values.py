@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.metadata import BlockHash
-from fastdeploy_kvcache_v1.storage.base import StoreKey
+from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageBackend, StoreKey
 from fastdeploy_kvcache_v1.storage.namespace import Namespace, block_key
 from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES, is_sealed, seal
+from fastdeploy_kvcache_v1.worker.ops import host_alloc_shared
 
 BLOCK_BYTES = 8192 - TRAILER_BYTES
 VALUE_BYTES = BLOCK_BYTES + TRAILER_BYTES
@@ -28,6 +29,14 @@ def namespace(**changes: object) -> Namespace:
 
 def block_hash(number: int) -> BlockHash:
     return BlockHash(hashlib.sha256(str(number).encode()).digest())
+
+
+def register(backend: StorageBackend, count: int) -> list[memoryview]:
+    """Memory of `count` values that `backend` knows, as the host tier of a server."""
+    buffer = host_alloc_shared(count * VALUE_BYTES)
+    view = buffer.array.data
+    backend.register(SlotMemory(view, VALUE_BYTES, buffer.file))
+    return [view[number * VALUE_BYTES :][:VALUE_BYTES] for number in range(count)]
 
 
 def keys(*numbers: int) -> list[StoreKey]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+
 import numpy as np
 import pytest
 
@@ -20,6 +23,22 @@ def pool():
     pool = HostPool(LAYOUT, 5, CpuRuntime())
     yield pool
     pool.free()
+
+
+def test_a_shared_pool_is_mapped_by_other_processes():
+    pool = HostPool(LAYOUT, 5, CpuRuntime(), trailer_bytes=64, shared=True)
+    file = pool.buffer.file
+    with mmap.mmap(file, 5 * pool.slot_bytes) as other:
+        pool.slot(3)[:] = 7
+        other[4 * pool.slot_bytes] = 9
+        assert other[3 * pool.slot_bytes : 4 * pool.slot_bytes] == bytes([7]) * pool.slot_bytes
+        assert pool.slot(4)[0] == 9
+        pool.check()
+    pool.free()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
+    with pytest.raises(CacheStateError, match="no memory"):
+        pool.buffer  # noqa: B018
 
 
 def test_a_block_is_one_range_of_layer_role_bytes(pool):

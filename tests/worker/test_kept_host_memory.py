@@ -22,7 +22,7 @@ class CountingRuntime(CpuRuntime):
         self.num_allocated = 0
         self.host_bytes_left: int | None = None
 
-    def allocate_host(self, nbytes: int) -> HostBuffer:
+    def allocate_host(self, nbytes: int, *, shared: bool = False) -> HostBuffer:
         buffer = super().allocate_host(nbytes)
         self.live.append(buffer.address)
         self.num_allocated += 1

@@ -24,6 +24,7 @@ from ...model.step_runner import StepRunner
 from ...orphan import die_with_parent
 from ...storage.agent import StorageAgent
 from ...storage.backends import open_backend
+from ...storage.base import SlotMemory
 from ...storage.seal import TRAILER_BYTES
 from ...swap_message import SwapDecoder
 from ...worker import ops
@@ -81,7 +82,8 @@ def _serve(
         _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
         return 1
     if agent is not None:
-        agent.use(controller.host_pool.memory_of_slot)
+        pool = controller.host_pool
+        agent.use(pool.memory_of_slot, SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file))
     _send(results, WorkerReady(os.getpid(), ops.live()))
     try:
         _loop(runner, tasks, results, lambda: _show_copies(controller, board))
@@ -106,6 +108,7 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
         runtime=make_runtime(config.copy_faults),
         layer_timeout_s=config.layer_timeout_s,
         host_trailer_bytes=0 if config.storage is None else TRAILER_BYTES,
+        host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
     )
     caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
 

@@ -34,5 +34,7 @@ class StorageCounters:
     """Stored blocks whose bytes were not what they should be. They were forgotten."""
     skipped_store_blocks: int = 0
     """Not stored, because they had left the host, too many waited, or the store was left alone."""
+    refused_store_blocks: int = 0
+    """Not stored, because the store had no room for them. Counted by each rank."""
     late_requests: int = 0
     """Started before their stored prefix was there, because it took too long."""

@@ -79,6 +79,9 @@ class Stores:
             store.has_failed = True
         else:
             self._breaker.succeeded()
+        if answer.num_refused:
+            self._counters.refused_store_blocks += answer.num_refused
+            store.has_failed = True
         store.num_ranks_left -= 1
         if store.num_ranks_left:
             return

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...errors import CacheStateError
 from . import cupy_copies, host_memory, library, numpy_twin, queues
 from .compiled import CompiledOps
-from .host_memory import HostBuffer
+from .host_memory import HostBuffer, host_alloc_shared
 from .rows import BlockRows, CopyRun, CopyRuns, LayerRows, plan_runs, tensor_rows
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Implementation",
     "LayerRows",
     "host_alloc",
+    "host_alloc_shared",
     "host_free",
     "install",
     "live",

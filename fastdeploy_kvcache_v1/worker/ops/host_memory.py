@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 
 import numpy as np
 
@@ -21,8 +22,10 @@ class HostBuffer:
     never dangle. Freeing twice raises `CacheStateError`.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        """`memory` owns the bytes and goes with the last reference to it."""
+    def __init__(self, memory: Memory, file: int | None = None) -> None:
+        """`memory` owns the bytes and goes with the last reference to it. `file`: descriptor of what it maps; owned."""
+        self.file = file
+        """Other processes map this, and have the same bytes. None for memory of this process alone."""
         self._array: ByteRows | None = np.frombuffer(memoryview(memory), dtype=np.uint8)
 
     @property
@@ -43,6 +46,8 @@ class HostBuffer:
     def free(self) -> None:
         self.array  # noqa: B018  raises on a double free
         self._array = None
+        if self.file is not None:
+            os.close(self.file)
 
 
 def host_alloc(nbytes: int, numa_node: int = -1) -> HostBuffer:
@@ -59,6 +64,19 @@ def host_alloc(nbytes: int, numa_node: int = -1) -> HostBuffer:
     with contextlib.suppress(OSError):  # a kernel without huge pages answers EINVAL; small pages work as well
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return HostBuffer(mapping)
+
+
+def host_alloc_shared(nbytes: int) -> HostBuffer:
+    """Memory that other processes can map, see `HostBuffer.file`. Raises as `host_alloc`."""
+    if nbytes < 1:
+        raise CacheStateError(f"a host buffer needs at least one byte, got {nbytes}")
+    file = os.memfd_create("kvcache-host")
+    try:
+        os.truncate(file, nbytes)
+        return HostBuffer(mmap.mmap(file, nbytes), file)
+    except OSError as error:
+        os.close(file)
+        raise MemoryError(f"the system refused {nbytes} bytes of shared host memory: {error}") from error
 
 
 def host_free(buffer: HostBuffer) -> None:

@@ -108,8 +108,9 @@ class Runtime(ABC):
         """An asynchronous stream, independent of all others."""
 
     @abstractmethod
-    def allocate_host(self, nbytes: int) -> HostBuffer:
-        """Zeroed host memory whose pages are there, near the device, page-locked where there is a GPU.
+    def allocate_host(self, nbytes: int, *, shared: bool = False) -> HostBuffer:
+        """Zeroed host memory whose pages are there, near the device, page-locked where there is a GPU. `shared`: other
+        processes can map it.
 
         `free_host` gives it back.
         """

@@ -167,8 +167,8 @@ class CudaRuntime(Runtime):
         self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
         return stream
 
-    def allocate_host(self, nbytes: int) -> ops.HostBuffer:
-        buffer = allocate_near(nbytes, self._choose_node)
+    def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
+        buffer = allocate_near(nbytes, self._choose_node, shared=shared)
         # Registering keeps the huge pages of the mapping, which cudaHostAlloc would not give.
         try:
             self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, 0)

@@ -73,6 +73,22 @@ def report(tier, step, rank, error=None):
     tier.go_on()
 
 
+def test_what_had_no_room_on_a_rank_is_counted_and_not_committed_and_the_next_is_stored(manager, tier, link):
+    for text in ("abc!", "xyz!"):
+        step = compute(manager, tier, text)
+        for _rank in range(RANKS):
+            report(tier, step)
+    first, second = (command for command in link.sent if isinstance(command, StoreBlocks))
+    tier.answered(StoreDone(first.store_id, 0, 3))
+    tier.answered(StoreDone(first.store_id, 1, 1, num_refused=2))
+    assert link.committed == []
+    assert tier.counters.refused_store_blocks == 2
+    assert (tier.counters.store.failures, tier.is_left_alone) == (0, False)
+    for rank in range(RANKS):
+        tier.answered(StoreDone(second.store_id, rank, 3))
+    assert link.committed == [second.hashes]
+
+
 def test_the_namespace_is_named_first(tier, link):
     assert link.sent == [UseNamespace(namespace())]
 

@@ -190,7 +190,9 @@ def test_host_memory_is_page_locked_as_long_as_it_is_used(gpu, rig, monkeypatch)
 def test_host_memory_is_near_the_gpu_or_else_near_the_process(gpu, monkeypatch, node_of_gpu, chosen):
     asked, found = [], []
     monkeypatch.setattr(cuda, "node_of_pci_device", lambda bus_id: asked.append(bus_id) or node_of_gpu)
-    monkeypatch.setattr(cuda, "allocate_near", lambda nbytes, choose: found.append(choose(nodes)) or host_alloc(nbytes))
+    monkeypatch.setattr(
+        cuda, "allocate_near", lambda nbytes, choose, **_: found.append(choose(nodes)) or host_alloc(nbytes)
+    )
     nodes = {0: os.sched_getaffinity(0), 1: {10_000}}
     runtime = CudaRuntime(3, compute_handle=COMPUTE)
     runtime.free_host(runtime.allocate_host(4096))

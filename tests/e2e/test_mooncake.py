@@ -1,0 +1,121 @@
+"""Real servers with a real Mooncake between them: a hit on one machine's memory from another one."""
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.e2e.server_process import ServerProcess, started, wait_until
+from tests.e2e.test_storage import CACHED, PROMPT, SIZE, ask, end, wait_stored
+from tests.fault_proxy import Fault, FaultProxy
+from tests.mooncake_master import Master, needs_mooncake
+
+pytestmark = needs_mooncake()
+
+
+def flags(**changes):
+    settings = {
+        "--swap-space": "0.02",
+        "--write-policy": "write_through",
+        "--kvcache-storage-backend": "mooncake",
+        "--storage-prefetch": "wait_complete",
+        **changes,
+    }
+    return [*SIZE, *(word for pair in settings.items() for word in pair)]
+
+
+@pytest.fixture
+def master(tmp_path):
+    master = Master(tmp_path)
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def start(tmp_path, master):
+    """A server on the master, as a context."""
+
+    def started_server(name, address=None, **changes):
+        return started(tmp_path / name, *flags(**changes), environment=master.environment(address))
+
+    return started_server
+
+
+def test_two_servers_share_what_they_compute_and_one_with_another_dtype_does_not(start):
+    with start("one") as one, start("two") as two, start("other", **{"--cache-dtype": "bfloat16"}) as three:
+        tokens, cached = ask(one)
+        assert cached == 0
+        wait_stored(one)
+        assert ask(two) == (tokens, CACHED)
+        other = PROMPT[::-1]
+        tokens, _ = ask(two, other)
+        wait_stored(two)
+        assert ask(one, other) == (tokens, CACHED)
+        assert one.metrics()["storage_blocks_total{direction=load}"] == CACHED / 16
+        assert ask(three)[1] == 0
+        assert (three.metrics()["storage_queries_total"], three.metrics()["storage_found_blocks_total"]) == (1, 0)
+        for server in (one, two, three):
+            end(server)
+
+
+def prompt(number):
+    return [1 + (step * 7 + number) % 250 for step in range(600)]
+
+
+def shared(one, two, prompts):
+    """Until `two` finds a prompt that `one` has computed just now; its tokens are right whether it does or not."""
+
+    def found():
+        each = next(prompts)
+        tokens, _ = ask(one, each)
+        again, cached = ask(two, each)
+        assert again == tokens
+        return cached > 0
+
+    wait_until(found, "a hit on what the other server computed")
+
+
+def test_a_failing_master_costs_hits_and_no_token(start, master):
+    """Behind a proxy that hangs and resets; frozen; killed while blocks are loaded: the same tokens, and an end."""
+    prompts = map(prompt, itertools.count())
+    proxy = FaultProxy(master.port)
+    with start("one") as one, start("two", proxy.address, **{"--storage-prefetch": "timeout"}) as two:
+        known = {number: ask(one, prompt(1000 + number))[0] for number in range(5)}
+        wait_stored(one, 5 * CACHED // 16)
+        shared(one, two, prompts)
+        for number, fault in enumerate((Fault.SLOW, Fault.HANG, Fault.RESET)):
+            proxy.fault = fault
+            assert ask(two, prompt(1000 + number))[0] == known[number], fault
+        assert proxy.faults_met
+        assert two.metrics()["storage_query_failures_total"] + two.metrics()["storage_failures_total{direction=load}"]
+        proxy.fault = Fault.NONE
+        shared(one, two, prompts)
+        master.freeze()
+        assert ask(two, prompt(1003))[0] == known[3]
+        master.thaw()
+        shared(one, two, prompts)
+        proxy.fault = Fault.SLOW
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(ask, two, prompt(1004))
+            wait_until(lambda: two.metrics()["requests{state=waiting}"] or answer.done(), "a request that loads")
+            master.kill()
+            assert answer.result()[0] == known[4]
+        proxy.fault = Fault.NONE
+        master.start()
+        shared(one, two, prompts)
+        end(one)
+        master.freeze()
+        assert ask(two, prompt(2000))[0]
+        assert two.stop() == 0, two.stderr
+        two.assert_nothing_left()
+    proxy.close()
+
+
+def test_a_setting_that_is_missing_is_one_line_at_the_start(tmp_path):
+    server = ServerProcess(tmp_path / "server", *flags(), environment={"MOONCAKE_MASTER_SERVER_ADDR": ""})
+    try:
+        assert server.wait_exit() == 2
+        assert server.stderr.count("\n") == 1
+        assert "mooncake needs metadata_server" in server.stderr
+    finally:
+        server.kill()

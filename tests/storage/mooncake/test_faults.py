@@ -1,0 +1,140 @@
+"""MooncakeBackend when master, network or peers fail: an error within the deadline, and after that all works again."""
+
+import signal
+import time
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import StorageError
+from fastdeploy_kvcache_v1.storage.mooncake import client, share
+from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
+from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
+from tests.fault_proxy import Fault, FaultProxy
+from tests.mooncake_master import needs_mooncake
+from tests.storage.values import VALUE_BYTES, holds, keys, namespace, register, sealed
+
+pytestmark = needs_mooncake()
+
+LIMIT_S = 60.0
+COUNT = 32
+
+
+def put(backend, *numbers):
+    for buffer, key in zip(backend.slots, keys(*numbers), strict=False):
+        buffer[:] = sealed(key)
+    return backend.put(keys(*numbers), backend.slots[: len(numbers)])
+
+
+def got(backend, *numbers):
+    for buffer in backend.slots:
+        buffer[:] = bytes(VALUE_BYTES)
+    count = backend.get(keys(*numbers), backend.slots[: len(numbers)])
+    assert all(holds(buffer, key) for buffer, key in zip(backend.slots[:count], keys(*numbers), strict=False))
+    return count
+
+
+def healed(call):
+    """What `call` returns once the store works again. A backend that failed is closed, as lanes do."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return call()
+        except StorageError:
+            assert time.monotonic() < deadline, "it does not heal"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def proxy(master):
+    proxy = FaultProxy(master.port)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def behind_proxy(master, proxy, store):
+    """A backend that reaches the master through the proxy; what it reads lies in memory that does not."""
+    backend = MooncakeBackend(MooncakeSettings.read(master.environment(proxy.address)), namespace(), gives_memory=False)
+    backend.slots = register(backend, COUNT)
+    yield backend
+    proxy.fault = Fault.NONE
+    backend.close()
+
+
+def test_a_slow_master_is_only_slow(store, behind_proxy, proxy):
+    put(store(COUNT), *range(COUNT))
+    proxy.fault = Fault.SLOW
+    assert behind_proxy.count_stored(keys(*range(COUNT))) == COUNT
+    assert got(behind_proxy, *range(COUNT)) == COUNT
+    assert put(behind_proxy, 100) == 1
+    assert proxy.faults_met > 4
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.RESET])
+def test_a_master_that_is_not_reached_is_an_error_until_it_is(store, behind_proxy, proxy, fault):
+    put(store(COUNT), *range(COUNT))
+    assert got(behind_proxy, *range(COUNT)) == COUNT
+    proxy.fault = fault
+    for call in (
+        lambda: behind_proxy.count_stored(keys(1)),
+        lambda: behind_proxy.get(keys(1), behind_proxy.slots[:1]),
+        lambda: behind_proxy.put(keys(200), behind_proxy.slots[:1]),
+    ):
+        with pytest.raises(StorageError):
+            call()
+    proxy.fault = Fault.NONE
+    behind_proxy.close()
+    assert healed(lambda: got(behind_proxy, *range(COUNT))) == COUNT
+
+
+def test_a_master_that_stands_still_and_goes_on_has_lost_nothing(store, master):
+    backend = store(COUNT)
+    put(backend, *range(COUNT))
+    master.freeze()
+    with pytest.raises(StorageError, match="did not answer in time"):
+        backend.get(keys(1), backend.slots[:1])
+    master.thaw()
+    backend.close()
+    assert healed(lambda: got(backend, *range(COUNT))) == COUNT
+
+
+def test_a_master_that_was_killed_comes_back_empty_and_the_memory_is_given_again(store, master):
+    backend = store(COUNT)
+    put(backend, *range(COUNT))
+    master.kill()
+    with pytest.raises(StorageError):
+        backend.count_stored(keys(1))
+    backend.close()
+    master.start()
+    assert healed(lambda: got(backend, *range(COUNT))) == 0
+    assert healed(lambda: put(backend, *range(COUNT))) == COUNT, "the client that gives memory gives it again"
+    assert got(backend, *range(COUNT)) == COUNT
+
+
+def test_a_peer_that_dies_is_an_error_and_no_wrong_byte(store, settings):
+    backend = store(COUNT)
+    put(backend, *range(COUNT))
+    share._given[settings]._process.kill()
+    with pytest.raises(StorageError, match="the transfer failed"):
+        backend.get(keys(*range(COUNT)), backend.slots)
+
+
+def test_nothing_arrives_after_a_load_was_given_up(store, settings, monkeypatch):
+    """The peer stands still while many values are under way, and goes on once the load has failed."""
+    many = range(1000)
+    backend = store(len(many))
+    put(backend, *many)
+    assert got(backend, *many) == len(many)
+    peer = share._given[settings]._process
+    for buffer in backend.slots:
+        buffer[:] = bytes(VALUE_BYTES)
+    monkeypatch.setattr(client, "CALL_TIMEOUT_S", 1.0)
+    peer.send_signal(signal.SIGSTOP)
+    with pytest.raises(StorageError, match="did not answer"):
+        backend.get(keys(*many), backend.slots)
+    monkeypatch.setattr(client, "CALL_TIMEOUT_S", LIMIT_S)
+    before = [bytes(buffer) for buffer in backend.slots]
+    peer.send_signal(signal.SIGCONT)
+    other = store(len(many))
+    assert healed(lambda: got(other, *many)) in (0, len(many)), "the peer goes on"
+    assert [bytes(buffer) for buffer in backend.slots] == before
