@@ -167,8 +167,8 @@ TABLE: tuple[Metric, ...] = (
         Source.COPIES,
         "exposed_wait_s",
     ),
-    *_moved("storage_blocks", "Blocks that went between the host tier and the store, of every rank", "blocks"),
-    *_moved("storage_bytes", "Bytes that went between the host tier and the store", "bytes"),
+    *_moved("storage_blocks", "Blocks that went between a tier and the store, of every rank", "blocks"),
+    *_moved("storage_bytes", "Bytes that went between a tier and the store", "bytes"),
     *_moved("storage_seconds", "Time that threads of workers spent with the store", "seconds"),
     *_moved("storage_failures", "Requests to the store that failed", "failures"),
     *_stored(
@@ -178,7 +178,11 @@ TABLE: tuple[Metric, ...] = (
         queried_blocks="Blocks that the store was asked for",
         found_blocks="Blocks that the store said it has",
         damaged_blocks="Stored blocks whose bytes did not match their checksum, now forgotten",
-        skipped_store_blocks="Blocks that left the host before they were stored, or that a failing store was spared",
+        skipped_store_blocks="Blocks that left their tier before they were stored, or that a failing store was spared",
+        unaddressable_blocks="Blocks left out because the store names blocks by token ids, and theirs do not say all",
+        flushes="Statements about what this server has that the store's index took",
+        flush_failures="Such statements that failed; they are made again",
+        dropped_flushes="Such statements that were given up: the store's index is wrong about their blocks",
         late_requests="Requests that started before their stored prefix had arrived",
     ),
     Metric(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import functools
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
@@ -122,8 +123,8 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
     add(
         "--kvcache-storage-backend",
-        "keep blocks of the host tier beyond this process: file, a directory that servers of one machine share "
-        "(default: none)",
+        "keep blocks beyond this process: file, a directory that servers of one machine share; attention_store, a "
+        "vendor's private SDK, which must be installed (default: none)",
         metavar="NAME",
     )
     add(
@@ -196,6 +197,9 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     model_path = None if values.model is None else Path(values.model)
     default_name = RANDOM_MODEL_NAME if model_path is None else model_path.resolve().name
     cache = _cache_config(values, model, max_model_len, free_bytes)
+    storage = _storage_settings(values, cache)
+    if storage is not None and storage.flush_only:
+        cache = replace(cache, max_queued_events=KVCacheConfig.max_queued_events)
     return ServerConfig(
         model_path=model_path,
         served_model_name=given.get("served_model_name", default_name),
@@ -215,7 +219,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         allowed_hosts=_names(values.allowed_hosts),
         checks_model_name="served_model_name" in given,
         num_threads=values.threads,
-        storage=_storage_settings(values, cache),
+        storage=storage,
     )
 
 
@@ -245,14 +249,14 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         write_policy=policy,
         write_through_threshold=values.write_through_threshold,
         enable_prefix_caching=values.enable_prefix_caching,
-        max_queued_events=0,  # no outside index listens
+        max_queued_events=0,  # until an outside index listens
     )
 
 
 def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> StorageSettings | None:
+    if values.kvcache_storage_backend != "file" and values.kvcache_storage_dir is not None:
+        raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
     if values.kvcache_storage_backend is None:
-        if values.kvcache_storage_dir is not None:
-            raise ConfigError("--kvcache-storage-dir needs --kvcache-storage-backend file")
         return None
     gib: float = values.kvcache_storage_gib
     if not 0 < gib < float("inf"):
@@ -262,11 +266,23 @@ def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> Stora
         values.kvcache_storage_backend,
         None if directory is None else Path(directory),
         capacity_bytes=int(gib * GIB),
+        flush_only=values.kvcache_storage_backend == "attention_store" and _is_set("FD_AS_ONLY_FLUSH"),
         prefetch=Prefetch.parse(values.storage_prefetch),
     )
-    if not cache.num_host_blocks:
+    if settings.uses_device_tier:
+        if not cache.enable_prefix_caching:
+            raise ConfigError("--kvcache-storage-backend needs the cache: leave out --no-enable-prefix-caching")
+    elif not cache.num_host_blocks:
         raise ConfigError("--kvcache-storage-backend needs a host tier: give --swap-space, and leave the cache on")
     return settings
+
+
+def _is_set(variable: str) -> bool:
+    """FastDeploy's switches are 0 or 1."""
+    text = os.environ.get(variable, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"the environment variable {variable} must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def _host_bytes(values: argparse.Namespace, share: int, free_bytes: int) -> int:

@@ -42,7 +42,7 @@ class StoreBlocks:
 
 @dataclass(frozen=True)
 class LoadDone:
-    """No byte of this load can arrive in its slots any more."""
+    """No byte of this load can arrive in its slots any more, once `quiet_after_s` have passed."""
 
     load_id: str
     rank: int
@@ -53,11 +53,12 @@ class LoadDone:
     num_bytes: int = 0
     seconds: float = 0.0
     error: str | None = None
+    quiet_after_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class StoreDone:
-    """The slots of this store are not read any more."""
+    """The slots of this store are not read any more, once `quiet_after_s` have passed."""
 
     store_id: str
     rank: int
@@ -66,6 +67,7 @@ class StoreDone:
     num_bytes: int = 0
     seconds: float = 0.0
     error: str | None = None
+    quiet_after_s: float = 0.0
 
 
 @dataclass(frozen=True)

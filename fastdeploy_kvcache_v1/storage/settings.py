@@ -34,7 +34,7 @@ class Prefetch(str, enum.Enum):
             raise ConfigError(f"unknown storage prefetch {text!r}: choose one of {cls.choices()}") from None
 
 
-BACKENDS = ("file",)
+BACKENDS = ("file", "attention_store")
 """Names of the stores that can be chosen."""
 
 
@@ -47,6 +47,8 @@ class StorageSettings:
     """Of the `file` store."""
     capacity_bytes: int = 10 << 30
     """Of the `file` store, for all who share the directory."""
+    flush_only: bool = False
+    """Of the `attention_store`: no block is loaded or stored, only its index is told what this server has."""
     prefetch: Prefetch = Prefetch.TIMEOUT
     min_tokens: int = 256
     """A shorter stored prefix is computed instead: asking and waiting cost more."""
@@ -55,12 +57,19 @@ class StorageSettings:
     stall_s: float = 10.0
     """A store that brings nothing for so long stands still."""
 
+    @property
+    def uses_device_tier(self) -> bool:
+        """Blocks go from and to the device tier. If not, they go through the host tier."""
+        return self.backend == "attention_store"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", Prefetch.parse(self.prefetch))
         if self.backend not in BACKENDS:
             raise ConfigError(f"unknown storage backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.backend == "file" and self.directory is None:
             raise ConfigError("the storage backend file needs a directory: give --kvcache-storage-dir")
+        if self.flush_only and self.backend != "attention_store":
+            raise ConfigError(f"only the storage backend attention_store has an index to flush, not {self.backend}")
         if self.capacity_bytes <= 0:
             raise ConfigError(f"the storage capacity must be above 0 bytes, got {self.capacity_bytes}")
         for name in ("timeout_base_s", "timeout_per_1k_tokens_s", "stall_s"):

@@ -12,7 +12,7 @@ from . import ops
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
 from .ops import LayerRows
-from .runtime import Runtime
+from .runtime import Event, Runtime
 from .transfer_manager import CacheTransferManager, CopyProgress
 
 __all__ = ["CacheController"]
@@ -127,6 +127,15 @@ class CacheController:
         if self._host is None:
             raise CacheStateError("there are no caches: call initialize_kv_cache() first")
         return self._host
+
+    @property
+    def device_rows(self) -> tuple[LayerRows, ...]:
+        """Per layer, per role: where each device block keeps its row."""
+        return self._transfers.device_rows
+
+    def late_copies(self, slots: Collection[int]) -> list[Event]:
+        """Copies into one of device `slots` that were reported as given up and still run. Any thread may ask."""
+        return self._transfers.late_copies(slots)
 
     @property
     def _transfers(self) -> CacheTransferManager:

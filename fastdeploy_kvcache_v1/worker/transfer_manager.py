@@ -201,6 +201,21 @@ class CacheTransferManager:
         """The device `slots` whose last copy failed or was given up."""
         return self._device_hazards.failed(slots)
 
+    @property
+    def device_rows(self) -> tuple[LayerRows, ...]:
+        return self._tiers[CacheLevel.DEVICE].layers
+
+    def late_copies(self, slots: Collection[int]) -> list[Event]:
+        """See `CacheController.late_copies`."""
+        late = frozenset(slots)
+        return [
+            transfer.finished
+            for transfer in list(self._stale)
+            if transfer.metadata.target is CacheLevel.DEVICE
+            and not late.isdisjoint(transfer.metadata.target_slots)
+            and not transfer.finished.done()
+        ]
+
     # ---- results
 
     def take_results(self) -> list[TransferResult]:
