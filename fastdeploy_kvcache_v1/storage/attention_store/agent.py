@@ -127,10 +127,11 @@ class AttentionStoreAgent(LaneAgent):
         blocks = task.gpu_block_ids[max(0, num_stored) :]
         num_written = 0
         if num_stored >= 0 and blocks:  # else a block before them is missing, and they could not be found
+            began = time.monotonic()
             try:
                 num_written = lease.sdk.write(task.token_ids, first + num_stored, blocks, task.timeout)
             except Exception as error:  # the edge to a foreign library
-                quiet_after_s = _quiet_after_s(start, task.timeout)
+                quiet_after_s = _quiet_after_s(began, task.timeout)
                 return WriteDone(task.task_id, self._rank, 0, error=_text(error), quiet_after_s=quiet_after_s)
         return WriteDone(
             task.task_id,
