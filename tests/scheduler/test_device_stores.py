@@ -1,4 +1,4 @@
-"""Device blocks that storage reads: their slots stay as they are until that has ended, whatever happens to the blocks."""
+"""Device blocks that storage reads: their slots stay as they are until that has ended, whatever their blocks do."""
 
 from __future__ import annotations
 

@@ -27,6 +27,9 @@ PIECES_UNDER_WAY = 2
 MOST_WAITING = 256
 """Requests. Beyond that the oldest is given up: its blocks are the first to leave the device anyway."""
 
+LOOKED_AT = 8
+"""Requests in the line that may pass one whose next piece another request stores already."""
+
 MOST_KNOWN = 65_536
 """Blocks of which it is remembered that they are stored. What the store evicts meanwhile is found out in time."""
 
@@ -110,9 +113,9 @@ class DeviceStores(StoreSide):
                 self._give_up(write.prefix)
 
     def cache_reset(self) -> None:
-        """Sent later, blocks of before might be stored under the name of other weights."""
-        while self._waiting:
-            self._give_up(self._waiting.popleft())
+        """Sent later, blocks of before might be stored under the name of other weights. What has not begun finds them
+        gone.
+        """
         for write in list(self._under_way.values()):
             if not write.is_sent:
                 self._end(write)
@@ -126,7 +129,7 @@ class DeviceStores(StoreSide):
                 self._send_if_quiet(write)
             elif not write.num_ranks_left and write.quiet_at <= now:
                 self._end(write)
-        for prefix in list(self._waiting):
+        for prefix in list(itertools.islice(self._waiting, LOOKED_AT)):
             room = min(PIECE_BLOCKS, self._most_blocks - sum(len(write.slots) for write in self._under_way.values()))
             if len(self._under_way) >= PIECES_UNDER_WAY or room <= 0:
                 break

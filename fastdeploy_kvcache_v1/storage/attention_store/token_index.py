@@ -6,10 +6,12 @@ of every block that was announced are kept here, until the block is gone.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...metadata import BlockHash, CacheEvent, CacheLevel
+from ...scheduler.cache_utils import TOKEN_TYPE
 from ..engine.target import Prefix
 
 __all__ = ["Statement", "TokenIndex"]
@@ -26,8 +28,8 @@ class Statement(NamedTuple):
 
 class _Announced(NamedTuple):
     parent: BlockHash | None
-    token_ids: tuple[int, ...]
-    """Of this block."""
+    token_ids: array[int]
+    """Of this block: as numbers of four bytes, for there are as many of them as cached tokens."""
 
 
 class TokenIndex:
@@ -62,7 +64,7 @@ class TokenIndex:
         block = prefix.hashes[index]
         if block not in self._announced:
             parent = prefix.hashes[index - 1] if index else None
-            token_ids = prefix.token_ids[index * block_size : (index + 1) * block_size]
+            token_ids = array(TOKEN_TYPE, prefix.token_ids[index * block_size : (index + 1) * block_size])
             self._announced[block] = _Announced(parent, token_ids)
 
     def _apply(self, events: Iterable[CacheEvent]) -> Sequence[BlockHash]:

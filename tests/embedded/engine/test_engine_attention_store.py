@@ -195,6 +195,33 @@ def test_after_a_reset_nothing_that_was_computed_before_is_stored():
     assert server.store.values == {}
 
 
+def test_what_waited_for_a_pass_when_the_cache_was_reset_is_not_stored_under_a_new_name():
+    server = Server(prefetch="best_effort")
+    server.harness.submit("long", OTHER[:3], 8)
+    server.harness.submit("short", PROMPT[:25], 1)
+    server.send()
+    server.work()
+    server.tier.step_taken(server.manager.take_swap_step(), computes=True)
+    server.tier.go_on()
+    assert server.tier._stores.held_since() is not None
+    assert not server.store.writes
+    server.core.reset_cache()
+    server.tier.use_namespace(namespace("1"))
+    server.tier.pass_ended(server.tier._copies.last_told)
+    server.settle()
+    assert server.store.values == {}
+    assert server.tier.counters.skipped_store_blocks == 8, "six of one request, two of the other"
+
+
+def test_what_would_follow_a_block_on_the_host_is_not_asked_for():
+    server = Server(device=16, host=64, stored=stored_by_a_first_server([*PROMPT, *OTHER], device=64))
+    server.ask("first", PROMPT[:13], 1)
+    server.ask("second", [100 + token for token in range(61)], 1)  # "first" is on the host only now
+    num_queries = server.tier.counters.queries
+    assert server.ask("third", [*PROMPT, *OTHER], 1) == 12
+    assert server.tier.counters.queries == num_queries
+
+
 @pytest.mark.parametrize("moment", range(4))
 def test_an_aborted_request_leaks_nothing(moment):
     server = Server(stored=stored_by_a_first_server())

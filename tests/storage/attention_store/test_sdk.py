@@ -122,7 +122,8 @@ def test_an_answer_that_cannot_be_is_an_error(store, answer):
 
 def test_the_sdks_errors_are_storage_errors(store):
     sdk = connect()
-    set_faults(store, **dict.fromkeys(("match", "read", "write", "flush"), {"error": "lease lost"}))
+    fault = {"error": "lease lost"}
+    set_faults(store, match=fault, read=fault, write=fault, flush=fault)
     for what, call in (
         ("match", lambda: sdk.match(tokens(1))),
         ("write", lambda: sdk.write(tokens(1), 0, (1,), 1.0)),
