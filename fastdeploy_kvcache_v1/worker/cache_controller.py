@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
@@ -136,6 +136,12 @@ class CacheController:
     def late_copies(self, slots: Collection[int]) -> list[Event]:
         """Copies into one of device `slots` that were reported as given up and still run. Any thread may ask."""
         return self._transfers.late_copies(slots)
+
+    def refilled(self, slots: Sequence[int]) -> None:
+        """Device `slots` were filled from outside, and no copy writes to them any more: whatever failed there before is
+        repaired. Any thread may say so, before the scheduler is told that the blocks are there.
+        """
+        self._transfers.refilled(slots)
 
     @property
     def _transfers(self) -> CacheTransferManager:

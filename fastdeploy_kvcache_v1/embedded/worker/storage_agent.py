@@ -50,4 +50,5 @@ def device_caches(controller: CacheController) -> DeviceCaches:
         value_pointers=tuple(layer[min(1, len(layer) - 1)].address for layer in layers),
         on_gpu=layers[0][0].on_gpu,
         late_copies=controller.late_copies,
+        refilled=controller.refilled,
     )

@@ -119,6 +119,7 @@ class AttentionStoreAgent(LaneAgent):
             quiet_after_s = _quiet_after_s(start, task.timeout)
             return LoadDone(task.task_id, self._rank, 0, error=_text(error), quiet_after_s=quiet_after_s)
         seconds = time.monotonic() - start
+        self._caches.refilled(task.gpu_block_ids[:num_read])
         return LoadDone(task.task_id, self._rank, num_read, num_bytes=num_read * lease.sdk.block_bytes, seconds=seconds)
 
     def _write(self, lease: Lease, task: WriteStorageTask) -> WriteDone:

@@ -39,6 +39,8 @@ class DeviceCaches:
     on_gpu: bool = False
     late_copies: Callable[[Sequence[int]], Sequence[Any]] = lambda slots: ()
     """Copies (`runtime.Event`) that were given up, and may still write to one of these slots. Any thread calls it."""
+    refilled: Callable[[Sequence[int]], None] = lambda slots: None
+    """Told which slots have been filled, before the engine is. Any thread calls it."""
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,13 @@ class Memory:
         self.rank = rank
         self.tensors = [np.zeros((NUM_BLOCKS, *SHAPE), np.float32) for _ in range(2 * LAYERS)]
         self.late = []
+        self.refilled = []
 
     def caches(self, *, on_gpu=False):
         addresses = [tensor.ctypes.data for tensor in self.tensors]
-        return DeviceCaches(tuple(addresses[:LAYERS]), tuple(addresses[LAYERS:]), on_gpu, lambda slots: self.late)
+        return DeviceCaches(
+            tuple(addresses[:LAYERS]), tuple(addresses[LAYERS:]), on_gpu, lambda slots: self.late, self.refilled.append
+        )
 
     def fill(self, slot, number):
         for index, tensor in enumerate(self.tensors):

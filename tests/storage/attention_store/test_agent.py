@@ -111,6 +111,7 @@ def test_what_one_server_stores_another_one_loads(machine):
     assert (done.load_id, done.num_arrived, done.num_bytes) == ("r", 2, 2 * LAYOUT.block_bytes)
     assert second.memory[0].holds(5, 2)
     assert second.memory[0].holds(6, 3)
+    assert second.memory[0].refilled == [(5, 6)]
 
 
 def test_what_is_stored_is_not_written_again_and_a_hole_is_not_written_over(machine):
