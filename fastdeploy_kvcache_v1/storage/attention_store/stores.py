@@ -173,8 +173,8 @@ class DeviceStores(StoreSide):
 
     def seconds_to_next_deadline(self) -> float | None:
         now = self._clock()
-        ending = (write.quiet_at - now for write in self._under_way.values() if write.is_sent)
-        return min((seconds for seconds in ending if seconds > 0), default=None)
+        ending = (write.quiet_at for write in self._under_way.values() if write.is_sent and not write.num_ranks_left)
+        return min((quiet_at - now for quiet_at in ending), default=None)
 
     def held_since(self) -> float | None:
         return next((write.begun_at for write in self._under_way.values()), None)

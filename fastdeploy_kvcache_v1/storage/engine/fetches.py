@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from ...metadata import BlockHash, BlockHashes, CacheLevel, LoadSlots
 from ...scheduler.cache_manager import CacheManager
@@ -13,8 +12,9 @@ from ..messages import LoadDone, QueryDone
 from ..settings import Prefetch, StorageSettings
 from .breaker import Breaker
 from .counters import StorageCounters
+from .fetch import Fetch, Piece
 from .link import Link
-from .target import Prefix, Target
+from .target import Target
 
 __all__ = ["Fetches"]
 
@@ -35,49 +35,6 @@ TOUCHES_REMEMBERED = 1024
 
 REQUESTS_UNDER_WAY = 4
 """Requests whose blocks are loaded at the same time, in order of arrival."""
-
-
-@dataclass(eq=False, slots=True)
-class _Fetch:
-    request_id: str
-    prefix: Prefix
-    """All blocks that may be loaded, from the first one of the prompt on."""
-    begin: int
-    """The first block that is asked for: those before it were cached when the request came."""
-    asked_at: float
-    end: int | None = None
-    """Blocks from here on are not loaded. None until the store has said how far it goes."""
-    next: int = 0
-    """First block of the next piece."""
-    num_under_way: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self.end is not None and self.next >= self.end and not self.num_under_way
-
-
-@dataclass(eq=False, slots=True)
-class _Piece:
-    load_id: str
-    begin: int
-    """First block."""
-    slots: tuple[int, ...]
-    after_step: int
-    fetch: _Fetch
-    begun_at: float
-    sent_at: float | None = None
-    arrived: list[int] = field(default_factory=list)
-    """Blocks by rank, as they answer."""
-    quiet_at: float = 0.0
-    """No byte arrives any more from then on, as far as the ranks have answered."""
-
-    @property
-    def end(self) -> int:
-        return self.begin + len(self.slots)
-
-    @property
-    def hashes(self) -> Sequence[BlockHash]:
-        return self.fetch.prefix.hashes[self.begin : self.end]
 
 
 class Fetches:
@@ -107,14 +64,14 @@ class Fetches:
         """Being loaded at once: a part of the tier, which has to keep what is in use."""
         self._most_of_one_request = max(1, target.num_blocks * 3 // 4)
         """A longer prefix would push itself out of the tier."""
-        self._fetches: dict[str, _Fetch] = {}
+        self._fetches: dict[str, Fetch] = {}
         """By request, in order of arrival."""
-        self._pieces: dict[str, _Piece] = {}
-        self._held: deque[_Piece] = deque()
+        self._pieces: dict[str, Piece] = {}
+        self._held: deque[Piece] = deque()
         """Pieces whose slots may still be in use, in order of `after_step`."""
-        self._quarantine: list[_Piece] = []
+        self._quarantine: list[Piece] = []
         """Pieces that failed, and whose bytes may still arrive."""
-        self._queries: dict[str, _Fetch] = {}
+        self._queries: dict[str, Fetch] = {}
         self._loading: set[BlockHash] = set()
         """Blocks of all pieces: no other piece brings them."""
         self._numbers = itertools.count()
@@ -141,7 +98,7 @@ class Fetches:
             return  # what follows could not be cached
         if not self._query_breaker.may_pass() or not self._load_breaker.may_pass():
             return
-        fetch = _Fetch(request_id, prefix, cached, now, next=cached)
+        fetch = Fetch(request_id, prefix, cached, now, next=cached)
         query_id = f"query-{next(self._numbers)}"
         self._fetches[request_id] = self._queries[query_id] = fetch
         self._counters.queries += 1
@@ -205,7 +162,7 @@ class Fetches:
         else:
             self._complete(piece)
 
-    def _complete(self, piece: _Piece) -> None:
+    def _complete(self, piece: Piece) -> None:
         del self._pieces[piece.load_id]
         num_cached = self._manager.complete_load(piece.load_id, min(piece.arrived))
         fetch = piece.fetch
@@ -244,11 +201,13 @@ class Fetches:
         return not self._pieces
 
     def seconds_to_next_deadline(self) -> float | None:
-        """When `may_start` changes for a request although nothing else happens; None for never."""
+        """When `may_start` changes for a request, or slots leave quarantine, although nothing else happens: not above 0
+        if that is past, None for never.
+        """
         now = self._clock()
         left = [self._seconds_left(fetch) for fetch in self._fetches.values()]
         left += [piece.quiet_at - now for piece in self._quarantine]
-        return min((seconds for seconds in left if seconds > 0), default=None)
+        return min((seconds for seconds in left if seconds > 0), default=min(left, default=None))
 
     def lent_since(self) -> float | None:
         """When the oldest device slots were lent that the store may fill; None for no such slots."""
@@ -256,7 +215,7 @@ class Fetches:
             return None
         return next((piece.begun_at for piece in self._pieces.values()), None)
 
-    def _begin_piece(self, fetch: _Fetch) -> bool:
+    def _begin_piece(self, fetch: Fetch) -> bool:
         if fetch.end is None or fetch.next >= fetch.end or fetch.num_under_way >= PIECES_UNDER_WAY:
             return False
         hashes, most = fetch.prefix.hashes, self._room()
@@ -275,7 +234,7 @@ class Fetches:
             fetch.end = fetch.next  # the tier is full of blocks in use
             return False
         begin, fetch.next = fetch.next, fetch.next + len(lent.slots)
-        piece = _Piece(load_id, begin, lent.slots, lent.after_step, fetch, self._clock())
+        piece = Piece(load_id, begin, lent.slots, lent.after_step, fetch, self._clock())
         self._pieces[load_id] = piece
         self._loading.update(piece.hashes)
         fetch.num_under_way += 1
@@ -290,11 +249,11 @@ class Fetches:
         under_way = sum(len(piece.slots) for piece in self._pieces.values())
         return min(PIECE_BLOCKS, self._most_blocks - under_way, self._target.room())
 
-    def _send(self, piece: _Piece) -> None:
+    def _send(self, piece: Piece) -> None:
         piece.sent_at = self._clock()
         self._target.load(piece.load_id, piece.fetch.prefix, piece.begin, piece.slots)
 
-    def _is_present(self, fetch: _Fetch, end: int) -> bool:
+    def _is_present(self, fetch: Fetch, end: int) -> bool:
         """All blocks before `end` are: another request has brought or computed some of them."""
         return self._target.count_present(fetch.prefix.hashes[:end]) == end
 
@@ -326,7 +285,7 @@ class Fetches:
     def _is_short(self, num_blocks: int) -> bool:
         return num_blocks * self._block_size < self._settings.min_tokens
 
-    def _seconds_left(self, fetch: _Fetch) -> float:
+    def _seconds_left(self, fetch: Fetch) -> float:
         """How long the request goes on waiting if nothing arrives."""
         now, settings = self._clock(), self._settings
         if fetch.is_over or self._is_silent or settings.prefetch is Prefetch.BEST_EFFORT:

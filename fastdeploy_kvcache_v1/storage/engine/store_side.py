@@ -48,7 +48,7 @@ class StoreSide(ABC):
         """No block is kept for the store."""
 
     def seconds_to_next_deadline(self) -> float | None:
-        """When to call `go_on` although nothing happens; None for never."""
+        """When to call `go_on` although nothing happens: not above 0 if that is past, None for never."""
         return None
 
     def held_since(self) -> float | None:

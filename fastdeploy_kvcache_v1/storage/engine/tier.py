@@ -25,6 +25,10 @@ HELD_S = 60.0
 """A store that keeps device slots for longer than that will not give them back, as far as requests are concerned."""
 
 
+LOOK_AGAIN_S = 1.0
+"""After a deadline has passed, as long as what depended on it has not ended."""
+
+
 class StorageTier:
     """Beside a `CacheManager`, on the thread that schedules. A failing, slow or hanging store costs hits, nothing else.
 
@@ -89,7 +93,8 @@ class StorageTier:
             self._stores.seconds_to_next_deadline(),
             None if held is None else held + HELD_S - self._clock(),
         )
-        return min((seconds for seconds in left if seconds is not None and seconds > 0), default=None)
+        # One that is past may have passed since the caller last looked at what depends on it.
+        return min((seconds if seconds > 0 else LOOK_AGAIN_S for seconds in left if seconds is not None), default=None)
 
     @property
     def holds_device_blocks(self) -> bool:
