@@ -109,6 +109,12 @@ class BlockHashes(Protocol):
     def num_tokens(self) -> int:
         """All tokens so far, prompt and output, the last partial block included."""
 
+    @property
+    def num_plain_blocks(self) -> int:
+        """How many of the first full blocks are named by their token ids alone: no multimodal item, adapter or tenant
+        decides their bytes, too.
+        """
+
 
 class MatchedSpan(NamedTuple):
     """Consecutive blocks of a match that the same tier serves."""
@@ -180,10 +186,10 @@ class LoadSlots(NamedTuple):
 
 
 class StoreSource(NamedTuple):
-    """Host blocks that `CacheManager.begin_store` keeps in their slots. None at all if they are gone."""
+    """Blocks that `CacheManager.begin_store` or `begin_device_store` keeps in their slots. None if they are gone."""
 
     hashes: tuple[BlockHash, ...]
-    slots: tuple[HostSlot, ...]
+    slots: tuple[int, ...]
     """Where each of them is."""
 
 

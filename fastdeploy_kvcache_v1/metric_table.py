@@ -118,7 +118,7 @@ TIME_TO_FIRST_TOKEN = Metric(
 )
 STORAGE_LATENCY = Metric(
     "storage_latency_seconds",
-    "Time that one request to the store took, by operation (query, load, store)",
+    "Time that one request to the store took, by operation (query, load, store, flush)",
     Kind.HISTOGRAM,
     Source.STORAGE,
 )
@@ -176,8 +176,8 @@ TABLE: tuple[Metric, ...] = (
         Source.COPIES,
         "exposed_wait_s",
     ),
-    *_moved("storage_blocks", "Blocks that went between the host tier and the store, of every rank", "blocks"),
-    *_moved("storage_bytes", "Bytes that went between the host tier and the store", "bytes"),
+    *_moved("storage_blocks", "Blocks that went between a tier and the store, of every rank", "blocks"),
+    *_moved("storage_bytes", "Bytes that went between a tier and the store", "bytes"),
     *_moved("storage_seconds", "Time that threads of workers spent with the store", "seconds"),
     *_moved("storage_failures", "Requests to the store that failed", "failures"),
     *_stored(
@@ -187,8 +187,12 @@ TABLE: tuple[Metric, ...] = (
         queried_blocks="Blocks that the store was asked for",
         found_blocks="Blocks that the store said it has",
         damaged_blocks="Stored blocks whose bytes did not match their checksum, now forgotten",
-        skipped_store_blocks="Blocks that left the host before they were stored, or that a failing store was spared",
+        skipped_store_blocks="Blocks that left their tier before they were stored, or that a failing store was spared",
         refused_store_blocks="Blocks that the store had no room for, counted by each rank",
+        unaddressable_blocks="Blocks left out because the store names blocks by token ids, and theirs do not say all",
+        flushes="Statements about what this server has that the store's index took",
+        flush_failures="Such statements that failed; they are made again",
+        dropped_flushes="Such statements that were given up: the store's index is wrong about their blocks",
         late_requests="Requests that started before their stored prefix had arrived",
     ),
     Metric(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import socket
@@ -13,11 +12,9 @@ from types import FrameType
 from typing import Any
 
 from ..errors import ConfigError, StorageError
-from ..metadata import BlockHash
 from ..scheduler.cache_manager import CacheManager
-from ..storage.backends import open_backend
-from ..storage.engine.tier import StorageTier
-from ..storage.namespace import Namespace, commit_key
+from ..storage.backends import check_backend, make_tier
+from ..storage.namespace import Namespace
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
 from .engine.scheduler import Scheduler
@@ -81,7 +78,7 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
         stack.callback(intake.close)
         try:
             worker = ProcessWorkerClient(
-                _worker_config(config, copy_faults),
+                _worker_config(config, namespace, copy_faults),
                 stop_requested=lambda: signals.noted() or intake.has_failed,
                 timeout_s=config.worker_timeout_s,
             )
@@ -115,7 +112,7 @@ def _serve(
     manager = CacheManager(config.cache)
     storage = None
     if config.storage is not None and worker.storage is not None and namespace is not None:
-        storage = StorageTier(manager, config.storage, namespace, worker.storage)
+        storage = make_tier(manager, config.storage, namespace, worker.storage)
     scheduler = Scheduler(
         manager,
         block_size=config.cache.block_size,
@@ -149,8 +146,7 @@ def _checked_namespace(config: ServerConfig) -> Namespace | None:
         return None
     namespace = storage_namespace(config)
     try:
-        with contextlib.closing(open_backend(config.storage, namespace)) as backend:
-            backend.count_stored([commit_key(BlockHash(b"a first question"))])  # a store may connect only now
+        check_backend(config.storage, namespace)
     except StorageError as error:
         logger.warning("the storage does not work now, the server starts without its blocks: %s", error)
     return namespace
@@ -170,7 +166,7 @@ def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> 
     return Snapshot(manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, core.storage)
 
 
-def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:
+def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_faults: str) -> WorkerConfig:
     return WorkerConfig(
         model_path=config.model_path,
         max_model_len=config.max_model_len,
@@ -181,6 +177,7 @@ def _worker_config(config: ServerConfig, copy_faults: str) -> WorkerConfig:
         log_level=config.log_level,
         num_threads=config.num_threads,
         storage=config.storage,
+        namespace=namespace,
         copy_faults=copy_faults,
     )
 

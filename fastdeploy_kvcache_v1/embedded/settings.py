@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
@@ -123,8 +123,8 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
     add(
         "--kvcache-storage-backend",
-        "keep blocks of the host tier beyond this process: file, a directory that servers of one machine share; "
-        "mooncake, memory that servers of many machines share (default: none)",
+        "keep blocks beyond this process: file, a directory that servers of one machine share; mooncake, memory that "
+        "servers of many machines share; attention_store, a vendor's private SDK (default: none)",
         metavar="NAME",
     )
     add("--kvcache-storage-dir", STORAGE_HELP["kvcache_storage_dir"], metavar="DIR")
@@ -193,6 +193,9 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     model_path = None if values.model is None else Path(values.model)
     default_name = RANDOM_MODEL_NAME if model_path is None else model_path.resolve().name
     cache = _cache_config(values, model, max_model_len, free_bytes)
+    storage = _storage_settings(values, cache)
+    if storage is not None and storage.flush_only:
+        cache = replace(cache, max_queued_events=KVCacheConfig.max_queued_events)
     return ServerConfig(
         model_path=model_path,
         served_model_name=given.get("served_model_name", default_name),
@@ -212,7 +215,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         allowed_hosts=_names(values.allowed_hosts),
         checks_model_name="served_model_name" in given,
         num_threads=values.threads,
-        storage=_storage_settings(values, cache),
+        storage=storage,
     )
 
 
@@ -242,7 +245,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         write_policy=policy,
         write_through_threshold=values.write_through_threshold,
         enable_prefix_caching=values.enable_prefix_caching,
-        max_queued_events=0,  # no outside index listens
+        max_queued_events=0,  # until an outside index listens
     )
 
 
@@ -257,7 +260,10 @@ def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> Stora
         gib=values.kvcache_storage_gib,
         prefetch=values.storage_prefetch,
     )
-    if not cache.num_host_blocks:
+    if settings.uses_device_tier:
+        if not cache.enable_prefix_caching:
+            raise ConfigError("--kvcache-storage-backend needs the cache: leave out --no-enable-prefix-caching")
+    elif not cache.num_host_blocks:
         raise ConfigError("--kvcache-storage-backend needs a host tier: give --swap-space, and leave the cache on")
     return settings
 

@@ -114,6 +114,71 @@ class DeviceBlockPool(BlockPool[DeviceSlot]):
 
     level = "device"
 
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self._readers: dict[int, int] = {}
+        """How many readers from outside hold a slot, for each that is held."""
+        self._ownerless: set[int] = set()
+        """Held slots that their owner has given back: they become free with their last reader."""
+
+    @property
+    def num_held(self) -> int:
+        """Slots with an owner that would not be free if the owner gave them back now."""
+        return len(self._readers) - len(self._ownerless)
+
+    @property
+    def num_ownerless(self) -> int:
+        """Allocated slots that only wait for their readers."""
+        return len(self._ownerless)
+
+    def hold(self, slots: Sequence[DeviceSlot]) -> None:
+        """One more reader of each of `slots`, which have an owner: until `let_go` their bytes stay as they are."""
+        for slot in slots:
+            assert self._owned[slot] and slot not in self._ownerless, "only what has an owner is read"
+            self._readers[slot] = self._readers.get(slot, 0) + 1
+
+    def let_go(self, slots: Sequence[DeviceSlot]) -> None:
+        """One reader less of each of `slots`."""
+        unread = []
+        for slot in slots:
+            self._readers[slot] -= 1
+            if not self._readers[slot]:
+                del self._readers[slot]
+                unread.append(slot)
+        waited = [slot for slot in unread if slot in self._ownerless]
+        self._ownerless.difference_update(waited)
+        super().free(waited)
+
+    def held_slots(self) -> frozenset[int]:
+        return frozenset(self._readers)
+
+    def free(self, slots: Sequence[DeviceSlot]) -> None:
+        """As `BlockPool.free`; a slot that is held is free once its last reader lets go of it."""
+        if not self._readers:
+            super().free(slots)
+            return
+        if not self._ownerless.isdisjoint(slots):
+            raise BlockPoolError(f"device pool: a freed slot has been given back already: {list(slots)[:8]}")
+        super().free(slots)
+        held = [slot for slot in slots if slot in self._readers]
+        if held:
+            del self._free[len(self._free) - len(slots) :]
+            self._free.extend(slot for slot in reversed(slots) if slot not in self._readers)
+            for slot in held:
+                self._owned[slot] = 1
+            self._ownerless.update(held)
+
+    def keep_only(self, slots: Iterable[DeviceSlot]) -> None:
+        """As `BlockPool.keep_only`; what is held stays allocated as well."""
+        owned = set(slots)
+        super().keep_only(owned | self._readers.keys())  # type: ignore[arg-type]
+        self._ownerless = self._readers.keys() - owned
+
+    def check_owners(self, slots: Sequence[DeviceSlot]) -> None:
+        super().check_owners([*slots, *self._ownerless])  # type: ignore[list-item]
+        if not self._ownerless <= self._readers.keys():
+            raise InvariantError("device pool: a slot waits for readers that it does not have")
+
     def slots_above(self, size: int) -> set[int]:
         """Allocated slots that a shrink to `size` would take away; O(slots above `size`)."""
         return set(compress(range(size, self._size), self._owned[size:]))

@@ -218,6 +218,18 @@ class CacheManager:
         with self._lock:
             return self._stores.begin(store_id, step, slots)
 
+    def begin_device_store(self, store_id: str, hashes: Sequence[BlockHash], first: int) -> StoreSource:
+        """Keep the device slots of blocks `hashes[first:]` of a prompt as they are, until `end_store`: storage reads
+        them. `hashes` begin with the prompt's first block.
+
+        Blocks from the first one on that is not on the device are not in the result; without blocks nothing has begun.
+        The bytes are there once the worker has ended every copy and pass of the steps it was told of, unless such a
+        copy fails. Nothing is pinned: blocks may leave the device meanwhile, their slots are free when the store ends.
+        Raises `CacheStateError` if `store_id` has begun already. O(blocks).
+        """
+        with self._lock:
+            return self._stores.begin_on_device(store_id, hashes, first)
+
     def end_store(self, store_id: str) -> None:
         """Nobody reads for this store any more. Raises `CacheStateError` for one that is unknown: it had no blocks, or
         has ended already.
@@ -264,7 +276,7 @@ class CacheManager:
         Running requests keep their blocks until they end and cache nothing more. With `force` they are forgotten too,
         all slots, lent ones included, are free, and copies not yet taken are dropped: the caller has stopped the
         worker's use of them. Either way loads are cancelled, see `cancel_load`: their slots stay reserved, and so do
-        the host slots that a store reads, until it ends. O(requests + blocks in use), and a copy of the pools' lists;
+        the slots that a store reads, until it ends. O(requests + blocks in use), and a copy of the pools' lists;
         what was forgotten is taken apart little by little, by later steps.
         """
         with self._lock:
@@ -280,8 +292,8 @@ class CacheManager:
     def resize_device_pool(self, num_device_blocks: int) -> None:
         """Grow, or shrink: cached blocks above the new end are evicted (their host copies stay).
 
-        Raises `ConfigError` for a size below 1, and `PoolInUseError`, with no change, when a request or a load uses a
-        slot above the new end or such a slot still waits to be copied out. O(cache).
+        Raises `ConfigError` for a size below 1, and `PoolInUseError`, with no change, when a request, a load or a store
+        uses a slot above the new end or such a slot still waits to be copied out. O(cache).
         """
         size = operator.index(num_device_blocks)
         if size < 1:
@@ -309,6 +321,11 @@ class CacheManager:
         """How many of the first blocks of a prompt are cached, in any tier. A look: nothing is pinned or counted."""
         with self._lock:
             return self._tree.count_cached(hashes)
+
+    def count_on_device(self, hashes: Sequence[BlockHash]) -> int:
+        """As `count_cached`, of the blocks on the device: those that follow them may be cached on the host."""
+        with self._lock:
+            return self._tree.count_on_device(hashes)
 
     def nodes(self, request_id: str) -> tuple[BlockNode, ...]:
         """The cached blocks the request uses, in prompt order. Raises `UnknownRequestError`."""
@@ -349,7 +366,7 @@ class CacheManager:
         """O(requests)."""
         with self._lock:
             loading, on_host = self._loads.num_slots(CacheLevel.DEVICE), self._loads.num_slots(CacheLevel.HOST)
-            owned = self._requests.num_own_slots + len(self._lent) + loading
+            owned = self._requests.num_own_slots + len(self._lent) + loading + self._device_pool.num_ownerless
             return CacheStats(
                 counters=replace(self._counters),
                 num_requests=len(self._requests),

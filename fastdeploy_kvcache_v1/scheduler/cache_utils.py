@@ -81,6 +81,7 @@ class BlockHasher:
         self.hashes: list[BlockHash] = []
         self._block_size = block_size
         self._items = _checked(items)
+        self._is_plain = not salt and not lora
         self._next_item = 0
         self._parent = root_hash(salt=salt, lora=lora)
         self._partial = b""
@@ -89,6 +90,14 @@ class BlockHasher:
     @property
     def num_tokens(self) -> int:
         return len(self.hashes) * self._block_size + len(self._partial) // TOKEN_BYTES
+
+    @property
+    def num_plain_blocks(self) -> int:
+        """See `metadata.BlockHashes`."""
+        if not self._is_plain:
+            return 0
+        first = self._items[0].offset // self._block_size if self._items else len(self.hashes)
+        return min(first, len(self.hashes))
 
     def extend(self, token_ids: npt.NDArray[np.integer] | Sequence[int]) -> None:
         """Append tokens (1-D, any integer dtype)."""
@@ -121,6 +130,9 @@ class BlockHasher:
 
 class GivenHashes:
     """A token sequence whose block hashes are already known, for example from a trace."""
+
+    num_plain_blocks = 0
+    """What decided the hashes is not known."""
 
     def __init__(self, hashes: Sequence[BlockHash], num_tokens: int) -> None:
         self.hashes = hashes

@@ -42,6 +42,21 @@ class RadixTree:
         """Length of the longest cached prefix of `hashes`, in blocks. Changes nothing."""
         return _blocks_to(*self._find(hashes, len(hashes)))
 
+    def count_on_device(self, hashes: Sequence[BlockHash]) -> int:
+        """As `count_cached`, of the blocks that are on the device or that a planned copy brings there."""
+        return sum(count for run, count in self._look(hashes) if run.on_device)
+
+    def filled_device_slots(self, hashes: Sequence[BlockHash]) -> list[DeviceSlot]:
+        """Slots of the first blocks of `hashes`, as far as they are on the device and wait for no copy of which the
+        worker was not told. O(blocks).
+        """
+        slots: list[DeviceSlot] = []
+        for run, count in self._look(hashes):
+            if not run.on_device or run.open is CacheLevel.DEVICE:
+                break
+            slots += run.device_slots[:count]
+        return slots
+
     def release(self, leaf: Run, *, touch: bool) -> None:
         """Drop one pin of the path to `leaf`, leaf first and root last. `touch`: it counts as used."""
         run = leaf
@@ -213,6 +228,14 @@ class RadixTree:
                 return child, taken
             run, position = child, position + taken
         return run, run.length
+
+    def _look(self, hashes: Sequence[BlockHash]) -> list[tuple[Run, int]]:
+        """The longest cached prefix of `hashes`: its runs, with how many of their blocks belong to it.
+
+        On the device are the first ones: a run below one that is not there is not there either.
+        """
+        leaf, taken = self._find(hashes, len(hashes))
+        return [(run, taken if run is leaf else run.length) for run in leaf.path()]
 
     # ---- looking
 

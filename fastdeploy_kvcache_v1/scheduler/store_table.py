@@ -1,15 +1,16 @@
-"""StoreTable: host blocks that are being read from outside the two tiers, and stay in their slots until that has ended.
+"""StoreTable: blocks that are being read from outside the two tiers, whose slots stay as they are until that has ended.
 
-The contract of a store stands on `CacheManager.begin_store`. Not thread-safe: the manager's lock covers it.
+The contract of a store stands on `CacheManager.begin_store` and `begin_device_store`. Not thread-safe: the manager's
+lock covers it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from itertools import compress
 
 from ..errors import CacheStateError
-from ..metadata import BlockHash, HostSlot, StoreSource
+from ..metadata import BlockHash, DeviceSlot, HostSlot, StoreSource
 from .radix_tree import RadixTree
 from .residency import Residency
 from .run import HostReader, Run
@@ -17,17 +18,16 @@ from .tiering import Tiering
 
 
 class StoreTable:
-    """Stores by their id. Each is a reader of the host copies that have its slots, and of nothing else."""
+    """Stores by their id. Each is a reader of slots of one tier, and of nothing else."""
 
     def __init__(self, tree: RadixTree, residency: Residency, tiering: Tiering) -> None:
         self._tree = tree
         self._residency = residency
         self._tiering = tiering
-        self._stores: dict[str, HostReader] = {}
+        self._stores: dict[str, HostReader | Sequence[DeviceSlot]] = {}
 
     def begin(self, store_id: str, step: int, slots: Set[int]) -> StoreSource:
-        if store_id in self._stores:
-            raise CacheStateError(f"store {store_id} has begun already: end it first")
+        self._require_new(store_id)
         blocks: list[tuple[BlockHash, HostSlot]] = []
         reader = HostReader()
         for run in self._tiering.copied_to_host(step):
@@ -42,11 +42,26 @@ class StoreTable:
             self._stores[store_id] = reader
         return StoreSource(tuple(block for block, _ in blocks), tuple(slot for _, slot in blocks))
 
+    def begin_on_device(self, store_id: str, hashes: Sequence[BlockHash], first: int) -> StoreSource:
+        self._require_new(store_id)
+        slots = self._tree.filled_device_slots(hashes)[first:]
+        if slots:
+            self._residency.device_pool.hold(slots)
+            self._stores[store_id] = slots
+        return StoreSource(tuple(hashes[first : first + len(slots)]), tuple(slots))
+
     def end(self, store_id: str) -> None:
         reader = self._stores.pop(store_id, None)
         if reader is None:
             raise CacheStateError(f"store {store_id} is unknown, or has ended already")
-        self._residency.end_reading(reader)
+        if isinstance(reader, HostReader):
+            self._residency.end_reading(reader)
+        else:
+            self._residency.device_pool.let_go(reader)
+
+    def _require_new(self, store_id: str) -> None:
+        if store_id in self._stores:
+            raise CacheStateError(f"store {store_id} has begun already: end it first")
 
     def _part(self, run: Run, first: int, end: int) -> Run:
         """Blocks `[first, end)` of `run` as a run of their own: the others may leave."""

@@ -43,14 +43,16 @@ class Tiering:
     @property
     def num_available_device(self) -> int:
         """Device slots that `allocate_device` can hand out."""
-        return self._residency.device_pool.num_free + self._residency.num_device_evictable
+        pool = self._residency.device_pool
+        # What is held may be cached: evicting it then makes no room.
+        return pool.num_free + max(0, self._residency.num_device_evictable - pool.num_held)
 
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` slots, evicting cached blocks where they are short. `NoSpace` changes nothing."""
         pool = self._residency.device_pool
         if count <= pool.num_free:
             return pool.allocate(count)
-        if count - pool.num_free > self._residency.num_device_evictable:
+        if count > self.num_available_device:
             self._counters.allocations_refused += 1
             return NoSpace(count, self.num_available_device)
         while (short := count - pool.num_free) > 0:
@@ -152,7 +154,8 @@ class Tiering:
     def evict_above(self, size: int) -> None:
         """Clear the device slots from `size` on of cached blocks, without copies; blocks below them go too.
 
-        Raises `PoolInUseError`, with no change, when a request uses one of them or one still waits to be copied out.
+        Raises `PoolInUseError`, with no change, when a request or a store uses one of them or one still waits to be
+        copied out.
         O(cache).
         """
         above = self._residency.device_pool.slots_above(size)
@@ -160,11 +163,12 @@ class Tiering:
         evictable = {slot for run in hit if not run.pins for slot in run.device_slots}
         outgoing = self._residency.open_copies(CacheLevel.HOST)
         to_copy = {slot for run in outgoing for slot in run.latest_device_slots if slot >= size}
-        in_use = (above - evictable) | to_copy
+        read = {slot for slot in self._residency.device_pool.held_slots() if slot >= size}
+        in_use = (above - evictable) | to_copy | read
         if in_use:
             raise PoolInUseError(
                 f"cannot shrink the device pool to {size} blocks: {len(in_use)} blocks above are in use; "
-                "finish or preempt their requests, and complete their loads, first"
+                "finish or preempt their requests, and complete their loads and stores, first"
             )
         for run in hit:
             self._evict_subtree(run, above)

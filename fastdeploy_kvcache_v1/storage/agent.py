@@ -8,31 +8,27 @@ no load.
 from __future__ import annotations
 
 import logging
-import pickle
-import threading
 import time
-from collections.abc import Callable
-
-import zmq
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..errors import StorageError
 from .base import SlotMemory, StorageBackend, StorageFullError, StoreKey
 from .lane import Lane
-from .messages import LoadBlocks, LoadDone, StoreBlocks, StoreDone, UseNamespace
+from .lane_agent import LaneAgent
+from .messages import LoadBlocks, LoadDone, StoreBlocks, StoreDone
 from .namespace import Namespace, block_key
 from .seal import is_sealed, seal
 
-__all__ = ["StorageAgent"]
+__all__ = ["STORE_NICENESS", "StorageAgent"]
 
 logger = logging.getLogger(__name__)
 
-POLL_MS = 100
-STOP_TIMEOUT_S = 2.0
 STORE_NICENESS = 10
 """Of the thread that stores: it gives way to whatever serves requests."""
 
 
-class StorageAgent:
+class StorageAgent(LaneAgent):
     """Answers every `LoadBlocks` and every `StoreBlocks`, each kind in order of arrival."""
 
     def __init__(
@@ -44,32 +40,27 @@ class StorageAgent:
         open_backend: Callable[[Namespace], StorageBackend],
     ) -> None:
         """Connects at once, and starts its threads. Commands before `use` fail."""
+        super().__init__(commands_address, results_address)
         self._rank = rank
         self._slot: Callable[[int], memoryview] = _no_slot
         self._memory: SlotMemory | None = None
         self._open_backend = open_backend
-        self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PULL)
-        self._commands.connect(commands_address)
-        results = (self._context, results_address)
         self._loads = Lane(
             "kv-storage-load",
             open_backend=self._open,
             work=self._load,
             on_error=lambda command, error: LoadDone(command.load_id, rank, 0, error=error),
-            results=results,
+            results=self._results,
         )
         self._stores = Lane(
             "kv-storage-store",
             open_backend=self._open,
             work=self._store,
             on_error=lambda command, error: StoreDone(command.store_id, rank, 0, error=error),
-            results=results,
+            results=self._results,
             niceness=STORE_NICENESS,
         )
-        self._stop = threading.Event()
-        self._receiver = threading.Thread(target=self._receive, name="kv-storage", daemon=True)
-        self._receiver.start()
+        self._start(self._loads, self._stores)
 
     def use(self, slot: Callable[[int], memoryview], memory: SlotMemory | None = None) -> None:
         """From here on host slots have memory: `slot` gives the bytes of one, its trailer included. `memory` is all of
@@ -84,23 +75,7 @@ class StorageAgent:
         False if the store hangs: it may still read and fill the memory, so that must stay.
         """
         self._slot = _no_slot
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        return all(lane.settle(deadline) for lane in (self._loads, self._stores))
-
-    def close(self) -> bool:
-        """Waits for what is being moved, but not long, and drops the rest. May be called again.
-
-        False if the store hangs: it may still read and fill host slots, so their memory must stay.
-        """
-        self._stop.set()
-        self._receiver.join()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        hanging = [lane.name for lane in (self._loads, self._stores) if not lane.close(deadline)]
-        if hanging:  # these threads still use the context
-            logger.warning("%s did not end: the store hangs", " and ".join(hanging))
-        else:
-            self._context.destroy(linger=0)
-        return not hanging
+        return self.settle()
 
     def _open(self, namespace: Namespace) -> StorageBackend:
         backend = self._open_backend(namespace)
@@ -112,16 +87,10 @@ class StorageAgent:
             raise
         return backend
 
-    def _receive(self) -> None:
-        with self._commands as socket:
-            while not self._stop.is_set():
-                if not socket.poll(POLL_MS):
-                    continue
-                command: UseNamespace | LoadBlocks | StoreBlocks = pickle.loads(socket.recv())
-                if not isinstance(command, StoreBlocks):
-                    self._loads.do(command)
-                if not isinstance(command, LoadBlocks):
-                    self._stores.do(command)
+    def _lanes_for(self, command: Any) -> Sequence[Lane]:
+        if isinstance(command, LoadBlocks):
+            return (self._loads,)
+        return (self._stores,) if isinstance(command, StoreBlocks) else (self._loads, self._stores)
 
     def _load(self, backend: StorageBackend, command: LoadBlocks) -> LoadDone:
         start = time.perf_counter()

@@ -9,18 +9,28 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from ..errors import KVCacheError
-from .base import StorageBackend
 from .messages import LaneConnected, UseNamespace
 from .namespace import Namespace
 
-__all__ = ["Lane"]
+__all__ = ["Connection", "Lane"]
 
 logger = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """What a lane needs to know of its connection to the store; a `StorageBackend` is one."""
+
+    @property
+    def may_write_late(self) -> bool:
+        """See `StorageBackend`."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
 
 
 class Lane:
@@ -30,14 +40,14 @@ class Lane:
         self,
         name: str,
         *,
-        open_backend: Callable[[Namespace], StorageBackend],
-        work: Callable[[StorageBackend, Any], Any],
+        open_backend: Callable[[Namespace], Connection],
+        work: Callable[[Any, Any], Any],
         on_error: Callable[[Any, str], Any],
         results: tuple[zmq.Context[zmq.Socket[bytes]], str],
         niceness: int = 0,
     ) -> None:
-        """`work` answers a command, and `on_error` one whose work raised. The answer goes to the socket that listens at
-        the address in `results`. Starts at once.
+        """`work` answers a command, given what `open_backend` returned, and `on_error` one whose work raised. The
+        answer goes to the socket that listens at the address in `results`. Starts at once.
         """
         self.name = name
         self._open_backend = open_backend
@@ -47,7 +57,7 @@ class Lane:
         self._niceness = niceness
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._namespace: Namespace | None = None
-        self._backend: StorageBackend | None = None
+        self._backend: Connection | None = None
         self._busy = threading.Lock()
         """Held while a command is worked on."""
         self._stop = False
@@ -100,7 +110,7 @@ class Lane:
                 self._disconnect()  # only then no byte can arrive any more
             return self._on_error(command, str(error) if isinstance(error, KVCacheError) else repr(error))
 
-    def _connected(self) -> StorageBackend:
+    def _connected(self) -> Connection:
         if self._backend is None:
             assert self._namespace is not None, "the engine names the namespace first"
             self._backend = self._open_backend(self._namespace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..metadata import BlockHash
 from .namespace import Namespace
@@ -42,8 +43,9 @@ class StoreBlocks:
 
 @dataclass(frozen=True)
 class LoadDone:
-    """No byte of this load can arrive in its slots any more."""
+    """No byte of this load can arrive in its slots any more, once `quiet_after_s` have passed."""
 
+    operation: ClassVar[str] = "load"
     load_id: str
     rank: int
     num_arrived: int
@@ -53,12 +55,14 @@ class LoadDone:
     num_bytes: int = 0
     seconds: float = 0.0
     error: str | None = None
+    quiet_after_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class StoreDone:
-    """The slots of this store are not read any more."""
+    """The slots of this store are not read any more, once `quiet_after_s` have passed."""
 
+    operation: ClassVar[str] = "store"
     store_id: str
     rank: int
     num_written: int
@@ -68,12 +72,14 @@ class StoreDone:
     error: str | None = None
     num_refused: int = 0
     """Blocks that the store had no room for. It works, and may have room later."""
+    quiet_after_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class QueryDone:
     """How many blocks of a prompt are stored, from the first one asked for on."""
 
+    operation: ClassVar[str] = "query"
     query_id: str
     num_stored: int
     seconds: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class Prefetch(str, enum.Enum):
             raise ConfigError(f"unknown storage prefetch {text!r}: choose one of {cls.choices()}") from None
 
 
-BACKENDS = ("file", "mooncake")
+BACKENDS = ("file", "mooncake", "attention_store")
 """Names of the stores that can be chosen."""
 
 HELP = {
@@ -55,6 +56,8 @@ class StorageSettings:
     """Of the `file` store."""
     capacity_bytes: int = 10 << 30
     """Of the `file` store, for all who share the directory."""
+    flush_only: bool = False
+    """Of the `attention_store`: no block is loaded or stored, only its index is told what this server has."""
     prefetch: Prefetch = Prefetch.TIMEOUT
     min_tokens: int = 256
     """A shorter stored prefix is computed instead: asking and waiting cost more."""
@@ -65,16 +68,26 @@ class StorageSettings:
 
     @classmethod
     def of_flags(cls, backend: str, *, directory: str | None, gib: float, prefetch: str) -> StorageSettings:
-        """As users write them. Raises `ConfigError`."""
+        """As users write them, and FastDeploy's variables. Raises `ConfigError`."""
         if not 0 < gib < float("inf"):
             raise ConfigError(f"--kvcache-storage-gib must be a number of GiB above 0, got {gib:g}")
-        path = None if directory is None else Path(directory)
-        return cls(backend, path, capacity_bytes=int(gib * GIB), prefetch=Prefetch.parse(prefetch))
+        return cls(
+            backend,
+            None if directory is None else Path(directory),
+            capacity_bytes=int(gib * GIB),
+            prefetch=Prefetch.parse(prefetch),
+            flush_only=backend == "attention_store" and _is_set("FD_AS_ONLY_FLUSH"),
+        )
 
     @property
     def needs_shared_memory(self) -> bool:
         """The store moves blocks in another process, which maps the host tier. Without it they are copied there."""
         return self.backend == "mooncake"
+
+    @property
+    def uses_device_tier(self) -> bool:
+        """Blocks go from and to the device tier. If not, they go through the host tier."""
+        return self.backend == "attention_store"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", Prefetch.parse(self.prefetch))
@@ -82,6 +95,8 @@ class StorageSettings:
             raise ConfigError(f"unknown storage backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.backend == "file" and self.directory is None:
             raise ConfigError("the storage backend file needs a directory: give --kvcache-storage-dir")
+        if self.flush_only and self.backend != "attention_store":
+            raise ConfigError(f"only the storage backend attention_store has an index to flush, not {self.backend}")
         if self.capacity_bytes <= 0:
             raise ConfigError(f"the storage capacity must be above 0 bytes, got {self.capacity_bytes}")
         for name in ("timeout_base_s", "timeout_per_1k_tokens_s", "stall_s"):
@@ -89,3 +104,11 @@ class StorageSettings:
                 raise ConfigError(f"{name} must be a number of seconds from 0 on, got {getattr(self, name)}")
         if self.min_tokens < 1:
             raise ConfigError(f"min_tokens must be at least 1, got {self.min_tokens}")
+
+
+def _is_set(variable: str) -> bool:
+    """FastDeploy's switches are 0 or 1."""
+    text = os.environ.get(variable, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"the environment variable {variable} must be 0 or 1, got {text!r}")
+    return text == "1"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
@@ -12,7 +12,7 @@ from . import ops
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
 from .ops import LayerRows
-from .runtime import Runtime
+from .runtime import Event, Runtime
 from .transfer_manager import CacheTransferManager, CopyProgress
 
 __all__ = ["CacheController"]
@@ -135,6 +135,21 @@ class CacheController:
         if self._host is None:
             raise CacheStateError("there are no caches: call initialize_kv_cache() first")
         return self._host
+
+    @property
+    def device_rows(self) -> tuple[LayerRows, ...]:
+        """Per layer, per role: where each device block keeps its row."""
+        return self._transfers.device_rows
+
+    def late_copies(self, slots: Collection[int]) -> list[Event]:
+        """Copies into one of device `slots` that were reported as given up and still run. Any thread may ask."""
+        return self._transfers.late_copies(slots)
+
+    def refilled(self, slots: Sequence[int]) -> None:
+        """Device `slots` were filled from outside, and no copy writes to them any more: whatever failed there before is
+        repaired. Any thread may say so, before the scheduler is told that the blocks are there.
+        """
+        self._transfers.refilled(slots)
 
     @property
     def _transfers(self) -> CacheTransferManager:

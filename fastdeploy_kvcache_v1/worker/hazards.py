@@ -130,6 +130,13 @@ class HazardTable:
         """Those of `slots` whose last write failed or was given up."""
         return [slot for slot in slots if slot in self._slots and self._slots[slot].holds_no_data()]
 
+    def refilled(self, slots: Iterable[int]) -> None:
+        """What is no stream has filled `slots`, after every earlier use of them: a failed write is repaired."""
+        for number in slots:
+            slot = self._slots.get(number)
+            if slot is not None and slot.holds_no_data():
+                del self._slots[number]
+
     def prune(self) -> None:
         """Forget finished uses. Runs by itself."""
         self._slots = {number: slot for number, slot in self._slots.items() if not slot.is_over()}

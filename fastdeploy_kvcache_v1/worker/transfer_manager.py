@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -94,6 +95,8 @@ class CacheTransferManager:
         self._streams: dict[Actor, Stream] = {}
         self._unreported: list[Transfer] = []
         self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
+        self._refilled: deque[Sequence[int]] = deque()
+        """Device slots that were filled from outside since the tables were last asked."""
         self._meter = WaitMeter()
         self._num_submitted = 0
 
@@ -147,6 +150,7 @@ class CacheTransferManager:
         if stream is None:
             stream = self._streams[actor] = self._runtime.new_stream(f"kv-{actor.value}")
         stream.begin()
+        self._take_refilled()
         waits = self._tiers[metadata.source].hazards.before(actor, reads=metadata.source_slots)
         waits += self._tiers[metadata.target].hazards.before(actor, writes=metadata.target_slots)
         for wait in waits:
@@ -175,6 +179,7 @@ class CacheTransferManager:
                 raise CacheStateError(f"slots {sorted(overlap)} are written while they are being swapped in")
             if reads is not None:
                 reads = [slot for slot in reads if slot not in skipped]
+        self._take_refilled()
         compute = self._runtime.compute_stream
         compute.begin()
         for wait in self._device_hazards.before(Actor.COMPUTE, reads=reads, writes=writes):
@@ -199,7 +204,31 @@ class CacheTransferManager:
 
     def failed_slots(self, slots: Iterable[int]) -> list[int]:
         """The device `slots` whose last copy failed or was given up."""
+        self._take_refilled()
         return self._device_hazards.failed(slots)
+
+    def refilled(self, slots: Sequence[int]) -> None:
+        """See `CacheController.refilled`."""
+        self._refilled.append(slots)
+
+    def _take_refilled(self) -> None:
+        while self._refilled:
+            self._device_hazards.refilled(self._refilled.popleft())
+
+    @property
+    def device_rows(self) -> tuple[LayerRows, ...]:
+        return self._tiers[CacheLevel.DEVICE].layers
+
+    def late_copies(self, slots: Collection[int]) -> list[Event]:
+        """See `CacheController.late_copies`."""
+        late = frozenset(slots)
+        return [
+            transfer.finished
+            for transfer in list(self._stale)
+            if transfer.metadata.target is CacheLevel.DEVICE
+            and not late.isdisjoint(transfer.metadata.target_slots)
+            and not transfer.finished.done()
+        ]
 
     # ---- results
 

@@ -45,9 +45,9 @@ class ShadowWorker:
         fails: Callable[[TransferResult], bool] = lambda result: False,
     ) -> None:
         self._block_size = config.block_size
-        self._device: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_device_blocks)]
+        self.device: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_device_blocks)]
         self.host: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
-        self._tiers = {CacheLevel.DEVICE: self._device, CacheLevel.HOST: self.host}
+        self._tiers = {CacheLevel.DEVICE: self.device, CacheLevel.HOST: self.host}
         self._fails = fails
         self._last_step = -1
         self.batches: list[BatchRequest] = []
@@ -94,9 +94,9 @@ class ShadowWorker:
         """Write the task's tokens; read the whole context back through the block table."""
         size = self._block_size
         for position, token in enumerate(task.token_ids, task.start):
-            self._device[task.block_table[position // size]][position % size] = token
+            self.device[task.block_table[position // size]][position % size] = token
         end = task.start + len(task.token_ids)
-        context = [self._device[task.block_table[position // size]][position % size] for position in range(end)]
+        context = [self.device[task.block_table[position // size]][position % size] for position in range(end)]
         assert None not in context, f"{task.request_id} reads a position that was never written"
         return [token for token in context if token is not None]
 
@@ -222,10 +222,11 @@ class Harness:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  it is immutable
         *,
         stops: Sequence[str] = (),
+        salt: bytes = b"",
         **options: object,
     ) -> Generation:
         request = GenerationRequest(name, tuple(prompt), max_tokens, sampling, **options)  # type: ignore[arg-type]
-        hasher = BlockHasher(self.config.block_size)
+        hasher = BlockHasher(self.config.block_size, salt=salt)
         hasher.extend(prompt)
         return Generation(request, hasher, TextStream(ByteTokenizer().detokenizer(), stops), sink)
 

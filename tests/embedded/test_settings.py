@@ -15,6 +15,9 @@ BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, h
 STORAGE = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv")
 
 
+ATTENTION_STORE = ("--kvcache-storage-backend", "attention_store")
+
+
 def configure(*flags, free_bytes=8 * GIB):
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
@@ -50,6 +53,28 @@ def test_storage_in_the_memory_of_many_machines_shares_the_host_tier_and_has_no_
     assert not configure(*STORAGE).storage.needs_shared_memory
     with pytest.raises(ConfigError, match="--kvcache-storage-dir needs --kvcache-storage-backend file"):
         configure("--kvcache-storage-backend", "mooncake", "--kvcache-storage-dir", "kv")
+
+
+def test_the_attention_store_needs_no_host_tier():
+    config = configure(*ATTENTION_STORE, "--swap-space", "0")
+    assert config.storage is not None
+    assert config.storage.uses_device_tier
+    assert config.cache.num_host_blocks == 0
+    assert config.cache.max_queued_events == 0
+
+
+def test_only_to_flush_its_index_is_fastdeploys_variable(monkeypatch):
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
+    config = configure(*ATTENTION_STORE)
+    assert config.storage is not None
+    assert config.storage.flush_only
+    assert config.cache.max_queued_events > 0, "its index follows cache events"
+    storage = configure(*STORAGE).storage
+    assert storage is not None
+    assert not storage.flush_only
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "yes")
+    with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH must be 0 or 1, got 'yes'"):
+        configure(*ATTENTION_STORE)
 
 
 def test_defaults_shrink_with_the_free_memory():
@@ -127,6 +152,11 @@ def test_model_name_comes_from_the_directory(tmp_path):
         (["--kvcache-storage-dir", "kv"], "--kvcache-storage-dir needs --kvcache-storage-backend file"),
         ([*STORAGE, "--kvcache-storage-gib", "0"], "--kvcache-storage-gib must be a number of GiB above 0, got 0"),
         ([*STORAGE, "--kvcache-storage-gib", "nan"], "--kvcache-storage-gib must be a number of GiB above 0, got nan"),
+        (
+            [*ATTENTION_STORE, "--kvcache-storage-dir", "kv"],
+            "--kvcache-storage-dir needs --kvcache-storage-backend file",
+        ),
+        ([*ATTENTION_STORE, "--no-enable-prefix-caching"], "--kvcache-storage-backend needs the cache"),
         ([*STORAGE, "--storage-prefetch", "soon"], "unknown storage prefetch 'soon'"),
         ([*STORAGE, "--swap-space", "0"], "--kvcache-storage-backend needs a host tier"),
         ([*STORAGE, "--no-enable-prefix-caching"], "--kvcache-storage-backend needs a host tier"),

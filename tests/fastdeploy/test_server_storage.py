@@ -102,7 +102,7 @@ def test_after_a_restart_damaged_blocks_and_other_weights_cost_hits_and_no_token
         again = server.ask(client, OTHER)
         assert (again.tokens, again.cached_tokens) == (second.tokens, 0)
         assert counts(server)["storage_damaged_blocks_total"] == 1, "what comes behind a damaged block is not read"
-        wait_stored(server, client, 2 * BLOCKS)
+        wait_stored(server, client, BLOCKS + 1)  # the one that was found out, and those that were loaded
 
         server.control("pause")
         server.control("update_weights")  # the same ones, but who knows

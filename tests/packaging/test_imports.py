@@ -46,6 +46,7 @@ INSIDE = {
     "worker/runtime": {"worker/ops"},
     "storage/engine": {"attention", "scheduler"},
     "storage/file": {"attention"},
+    "storage/attention_store": {"attention", "scheduler", "storage/engine"},
     "storage/mooncake": set(),
     "embedded/text": {"model"},
     "embedded/intake": {"embedded/text"},

@@ -11,6 +11,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage import agent as agent_module
+from fastdeploy_kvcache_v1.storage import lane_agent
 from fastdeploy_kvcache_v1.storage.agent import StorageAgent
 from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageFullError
 from fastdeploy_kvcache_v1.storage.engine.link import StorageLink
@@ -257,7 +258,7 @@ def test_a_store_that_hangs_stops_neither_loads_nor_questions(machine, faults):
 
 
 def test_an_agent_whose_store_hangs_says_that_its_slots_are_in_use(machine, faults, monkeypatch):
-    monkeypatch.setattr(agent_module, "STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(lane_agent, "STOP_TIMEOUT_S", 0.05)
     server = machine(wrap=Faulty)
     store(server)
     reached, released = threading.Event(), threading.Event()

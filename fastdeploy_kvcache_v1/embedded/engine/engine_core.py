@@ -63,6 +63,7 @@ class EngineCore:
         """Told the seconds from arrival to first token of every request."""
         self._generations: dict[str, Generation] = {}
         self._in_flight: list[Scheduled] | None = None
+        self._step_in_flight = -1
         self._closed: Failure | None = None
         self.counters = EngineCounters()
 
@@ -130,17 +131,17 @@ class EngineCore:
             plan = self._scheduler.schedule()
             swap_step = self._manager.take_swap_step()
             if self.storage is not None:
-                self.storage.step_taken(swap_step)
+                self.storage.step_taken(swap_step, computes=bool(plan))
                 for item in plan:
                     self.storage.request_left(item.generation.request_id)
                 self.storage.go_on()
             if plan or swap_step:
-                self._in_flight = plan
+                self._in_flight, self._step_in_flight = plan, swap_step.step
                 self.counters.steps += 1
                 self._send(
                     BatchRequest(requests=[_task(item) for item in plan], swap_steps=[swap_step] if swap_step else [])
                 )
-            elif self._scheduler.refused is None:
+            elif self._scheduler.refused is None or (self.storage is not None and self.storage.holds_device_blocks):
                 return
             else:
                 self._fail_unfit(self._scheduler.refused)
@@ -152,13 +153,15 @@ class EngineCore:
         for generation in self._scheduler.next_waiting(FETCHED_AHEAD):
             if not generation.is_fetched_ahead:
                 generation.is_fetched_ahead = True
-                self.storage.request_arrived(generation.request_id, generation.hasher)
+                self.storage.request_arrived(generation.request_id, generation.hasher, generation.tokens)
         self.storage.go_on()
 
     def on_step_result(self, result: StepResult) -> None:
         """Take the answer to the batch in flight."""
         assert self._in_flight is not None, "the worker answered a batch that was not sent"
         plan, self._in_flight = self._in_flight, None
+        if self.storage is not None:
+            self.storage.pass_ended(self._step_in_flight)
         retry = dict(result.retry)
         retry.update(self._take_transfers(result.report))
         for item in plan:
@@ -243,6 +246,8 @@ class EngineCore:
         self._scheduler.finish(generation)
         if self.storage is not None:
             self.storage.request_left(generation.request_id)
+            if generation.has_computed:
+                self.storage.request_ended(generation.hasher, generation.tokens)
 
     def _fail_unfit(self, head: Generation) -> None:
         """Nothing runs and nothing is being copied: the request would wait without end, and the others behind it."""

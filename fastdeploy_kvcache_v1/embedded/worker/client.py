@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,8 +24,9 @@ from ...batch_request import BatchRequest
 from ...errors import ConfigError, WorkerDiedError
 from ...metadata import TransferReport
 from ...model.step import StepResult
-from ...storage.backends import open_backend
+from ...storage.backends import make_link
 from ...storage.engine.link import StorageLink
+from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
 from ...swap_message import SwapEncoder
 from .liveness import ProgressBoard, Watchdog, make_page
@@ -56,6 +56,8 @@ class WorkerConfig:
     layer_timeout_s: float = 30.0
     num_threads: int = 1
     storage: StorageSettings | None = None
+    namespace: Namespace | None = None
+    """Of its blocks, if there is storage."""
     copy_faults: str = ""
     """Test hook, see `copy_faults.py`."""
 
@@ -189,11 +191,7 @@ class ProcessWorkerClient:
 
     def _bind_storage(self, settings: StorageSettings) -> StorageLink:
         try:
-            return StorageLink(
-                [self._address("storage-commands")],
-                self._address("storage-results"),
-                open_backend=partial(open_backend, settings),
-            )
+            return make_link(settings, [self._address("storage-commands")], self._address("storage-results"))
         except zmq.ZMQError as error:
             raise ConfigError(f"cannot make a socket in {self._directory}: {error}") from None
 

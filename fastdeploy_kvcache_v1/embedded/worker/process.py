@@ -14,18 +14,14 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import zmq
 
-from ...errors import ConfigError, KVCacheError, ModelError
+from ...errors import ConfigError, KVCacheError, ModelError, StorageError
 from ...model import configure_reproducible_math, load_model_config
 from ...model.step_runner import StepRunner
 from ...orphan import die_with_parent
-from ...storage.agent import StorageAgent
-from ...storage.backends import open_backend
-from ...storage.base import SlotMemory
-from ...storage.seal import TRAILER_BYTES
+from ...storage.lane_agent import LaneAgent
 from ...swap_message import SwapDecoder
 from ...worker import ops
 from ...worker.cache_controller import CacheController
@@ -33,6 +29,7 @@ from ...worker.runtime.copy_faults import make_runtime
 from .client import WorkerLaunch
 from .liveness import ProgressBoard
 from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
+from .storage_agent import give_memory, host_trailer_bytes, make_agent
 
 logger = logging.getLogger(__name__)
 
@@ -54,36 +51,26 @@ def main() -> int:
     try:
         tasks.connect(launch.tasks_address)
         results.connect(launch.results_address)
-        agent = _storage_agent(launch)
+        agent = make_agent(launch.config.storage, launch.storage_addresses)
         _send(results, WorkerConnected())
         return _serve(launch, tasks, results, agent)
     finally:
         context.destroy(linger=1000)
 
 
-def _storage_agent(launch: WorkerLaunch) -> StorageAgent | None:
-    if launch.config.storage is None:
-        return None
-    open_store = partial(open_backend, launch.config.storage)
-    return StorageAgent(*launch.storage_addresses, rank=0, open_backend=open_store)
-
-
-def _serve(
-    launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes], agent: StorageAgent | None
-) -> int:
+def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes], agent: LaneAgent | None) -> int:
     try:
         board = ProgressBoard(launch.progress_fd)
         runner, controller = _build(launch, board)
+        if agent is not None:
+            give_memory(agent, controller, launch.config.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
-        is_user_error = isinstance(error, ConfigError | ModelError)
+        is_user_error = isinstance(error, ConfigError | ModelError | StorageError)
         if not isinstance(error, KVCacheError):
             logger.exception("the worker cannot start")
         message = str(error) if is_user_error else f"the worker cannot start: {error!r}"
         _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
         return 1
-    if agent is not None:
-        pool = controller.host_pool
-        agent.use(pool.memory_of_slot, SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file))
     _send(results, WorkerReady(os.getpid(), ops.live()))
     try:
         _loop(runner, tasks, results, lambda: _show_copies(controller, board))
@@ -107,7 +94,7 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
         model.cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
         runtime=make_runtime(config.copy_faults),
         layer_timeout_s=config.layer_timeout_s,
-        host_trailer_bytes=0 if config.storage is None else TRAILER_BYTES,
+        host_trailer_bytes=host_trailer_bytes(config.storage),
         host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
     )
     caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)

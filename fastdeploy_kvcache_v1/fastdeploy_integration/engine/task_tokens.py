@@ -46,6 +46,10 @@ class TaskTokens:
     def num_tokens(self) -> int:
         return self._prompt_length + self._num_output
 
+    @property
+    def num_plain_blocks(self) -> int:
+        return 0 if self._hasher is None else self._hasher.num_plain_blocks
+
     def catch_up(self) -> None:
         """Take over the tokens that the request has generated since the last call."""
         output = self.task.output_token_ids

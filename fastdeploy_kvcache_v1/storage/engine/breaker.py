@@ -42,6 +42,10 @@ class Breaker:
         self._until = self._clock() + self._pause_s  # for the others
         return True
 
+    def seconds_left(self) -> float | None:
+        """Until one may try; None if all may."""
+        return max(0.0, self._until - self._clock()) if self.is_open else None
+
     def succeeded(self) -> None:
         if self.is_open:
             logger.warning("the store works again")

@@ -33,8 +33,18 @@ class StorageCounters:
     damaged_blocks: int = 0
     """Stored blocks whose bytes were not what they should be. They were forgotten."""
     skipped_store_blocks: int = 0
-    """Not stored, because they had left the host, too many waited, or the store was left alone."""
+    """Not stored, because they had left their tier, too many waited, or the store was left alone."""
     refused_store_blocks: int = 0
     """Not stored, because the store had no room for them. Counted by each rank."""
+    unaddressable_blocks: int = 0
+    """Neither asked for nor stored nor announced: the store names blocks by token ids, and these need more than that to
+    be told from others.
+    """
+    flushes: int = 0
+    """Statements to the store's index about what this server has."""
+    flush_failures: int = 0
+    """Of them, attempts that failed. They are made again, in order."""
+    dropped_flushes: int = 0
+    """Given up, because too many waited for a store that fails: its index is wrong about these blocks."""
     late_requests: int = 0
     """Started before their stored prefix was there, because it took too long."""

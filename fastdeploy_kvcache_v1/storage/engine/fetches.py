@@ -1,20 +1,20 @@
-"""Fetches: brings the stored prefix of requests that wait to the host tier, piece by piece."""
+"""Fetches: brings the stored prefix of requests that wait to a tier, piece by piece."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
-from ...metadata import BlockHash, BlockHashes, LoadSlots
+from ...metadata import BlockHash, BlockHashes, CacheLevel, LoadSlots
 from ...scheduler.cache_manager import CacheManager
-from ..messages import LoadBlocks, LoadDone, QueryDone
+from ..messages import LoadDone, QueryDone
 from ..settings import Prefetch, StorageSettings
 from .breaker import Breaker
 from .counters import StorageCounters
+from .fetch import Fetch, Piece
 from .link import Link
-from .open_copies import OpenCopies
+from .target import Target
 
 __all__ = ["Fetches"]
 
@@ -37,35 +37,6 @@ REQUESTS_UNDER_WAY = 4
 """Requests whose blocks are loaded at the same time, in order of arrival."""
 
 
-@dataclass(eq=False, slots=True)
-class _Fetch:
-    request_id: str
-    hashes: Sequence[BlockHash]
-    """Of all blocks that may be loaded, from the first one of the prompt on."""
-    begin: int
-    """The first block that is asked for: those before it were cached when the request came."""
-    asked_at: float
-    end: int | None = None
-    """Blocks from here on are not loaded. None until the store has said how far it goes."""
-    next: int = 0
-    """First block of the next piece."""
-    num_under_way: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        return self.end is not None and self.next >= self.end and not self.num_under_way
-
-
-@dataclass(eq=False, slots=True)
-class _Piece:
-    command: LoadBlocks
-    after_step: int
-    fetch: _Fetch
-    sent_at: float | None = None
-    arrived: list[int] = field(default_factory=list)
-    """Blocks by rank, as they answer."""
-
-
 class Fetches:
     """One thread uses it. Nothing in here blocks: questions and loads are answered later, by `query_done`, `load_done`.
 
@@ -77,28 +48,30 @@ class Fetches:
         manager: CacheManager,
         settings: StorageSettings,
         link: Link,
-        copies: OpenCopies,
+        target: Target,
         counters: StorageCounters,
         clock: Callable[[], float],
     ) -> None:
         self._manager = manager
         self._settings = settings
         self._link = link
-        self._copies = copies
+        self._target = target
         self._query_breaker, self._load_breaker = Breaker(clock), Breaker(clock)
         self._counters = counters
         self._clock = clock
         self._block_size = manager.config.block_size
-        self._most_blocks = max(PIECE_BLOCKS, manager.config.num_host_blocks // 4)
-        """Being loaded at once: a part of the host tier, which has to keep what is in use."""
-        self._most_of_one_request = max(1, manager.config.num_host_blocks * 3 // 4)
-        """A longer prefix would push itself out of the host tier."""
-        self._fetches: dict[str, _Fetch] = {}
+        self._most_blocks = max(min(PIECE_BLOCKS, target.num_blocks), target.num_blocks // 4)
+        """Being loaded at once: a part of the tier, which has to keep what is in use."""
+        self._most_of_one_request = max(1, target.num_blocks * 3 // 4)
+        """A longer prefix would push itself out of the tier."""
+        self._fetches: dict[str, Fetch] = {}
         """By request, in order of arrival."""
-        self._pieces: dict[str, _Piece] = {}
-        self._held: deque[_Piece] = deque()
-        """Pieces whose slots a copy may still use, in order of `after_step`."""
-        self._queries: dict[str, _Fetch] = {}
+        self._pieces: dict[str, Piece] = {}
+        self._held: deque[Piece] = deque()
+        """Pieces whose slots may still be in use, in order of `after_step`."""
+        self._quarantine: list[Piece] = []
+        """Pieces that failed, and whose bytes may still arrive."""
+        self._queries: dict[str, Fetch] = {}
         self._loading: set[BlockHash] = set()
         """Blocks of all pieces: no other piece brings them."""
         self._numbers = itertools.count()
@@ -110,10 +83,10 @@ class Fetches:
         self._touched: dict[BlockHash, float] = {}
         """When a prefix, by its last block, was last said to be in use."""
 
-    def arrived(self, request_id: str, sequence: BlockHashes) -> None:
+    def arrived(self, request_id: str, sequence: BlockHashes, token_ids: Sequence[int] = ()) -> None:
         """A request waits: look for its prefix, unless too little of it is missing to be worth it."""
-        most = max(0, sequence.num_tokens - 1) // self._block_size
-        hashes = sequence.hashes[:most]
+        prefix = self._target.prefix(sequence, token_ids)
+        hashes = prefix.hashes
         cached = self._manager.count_cached(hashes)
         now = self._clock()
         self._note_silence(now)
@@ -121,14 +94,16 @@ class Fetches:
             self._touch(hashes[:cached], now)
         if self._is_short(len(hashes) - cached) or len(self._queries) >= MOST_QUESTIONS:
             return
+        if self._target.count_present(hashes) < cached:
+            return  # what follows could not be cached
         if not self._query_breaker.may_pass() or not self._load_breaker.may_pass():
             return
-        fetch = _Fetch(request_id, hashes, cached, now, next=cached)
+        fetch = Fetch(request_id, prefix, cached, now, next=cached)
         query_id = f"query-{next(self._numbers)}"
         self._fetches[request_id] = self._queries[query_id] = fetch
         self._counters.queries += 1
         self._counters.queried_blocks += len(hashes) - cached
-        self._link.query(query_id, hashes[cached:])
+        self._target.query(query_id, prefix, cached)
 
     def may_start(self, request_id: str) -> bool:
         """False while the request should go on waiting for its stored prefix."""
@@ -170,24 +145,40 @@ class Fetches:
             self._load_breaker.succeeded()
         piece = self._pieces[answer.load_id]
         piece.arrived.append(answer.num_arrived)
+        now = self._clock()
+        if answer.quiet_after_s:
+            piece.quiet_at = max(piece.quiet_at, now + answer.quiet_after_s)
         if len(piece.arrived) < self._link.num_ranks:
             return
-        del self._pieces[answer.load_id]
-        self._loading.difference_update(piece.command.hashes)
-        self._loaded_at, self._is_silent = self._clock(), False
-        num_arrived = min(piece.arrived)
-        num_cached = self._manager.complete_load(answer.load_id, num_arrived)
+        self._loading.difference_update(piece.hashes)
+        self._loaded_at, self._is_silent = now, False
         fetch = piece.fetch
         fetch.num_under_way -= 1
-        if num_cached < len(piece.command.slots) and not self._is_cached(fetch, piece):
+        if piece.quiet_at > now:
+            self._manager.cancel_load(piece.load_id)
+            piece.sent_at = None
+            self._quarantine.append(piece)
+            fetch.end = fetch.next
+        else:
+            self._complete(piece)
+
+    def _complete(self, piece: Piece) -> None:
+        del self._pieces[piece.load_id]
+        num_cached = self._manager.complete_load(piece.load_id, min(piece.arrived))
+        fetch = piece.fetch
+        if num_cached < len(piece.slots) and not self._is_present(fetch, piece.end):
             fetch.end = fetch.next  # nothing can be cached behind what is missing
 
     def go_on(self) -> None:
         """Begin what can begin now: call it once per step, and after answers and reports."""
-        if not self._fetches and not self._held:
+        if not self._fetches and not self._held and not self._quarantine:
             return
-        self._note_silence(self._clock())
-        while self._held and self._copies.have_ended(self._held[0].after_step):
+        now = self._clock()
+        self._note_silence(now)
+        for piece in [piece for piece in self._quarantine if piece.quiet_at <= now]:
+            self._quarantine.remove(piece)
+            self._complete(piece)
+        while self._held and self._target.may_fill(self._held[0].after_step):
             self._send(self._held.popleft())
         for fetch in [fetch for fetch in self._fetches.values() if fetch.is_over]:
             del self._fetches[fetch.request_id]
@@ -210,46 +201,61 @@ class Fetches:
         return not self._pieces
 
     def seconds_to_next_deadline(self) -> float | None:
-        """When `may_start` changes for a request although nothing else happens; None for never."""
-        left = (self._seconds_left(fetch) for fetch in self._fetches.values())
-        return min((seconds for seconds in left if seconds > 0), default=None)
+        """When `may_start` changes for a request, or slots leave quarantine, although nothing else happens: not above 0
+        if that is past, None for never.
+        """
+        now = self._clock()
+        left = [self._seconds_left(fetch) for fetch in self._fetches.values()]
+        left += [piece.quiet_at - now for piece in self._quarantine]
+        return min((seconds for seconds in left if seconds > 0), default=min(left, default=None))
 
-    def _begin_piece(self, fetch: _Fetch) -> bool:
+    def lent_since(self) -> float | None:
+        """When the oldest device slots were lent that the store may fill; None for no such slots."""
+        if self._target.level is not CacheLevel.DEVICE:
+            return None
+        return next((piece.begun_at for piece in self._pieces.values()), None)
+
+    def _begin_piece(self, fetch: Fetch) -> bool:
         if fetch.end is None or fetch.next >= fetch.end or fetch.num_under_way >= PIECES_UNDER_WAY:
             return False
-        if sum(len(piece.command.slots) for piece in self._pieces.values()) >= self._most_blocks:
+        hashes, most = fetch.prefix.hashes, self._room()
+        if most <= 0:
             return False
         if not fetch.num_under_way:  # other requests have had the same blocks loaded, or computed, meanwhile
-            fetch.next = max(fetch.next, self._manager.count_cached(fetch.hashes[: fetch.end]))
+            fetch.next = max(fetch.next, self._target.count_present(hashes[: fetch.end]))
             if fetch.next >= fetch.end:
                 return False
-        if fetch.hashes[fetch.next] in self._loading:
+        if hashes[fetch.next] in self._loading:
             return False
         load_id = f"load-{next(self._numbers)}"
-        end = min(fetch.end, fetch.next + PIECE_BLOCKS)
-        lent = self._manager.begin_load(load_id, fetch.hashes[:end], fetch.next)
+        end = min(fetch.end, fetch.next + most)
+        lent = self._manager.begin_load(load_id, hashes[:end], fetch.next, level=self._target.level)
         if not isinstance(lent, LoadSlots):
-            fetch.end = fetch.next  # the host tier is full of blocks in use
+            fetch.end = fetch.next  # the tier is full of blocks in use
             return False
         begin, fetch.next = fetch.next, fetch.next + len(lent.slots)
-        command = LoadBlocks(load_id, tuple(fetch.hashes[begin : fetch.next]), lent.slots)
-        piece = self._pieces[load_id] = _Piece(command, lent.after_step, fetch)
-        self._loading.update(command.hashes)
+        piece = Piece(load_id, begin, lent.slots, lent.after_step, fetch, self._clock())
+        self._pieces[load_id] = piece
+        self._loading.update(piece.hashes)
         fetch.num_under_way += 1
-        if self._copies.have_ended(piece.after_step):
+        if self._target.may_fill(piece.after_step):
             self._send(piece)
         else:
             self._held.append(piece)
         return True
 
-    def _send(self, piece: _Piece) -> None:
-        piece.sent_at = self._clock()
-        self._link.send(piece.command)
+    def _room(self) -> int:
+        """Blocks of the next piece, at most."""
+        under_way = sum(len(piece.slots) for piece in self._pieces.values())
+        return min(PIECE_BLOCKS, self._most_blocks - under_way, self._target.room())
 
-    def _is_cached(self, fetch: _Fetch, piece: _Piece) -> bool:
-        """All blocks up to the end of `piece` are: somebody else has brought or computed some of them."""
-        end = fetch.hashes.index(piece.command.hashes[-1]) + 1
-        return self._manager.count_cached(fetch.hashes[:end]) == end
+    def _send(self, piece: Piece) -> None:
+        piece.sent_at = self._clock()
+        self._target.load(piece.load_id, piece.fetch.prefix, piece.begin, piece.slots)
+
+    def _is_present(self, fetch: Fetch, end: int) -> bool:
+        """All blocks before `end` are: another request has brought or computed some of them."""
+        return self._target.count_present(fetch.prefix.hashes[:end]) == end
 
     def _note_silence(self, now: float) -> None:
         """No answer is a failure, too, whoever waits for it."""
@@ -274,18 +280,18 @@ class Fetches:
         self._touched[last] = now
         if len(self._touched) > TOUCHES_REMEMBERED:
             del self._touched[next(iter(self._touched))]
-        self._link.touch(hashes)
+        self._target.touch(hashes)
 
     def _is_short(self, num_blocks: int) -> bool:
         return num_blocks * self._block_size < self._settings.min_tokens
 
-    def _seconds_left(self, fetch: _Fetch) -> float:
+    def _seconds_left(self, fetch: Fetch) -> float:
         """How long the request goes on waiting if nothing arrives."""
         now, settings = self._clock(), self._settings
         if fetch.is_over or self._is_silent or settings.prefetch is Prefetch.BEST_EFFORT:
             return 0.0
         if settings.prefetch is Prefetch.WAIT_COMPLETE:
             return max(fetch.asked_at, self._answered_at, self._loaded_at) + settings.stall_s - now
-        wanted = (len(fetch.hashes) if fetch.end is None else fetch.end) - fetch.begin
+        wanted = (len(fetch.prefix.hashes) if fetch.end is None else fetch.end) - fetch.begin
         patience = settings.timeout_base_s + settings.timeout_per_1k_tokens_s * wanted * self._block_size / 1000
         return fetch.asked_at + patience - now

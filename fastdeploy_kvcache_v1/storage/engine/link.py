@@ -16,7 +16,7 @@ import zmq
 from ...metadata import BlockHash
 from ..base import StorageBackend, StoreKey
 from ..lane import Lane
-from ..messages import LaneConnected, LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
+from ..messages import LaneConnected, LoadDone, QueryDone, StoreDone, UseNamespace
 from ..namespace import Namespace, block_key, commit_key
 from ..seal import TRAILER_BYTES, seal
 
@@ -29,6 +29,7 @@ STOP_TIMEOUT_S = 2.0
 LANES_PER_AGENT = 2
 
 Answer = LoadDone | StoreDone | QueryDone
+"""A store may answer with a subclass that says more."""
 
 
 class Link(Protocol):
@@ -42,7 +43,7 @@ class Link(Protocol):
     def query(self, query_id: str, hashes: Sequence[BlockHash]) -> None:
         """Ask how many of `hashes` are stored. Answered by one `QueryDone`."""
 
-    def send(self, command: UseNamespace | LoadBlocks | StoreBlocks) -> None:
+    def send(self, command: object) -> None:
         """To every rank; each answers a load with one `LoadDone`, a store with one `StoreDone`."""
 
     def commit(self, hashes: Sequence[BlockHash]) -> None:
@@ -78,9 +79,12 @@ class StorageLink:
         commands_addresses: Sequence[str],
         results_address: str,
         *,
-        open_backend: Callable[[Namespace], StorageBackend],
+        open_backend: Callable[[Namespace], StorageBackend] | None,
+        lanes_per_agent: int = LANES_PER_AGENT,
     ) -> None:
-        """Binds at once. Raises `zmq.ZMQError`."""
+        """Binds at once. Without `open_backend` questions are commands for the agents, and `query`, `commit` and
+        `touch` are not to be called. Raises `zmq.ZMQError`.
+        """
         self.num_ranks = len(commands_addresses)
         self._context = zmq.Context()
         self._results = self._context.socket(zmq.PULL)
@@ -93,34 +97,34 @@ class StorageLink:
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
-        self._num_lanes = 0
+        self._num_missing = lanes_per_agent * self.num_ranks
+        """Lanes that have not connected yet."""
         self._stop = threading.Event()
         self._receiver: threading.Thread | None = None
-        self._lane = Lane(
-            "kv-storage-query",
-            open_backend=open_backend,
-            work=self._ask,
-            on_error=lambda command, error: QueryDone(command.query_id, 0, error=error),
-            results=(self._context, results_address),
-        )
+        self._lane: Lane | None = None
+        if open_backend is not None:
+            self._num_missing += 1
+            self._lane = Lane(
+                "kv-storage-query",
+                open_backend=open_backend,
+                work=self._ask,
+                on_error=lambda command, error: QueryDone(command.query_id, 0, error=error),
+                results=(self._context, results_address),
+            )
 
     def is_connected(self, timeout_ms: int) -> bool:
         """All agents and lanes have connected, so the names of the sockets are not needed any more. Before `listen`."""
-        while not self._have_lanes_connected:
+        while self._num_missing:
             if not self._results.poll(timeout_ms):
                 return False
             assert isinstance(pickle.loads(self._results.recv()), LaneConnected), "nothing was asked yet"
-            self._num_lanes += 1
+            self._num_missing -= 1
         return self._can_send(timeout_ms)
 
     @property
     def is_ready(self) -> bool:
         """As `is_connected`, at once, while the link listens. What is sent before is lost."""
-        return self._have_lanes_connected and self._can_send(0)
-
-    @property
-    def _have_lanes_connected(self) -> bool:
-        return self._num_lanes >= 1 + LANES_PER_AGENT * self.num_ranks
+        return not self._num_missing and self._can_send(0)
 
     def _can_send(self, timeout_ms: int) -> bool:
         return all(socket.poll(timeout_ms, zmq.POLLOUT) for socket in self._commands)
@@ -131,10 +135,10 @@ class StorageLink:
         self._receiver.start()
 
     def query(self, query_id: str, hashes: Sequence[BlockHash]) -> None:
-        self._lane.do(_Query(query_id, tuple(hashes)))
+        self._ask_later(_Query(query_id, tuple(hashes)))
 
-    def send(self, command: UseNamespace | LoadBlocks | StoreBlocks) -> None:
-        if isinstance(command, UseNamespace):
+    def send(self, command: object) -> None:
+        if isinstance(command, UseNamespace) and self._lane is not None:
             self._lane.do(command)
         message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         for socket in self._commands:
@@ -143,18 +147,22 @@ class StorageLink:
 
     def commit(self, hashes: Sequence[BlockHash]) -> None:
         if self.num_ranks > 1:
-            self._lane.do(_Commit(tuple(hashes)))
+            self._ask_later(_Commit(tuple(hashes)))
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
-        self._lane.do(_Touch(tuple(hashes)))
+        self._ask_later(_Touch(tuple(hashes)))
 
     def close(self) -> None:
         """Nothing is delivered afterwards. May be called again."""
         self._stop.set()
         if self._receiver is not None:
             self._receiver.join()
-        if self._lane.close(time.monotonic() + STOP_TIMEOUT_S):
+        if self._lane is None or self._lane.close(time.monotonic() + STOP_TIMEOUT_S):
             self._context.destroy(linger=0)
+
+    def _ask_later(self, command: _Query | _Commit | _Touch) -> None:
+        assert self._lane is not None, "this link was made without a connection of its own"
+        self._lane.do(command)
 
     def _ask(self, backend: StorageBackend, command: _Query | _Commit | _Touch) -> QueryDone:
         start = time.perf_counter()
@@ -182,6 +190,6 @@ class StorageLink:
             if self._results.poll(POLL_MS):
                 answer = pickle.loads(self._results.recv())
                 if isinstance(answer, LaneConnected):
-                    self._num_lanes += 1
+                    self._num_missing -= 1
                 else:
                     on_answer(answer)

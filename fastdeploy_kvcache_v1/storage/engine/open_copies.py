@@ -52,6 +52,11 @@ class OpenCopies:
         """Those of host `slots` that no step after `step` fills."""
         return frozenset(slot for slot in slots if self._last_filled.get(slot) == step)
 
+    @property
+    def last_told(self) -> int:
+        """The last step that the workers were told of; -1 for none."""
+        return self._told
+
     def have_ended(self, step: int) -> bool:
         """Every copy up to `step` has ended, on all ranks, and was reported."""
         return step <= self._told and next(iter(self._open), self._told + 1) > step

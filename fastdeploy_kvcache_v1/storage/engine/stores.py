@@ -13,6 +13,7 @@ from .breaker import Breaker
 from .counters import StorageCounters
 from .link import Link
 from .open_copies import OpenCopies
+from .store_side import StoreSide
 
 __all__ = ["Stores"]
 
@@ -24,7 +25,7 @@ MOST_WAITING = 4096
 """Pieces. Beyond that the oldest is given up: its blocks are the first to leave the host anyway."""
 
 
-class Stores:
+class Stores(StoreSide):
     """One thread uses it. Nothing in here blocks: a store is answered later, by `store_done`."""
 
     def __init__(

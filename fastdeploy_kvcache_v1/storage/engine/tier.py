@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ...metadata import BlockHashes, SwapStep, TransferReport
 from ...scheduler.cache_manager import CacheManager
@@ -14,17 +14,25 @@ from .counters import StorageCounters
 from .fetches import Fetches
 from .link import Answer, Link
 from .open_copies import OpenCopies
+from .open_passes import OpenPasses
+from .store_side import StoreSide
 from .stores import Stores
+from .target import HostTarget, Target
 
 __all__ = ["StorageTier"]
 
-OPERATIONS = {QueryDone: "query", LoadDone: "load", StoreDone: "store"}
+HELD_S = 60.0
+"""A store that keeps device slots for longer than that will not give them back, as far as requests are concerned."""
+
+LOOK_AGAIN_S = 1.0
+"""After a deadline has passed, as long as what depended on it has not ended."""
 
 
 class StorageTier:
     """Beside a `CacheManager`, on the thread that schedules. A failing, slow or hanging store costs hits, nothing else.
 
-    Loads put blocks into the host tier, where a match finds them; stores read them there.
+    Loads put blocks into the host tier, where a match finds them; stores read them there. A subclass may choose another
+    tier, by another `Target` and another `StoreSide`.
     """
 
     def __init__(
@@ -39,21 +47,33 @@ class StorageTier:
         """Without a `namespace` nothing is loaded or stored until `use_namespace` names one."""
         self.counters = StorageCounters()
         self.observe_latency: Callable[[str, float], None] = lambda operation, seconds: None
-        """Told how long each request to the store took that did not fail: `query`, `load` or `store`, seconds."""
+        """Told of each request to the store that did not fail: `query`, `load`, `store` or `flush`, and its seconds."""
+        self._manager = manager
+        self._settings = settings
         self._link = link
+        self._clock = clock
         self._copies = OpenCopies(link.num_ranks)
-        self._fetches = Fetches(manager, settings, link, self._copies, self.counters, clock)
-        self._stores = Stores(manager, link, self._copies, self.counters, clock)
+        self._passes = OpenPasses()
+        self._fetches = Fetches(manager, settings, link, self._make_target(), self.counters, clock)
+        self._stores = self._make_stores()
         self._is_named = False
         if namespace is not None:
             self.use_namespace(namespace)
 
+    def _make_target(self) -> Target:
+        return HostTarget(self._manager, self._link, self._copies)
+
+    def _make_stores(self) -> StoreSide:
+        return Stores(self._manager, self._link, self._copies, self.counters, self._clock)
+
     # ---- requests
 
-    def request_arrived(self, request_id: str, sequence: BlockHashes) -> None:
-        """A request waits to be scheduled: its stored prefix is fetched meanwhile."""
+    def request_arrived(self, request_id: str, sequence: BlockHashes, token_ids: Sequence[int] = ()) -> None:
+        """A request waits to be scheduled: its stored prefix is fetched meanwhile. `token_ids` are those of `sequence`;
+        only stores that name blocks by them look.
+        """
         if self._is_named:
-            self._fetches.arrived(request_id, sequence)
+            self._fetches.arrived(request_id, sequence, token_ids)
             self._fetches.go_on()
 
     def may_start(self, request_id: str) -> bool:
@@ -64,21 +84,53 @@ class StorageTier:
         """The request was scheduled, or is gone. Nothing happens for one that waits for nothing."""
         self._fetches.started(request_id)
 
+    def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:
+        """A request that has computed is over, however it ended, and was taken from the cache manager."""
+        self._stores.request_ended(sequence, token_ids)
+
     def seconds_to_next_deadline(self) -> float | None:
-        """After this time `may_start` may change although nothing else happens; None for never."""
-        return self._fetches.seconds_to_next_deadline()
+        """After this time `may_start`, `holds_device_blocks` or what `go_on` does may change although nothing else
+        happens; None for never.
+        """
+        held = self._held_since()
+        left = (
+            self._fetches.seconds_to_next_deadline(),
+            self._stores.seconds_to_next_deadline(),
+            None if held is None else held + HELD_S - self._clock(),
+        )
+        # One that is past may have passed since the caller last looked at what depends on it.
+        return min((seconds if seconds > 0 else LOOK_AGAIN_S for seconds in left if seconds is not None), default=None)
+
+    @property
+    def holds_device_blocks(self) -> bool:
+        """Device slots are lent to the store, and will soon be back."""
+        held = self._held_since()
+        return held is not None and self._clock() - held < HELD_S
+
+    def _held_since(self) -> float | None:
+        times = (self._fetches.lent_since(), self._stores.held_since())
+        return min((time for time in times if time is not None), default=None)
 
     # ---- steps
 
-    def step_taken(self, step: SwapStep) -> None:
-        """The workers are being told of `step`."""
+    def step_taken(self, step: SwapStep, *, computes: bool = False) -> None:
+        """The workers are being told of `step`, and whether it has a forward pass: `pass_ended` follows then."""
         self._copies.told(step)
+        self._passes.told(step.step, computes=computes)
+        self._stores.step_taken()
+
+    def pass_ended(self, step: int) -> None:
+        """The forward pass of `step` has ended on every rank and its device."""
+        self._passes.ended(step)
 
     def copies_reported(self, rank: int, report: TransferReport) -> None:
         """A rank says what became of its copies. After `CacheManager.transfer_failed`."""
         for step, slots in self._copies.reported(rank, report):
             if self._is_named:
                 self._stores.filled(step, slots)
+        for result in report.transfers:
+            if not result.ok:
+                self._stores.copy_failed(result)
 
     def go_on(self) -> None:
         """Begin what can begin now: after reports, answers, and steps."""
@@ -94,7 +146,7 @@ class StorageTier:
     def answered(self, answer: Answer) -> None:
         """What the link delivers, in order."""
         if answer.error is None:
-            self.observe_latency(OPERATIONS[type(answer)], answer.seconds)
+            self.observe_latency(answer.operation, answer.seconds)
         if isinstance(answer, LoadDone):
             self._fetches.load_done(answer)
         elif isinstance(answer, StoreDone):
@@ -110,6 +162,7 @@ class StorageTier:
         """`CacheManager.reset_cache` was called: what is under way ends, and is not wanted."""
         self._copies.forget_filled(None)
         self._fetches.forget()
+        self._stores.cache_reset()
 
     def use_namespace(self, namespace: Namespace) -> None:
         """From here on blocks have other bytes, after a weight update for example. After `cache_reset`."""

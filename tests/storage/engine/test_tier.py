@@ -76,8 +76,8 @@ def report(tier, step, rank, error=None):
 def test_what_had_no_room_on_a_rank_is_counted_and_not_committed_and_the_next_is_stored(manager, tier, link):
     for text in ("abc!", "xyz!"):
         step = compute(manager, tier, text)
-        for _rank in range(RANKS):
-            report(tier, step)
+        for rank in range(RANKS):
+            report(tier, step, rank)
     first, second = (command for command in link.sent if isinstance(command, StoreBlocks))
     tier.answered(StoreDone(first.store_id, 0, 3))
     tier.answered(StoreDone(first.store_id, 1, 1, num_refused=2))

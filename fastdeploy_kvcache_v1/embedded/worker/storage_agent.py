@@ -1,0 +1,55 @@
+"""The storage agent of the worker process: which one, and the memory that it moves blocks from and to."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ...storage.agent import StorageAgent
+from ...storage.attention_store.agent import AttentionStoreAgent
+from ...storage.attention_store.sdk import DeviceCaches
+from ...storage.backends import open_backend
+from ...storage.base import SlotMemory
+from ...storage.lane_agent import LaneAgent
+from ...storage.namespace import Namespace
+from ...storage.seal import TRAILER_BYTES
+from ...storage.settings import StorageSettings
+from ...worker.cache_controller import CacheController
+
+__all__ = ["give_memory", "host_trailer_bytes", "make_agent"]
+
+
+def make_agent(settings: StorageSettings | None, addresses: tuple[str, str]) -> LaneAgent | None:
+    """`addresses` are those of its commands and of its answers."""
+    if settings is None:
+        return None
+    if settings.uses_device_tier:
+        return AttentionStoreAgent(*addresses, rank=0)
+    return StorageAgent(*addresses, rank=0, open_backend=partial(open_backend, settings))
+
+
+def host_trailer_bytes(settings: StorageSettings | None) -> int:
+    """Behind each host slot, for the checksum of a block that is stored from there."""
+    return 0 if settings is None or settings.uses_device_tier else TRAILER_BYTES
+
+
+def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namespace | None) -> None:
+    """The tiers have memory. Raises `ConfigError` or `StorageError` when the store cannot be used."""
+    if isinstance(agent, AttentionStoreAgent):
+        assert namespace is not None, "where there is storage there is a namespace"
+        agent.connect(namespace, device_caches(controller))
+    else:
+        assert isinstance(agent, StorageAgent)
+        pool = controller.host_pool
+        agent.use(pool.memory_of_slot, SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file))
+
+
+def device_caches(controller: CacheController) -> DeviceCaches:
+    """Key and value of each layer are its first two tensors. Where there is no value, no block is moved either."""
+    layers = controller.device_rows
+    return DeviceCaches(
+        key_pointers=tuple(layer[0].address for layer in layers),
+        value_pointers=tuple(layer[min(1, len(layer) - 1)].address for layer in layers),
+        on_gpu=layers[0][0].on_gpu,
+        late_copies=controller.late_copies,
+        refilled=controller.refilled,
+    )

@@ -1,0 +1,253 @@
+"""DeviceStores: sends the blocks of requests that have ended to the store, from where they are on the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ...metadata import BlockHash, BlockHashes, CacheLevel, TransferResult
+from ...scheduler.cache_manager import CacheManager
+from ..engine.breaker import Breaker
+from ..engine.counters import StorageCounters
+from ..engine.link import Link
+from ..engine.store_side import StoreSide
+from ..engine.target import Prefix
+from ..messages import StoreDone
+from .target import plain_prefix
+from .tasks import WriteDone, WriteStorageTask
+
+__all__ = ["DeviceStores"]
+
+PIECE_BLOCKS = 32
+"""Stored as one. Until then their slots cannot be used for others, so it is not much."""
+
+PIECES_UNDER_WAY = 2
+MOST_WAITING = 256
+"""Requests. Beyond that the oldest is given up: its blocks are the first to leave the device anyway."""
+
+LOOKED_AT = 8
+"""Requests in the line that may pass one whose next piece another request stores already."""
+
+MOST_KNOWN = 65_536
+"""Blocks of which it is remembered that they are stored. What the store evicts meanwhile is found out in time."""
+
+
+@dataclass(eq=False, slots=True)
+class _Write:
+    store_id: str
+    prefix: Prefix
+    first: int
+    """First block that is stored."""
+    slots: tuple[int, ...]
+    after_step: int
+    """Sent once every copy and pass up to this step has ended: then the bytes are there."""
+    begun_at: float
+    num_ranks_left: int
+    num_stored: int
+    """On all ranks that have answered."""
+    is_sent: bool = False
+    has_failed: bool = False
+    quiet_at: float = 0.0
+    """Nothing is read any more from then on, as far as the ranks have answered."""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.slots)
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        return self.prefix.hashes[self.first : self.end]
+
+
+class DeviceStores(StoreSide):
+    """Pieces of a prompt go one after the other, so that what is stored can be found. Nothing is pinned: a block may
+    leave the device while it is read, and only its slot stays.
+    """
+
+    def __init__(
+        self,
+        manager: CacheManager,
+        link: Link,
+        counters: StorageCounters,
+        clock: Callable[[], float],
+        *,
+        last_told: Callable[[], int],
+        are_slots_quiet: Callable[[int], bool],
+    ) -> None:
+        """`last_told`: the last step that the workers were told of. `are_slots_quiet`: see `DeviceTarget`."""
+        self._manager = manager
+        self._block_size = manager.config.block_size
+        self._most_blocks = max(1, manager.config.num_device_blocks // 8)
+        """Being stored at once."""
+        self._link = link
+        self._counters = counters
+        self._clock = clock
+        self._last_told = last_told
+        self._are_slots_quiet = are_slots_quiet
+        self._breaker = Breaker(clock)
+        self._waiting: deque[Prefix] = deque()
+        self._under_way: dict[str, _Write] = {}
+        """Those that were told to the cache manager, in order."""
+        self._known: OrderedDict[BlockHash, None] = OrderedDict()
+        self._numbers = itertools.count()
+
+    def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:
+        prefix, num_skipped = plain_prefix(sequence, token_ids, self._block_size)
+        self._counters.unaddressable_blocks += num_skipped
+        if self._num_known(prefix) == len(prefix.hashes):
+            return
+        if len(self._waiting) == MOST_WAITING:
+            self._give_up(self._waiting.popleft())
+        self._waiting.append(prefix)
+
+    def copy_failed(self, result: TransferResult) -> None:
+        """What was to be stored from one of its targets never arrived there."""
+        if result.target is not CacheLevel.DEVICE:
+            return
+        lost = frozenset(result.target_slots)
+        for write in list(self._under_way.values()):
+            if not write.is_sent and not lost.isdisjoint(write.slots):
+                self._end(write)
+                self._give_up(write.prefix)
+
+    def cache_reset(self) -> None:
+        """Sent later, blocks of before might be stored under the name of other weights. What has not begun finds them
+        gone.
+        """
+        for write in list(self._under_way.values()):
+            if not write.is_sent:
+                self._end(write)
+                self._give_up(write.prefix)
+        self._known.clear()
+
+    def go_on(self) -> None:
+        now = self._clock()
+        for write in list(self._under_way.values()):
+            if not write.is_sent:
+                self._send_if_quiet(write)
+            elif not write.num_ranks_left and write.quiet_at <= now:
+                self._end(write)
+        for prefix in list(itertools.islice(self._waiting, LOOKED_AT)):
+            room = min(PIECE_BLOCKS, self._most_blocks - sum(len(write.slots) for write in self._under_way.values()))
+            if len(self._under_way) >= PIECES_UNDER_WAY or room <= 0:
+                break
+            first = self._num_known(prefix)
+            if first < len(prefix.hashes) and self._is_under_way(prefix.hashes[first]):
+                continue  # another request's piece
+            self._waiting.remove(prefix)
+            if first < len(prefix.hashes):
+                self._begin(prefix, first, room)
+
+    def store_done(self, answer: StoreDone) -> None:
+        assert isinstance(answer, WriteDone)
+        now, totals = self._clock(), self._counters.store
+        totals.blocks += answer.num_written
+        totals.bytes += answer.num_bytes
+        totals.seconds += answer.seconds
+        write = self._under_way[answer.store_id]
+        write.num_stored = min(write.num_stored, answer.num_stored)
+        if answer.error is not None:
+            totals.failures += 1
+            self._breaker.failed(answer.error)
+            write.has_failed = True
+        else:
+            self._breaker.succeeded()
+        if answer.quiet_after_s:
+            write.quiet_at = max(write.quiet_at, now + answer.quiet_after_s)
+        write.num_ranks_left -= 1
+        if write.num_ranks_left:
+            return
+        if write.quiet_at <= now:
+            self._end(write)
+        self._take_over(write)
+
+    @property
+    def is_left_alone(self) -> bool:
+        return self._breaker.is_open
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._under_way
+
+    def seconds_to_next_deadline(self) -> float | None:
+        now = self._clock()
+        ending = (write.quiet_at for write in self._under_way.values() if write.is_sent and not write.num_ranks_left)
+        return min((quiet_at - now for quiet_at in ending), default=None)
+
+    def held_since(self) -> float | None:
+        return next((write.begun_at for write in self._under_way.values()), None)
+
+    def _begin(self, prefix: Prefix, first: int, most: int) -> None:
+        """Store the next piece of `prefix`, as far as it is on the device."""
+        if not self._breaker.may_pass():
+            self._give_up(prefix)
+            return
+        store_id = f"store-{next(self._numbers)}"
+        source = self._manager.begin_device_store(store_id, prefix.hashes[: first + most], first)
+        if not source.slots:
+            self._give_up(prefix)
+            return
+        write = self._under_way[store_id] = _Write(
+            store_id,
+            prefix,
+            first,
+            source.slots,
+            after_step=self._last_told(),
+            begun_at=self._clock(),
+            num_ranks_left=self._link.num_ranks,
+            num_stored=len(source.slots),
+        )
+        self._send_if_quiet(write)
+
+    def _is_under_way(self, block: BlockHash) -> bool:
+        return any(block in write.hashes for write in self._under_way.values())
+
+    def _send_if_quiet(self, write: _Write) -> None:
+        if not self._are_slots_quiet(write.after_step):
+            return
+        write.is_sent = True
+        token_ids = write.prefix.token_ids[: write.end * self._block_size]
+        self._link.send(
+            WriteStorageTask(
+                task_id=write.store_id,
+                token_ids=token_ids,
+                gpu_block_ids=write.slots,
+                start_write_block_idx=write.first,
+            )
+        )
+
+    def _end(self, write: _Write) -> None:
+        del self._under_way[write.store_id]
+        self._manager.end_store(write.store_id)
+
+    def _take_over(self, write: _Write) -> None:
+        """All ranks have answered."""
+        if write.has_failed:
+            self._give_up(write.prefix)
+            return
+        if write.num_stored == 0:  # the blocks before have left the store
+            for block in write.prefix.hashes[: write.first]:
+                self._known.pop(block, None)
+        self._know(write.prefix.hashes[write.first : write.first + write.num_stored])
+        if write.num_stored < len(write.slots):
+            self._give_up(write.prefix)
+        elif write.end < len(write.prefix.hashes):
+            self._waiting.appendleft(write.prefix)
+
+    def _know(self, hashes: Iterable[BlockHash]) -> None:
+        for block in hashes:
+            self._known[block] = None
+        while len(self._known) > MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _num_known(self, prefix: Prefix) -> int:
+        """Leading blocks that are stored, as far as is remembered."""
+        number = 0
+        while number < len(prefix.hashes) and prefix.hashes[number] in self._known:
+            number += 1
+        return number
+
+    def _give_up(self, prefix: Prefix) -> None:
+        self._counters.skipped_store_blocks += len(prefix.hashes) - self._num_known(prefix)

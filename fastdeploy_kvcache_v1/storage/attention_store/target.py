@@ -1,0 +1,72 @@
+"""DeviceTarget: loads fill device blocks, and a prefix is named by its token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...metadata import BlockHash, BlockHashes, CacheLevel
+from ...scheduler.cache_manager import CacheManager
+from ..engine.counters import StorageCounters
+from ..engine.link import Link
+from ..engine.target import Prefix, Target
+from .tasks import MatchTask, ReadStorageTask
+
+__all__ = ["DeviceTarget", "plain_prefix"]
+
+
+class DeviceTarget(Target):
+    """See `Target`. What hangs below a block that is on the host only cannot be loaded: see `CacheManager`."""
+
+    level = CacheLevel.DEVICE
+
+    def __init__(
+        self, manager: CacheManager, link: Link, counters: StorageCounters, are_slots_quiet: Callable[[int], bool]
+    ) -> None:
+        """`are_slots_quiet`: every copy and pass up to a step has ended."""
+        self.num_blocks = manager.config.num_device_blocks
+        self._manager = manager
+        self._block_size = manager.config.block_size
+        self._link = link
+        self._counters = counters
+        self._are_slots_quiet = are_slots_quiet
+
+    def prefix(self, sequence: BlockHashes, token_ids: Sequence[int]) -> Prefix:
+        prefix, num_skipped = plain_prefix(sequence, token_ids, self._block_size)
+        self._counters.unaddressable_blocks += num_skipped
+        return prefix
+
+    def count_present(self, hashes: Sequence[BlockHash]) -> int:
+        return self._manager.count_on_device(hashes)
+
+    def room(self) -> int:
+        """Running requests keep an eighth of the tier to grow into."""
+        return self._manager.num_available_device_blocks - self.num_blocks // 8
+
+    def may_fill(self, step: int) -> bool:
+        return self._are_slots_quiet(step)
+
+    def query(self, query_id: str, prefix: Prefix, begin: int) -> None:
+        self._link.send(MatchTask(task_id=query_id, token_ids=prefix.token_ids, first_block_idx=begin))
+
+    def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int]) -> None:
+        token_ids = prefix.token_ids[: (begin + len(slots)) * self._block_size]
+        self._link.send(
+            ReadStorageTask(
+                task_id=load_id, token_ids=token_ids, gpu_block_ids=tuple(slots), start_read_block_idx=begin
+            )
+        )
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """The SDK knows by itself what it was asked for, and cannot be told more."""
+
+
+def plain_prefix(sequence: BlockHashes, token_ids: Sequence[int], block_size: int) -> tuple[Prefix, int]:
+    """All whole blocks before the last token that their token ids name, and how many are left out.
+
+    Images, adapters or a tenant decide the bytes of the others as well: under their token ids alone they would be taken
+    for something else.
+    """
+    most = max(0, sequence.num_tokens - 1) // block_size
+    num_plain = min(most, sequence.num_plain_blocks)
+    assert len(token_ids) >= num_plain * block_size, "the caller gives the token ids of the sequence"
+    return Prefix(tuple(sequence.hashes[:num_plain]), tuple(token_ids[: num_plain * block_size])), most - num_plain

@@ -1,0 +1,45 @@
+"""AttentionStoreTier: the storage tier over a store that addresses device memory and names blocks by token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...metadata import BlockHashes
+from ..engine.store_side import StoreSide
+from ..engine.target import Target
+from ..engine.tier import StorageTier
+from .flushes import Flushes
+from .stores import DeviceStores
+from .target import DeviceTarget
+
+__all__ = ["AttentionStoreTier"]
+
+
+class AttentionStoreTier(StorageTier):
+    """Loads put blocks into the device tier; stores read them there, when a request has ended. Needs no host tier.
+
+    `step_taken` and `pass_ended` must be told of passes: the store reads and writes what they do. With
+    `StorageSettings.flush_only` nothing is loaded or stored, and the store's index follows the cache.
+    """
+
+    def request_arrived(self, request_id: str, sequence: BlockHashes, token_ids: Sequence[int] = ()) -> None:
+        if not self._settings.flush_only:
+            super().request_arrived(request_id, sequence, token_ids)
+
+    def _make_target(self) -> Target:
+        return DeviceTarget(self._manager, self._link, self.counters, self._are_slots_quiet)
+
+    def _make_stores(self) -> StoreSide:
+        if self._settings.flush_only:
+            return Flushes(self._manager, self._link, self.counters, self._clock)
+        return DeviceStores(
+            self._manager,
+            self._link,
+            self.counters,
+            self._clock,
+            last_told=lambda: self._copies.last_told,
+            are_slots_quiet=self._are_slots_quiet,
+        )
+
+    def _are_slots_quiet(self, step: int) -> bool:
+        return self._copies.have_ended(step) and self._passes.have_ended(step)

@@ -1,0 +1,54 @@
+"""Fetch: the stored prefix of one request that waits, and the pieces in which it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...metadata import BlockHash
+from .target import Prefix
+
+__all__ = ["Fetch", "Piece"]
+
+
+@dataclass(eq=False, slots=True)
+class Fetch:
+    request_id: str
+    prefix: Prefix
+    """All blocks that may be loaded, from the first one of the prompt on."""
+    begin: int
+    """The first block that is asked for: those before it were cached when the request came."""
+    asked_at: float
+    end: int | None = None
+    """Blocks from here on are not loaded. None until the store has said how far it goes."""
+    next: int = 0
+    """First block of the next piece."""
+    num_under_way: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.end is not None and self.next >= self.end and not self.num_under_way
+
+
+@dataclass(eq=False, slots=True)
+class Piece:
+    load_id: str
+    begin: int
+    """First block."""
+    slots: tuple[int, ...]
+    after_step: int
+    fetch: Fetch
+    begun_at: float
+    sent_at: float | None = None
+    arrived: list[int] = field(default_factory=list)
+    """Blocks by rank, as they answer."""
+    quiet_at: float = 0.0
+    """No byte arrives any more from then on, as far as the ranks have answered."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.slots)
+
+    @property
+    def hashes(self) -> Sequence[BlockHash]:
+        return self.fetch.prefix.hashes[self.begin : self.end]

@@ -1,0 +1,56 @@
+"""StoreSide: what the storage tier tells the part of it that stores blocks, or announces them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from ...metadata import BlockHashes, TransferResult
+from ..messages import StoreDone
+
+__all__ = ["StoreSide"]
+
+
+class StoreSide(ABC):
+    """One thread uses it, and nothing in here blocks. What a side does not need to know it does not override."""
+
+    def filled(self, step: int, slots: Sequence[int]) -> None:  # noqa: B027
+        """`step` has filled these host slots, on every rank; in the order of their blocks."""
+
+    def copy_failed(self, result: TransferResult) -> None:  # noqa: B027
+        """The targets of a copy hold garbage."""
+
+    def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:  # noqa: B027
+        """A request that has computed blocks is over: what it committed is cached, or was evicted since."""
+
+    def step_taken(self) -> None:  # noqa: B027
+        """`CacheManager.take_swap_step` was called."""
+
+    def cache_reset(self) -> None:  # noqa: B027
+        """`CacheManager.reset_cache` was called."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Begin what can begin now: called after answers, reports and steps."""
+
+    @abstractmethod
+    def store_done(self, answer: StoreDone) -> None:
+        """What a rank answered."""
+
+    @property
+    @abstractmethod
+    def is_left_alone(self) -> bool:
+        """The store failed again and again, and gets nothing for a while."""
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """No block is kept for the store."""
+
+    def seconds_to_next_deadline(self) -> float | None:
+        """When to call `go_on` although nothing happens: not above 0 if that is past, None for never."""
+        return None
+
+    def held_since(self) -> float | None:
+        """When the oldest device slots were taken that are kept for the store; None for no slots."""
+        return None

@@ -1,0 +1,195 @@
+"""Real servers over the stand-in of the vendor's SDK: what one computed, the other one does not compute again."""
+
+import json
+import signal
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_until
+from tests.storage.attention_store.stand_in import environment, num_stored, set_faults
+
+PROMPT = [1 + number % 250 for number in range(600)]
+CACHED = 592
+"""All whole blocks but the one of the last token."""
+
+WORTH_IT = 16
+"""Blocks: a shorter stored prefix is computed instead."""
+
+SIZE = ("--block-size", "16", "--num-gpu-blocks-override", "120", "--max-model-len", "900", "--swap-space", "0")
+FLAGS = (*SIZE, "--kvcache-storage-backend", "attention_store", "--storage-prefetch", "wait_complete")
+
+
+def serve(path, store, *flags, **variables):
+    return started(path, *FLAGS, *flags, environment={**environment(store), **variables})
+
+
+def ask(server, prompt=PROMPT, count=8):
+    """Token ids of the answer, and how many tokens of the prompt were not computed."""
+    with server.client() as client:
+        answer = client.completions.create(
+            model="default", prompt=prompt, max_tokens=count, temperature=0, extra_body={"return_token_ids": True}
+        )
+    assert answer.usage.prompt_tokens_details is not None
+    return answer.choices[0].token_ids, answer.usage.prompt_tokens_details.cached_tokens
+
+
+def wait_stored(server, blocks=CACHED // 16):
+    wait_until(lambda: server.metrics()["storage_blocks_total{direction=store}"] >= blocks, "stored blocks")
+
+
+def end(server):
+    wait_until(lambda: server.metrics()["quarantined_blocks"] == 0, "the end of failed calls", 90.0)
+    report = server.wait_idle()
+    assert report["ok"], report
+    assert server.stop() == 0, server.stderr
+    server.assert_nothing_left()
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def answered(tmp_path, store):
+    """Tokens of the answer to `PROMPT`, whose blocks are stored."""
+    with serve(tmp_path / "first", store) as server:
+        tokens, cached = ask(server)
+        assert cached == 0
+        wait_stored(server)
+        end(server)
+    return tokens
+
+
+def test_a_restarted_server_does_not_compute_again_what_is_stored(tmp_path, store, answered):
+    with serve(tmp_path / "second", store) as server:
+        assert ask(server) == (answered, CACHED)
+        assert server.metrics()["storage_blocks_total{direction=load}"] == CACHED / 16
+        end(server)
+
+
+def test_two_servers_share_what_they_compute(tmp_path, store):
+    with serve(tmp_path / "one", store) as one, serve(tmp_path / "two", store) as two:
+        tokens, _ = ask(one)
+        wait_stored(one)
+        assert ask(two) == (tokens, CACHED)
+        other = PROMPT[::-1]
+        tokens, _ = ask(two, other)
+        wait_stored(two)
+        assert ask(one, other) == (tokens, CACHED)
+        end(one)
+        end(two)
+
+
+@pytest.mark.parametrize("change", [("--cache-dtype", "bfloat16"), ("--block-size", "32")])
+def test_servers_with_other_blocks_do_not_meet(tmp_path, store, answered, change):
+    with serve(tmp_path / "second", store, *change) as server:
+        assert ask(server)[1] == 0
+        end(server)
+
+
+def fresh(server):
+    """The device tier is empty, and the store is asked again."""
+    httpx.post(f"{server.url}/reset_prefix_cache", headers=OPERATOR, timeout=30.0).raise_for_status()
+    wait_until(lambda: server.metrics()["storage_is_left_alone"] == 0, "a store that is asked")
+
+
+def test_faults_cost_hits_and_no_token(tmp_path, store, answered):
+    """The last ones leave blocks in quarantine, while bytes go on arriving in them."""
+    with serve(tmp_path / "second", store) as server:
+        for faults, cached in (
+            ({"read": {"delay_s": 0.3}}, CACHED),
+            ({"read": {"short": 5, "times": 1}}, 5 * 16),
+            ({"match": {"error": "no route to host", "times": 1}}, 0),
+            ({"match": {"answer": -1, "times": 1}}, 0),
+            ({"write": {"short": 3}}, CACHED),
+            ({"write": {"error": "no space", "times": 1}}, CACHED),
+            ({"read": {"error": "timed out", "late_s": 20.0, "times": 1}}, 0),
+        ):
+            fresh(server)
+            set_faults(store, **faults)
+            assert ask(server) == (answered, cached), faults
+        assert server.metrics()["quarantined_blocks"] > 0
+        for _ in range(4):
+            set_faults(store)
+            fresh(server)
+            assert ask(server)[0] == answered
+        end(server)
+
+
+def test_a_store_that_hangs_hangs_no_request_and_not_the_end_of_the_server(tmp_path, store, answered):
+    with serve(tmp_path / "second", store) as server:
+        set_faults(store, read={"hang": True})
+        assert ask(server) == (answered, 0)
+        assert server.stop() == 0
+        server.assert_nothing_left()
+
+
+def test_a_killed_worker_leaves_a_store_that_works(tmp_path, store):
+    with serve(tmp_path / "first", store) as server:
+        tokens, _ = ask(server)
+        wait_until(lambda: num_stored(store) >= WORTH_IT, "stored blocks")
+        server.worker.send_signal(signal.SIGKILL)
+        assert server.wait_exit() == 1
+    with serve(tmp_path / "second", store) as server:
+        again, cached = ask(server)
+        assert again == tokens
+        assert 16 * WORTH_IT <= cached <= CACHED
+        end(server)
+
+
+def test_the_start_waits_until_the_store_is_ready(tmp_path, store):
+    set_faults(store, match={"error": "cuda memory not ready", "times": 1})
+    begin = time.monotonic()
+    with serve(tmp_path / "first", store) as server:
+        assert time.monotonic() - begin > 4
+        ask(server)
+        wait_stored(server)
+        end(server)
+
+
+def refused(path, environment, *flags):
+    """The one line that a server says which does not start."""
+    server = ServerProcess(path, *FLAGS, *flags, environment=environment)
+    try:
+        assert server.wait_exit() == 2
+        (line,) = server.stderr.strip().splitlines()
+        return line
+    finally:
+        server.kill()
+
+
+def test_a_store_that_cannot_be_used_is_one_line_at_the_start(tmp_path, store):
+    set_faults(store, match={"error": "licence expired"})
+    line = refused(tmp_path / "server", environment(store))
+    assert "the attention store cannot be used: licence expired" in line
+
+
+def test_without_the_sdk_the_server_says_what_is_missing(tmp_path):
+    assert "needs the package attentionstore_sdk, which is not installed" in refused(tmp_path / "server", {})
+
+
+def index_of(store):
+    """Paths of blocks that the index has, replayed."""
+    paths = set()
+    for line in (store / "index.jsonl").read_text().splitlines():
+        _, tokens, first, before, now = json.loads(line)
+        assert (before is None) != (now is None)
+        blocks = {tuple(tokens[: end + 16]) for end in range(16 * first, len(tokens), 16)}
+        paths = paths | blocks if now is not None else paths - blocks
+    return paths
+
+
+def test_flush_only_moves_no_data_and_says_what_the_server_has(tmp_path, store):
+    with serve(tmp_path / "first", store, FD_AS_ONLY_FLUSH="1") as server:
+        ask(server)
+        wait_until(lambda: server.metrics()["storage_flushes_total"] >= 1, "a flush")
+        assert index_of(store) == {tuple(PROMPT[:end]) for end in range(16, CACHED + 1, 16)}
+        for seed in range(1, 5):
+            ask(server, [1 + (7 * seed + number * seed) % 250 for number in range(600)])
+        wait_until(lambda: tuple(PROMPT[:CACHED]) not in index_of(store), "what was evicted to leave the index")
+        assert num_stored(store) == 0
+        assert server.metrics()["storage_blocks_total{direction=store}"] == 0
+        end(server)

@@ -1,0 +1,288 @@
+"""Engine core and a store that addresses the device tier, which answers late, fails, or goes on after a failure."""
+
+import random
+
+import pytest
+
+from fastdeploy_kvcache_v1.metadata import CacheLevel
+from tests.embedded.engine.attention_server import Server, namespace
+from tests.embedded.engine.cores import random_requests
+from tests.embedded.shadow import expected_outputs
+from tests.embedded.token_shadow_store import LATE_S
+
+PROMPT = list(range(30))
+OTHER = [60 + token for token in range(32)]
+
+
+def stored_by_a_first_server(prompt=PROMPT, **options):
+    first = Server(**options)
+    assert first.ask("first", prompt) == 0
+    return first.store.values
+
+
+def test_another_server_starts_from_what_was_stored_without_any_host_tier():
+    values = stored_by_a_first_server()
+    assert sorted(len(path) for _, path in values) == [4, 8, 12, 16, 20, 24, 28]
+    second = Server(stored=values)
+    assert second.ask("second", PROMPT) == 28
+    assert second.tier.counters.load.blocks == 7
+    assert second.manager.stats().counters.loaded_blocks == 7
+    assert second.ask("third", [*PROMPT[:16], 99, 98]) == 16
+    assert second.manager.stats().counters.loaded_blocks == 7, "what is cached is not loaded again"
+
+
+def test_the_namespace_changes_with_the_weights():
+    values = stored_by_a_first_server()
+    second = Server(stored=values)
+    second.core.reset_cache()
+    second.tier.use_namespace(namespace("1"))
+    assert second.ask("second", PROMPT) == 0
+
+
+def test_output_is_stored_too_and_in_pieces_from_the_first_block_on():
+    values = stored_by_a_first_server(list(range(100)), device=64)
+    server = Server(device=64, stored=values)
+    assert server.ask("again", list(range(100)), 30) == 96
+    assert max(len(path) for _, path in values) == 128
+
+
+def test_blocks_that_token_ids_do_not_name_are_neither_stored_nor_loaded():
+    values = stored_by_a_first_server()
+    server = Server(stored=values)
+    before = dict(values)
+    assert server.ask("tenant", PROMPT, salt=b"tenant") == 0
+    assert server.store.values == before
+    assert server.tier.counters.queries == 0
+    assert server.tier.counters.unaddressable_blocks == 14, "seven not asked for, seven not stored"
+
+
+def test_a_load_waits_for_the_pass_that_still_reads_its_slots():
+    """A running request is aborted while its pass runs: its slots are free, and the pass reads them."""
+    server = Server(device=8, stored=stored_by_a_first_server(), prefetch="wait_complete")
+    server.harness.submit("runs", OTHER[:28], 4)
+    server.send()
+    server.core.on_storage(server.store.answer_match())
+    server.send()
+    assert server.harness.sent
+    server.harness.submit("waits", PROMPT[:14], 1)
+    server.send()
+    server.core.abort("runs")
+    server.core.on_storage(server.store.answer_match())
+    assert server.tier._fetches.lent_since() is not None
+    assert not server.store.reads, "the pass has not ended"
+    server.work()
+    server.send()
+    assert server.store.reads
+    server.settle()
+
+
+def test_a_store_begins_after_the_pass_in_flight():
+    server = Server(prefetch="best_effort")
+    server.harness.submit("long", [70, 71, 72], 8)
+    server.harness.submit("short", PROMPT[:25], 1)
+    server.send()
+    server.work()
+    assert not server.store.writes
+    server.tier.step_taken(server.manager.take_swap_step(), computes=True)
+    server.tier.go_on()
+    assert not server.store.writes, "a pass runs that may still write one of the blocks"
+    server.tier.pass_ended(server.tier._copies.last_told)
+    server.tier.go_on()
+    assert server.store.writes
+    server.settle()
+
+
+def test_blocks_may_leave_the_device_while_they_are_stored_and_their_slots_stay():
+    server = Server(device=8, prefetch="best_effort")
+    server.harness.submit("first", PROMPT[:13], 1)
+    server.send()
+    server.work()
+    server.send()
+    (task,) = [task for _, task in server.store.writes]
+    held = set(task.gpu_block_ids)
+    recorder = server.harness.submit("second", OTHER[:26], 1)
+    server.send()
+    assert server.harness.sent
+    tables = {slot for request in server.harness.sent[-1].requests for slot in request.block_table}
+    assert not tables & held
+    server.settle()
+    assert recorder.tokens == expected_outputs(OTHER[:26], 1)
+
+
+def test_a_request_that_needs_the_slots_of_a_store_waits_for_it_and_does_not_fail():
+    server = Server(device=8, prefetch="best_effort")
+    server.harness.submit("first", PROMPT[:13], 1)
+    server.send()
+    server.work()
+    server.send()
+    assert server.store.writes
+    recorder = server.harness.submit("all", OTHER, 1)
+    server.send()
+    assert not server.harness.sent
+    assert recorder.events == []
+    assert server.core.seconds_to_next_deadline() is not None
+    server.settle()
+    assert recorder.tokens == expected_outputs(OTHER, 1)
+
+
+def test_a_store_that_hangs_lets_a_request_that_needs_all_slots_fail_in_time():
+    server = Server(device=8, prefetch="best_effort")
+    server.harness.submit("first", PROMPT[:13], 1)
+    server.send()
+    server.work()
+    server.send()
+    recorder = server.harness.submit("all", OTHER, 1)
+    server.send()
+    assert recorder.events == []
+    server.clock.now += server.core.seconds_to_next_deadline() + 60.1
+    server.send()
+    assert recorder.failure is not None
+    assert recorder.failure.status == 500
+    server.settle()
+
+
+def test_slots_of_a_failed_read_stay_in_quarantine_until_it_can_write_no_more():
+    server = Server(stored=stored_by_a_first_server())
+    recorder = server.harness.submit("r", PROMPT, 2)
+    server.send()
+    server.core.on_storage(server.store.answer_match())
+    slots = server.store.reads[0][1].gpu_block_ids
+    server.store._rng = random.Random(1)  # fails with bytes that come late
+    server.core.on_storage(server.store.answer_read(fails=True))
+    assert server.store.late_reads
+    assert server.manager.stats().quarantined_blocks == len(slots)
+    while not recorder.ended:
+        server.send()
+        server.work()
+    assert recorder.tokens == expected_outputs(PROMPT, 2)
+    assert server.manager.stats().quarantined_blocks == len(slots)
+    assert 0 < server.core.seconds_to_next_deadline() <= LATE_S
+    server.settle()
+
+
+def test_a_failed_copy_voids_what_was_to_be_stored_from_its_target():
+    failing = []
+    server = Server(device=16, host=32, fails=lambda result: result.target is CacheLevel.DEVICE and bool(failing))
+    server.ask("first", PROMPT[:13], 1)
+    server.ask("second", [100 + token for token in range(61)], 1)  # "first" is on the host only now
+    server.store.values.clear()
+    server.tier._stores._known.clear()
+    failing.append(True)
+    server.harness.submit("again", PROMPT[:13], 1)
+    server.send()  # the swap-in is told, and not run
+    assert server.harness.sent[-1].swap_steps
+    hasher = server.harness.generation("x", PROMPT[:13], 1, None).hasher
+    server.tier.request_ended(hasher, PROMPT[:13])
+    server.tier.go_on()
+    assert server.tier._stores.held_since() is not None
+    assert not server.store.writes
+    server.work()
+    failing.clear()
+    server.tier.go_on()
+    assert not server.store.writes
+    assert server.tier.counters.skipped_store_blocks >= 1
+    server.settle()
+
+
+def test_after_a_reset_nothing_that_was_computed_before_is_stored():
+    server = Server(prefetch="best_effort")
+    server.harness.submit("first", PROMPT, 1)
+    server.send()
+    server.work()
+    server.core.reset_cache()
+    server.tier.use_namespace(namespace("1"))
+    server.settle()
+    assert server.store.values == {}
+
+
+def test_what_waited_for_a_pass_when_the_cache_was_reset_is_not_stored_under_a_new_name():
+    server = Server(prefetch="best_effort")
+    server.harness.submit("long", OTHER[:3], 8)
+    server.harness.submit("short", PROMPT[:25], 1)
+    server.send()
+    server.work()
+    server.tier.step_taken(server.manager.take_swap_step(), computes=True)
+    server.tier.go_on()
+    assert server.tier._stores.held_since() is not None
+    assert not server.store.writes
+    server.core.reset_cache()
+    server.tier.use_namespace(namespace("1"))
+    server.tier.pass_ended(server.tier._copies.last_told)
+    server.settle()
+    assert server.store.values == {}
+    assert server.tier.counters.skipped_store_blocks == 8, "six of one request, two of the other"
+
+
+def test_what_would_follow_a_block_on_the_host_is_not_asked_for():
+    server = Server(device=16, host=64, stored=stored_by_a_first_server([*PROMPT, *OTHER], device=64))
+    server.ask("first", PROMPT[:13], 1)
+    server.ask("second", [100 + token for token in range(61)], 1)  # "first" is on the host only now
+    num_queries = server.tier.counters.queries
+    assert server.ask("third", [*PROMPT, *OTHER], 1) == 12
+    assert server.tier.counters.queries == num_queries
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_an_aborted_request_leaks_nothing(moment):
+    server = Server(stored=stored_by_a_first_server())
+    recorder = server.harness.submit("gone", PROMPT, 2)
+    server.send()
+    for _ in range(min(moment, 2)):
+        server.answer()
+    if moment == 3:
+        server.send()
+        server.work()
+    server.core.abort("gone")
+    num_events = len(recorder.events)
+    server.settle()
+    assert len(recorder.events) == num_events
+
+
+@pytest.mark.parametrize("prefetch", ["best_effort", "timeout", "wait_complete"])
+@pytest.mark.parametrize("host", [0, 12])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_loads_stores_and_failures_change_no_token(prefetch, host, seed):
+    rng = random.Random(seed)
+    stored = {}
+    loaded = late = 0
+    for life in range(3):  # servers one after the other share what is stored
+        server = Server(
+            device=rng.choice([9, 16]),
+            host=host,
+            stored=stored,
+            seed=seed + life,
+            prefetch=prefetch,
+            max_num_seqs=4,
+            fails=lambda result: rng.random() < 0.05,
+        )
+        server.store.failure_rate = rng.choice([0.0, 0.2])
+        requests = random_requests(seed, 120)
+        expected, recorders = {}, {}
+        while requests or not server.core.is_idle or not server.store.is_idle:
+            choice = rng.random()
+            if requests and choice < 0.3:
+                name, prompt, output = requests.pop()
+                salt = rng.choice([b"", b"", b"", b"tenant"])
+                expected[name] = expected_outputs(prompt, output)
+                recorders[name] = server.harness.submit(name, prompt, output, salt=salt)
+            elif not server.store.is_idle and choice < 0.6:
+                server.answer()
+            elif choice < 0.64 and recorders:
+                gone = rng.choice(list(recorders))
+                server.core.abort(gone)
+                expected.pop(gone, None)
+            elif choice < 0.645:
+                server.core.reset_cache()
+            elif choice < 0.7:
+                server.clock.now += rng.choice([0.01, 0.3, 20.0])
+            elif choice < 0.85:
+                server.send()
+            else:
+                server.work()
+            late += bool(server.store.late_reads) + bool(server.store.late_writes)
+        server.settle()
+        loaded += server.manager.stats().counters.loaded_blocks
+        for name, tokens in expected.items():
+            if recorders[name].failure is None:
+                assert recorders[name].tokens == tokens
+    assert loaded > 30, "the run is only worth something if it went through what it is for"

@@ -1,0 +1,5 @@
+"""Stand-in for the SDK's errors."""
+
+
+class AttentionStoreSDKError(Exception):
+    pass
