@@ -148,7 +148,8 @@ def refusals(
     storage = f"--kvcache-storage-backend {cache.kvcache_storage_backend}"
     checks = {
         f"--splitwise-role {role} (only mixed)": role != "mixed",
-        f"{storage} without --swap-space": bool(cache.kvcache_storage_backend) and not swaps,
+        f"{storage} without --swap-space": cache.kvcache_storage_backend in ("file", "mooncake") and not swaps,
+        f"{storage} (only in the embedded server)": cache.kvcache_storage_backend == "attention_store",
         f"{storage} with tensor parallelism over several machines": bool(cache.kvcache_storage_backend)
         and int(config.parallel_config.tensor_parallel_size) > int(config.worker_num_per_node),
         "FD_PD_TRANSFER_VIA_STORAGE=1 (it is for prefill and decode roles)": pd_via_storage,

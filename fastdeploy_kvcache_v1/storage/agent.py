@@ -44,6 +44,7 @@ class StorageAgent(LaneAgent):
         self._rank = rank
         self._slot: Callable[[int], memoryview] = _no_slot
         self._memory: SlotMemory | None = None
+        self._refilled: Callable[[Sequence[int]], None] = lambda slots: None
         self._open_backend = open_backend
         self._loads = Lane(
             "kv-storage-load",
@@ -62,12 +63,20 @@ class StorageAgent(LaneAgent):
         )
         self._start(self._loads, self._stores)
 
-    def use(self, slot: Callable[[int], memoryview], memory: SlotMemory | None = None) -> None:
+    def use(
+        self,
+        slot: Callable[[int], memoryview],
+        memory: SlotMemory | None = None,
+        refilled: Callable[[Sequence[int]], None] = lambda slots: None,
+    ) -> None:
         """From here on host slots have memory: `slot` gives the bytes of one, its trailer included. `memory` is all of
-        it, where it is one piece: for stores that need to know.
+        it, where it is one piece: for stores that need to know. `refilled` is told of slots that a load has filled.
         """
         self._memory = memory
+        self._refilled = refilled
         self._slot = slot
+        for lane in self._lanes:
+            lane.reconnect()
 
     def let_go(self) -> bool:
         """From here on host slots have no memory. Waits for what is being moved, but not long.
@@ -103,6 +112,7 @@ class StorageAgent(LaneAgent):
         if num_good < arrived:
             logger.warning("block %s was stored, and its bytes are not what they were: forgotten", keys[num_good])
             backend.remove([keys[num_good]])
+        self._refilled(command.slots[:num_good])
         seconds = time.perf_counter() - start
         num_bytes = sum(map(len, buffers[:num_good]))
         return LoadDone(command.load_id, self._rank, num_good, num_good < arrived, num_bytes, seconds)

@@ -15,7 +15,7 @@ from .engine.tier import StorageTier
 from .namespace import Namespace, commit_key
 from .settings import StorageSettings
 
-__all__ = ["check_backend", "make_link", "make_tier", "open_backend"]
+__all__ = ["check_backend", "check_settings", "make_link", "make_tier", "open_backend"]
 
 
 def open_backend(settings: StorageSettings, namespace: Namespace, *, rank: int = 0) -> StorageBackend:
@@ -46,6 +46,20 @@ def check_backend(settings: StorageSettings, namespace: Namespace) -> None:
     else:
         with contextlib.closing(open_backend(settings, namespace)) as backend:
             backend.count_stored([commit_key(BlockHash(b"a first question"))])  # a store may connect only now
+
+
+def check_settings(settings: StorageSettings) -> None:
+    """As `check_backend`, before there is a namespace, which takes long to find for a large model."""
+    if settings.backend == "mooncake":
+        from .mooncake.client import MooncakeClient
+        from .mooncake.settings import MooncakeSettings
+
+        MooncakeClient(MooncakeSettings.read(os.environ)).close()
+    elif settings.backend == "file":
+        from .file.directory import check_directory
+
+        assert settings.directory is not None
+        check_directory(settings.directory)
 
 
 def make_link(settings: StorageSettings, commands_addresses: Sequence[str], results_address: str) -> StorageLink:

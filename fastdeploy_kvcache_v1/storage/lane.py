@@ -33,6 +33,10 @@ class Connection(Protocol):
         """Give everything back. Idempotent."""
 
 
+class _Reconnect:
+    """A command of the lane itself."""
+
+
 class Lane:
     """Every command is answered, whatever happens; the thread lives as long as the lane."""
 
@@ -68,6 +72,10 @@ class Lane:
         """A `UseNamespace`, or what `work` knows. Never blocks."""
         self._commands.put(command)
 
+    def reconnect(self) -> None:
+        """What is done from here on has a new connection. Never blocks."""
+        self._commands.put(_Reconnect())
+
     def settle(self, deadline: float) -> bool:
         """True if the command that was begun before this call has ended by `deadline` (`time.monotonic`)."""
         is_free = self._busy.acquire(timeout=max(0.0, deadline - time.monotonic()))
@@ -94,6 +102,8 @@ class Lane:
                 if isinstance(command, UseNamespace):
                     self._disconnect()
                     self._namespace = command.namespace
+                elif isinstance(command, _Reconnect):
+                    self._disconnect()
                 else:
                     with self._busy:
                         answer = self._answer(command)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
 from ..errors import CacheStateError, ConfigError, InvariantError
-from ..metadata import SwapStep, TransferReport, TransferResult
+from ..metadata import CacheLevel, SwapStep, TransferReport, TransferResult
 from . import ops
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
@@ -145,11 +145,11 @@ class CacheController:
         """Copies into one of device `slots` that were reported as given up and still run. Any thread may ask."""
         return self._transfers.late_copies(slots)
 
-    def refilled(self, slots: Sequence[int]) -> None:
-        """Device `slots` were filled from outside, and no copy writes to them any more: whatever failed there before is
-        repaired. Any thread may say so, before the scheduler is told that the blocks are there.
+    def refilled(self, slots: Sequence[int], level: CacheLevel = CacheLevel.DEVICE) -> None:
+        """`slots` of tier `level` were filled from outside, and no copy writes to them any more: whatever failed there
+        before is repaired. Any thread may say so, before the scheduler is told that the blocks are there.
         """
-        self._transfers.refilled(slots)
+        self._transfers.refilled(slots, level)
 
     @property
     def _transfers(self) -> CacheTransferManager:

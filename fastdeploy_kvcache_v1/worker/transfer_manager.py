@@ -95,7 +95,7 @@ class CacheTransferManager:
         self._streams: dict[Actor, Stream] = {}
         self._unreported: list[Transfer] = []
         self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
-        self._refilled: deque[Sequence[int]] = deque()
+        self._refilled: deque[tuple[CacheLevel, Sequence[int]]] = deque()
         """Device slots that were filled from outside since the tables were last asked."""
         self._meter = WaitMeter()
         self._num_submitted = 0
@@ -207,13 +207,14 @@ class CacheTransferManager:
         self._take_refilled()
         return self._device_hazards.failed(slots)
 
-    def refilled(self, slots: Sequence[int]) -> None:
+    def refilled(self, slots: Sequence[int], level: CacheLevel) -> None:
         """See `CacheController.refilled`."""
-        self._refilled.append(slots)
+        self._refilled.append((level, slots))
 
     def _take_refilled(self) -> None:
         while self._refilled:
-            self._device_hazards.refilled(self._refilled.popleft())
+            level, slots = self._refilled.popleft()
+            self._tiers[level].hazards.refilled(slots)
 
     @property
     def device_rows(self) -> tuple[LayerRows, ...]:

@@ -2,11 +2,11 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
+from tests.mooncake_master import Master, needs_mooncake
 
 from .cpu_server import BLOCK_SIZE, Answer, started, wait_until
 from .server_workload import noise, user
@@ -33,9 +33,9 @@ def flags(directory, **changes):
 
 
 @contextmanager
-def serving(release, tmp_path, name, *words):
+def serving(release, tmp_path, name, *words, environment=None):
     """A server and a client; the server ends well."""
-    with started(release, tmp_path / name, *words) as server, server.client() as client:
+    with started(release, tmp_path / name, *words, environment=environment) as server, server.client() as client:
         yield server, client
         assert server.failed_copies() == 0
         assert server.stop() == 0, server.stderr
@@ -58,22 +58,18 @@ def wait_stored(server, client, blocks):
 
 @dataclass
 class Shared:
-    """What two servers left that ran side by side over one directory."""
+    """What two servers left that ran side by side over one store."""
 
-    directory: Path
     answers: tuple[Answer, Answer]
     """To `PROMPT` from the first one, to `OTHER` from the second one, which computed them."""
     seen: tuple[Answer, Answer]
     """The same questions, asked of the other one afterwards."""
 
 
-@pytest.fixture(scope="module")
-def shared(release, tmp_path_factory):
-    base = tmp_path_factory.mktemp(f"storage-{release}")
-    directory = base / "kv"
+def share(release, tmp_path, words, environment=None):
     with (
-        serving(release, base, "one", *flags(directory)) as (one, ask_one),
-        serving(release, base, "two", *flags(directory)) as (two, ask_two),
+        serving(release, tmp_path, "one", *words, environment=environment) as (one, ask_one),
+        serving(release, tmp_path, "two", *words, environment=environment) as (two, ask_two),
     ):
         first = one.ask(ask_one, PROMPT)
         wait_stored(one, ask_one, BLOCKS)
@@ -81,21 +77,46 @@ def shared(release, tmp_path_factory):
         second = two.ask(ask_two, OTHER)
         wait_stored(two, ask_two, 2 * BLOCKS)  # loaded ones count as well
         second_again = one.ask(ask_one, OTHER)
-    return Shared(directory, (first, second), (first_again, second_again))
+    return Shared((first, second), (first_again, second_again))
 
 
-def test_two_servers_share_what_they_compute(shared):
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return tmp_path_factory.mktemp("storage") / "kv"
+
+
+@pytest.fixture(scope="module")
+def shared(release, directory, tmp_path_factory):
+    return share(release, tmp_path_factory.mktemp(release), flags(directory))
+
+
+def assert_shared(shared):
     for computed, seen in zip(shared.answers, shared.seen, strict=True):
         assert computed.cached_tokens < BLOCK_SIZE
         assert (seen.tokens, seen.cached_tokens) == (computed.tokens, CACHED)
 
 
-def test_after_a_restart_damaged_blocks_and_other_weights_cost_hits_and_no_token(release, tmp_path, shared):
+def test_two_servers_share_what_they_compute(shared):
+    assert_shared(shared)
+
+
+@needs_mooncake()
+def test_two_servers_share_what_they_compute_through_mooncake(release, tmp_path):
+    master = Master(tmp_path)
+    try:
+        words = [word for word in flags("", **{"--kvcache-storage-backend": "mooncake"}) if word]
+        words.remove("--kvcache-storage-dir")
+        assert_shared(share(release, tmp_path, words, master.environment()))
+    finally:
+        master.kill()
+
+
+def test_after_a_restart_damaged_blocks_and_other_weights_cost_hits_and_no_token(release, tmp_path, directory, shared):
     first, second = shared.answers
-    with serving(release, tmp_path, "third", *flags(shared.directory)) as (server, client):
+    with serving(release, tmp_path, "third", *flags(directory)) as (server, client):
         again = server.ask(client, PROMPT)
         assert (again.tokens, again.cached_tokens) == (first.tokens, CACHED)
-        for file in stored_files(shared.directory):
+        for file in stored_files(directory):
             with open(file.path, "r+b") as content:
                 content.seek(1000)
                 content.write(b"damage")

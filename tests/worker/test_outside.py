@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_kvcache_v1.errors import LayerSwapTimeoutError, TransferError
+from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.worker.worker_fakes import LIMIT_S, Gates, Rig, swap_in
+from tests.worker.worker_fakes import LIMIT_S, Gates, Rig, evict, swap_in
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
 
@@ -35,6 +36,19 @@ def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_from_outside(ga
     assert rig.controller.failed_slots([2, 3]) == [3]
     with pytest.raises(TransferError):
         rig.controller.before_compute([3], [])
+    rig.close()
+
+
+def test_a_host_slot_whose_copy_failed_can_be_swapped_in_once_it_was_filled_from_outside(gates):
+    rig = make(gates)
+    gates.fail_next("kv-output", RuntimeError("ECC"))
+    rig.submit(evict((0, 1), (2, 3)))
+    rig.controller.drain(LIMIT_S)
+    rig.controller.refilled((2,), CacheLevel.HOST)
+    rig.submit(into=swap_in((2,), (4,))).wait_all()
+    counter = rig.submit(into=swap_in((3,), (5,)))
+    with pytest.raises(TransferError):
+        counter.wait_all()
     rig.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from ...metadata import CacheLevel
 from ...storage.agent import StorageAgent
 from ...storage.attention_store.agent import AttentionStoreAgent
 from ...storage.attention_store.sdk import DeviceCaches
@@ -40,7 +41,8 @@ def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namesp
     else:
         assert isinstance(agent, StorageAgent)
         pool = controller.host_pool
-        agent.use(pool.memory_of_slot, SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file))
+        memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
+        agent.use(pool.memory_of_slot, memory, partial(controller.refilled, level=CacheLevel.HOST))
 
 
 def device_caches(controller: CacheController) -> DeviceCaches:

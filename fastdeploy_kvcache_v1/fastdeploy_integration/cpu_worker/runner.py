@@ -18,12 +18,11 @@ from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
 from ...model.step import StepTask
 from ...model.step_runner import Logits, StepRunner
-from ...storage.agent import StorageAgent
-from ...storage.seal import TRAILER_BYTES
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
 from ..engine.weight_updates import CLEARED, NORMAL
 from ..transport import SwapInbox
+from ..worker.storage import RankStorage
 from .batch_rows import BatchRows, RunningSequence
 from .tasks import apply_task, sampling_params
 from .token_channel import TokenSender
@@ -66,7 +65,7 @@ class CpuModelRunner:
         stats_directory: Path,
         tell_weights_status: Callable[[int, int], None] = lambda port, status: None,
         tell_copies: Callable[[TransferReport], None] = lambda report: None,
-        storage: StorageAgent | None = None,
+        storage: RankStorage | None = None,
     ) -> None:
         self._config = config
         self._tell_weights_status = tell_weights_status
@@ -87,7 +86,8 @@ class CpuModelRunner:
         self._controller = CacheController(
             self._model.cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
             runtime=make_runtime(config.copy_faults),
-            host_trailer_bytes=0 if storage is None else TRAILER_BYTES,
+            host_trailer_bytes=0 if storage is None else storage.host_trailer_bytes,
+            host_is_shared=storage is not None and storage.host_is_shared,
         )
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class CpuModelRunner:
         caches = self._controller.initialize_kv_cache(self._num_device_blocks, self._config.num_host_blocks)
         self._steps = StepRunner(self._forward, self._controller, caches, block_size=self._config.block_size)
         if self._storage is not None:
-            self._storage.use(self._controller.host_pool.memory_of_slot)
+            self._storage.use(self._controller)
 
     def drop_caches(self) -> None:
         """Give the caches back, and forget every sequence: their KV is gone."""

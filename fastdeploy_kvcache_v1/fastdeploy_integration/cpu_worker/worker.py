@@ -18,7 +18,7 @@ from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
 from ..copy_report import socket_path
 from ..worker.copy_reporter import CopyReporter
-from ..worker.storage import storage_agent
+from ..worker.storage import rank_storage
 from .environment import COPY_FAULTS, log_directory, run_directory
 from .runner import CpuModelRunner, RunnerConfig
 from .token_channel import TokenSender, channel_path
@@ -61,7 +61,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             stats_directory=log_directory(),
             tell_weights_status=_tell_weights_status,
             tell_copies=reporter.tell,
-            storage=storage_agent(self.fd_config),
+            storage=rank_storage(self.fd_config),
         )
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 

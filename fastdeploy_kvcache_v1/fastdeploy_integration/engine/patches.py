@@ -9,11 +9,9 @@ from multiprocessing.util import Finalize
 from typing import Any
 
 from ...config import KVCacheConfig
-from ...errors import ConfigError
+from ...errors import ConfigError, StorageError
 from ...metadata import CacheLevel
-from ...storage.backends import open_backend
-from ...storage.engine.link import StorageLink
-from ...storage.engine.tier import StorageTier
+from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
 from .. import settings, storage_channel, swap_space
 from ..copy_report import socket_path
@@ -132,14 +130,14 @@ class EnginePrefixCache(PrefixCacheAdapter):
 
         if self.reports is None:
             raise ConfigError("the storage tier needs the results of the workers' copies: see the warning before")
-        open_store = partial(open_backend, chosen)
-        link = StorageLink(
-            [storage_channel.commands_address(queue_port, rank) for rank in range(num_ranks)],
-            storage_channel.results_address(queue_port),
-            open_backend=open_store,
-        )
+        try:
+            check_settings(chosen)
+        except StorageError as error:
+            _logger().warning("the storage does not work now, the server starts without its blocks: %s", error)
+        commands = [storage_channel.commands_address(queue_port, rank) for rank in range(num_ranks)]
+        link = make_link(chosen, commands, storage_channel.results_address(queue_port))
         self.storage = EngineStorage(
-            StorageTier(self.manager, chosen, None, link),
+            make_tier(self.manager, chosen, None, link),
             link,
             lock=self._lock,
             find_namespace=partial(storage_namespace, self._config, envs.FD_ATTENTION_BACKEND),

@@ -13,7 +13,7 @@ from ..overlay import overlay
 from ..overlay.table import Where
 from ..swap_space import has_draft_layer
 from .copy_reporter import CopyReporter
-from .storage import storage_agent
+from .storage import rank_storage
 from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
 
 Wrapped = Callable[..., Any]
@@ -49,7 +49,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         expected_block_bytes=settings.host_block_bytes(),
         keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         tell_copies=reporter.tell,
-        storage=storage_agent(config),
+        storage=rank_storage(config),
     )
     wrapped(*args, **kwargs)
 

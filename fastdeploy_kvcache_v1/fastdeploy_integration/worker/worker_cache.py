@@ -9,14 +9,13 @@ from typing import Any
 from ...attention.base import AttentionCacheBackend, CacheLayout
 from ...errors import CacheStateError, ConfigError, TransferError
 from ...metadata import CacheLevel, TransferReport
-from ...storage.agent import StorageAgent
-from ...storage.seal import TRAILER_BYTES
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
 from ...worker.runtime import Runtime
 from ..swap_space import compare
 from ..task_kind import TaskKind
 from ..transport import SwapInbox
+from .storage import RankStorage
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class WorkerCache:
         expected_block_bytes: int | None = None,
         keep_host_memory: bool = False,
         tell_copies: Callable[[TransferReport], None] = lambda report: None,
-        storage: StorageAgent | None = None,
+        storage: RankStorage | None = None,
     ) -> None:
         self._num_host_blocks = num_host_blocks
         self._block_size = block_size
@@ -160,7 +159,7 @@ class WorkerCache:
         controller.attach_kv_cache(tensors, num_blocks, self._num_host_blocks)
         self._controller, self._idle = controller, None
         if self._storage is not None:
-            self._storage.use(controller.host_pool.memory_of_slot)
+            self._storage.use(controller)
         logger.info("host tier: %d blocks of %d bytes", self._num_host_blocks, combined.block_bytes)
         compare(combined.block_bytes, self._expected_block_bytes, self._num_host_blocks)
 
@@ -177,7 +176,8 @@ class WorkerCache:
             _Registered(layout),
             runtime=self._runtime,
             layer_timeout_s=self._layer_timeout_s,
-            host_trailer_bytes=0 if self._storage is None else TRAILER_BYTES,
+            host_trailer_bytes=0 if self._storage is None else self._storage.host_trailer_bytes,
+            host_is_shared=self._storage is not None and self._storage.host_is_shared,
         )
 
     @property

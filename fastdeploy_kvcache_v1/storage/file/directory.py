@@ -63,11 +63,32 @@ def has_format(directory: Path) -> bool:
     return True
 
 
+def check_directory(directory: Path) -> None:
+    """Make `directory` a storage directory if need be. Raises `ConfigError` as `open_directory`."""
+    if not _is_ours(directory):
+        try:
+            _make_root(directory)
+        except OSError as error:
+            raise _not_made(directory, error) from None
+
+
 def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | None:
     """Make what is missing for values of `namespace`. None if `directory` is a storage directory, but read-only.
 
     Raises `ConfigError` when it holds anything else, another version wrote it, or it cannot be made.
     """
+    is_ours = _is_ours(directory)
+    try:
+        return _made(directory, namespace)
+    except OSError as error:
+        if not is_ours:
+            raise _not_made(directory, error) from None
+        logger.warning("%s cannot be written to (%s): nothing will be stored", directory, error.strerror)
+        return None
+
+
+def _is_ours(directory: Path) -> bool:
+    """False if it is empty, or not there. Raises `ConfigError` for anything else."""
     try:
         is_empty = all(_FORMAT_FILE.fullmatch(name) for name in os.listdir(directory))
     except FileNotFoundError:
@@ -78,13 +99,11 @@ def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | Non
     is_ours = has_format(directory)  # after the listing: another process that makes the directory makes this file first
     if not is_ours and not is_empty:
         raise ConfigError(f"{directory} holds other files: name an empty directory, or a new one, for the storage")
-    try:
-        return _made(directory, namespace)
-    except OSError as error:
-        if not is_ours:
-            raise ConfigError(f"the storage directory {directory} cannot be made: {error.strerror}") from None
-        logger.warning("%s cannot be written to (%s): nothing will be stored", directory, error.strerror)
-        return None
+    return is_ours
+
+
+def _not_made(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the storage directory {directory} cannot be made: {error.strerror}")
 
 
 def _require_private(directory: Path) -> None:
