@@ -9,20 +9,10 @@ from typing import NewType
 
 from ..errors import StorageError
 
-__all__ = ["SlotMemory", "StorageBackend", "StorageFullError", "StorageUsage", "StoreKey"]
+__all__ = ["SlotMemory", "StorageBackend", "StorageFullError", "StoreKey"]
 
 StoreKey = NewType("StoreKey", str)
 """Names one value within a namespace: letters, digits, `.`, `-` and `_`, at most 200 of them."""
-
-
-@dataclass(frozen=True)
-class StorageUsage:
-    """What a store holds, of all namespaces."""
-
-    num_values: int
-    num_bytes: int
-    capacity_bytes: int | None
-    """None where the store does not say, or has no limit."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +81,6 @@ class StorageBackend(ABC):
     @abstractmethod
     def remove(self, keys: Sequence[StoreKey]) -> None:
         """Forget the values of `keys`, as far as they are stored."""
-
-    @abstractmethod
-    def usage(self) -> StorageUsage:
-        """For people, not for decisions: may be expensive, and out of date."""
 
     @abstractmethod
     def close(self) -> None:

@@ -27,7 +27,6 @@ class Breaker:
         self._failures = 0
         self._pause_s = FIRST_PAUSE_S
         self._until = 0.0
-        self.times_opened = 0
 
     @property
     def is_open(self) -> bool:
@@ -57,7 +56,6 @@ class Breaker:
         if self._failures < FAILURES:
             return
         if self._failures == FAILURES:
-            self.times_opened += 1
             logger.warning("the store is left alone for %.0f s: %s", self._pause_s, reason)
         else:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...errors import ConfigError, StorageError
-from ..base import StorageBackend, StorageUsage, StoreKey
+from ..base import StorageBackend, StoreKey
 from ..namespace import Namespace
 from .directory import FORMAT, MANIFEST, TEMPORARY, make_directories, open_directory, remove_abandoned
-from .value_files import delete_values, on_disk, stored_files
+from .value_files import delete_values, on_disk
 
 __all__ = ["FileBackend"]
 
@@ -130,13 +130,6 @@ class FileBackend(StorageBackend):
                 continue
             except OSError as error:
                 raise StorageError(f"cannot delete from {self._root}: {error.strerror}") from error
-
-    def usage(self) -> StorageUsage:
-        try:
-            files = list(stored_files(self.directory))
-        except OSError as error:
-            raise StorageError(f"cannot look into {self.directory}: {error.strerror}") from error
-        return StorageUsage(len(files), sum(file.num_bytes for file in files), self.capacity_bytes)
 
     def close(self) -> None:
         if self._used is not None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 
 from ...errors import StorageError
-from ..base import SlotMemory, StorageBackend, StorageFullError, StorageUsage, StoreKey
+from ..base import SlotMemory, StorageBackend, StorageFullError, StoreKey
 from ..namespace import Namespace
 from .client import MooncakeClient, error_text
 from .process import MappedMemory
@@ -85,9 +85,6 @@ class MooncakeBackend(StorageBackend):
         for result in self._connected().remove(self._names(keys)):
             if result < 0 and result not in MISSES:
                 raise StorageError(f"mooncake cannot forget {len(keys)} values: {error_text(result)}")
-
-    def usage(self) -> StorageUsage:
-        raise StorageError("mooncake's client does not know what is stored: see the metrics of its master")
 
     def close(self) -> None:
         client, self._client = self._client, None

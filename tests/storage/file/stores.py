@@ -3,6 +3,7 @@
 import os
 import time
 
+from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from tests.storage.values import empty, holds, keys, values
 
 FILE_BYTES = 8192
@@ -22,7 +23,14 @@ def got(backend, *numbers):
 
 
 def used_by(backend):
+    """Bytes, as the processes that share the directory count them."""
     return backend._used.read()
+
+
+def found_in(backend):
+    """Values and bytes of all namespaces that are on the disk."""
+    files = list(stored_files(backend.directory))
+    return len(files), sum(file.num_bytes for file in files)
 
 
 def age(backend, number, seconds):

@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage.file import file_backend, shared_counter
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
-from tests.storage.file.stores import FILE_BYTES, age, ended_well, got, put, start, used_by
+from tests.storage.file.stores import FILE_BYTES, age, ended_well, found_in, got, put, start, used_by
 from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace
 
 
@@ -30,8 +30,8 @@ def test_a_value_is_written_once(store):
     backend = store()
     assert put(backend, 1, 2) == 2
     assert put(backend, 2, 3) == 1
-    assert backend.usage().num_values == 3
-    assert backend.usage().num_bytes == used_by(backend) == 3 * FILE_BYTES
+    assert found_in(backend) == (3, 3 * FILE_BYTES)
+    assert used_by(backend) == 3 * FILE_BYTES
 
 
 def test_another_process_or_a_restart_finds_what_was_stored(store):
@@ -42,7 +42,7 @@ def test_another_process_or_a_restart_finds_what_was_stored(store):
 def test_namespaces_never_meet(store):
     put(store(), 1)
     assert got(store(weight_epoch="1"), 1) == 0
-    assert store(weight_epoch="1").usage().num_values == 1, "usage is of all namespaces"
+    assert found_in(store(weight_epoch="1")) == (1, FILE_BYTES), "of another namespace"
 
 
 @pytest.mark.parametrize("size", [0, VALUE_BYTES - 1, VALUE_BYTES + 1])
@@ -99,7 +99,7 @@ def test_capacity_holds_for_all_namespaces_and_processes_together(store):
     most = 0
     for number in range(30):
         put((old, new)[number % 2], 100 + number)
-        most = max(most, new.usage().num_bytes)
+        most = max(most, found_in(new)[1])
     assert most <= 10 * FILE_BYTES
     assert old.count_stored(keys(0)) == 0
 
@@ -208,7 +208,7 @@ def test_two_processes_write_and_evict_at_once(store):
 
     children = [start(use, seed) for seed in range(2)]
     assert ended_well(*children)
-    assert backend.usage().num_bytes <= 20 * FILE_BYTES
+    assert found_in(backend)[1] <= 20 * FILE_BYTES
 
 
 def test_a_capacity_of_nothing_is_refused(tmp_path):
@@ -220,7 +220,7 @@ def test_what_is_removed_is_not_counted(store):
     backend = store()
     put(backend, 1, 2)
     backend.remove(keys(1, 3))
-    assert used_by(backend) == backend.usage().num_bytes == FILE_BYTES
+    assert used_by(backend) == found_in(backend)[1] == FILE_BYTES
 
 
 def test_within_one_put_the_first_block_is_the_last_to_go(store):
