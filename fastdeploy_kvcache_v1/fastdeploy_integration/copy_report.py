@@ -22,7 +22,7 @@ VERSION = 2
 MAX_SOCKET_PATH = 107
 """Bytes of the longest path that a unix socket can have."""
 
-LONGEST_NAME = "storage-9999"
+LONGEST_NAME = "storage-01234567-9999"
 """Of a socket in the engine's directory."""
 
 

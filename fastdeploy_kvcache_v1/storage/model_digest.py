@@ -17,6 +17,7 @@ __all__ = ["model_digest", "paddle_version", "processor"]
 
 CHUNK = 16 << 20
 WEIGHTS = ("*.safetensors", "*.pdparams")
+SETTINGS = "*.json"
 INDEX = "model.safetensors.index.json"
 VECTOR_UNITS = ("avx512f", "avx2", "avx", "asimd")
 """What decides the order in which a CPU's math library adds, so the last bits of a block."""
@@ -24,12 +25,15 @@ VECTOR_UNITS = ("avx512f", "avx2", "avx", "asimd")
 
 def model_digest(directory: Path) -> str:
     """Of all weights in a model directory, the index of its weights included, and of its settings: 32 hexadecimal
-    digits. Reads all of it: another fine-tuning has the same shapes. Raises `ModelError`.
+    digits. Reads all of it: another fine-tuning has the same shapes. Raises `ModelError`, also without any weights.
     """
     digest = xxhash.xxh3_128()
     try:
-        for path in sorted({*_weight_files(directory), *directory.glob("*.json")}):
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        weights = {*_weight_files(directory)}
+        if not weights:
+            raise ModelError(f"the stored blocks of {directory} have no name: it holds no {' or '.join(WEIGHTS)}")
+        for path in sorted({*weights, *_everywhere(directory, SETTINGS)}):
+            digest.update(f"{path.relative_to(directory)} {path.stat().st_size}\n".encode())
             with path.open("rb") as file:
                 while chunk := file.read(CHUNK):
                     digest.update(chunk)
@@ -41,11 +45,17 @@ def model_digest(directory: Path) -> str:
 def _weight_files(directory: Path) -> Iterable[Path]:
     """With an index, those that it names count, whatever they are called."""
     for pattern in WEIGHTS:
-        yield from directory.glob(pattern)
+        yield from _everywhere(directory, pattern)
     with contextlib.suppress(OSError, ValueError):  # without an index, or with one that no server can use
         index = json.loads((directory / INDEX).read_text())
         if isinstance(index, dict) and isinstance(weight_map := index.get("weight_map"), dict):
             yield from (directory / Path(str(file)).name for file in weight_map.values())
+
+
+def _everywhere(directory: Path, pattern: str) -> Iterable[Path]:
+    """Also in the parts that FastDeploy reads for each tensor parallel rank."""
+    yield from directory.glob(pattern)
+    yield from directory.glob(f"rank*/{pattern}")
 
 
 def paddle_version() -> str:

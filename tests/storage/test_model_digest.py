@@ -58,3 +58,25 @@ def test_weights_in_paddles_format_decide_it_too(directory):
 def test_an_index_that_no_server_can_use_is_a_file_like_others(directory, content):
     (directory / "model.safetensors.index.json").write_text(content)
     assert model_digest(directory) == model_digest(directory)
+
+
+def test_the_parts_of_each_rank_decide_it_wherever_they_are(tmp_path):
+    names = set()
+    for weights in (b"one", b"two"):
+        for rank in range(2):
+            (tmp_path / f"rank{rank}").mkdir(exist_ok=True)
+            (tmp_path / f"rank{rank}" / "model_state.pdparams").write_bytes(weights)
+            names.add(model_digest(tmp_path))
+    assert len(names) == 4
+    (tmp_path / "rank1" / "config.json").write_text("{}")
+    assert model_digest(tmp_path) not in names
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_without_weights_there_is_no_name(tmp_path, exists):
+    directory = tmp_path / "model"
+    if exists:
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds no"):
+        model_digest(directory)

@@ -117,10 +117,14 @@ class PrefixCacheAdapter:
         """
         if self.storage is None:
             return False
-        tokens = TaskTokens(task, self._block_size)
-        with self._lock:
-            self._kept.keep(tokens)
-            return self.storage.hold(task, tokens)
+        try:
+            tokens = TaskTokens(task, self._block_size)
+            with self._lock:
+                self._kept.keep(tokens)
+                return self.storage.hold(task, tokens)
+        except Exception:  # the edge to what clients send: the requests behind this one must not be lost
+            logger.exception("request %s does not wait for storage", task.request_id)
+            return False
 
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
         """Returns the cached prefix as (fresh block table, its tokens, FastDeploy's dictionary of metrics).

@@ -8,6 +8,8 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
+import zmq
+
 from ...config import KVCacheConfig
 from ...errors import ConfigError, StorageError
 from ...metadata import CacheLevel
@@ -55,6 +57,8 @@ class EnginePrefixCache(PrefixCacheAdapter):
         settings.export(policy, threshold, cache.host_block_bytes)
         self._storage_settings = storage_channel.storage_settings(cache)
         storage_channel.export(self._storage_settings)
+        if self._storage_settings is not None:
+            _check_storage(self._storage_settings)
         super().__init__(
             KVCacheConfig(
                 num_device_blocks=int(cache.total_block_num),
@@ -125,22 +129,22 @@ class EnginePrefixCache(PrefixCacheAdapter):
         self.publisher.reports = self.reports
 
     def _open_storage(self, chosen: StorageSettings, queue_port: int, num_ranks: int) -> None:
-        """Raises `ConfigError` where the store cannot work. One that does not work now is left for later."""
+        """Raises `ConfigError`."""
         from fastdeploy import envs
 
         if self.reports is None:
             raise ConfigError("the storage tier needs the results of the workers' copies: see the warning before")
-        try:
-            check_settings(chosen)
-        except StorageError as error:
-            _logger().warning("the storage does not work now, the server starts without its blocks: %s", error)
         commands = [storage_channel.commands_address(queue_port, rank) for rank in range(num_ranks)]
-        link = make_link(chosen, commands, storage_channel.results_address(queue_port))
+        try:
+            link = make_link(chosen, commands, storage_channel.results_address(queue_port))
+        except zmq.ZMQError as error:
+            raise ConfigError(f"the storage tier cannot make its sockets {commands}: {error}") from None
         self.storage = EngineStorage(
             make_tier(self.manager, chosen, None, link),
             link,
             lock=self._lock,
             find_namespace=partial(storage_namespace, self._config, envs.FD_ATTENTION_BACKEND),
+            log=_logger(),
         )
         if not has_weights_of_directory(self._config):
             self.storage.weights_changed()
@@ -148,6 +152,13 @@ class EnginePrefixCache(PrefixCacheAdapter):
         self.publisher.storage = self.storage.tier
         self.storage.tier.observe_latency = observe_storage
         Finalize(None, self.storage.close, exitpriority=1)  # before the directory of its sockets goes
+
+    def reset(self, wait_for_tasks_done: bool = False) -> None:
+        """FastDeploy is paused and has answered every request that it knows; so have those that wait outside it."""
+        self.held_back.clear()
+        if self.storage is not None:
+            self.storage.clear()
+        super().reset(wait_for_tasks_done)
 
     def take_reports(self) -> None:
         """Before requests are matched: host blocks whose copy failed in a worker are no longer found, and what reached
@@ -161,6 +172,14 @@ class EnginePrefixCache(PrefixCacheAdapter):
             self.host_copies_failed(failed)
         if self.storage is not None:
             self.storage.copies_reported(news)
+
+
+def _check_storage(chosen: StorageSettings) -> None:
+    """Raises `ConfigError` where the store cannot work. One that does not work now is left for later."""
+    try:
+        check_settings(chosen)
+    except StorageError as error:
+        _logger().warning("the storage does not work now, the server starts without its blocks: %s", error)
 
 
 def _log_host_tier(cache: Any, num_ranks: int) -> None:
@@ -310,9 +329,11 @@ def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
 
 
 def control_other_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps the control requests that may give the workers other weights. The engine is paused, its cache empty."""
+    """Wraps the control requests that may give the workers other weights. When the engine is paused its cache is empty;
+    when it is not, FastDeploy refuses them, or they change nothing.
+    """
     cache: EnginePrefixCache = instance.resource_manager.cache_manager
-    if cache.storage is not None:
+    if cache.storage is not None and instance.is_paused:
         cache.storage.weights_changed()
     return wrapped(*args, **kwargs)
 

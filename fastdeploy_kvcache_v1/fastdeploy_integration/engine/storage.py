@@ -37,6 +37,7 @@ class EngineStorage:
         *,
         lock: threading.RLock,
         find_namespace: Callable[[], Namespace],
+        log: logging.Logger = logger,
     ) -> None:
         """`find_namespace` reads the whole model, so it runs on a thread of its own, and requests are served without
         storage until it returns.
@@ -45,6 +46,7 @@ class EngineStorage:
         self._link = link
         self._lock: Any = lock
         self._find_namespace = find_namespace
+        self._log = log
         self._weight_epoch: str | None = None
         """None as long as the weights are those of the namespace."""
         self._namespace: Namespace | None = None
@@ -70,9 +72,9 @@ class EngineStorage:
         try:
             self._namespace = self._find_namespace()
         except KVCacheError as error:
-            logger.error("the storage tier stays off: %s", error)
+            self._log.error("the storage tier stays off: %s", error)
         except Exception:  # the edge of the thread: requests are served without storage
-            logger.exception("the storage tier stays off: its blocks have no name")
+            self._log.exception("the storage tier stays off: its blocks have no name")
 
     # ---- requests
 
@@ -105,7 +107,8 @@ class EngineStorage:
             ready = [each for each in self._held if each in aborted or self.tier.may_start(each)]
             for request_id in ready:
                 self.tier.request_left(request_id)
-                self._released[request_id] = self._held.pop(request_id)
+                self._released[request_id] = self._held[request_id]  # `holds` looks at any time
+                del self._held[request_id]
             self.tier.go_on()
             return list(self._released.values())
 
@@ -163,7 +166,9 @@ class EngineStorage:
             self._weight_epoch = uuid.uuid4().hex
             self._is_named = False
             self.tier.cache_reset()
+            self.tier.forget_namespace()
             self._name()
+            self._log.info("the weights may be other ones: blocks stored before are not used any more")
 
     def _name(self) -> None:
         if self._is_named or self._namespace is None or not self._link.is_ready:

@@ -10,7 +10,7 @@ from ...scheduler.cache_utils import HASH_VERSION
 from ...storage.model_digest import model_digest, paddle_version, processor
 from ...storage.namespace import Namespace
 from ..overlay import overlay
-from ..swap_space import host_layout, kv_cache_quant_type
+from ..swap_space import has_draft_layer, host_layout, kv_cache_quant_type
 
 FROM_DIRECTORY = "0"
 """Weight epoch of weights that the model's directory holds."""
@@ -28,7 +28,7 @@ def storage_namespace(config: Any, attention_backend: str) -> Namespace:
     kernels = f"{attention_backend}, weights {model.quantization!r}, cache {kv_cache_quant_type(config)}"
     release = overlay.active().table
     return Namespace(
-        model=model_digest(Path(model.model)),
+        model=_all_weights(config),
         weight_epoch=FROM_DIRECTORY,
         layout=host_layout(config, attention_backend),
         block_size=int(cache.block_size),
@@ -37,6 +37,14 @@ def storage_namespace(config: Any, attention_backend: str) -> Namespace:
         f"{kernels}, {_device()}",
         hash_version=HASH_VERSION.decode(),
     )
+
+
+def _all_weights(config: Any) -> str:
+    """Of the draft model too, whose layer is cached and stored with the others."""
+    digest = model_digest(Path(config.model_config.model))
+    if not has_draft_layer(config):
+        return digest
+    return f"{digest} {model_digest(Path(config.speculative_config.model))}"
 
 
 def has_weights_of_directory(config: Any) -> bool:

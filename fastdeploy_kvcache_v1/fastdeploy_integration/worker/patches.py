@@ -73,6 +73,14 @@ def execute_model(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
     return result
 
 
+def not_need_stop(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `GPUModelRunner.not_need_stop`, which an idle worker of 2.5 asks again and again, and nothing else."""
+    is_busy = wrapped(*args, **kwargs)
+    if not is_busy:
+        worker_cache().report_while_idle()
+    return is_busy
+
+
 def initialize_forward_meta(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
     """Wraps `GPUModelRunner.initialize_forward_meta`, which knows how the pass will run.
 

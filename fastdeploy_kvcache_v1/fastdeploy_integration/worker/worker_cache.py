@@ -235,6 +235,15 @@ class WorkerCache:
             if layered is not None:  # a step without tokens, or without its draft model, runs no layer that waits
                 layered.wait_all()
             self._controller.after_compute(None, None)
+        self._report()
+
+    def report_while_idle(self) -> None:
+        """No pass is coming that would tell what became of copies: tell it now. Raises as `end_forward`."""
+        if self._controller is not None and self._controller.num_unreported_copies:
+            self._report()
+
+    def _report(self) -> None:
+        assert self._controller is not None
         report = self._controller.take_report()
         self._tell_copies(report)
         failed = [each for each in report.transfers if not each.ok]

@@ -114,7 +114,7 @@ class StorageLink:
 
     def is_connected(self, timeout_ms: int) -> bool:
         """All agents and lanes have connected, so the names of the sockets are not needed any more. Before `listen`."""
-        while self._num_missing:
+        while self._num_missing > 0:
             if not self._results.poll(timeout_ms):
                 return False
             assert isinstance(pickle.loads(self._results.recv()), LaneConnected), "nothing was asked yet"
@@ -124,7 +124,7 @@ class StorageLink:
     @property
     def is_ready(self) -> bool:
         """As `is_connected`, at once, while the link listens. What is sent before is lost."""
-        return not self._num_missing and self._can_send(0)
+        return self._num_missing <= 0 and self._can_send(0)
 
     def _can_send(self, timeout_ms: int) -> bool:
         return all(socket.poll(timeout_ms, zmq.POLLOUT) for socket in self._commands)

@@ -169,6 +169,10 @@ class StorageTier:
         self._is_named = True
         self._link.send(UseNamespace(namespace))
 
+    def forget_namespace(self) -> None:
+        """Nothing is loaded or stored until `use_namespace` names another one. After `cache_reset`."""
+        self._is_named = False
+
     @property
     def is_idle(self) -> bool:
         """No slot is lent to the store, and none is kept for it."""

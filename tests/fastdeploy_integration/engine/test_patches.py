@@ -292,6 +292,15 @@ def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     reporter.close()
 
 
+def test_a_pause_ends_the_requests_that_wait_outside_fastdeploy(fake_fastdeploy):
+    """2.5 has answered them with an error by then."""
+    manager, cleared = launched(dynamic=False), []
+    manager.storage = SimpleNamespace(clear=lambda: cleared.append(True), cache_reset=lambda: None)
+    manager.held_back._requests.append(object())
+    manager.reset()
+    assert (cleared, len(manager.held_back)) == ([True], 0)
+
+
 @pytest.mark.parametrize("settings", [{"host_blocks": 0}, {"caching": False}])
 def test_where_nothing_is_copied_nobody_listens(fake_fastdeploy, settings):
     manager = launched(dynamic=False, **settings)

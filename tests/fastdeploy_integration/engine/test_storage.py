@@ -274,3 +274,34 @@ def test_two_requests_of_one_id_do_not_meet_while_one_waits_for_the_store(schedu
     manager.waiting.clear()
     manager.requests.clear()
     assert cache.held_back.release(manager) == [second]
+
+
+def test_weights_that_change_while_nobody_can_be_told_stop_the_tier(cache):
+    link = FakeLink()
+    link.is_ready = True
+    storage = unnamed(cache, link, namespace)
+    manager = SimpleNamespace(requests={}, waiting_abort_req_id_set=set())
+    storage._find()
+    storage.release(manager)
+    link.is_ready = False
+    storage.weights_changed()
+    assert not cache.waits_for_storage(FakeTask("a", TOKENS)), "a question would be about the old weights"
+    link.is_ready = True
+    storage.release(manager)
+    assert len({command.namespace.digest for command in link.sent}) == 2
+
+
+def test_a_request_that_cannot_be_looked_at_goes_straight_to_the_queue(scheduler, caplog):
+    broken = FakeTask("a", TOKENS)
+    broken.prompt_token_ids = None
+    assert not scheduler.cache.waits_for_storage(broken)
+    assert caplog.messages == ["request a does not wait for storage"]
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_only_a_paused_engine_gets_other_weights(is_paused):
+    changed = []
+    cache = SimpleNamespace(storage=SimpleNamespace(weights_changed=lambda: changed.append(True)))
+    engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache), is_paused=is_paused)
+    assert engine_patches.control_other_weights(lambda request: request, engine, ("r",), {}) == "r"
+    assert changed == [True] * is_paused

@@ -1,5 +1,7 @@
 """`WorkerCache` on CPU tensors: copies, tensors that are made again, failed copies."""
 
+import threading
+
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
@@ -26,6 +28,25 @@ def test_blocks_go_out_and_come_back_layer_by_layer():
     cache.end_forward()
     assert content(tensors, 5) == [10, 11, 12, 13]
     assert cache.current_counter is None
+    cache.unregister(MAIN)
+
+
+def test_an_idle_worker_tells_what_became_of_its_last_copies():
+    open_gate, reports = threading.Event(), []
+    cache = make_cache(
+        make_runtime=lambda: CpuRuntime(delay=lambda stream: open_gate.wait(30)), tell_copies=reports.append
+    )
+    cache.report_while_idle()
+    register(cache)
+    cache.receive([task(SwapStep(0, (evict((1, 3)),)))])
+    cache.end_forward()
+    open_gate.set()
+    while not any(report.transfers for report in reports):
+        cache.report_while_idle()
+    assert [report.ended_through for report in reports if report.transfers] == [0]
+    told = len(reports)
+    cache.report_while_idle()
+    assert len(reports) == told, "nothing is open any more"
     cache.unregister(MAIN)
 
 

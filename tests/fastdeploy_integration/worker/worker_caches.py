@@ -28,9 +28,8 @@ def task(step=None, previous=START, table=(0,)):
 
 
 def make_cache(parts=(MAIN,), host_blocks=4, **settings):
-    return WorkerCache(
-        num_host_blocks=host_blocks, block_size=2, make_runtime=CpuRuntime, parts=parts, layer_timeout_s=5.0, **settings
-    )
+    defaults = {"make_runtime": CpuRuntime, "layer_timeout_s": 5.0}
+    return WorkerCache(num_host_blocks=host_blocks, block_size=2, parts=parts, **{**defaults, **settings})
 
 
 def register(cache, part=MAIN, layers=2, blocks=6, first_layer=0, heads=1):
