@@ -241,7 +241,10 @@ class Drive:
         self.deliver([self.manager._prepare_preempt_task(request)])
 
     def reset(self):
-        """As a pause does it: preempt everything (2.6: abort and drain), then empty the cache from another thread."""
+        """As a pause does it: preempt everything (2.6: abort and drain), then empty the cache from another thread.
+
+        Requests that wait outside FastDeploy for their id end with it.
+        """
         if self.manager.waiting_abort_req_id_set:
             return
         if not IS_26:
@@ -252,9 +255,12 @@ class Drive:
             self.manager.add_abort_req_ids(list(self.requests))
             self.run_dry()
             self.manager.waiting_abort_req_id_set.clear()
+        outside = {id(each) for each in self.cache.held_back._requests} if plugin.is_enabled() else set()
         thread = threading.Thread(target=self.cache.reset)
         thread.start()
         thread.join()
+        self.later = {name: later for name, later in self.later.items() if id(later[0]) not in outside}
+        self.requests = {name: each for name, each in self.requests.items() if id(each) not in outside}
         self.resets += 1
 
     def check(self):
