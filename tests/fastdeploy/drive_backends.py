@@ -127,7 +127,9 @@ def run_initialization(runner_class, proposer_class):
         _empty_cache=lambda: None,
     )
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(num_cpu_blocks=5, block_size=4, enable_prefix_caching=True),
+        cache_config=SimpleNamespace(
+            num_cpu_blocks=5, block_size=4, enable_prefix_caching=True, kvcache_storage_backend=None
+        ),
         speculative_config=SimpleNamespace(method="mtp"),
         parallel_config=SimpleNamespace(local_engine_worker_queue_port=1, tensor_parallel_rank=0),
     )
@@ -162,7 +164,12 @@ def count_host_allocations(classes):
     for clearing in ("0", "1"):
         os.environ["FD_ENABLE_SWAP_SPACE_CLEARING"] = clearing
         sizes = []
-        CpuRuntime.allocate_host = lambda self, nbytes, sizes=sizes: sizes.append(nbytes) or allocate(self, nbytes)
+
+        def counted(self, nbytes, *, shared, sizes=sizes):
+            sizes.append(nbytes)
+            return allocate(self, nbytes, shared=shared)
+
+        CpuRuntime.allocate_host = counted
         run_initialization(*classes)
         print("HOST_MEMORY", clearing, *sizes)
 
