@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence, Set
 
 from ..errors import InvariantError
 from ..metadata import CacheLevel
-from .run import WIDTH, Link, Run
+from .places import Link
+from .run import WIDTH, Run
 from .run_queue import RunQueue
 
 

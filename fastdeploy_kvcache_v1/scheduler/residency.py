@@ -13,8 +13,9 @@ from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
+from .places import HostCopy, HostReader
 from .policies.eviction import EvictionPolicy
-from .run import HostCopy, HostReader, Run
+from .run import Run
 
 
 class Residency:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .run import Link, Run
+from .places import Link
+from .run import Run
 
 
 class RunQueue:

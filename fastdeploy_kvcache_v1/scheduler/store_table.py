@@ -11,9 +11,10 @@ from itertools import compress
 
 from ..errors import CacheStateError
 from ..metadata import BlockHash, DeviceSlot, HostSlot, StoreSource
+from .places import HostReader
 from .radix_tree import RadixTree
 from .residency import Residency
-from .run import HostReader, Run
+from .run import Run
 from .tiering import Tiering
 
 

@@ -72,13 +72,7 @@ def test_a_restarted_server_does_not_compute_again_what_is_stored(tmp_path, stor
 
 def test_two_servers_share_what_they_compute(tmp_path, store):
     with serve(tmp_path / "one", store) as one, serve(tmp_path / "two", store) as two:
-        tokens, _ = ask(one)
-        wait_stored(one)
-        assert ask(two) == (tokens, CACHED)
-        other = PROMPT[::-1]
-        tokens, _ = ask(two, other)
-        wait_stored(two)
-        assert ask(one, other) == (tokens, CACHED)
+        assert_they_share(one, two)
         end(one)
         end(two)
 

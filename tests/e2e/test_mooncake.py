@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.server_process import ServerProcess, started, wait_until
-from tests.e2e.test_storage import CACHED, PROMPT, SIZE, ask, end, wait_stored
+from tests.e2e.test_storage import CACHED, SIZE, ask, end, wait_stored
 from tests.fault_proxy import Fault, FaultProxy
 from tests.mooncake_master import Master, needs_mooncake
 
@@ -43,14 +43,7 @@ def start(tmp_path, master):
 
 def test_two_servers_share_what_they_compute_and_one_with_another_dtype_does_not(start):
     with start("one") as one, start("two") as two, start("other", **{"--cache-dtype": "bfloat16"}) as three:
-        tokens, cached = ask(one)
-        assert cached == 0
-        wait_stored(one)
-        assert ask(two) == (tokens, CACHED)
-        other = PROMPT[::-1]
-        tokens, _ = ask(two, other)
-        wait_stored(two)
-        assert ask(one, other) == (tokens, CACHED)
+        assert_they_share(one, two)
         assert one.metrics()["storage_blocks_total{direction=load}"] == CACHED / 16
         assert ask(three)[1] == 0
         assert (three.metrics()["storage_queries_total"], three.metrics()["storage_found_blocks_total"]) == (1, 0)

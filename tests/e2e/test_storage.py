@@ -40,6 +40,15 @@ def wait_stored(server, blocks=CACHED // 16):
     wait_until(lambda: server.metrics()["storage_blocks_total{direction=store}"] >= blocks, "stored blocks")
 
 
+def assert_they_share(one, two):
+    """What one server has computed, the other one does not compute, either way."""
+    for computes, finds, prompt in ((one, two, PROMPT), (two, one, PROMPT[::-1])):
+        tokens, cached = ask(computes, prompt)
+        assert cached == 0
+        wait_stored(computes)
+        assert ask(finds, prompt) == (tokens, CACHED)
+
+
 def end(server):
     report = server.wait_idle()
     assert report["ok"], report
@@ -74,13 +83,7 @@ def test_a_restarted_server_does_not_compute_again_what_is_stored(tmp_path, stor
 def test_two_servers_share_what_they_compute(tmp_path):
     directory = tmp_path / "kv"
     with started(tmp_path / "one", *flags(directory)) as one, started(tmp_path / "two", *flags(directory)) as two:
-        tokens, _ = ask(one)
-        wait_stored(one)
-        assert ask(two) == (tokens, CACHED)
-        other = PROMPT[::-1]
-        tokens, _ = ask(two, other)
-        wait_stored(two)
-        assert ask(one, other) == (tokens, CACHED)
+        assert_they_share(one, two)
         end(one)
         end(two)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from fastdeploy_kvcache_v1.scheduler.places import Link
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import EvictionPolicy
 from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
-from fastdeploy_kvcache_v1.scheduler.run import Link, Run
+from fastdeploy_kvcache_v1.scheduler.run import Run
 from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 

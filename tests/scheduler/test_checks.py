@@ -10,8 +10,9 @@ import pytest
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.places import HostCopy
 from fastdeploy_kvcache_v1.scheduler.request_state import RequestState
-from fastdeploy_kvcache_v1.scheduler.run import DEVICE, WIDTH, HostCopy, Run
+from fastdeploy_kvcache_v1.scheduler.run import DEVICE, WIDTH, Run
 from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 from .scenario import block, manager, prompt, run, start

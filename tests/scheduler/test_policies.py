@@ -9,11 +9,12 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.places import Link
 from fastdeploy_kvcache_v1.scheduler.policies.backup import BackupPolicy
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import EvictionPolicy
 from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
 from fastdeploy_kvcache_v1.scheduler.policies.tables import BACKUP_POLICIES, EVICTION_POLICIES
-from fastdeploy_kvcache_v1.scheduler.run import Link, Run
+from fastdeploy_kvcache_v1.scheduler.run import Run
 
 from .scenario import cached, manager, on_host, prompt, run, start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from multiprocessing.util import Finalize
@@ -75,6 +76,10 @@ class EnginePrefixCache(PrefixCacheAdapter):
         self.publisher = CacheMetricsPublisher(self)
         self.transit = Transit(self)
         self.held_back = HeldBack(lambda request_id: self.storage is not None and self.storage.holds(request_id))
+        self.arrivals = threading.Lock()
+        """One request at a time is looked for, and put, where it waits: of two with one id the second sees the first.
+        Before FastDeploy's lock and the adapter's.
+        """
         self.reports: CopyReports | None = None
         """Of the workers, once the cache service is launched; None where nothing is copied."""
         self.updates: WeightUpdates | None = None
@@ -284,9 +289,10 @@ def add_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
 
     def add(request: Any) -> None:
         cache: EnginePrefixCache = instance.cache_manager
-        is_back = cache.storage is not None and cache.storage.has_released(request)
-        if is_back or not (cache.held_back.hold(instance, request) or cache.waits_for_storage(request)):
-            wrapped(request)
+        with cache.arrivals:
+            is_back = cache.storage is not None and cache.storage.has_released(request)
+            if is_back or not (cache.held_back.hold(instance, request) or cache.waits_for_storage(request)):
+                wrapped(request)
 
     add(*args, **kwargs)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-from ..run import Link, Run
+from ..places import Link
+from ..run import Run
 from ..run_queue import RunQueue
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..run import Link
+from ..places import Link
 from ..run_queue import RunQueue
 from .eviction import EvictionPolicy
 

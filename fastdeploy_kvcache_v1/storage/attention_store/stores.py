@@ -142,18 +142,12 @@ class DeviceStores(StoreSide):
 
     def store_done(self, answer: StoreDone) -> None:
         assert isinstance(answer, WriteDone)
-        now, totals = self._clock(), self._counters.store
-        totals.blocks += answer.num_written
-        totals.bytes += answer.num_bytes
-        totals.seconds += answer.seconds
+        now = self._clock()
+        self._counters.store.add(answer, answer.num_written)
         write = self._under_way[answer.store_id]
         write.num_stored = min(write.num_stored, answer.num_stored)
-        if answer.error is not None:
-            totals.failures += 1
-            self._breaker.failed(answer.error)
-            write.has_failed = True
-        else:
-            self._breaker.succeeded()
+        self._breaker.answered(answer.error)
+        write.has_failed |= answer.error is not None
         if answer.quiet_after_s:
             write.quiet_at = max(write.quiet_at, now + answer.quiet_after_s)
         write.num_ranks_left -= 1

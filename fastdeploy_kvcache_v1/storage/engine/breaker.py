@@ -45,6 +45,13 @@ class Breaker:
         """Until one may try; None if all may."""
         return max(0.0, self._until - self._clock()) if self.is_open else None
 
+    def answered(self, error: str | None) -> None:
+        """A try has succeeded, or failed with `error`."""
+        if error is None:
+            self.succeeded()
+        else:
+            self.failed(error)
+
     def succeeded(self) -> None:
         if self.is_open:
             logger.warning("the store works again")

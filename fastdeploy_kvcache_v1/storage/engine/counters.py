@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..messages import LoadDone, StoreDone
+
 __all__ = ["MoveTotals", "StorageCounters"]
 
 
@@ -17,6 +19,13 @@ class MoveTotals:
     """Spent by the threads that move them."""
     failures: int = 0
     """Requests to the store that failed."""
+
+    def add(self, answer: LoadDone | StoreDone, num_blocks: int) -> None:
+        """A rank has answered, and has moved `num_blocks` blocks."""
+        self.blocks += num_blocks
+        self.bytes += answer.num_bytes
+        self.seconds += answer.seconds
+        self.failures += answer.error is not None
 
 
 @dataclass

@@ -133,16 +133,9 @@ class Fetches:
         fetch.end = fetch.begin + worth
 
     def load_done(self, answer: LoadDone) -> None:
-        totals = self._counters.load
-        totals.blocks += answer.num_arrived
-        totals.bytes += answer.num_bytes
-        totals.seconds += answer.seconds
+        self._counters.load.add(answer, answer.num_arrived)
         self._counters.damaged_blocks += answer.is_damaged
-        if answer.error is not None:
-            totals.failures += 1
-            self._load_breaker.failed(answer.error)
-        else:
-            self._load_breaker.succeeded()
+        self._load_breaker.answered(answer.error)
         piece = self._pieces[answer.load_id]
         piece.arrived.append(answer.num_arrived)
         now = self._clock()

@@ -69,17 +69,10 @@ class Stores(StoreSide):
                 self._link.send(StoreBlocks(store_id, source.hashes, source.slots))
 
     def store_done(self, answer: StoreDone) -> None:
-        totals = self._counters.store
-        totals.blocks += answer.num_written
-        totals.bytes += answer.num_bytes
-        totals.seconds += answer.seconds
+        self._counters.store.add(answer, answer.num_written)
         store = self._under_way[answer.store_id]
-        if answer.error is not None:
-            totals.failures += 1
-            self._breaker.failed(answer.error)
-            store.has_failed = True
-        else:
-            self._breaker.succeeded()
+        self._breaker.answered(answer.error)
+        store.has_failed |= answer.error is not None
         if answer.num_refused:
             self._counters.refused_store_blocks += answer.num_refused
             store.has_failed = True

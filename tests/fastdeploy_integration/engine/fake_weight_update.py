@@ -34,7 +34,7 @@ class FakeResourceManager(FakeScheduler):
         self.cache_manager = cache
         cache.publisher = SimpleNamespace(publish=lambda: None)
         cache.updates, cache.epoch = None, 0
-        cache.transit, cache.held_back = Transit(cache), HeldBack()
+        cache.transit, cache.held_back, cache.arrivals = Transit(cache), HeldBack(), threading.Lock()
         cache.take_reports = lambda: None  # workers have no way back here
         self.lock = threading.Lock()
         self.requests, self.tasks_list, self.stop_flags = {}, [None] * self.seats, [True] * self.seats

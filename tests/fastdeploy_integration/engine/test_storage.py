@@ -2,11 +2,13 @@
 
 import random
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ModelError
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
@@ -84,12 +86,8 @@ def test_a_request_waits_for_its_stored_prefix_and_starts_from_it(scheduler):
 
 def test_hashes_made_for_the_store_are_those_of_the_match(scheduler, monkeypatch):
     made = []
-    tokens_of = engine_patches.PrefixCacheAdapter.__mro__[0].waits_for_storage.__globals__["TaskTokens"]
-    monkeypatch.setitem(
-        engine_patches.PrefixCacheAdapter.waits_for_storage.__globals__,
-        "TaskTokens",
-        lambda *given: made.append(given) or tokens_of(*given),
-    )
+    tokens_of = adapter.TaskTokens
+    monkeypatch.setattr(adapter, "TaskTokens", lambda *given: made.append(given) or tokens_of(*given))
     serve(scheduler, "r", TOKENS)
     assert len(made) == 1
 
@@ -206,7 +204,7 @@ def test_until_model_and_workers_are_there_requests_are_served_without_storage(c
     assert link.sent == []
     found.set()
     while storage._namespace is None:
-        pass
+        time.sleep(0.001)
     storage.release(manager)
     assert link.sent == [], "the workers are not there: what is sent now is lost"
     link.is_ready = True
@@ -244,6 +242,7 @@ class FakeManager:
 
     def __init__(self, cache):
         self.cache_manager, self.lock = cache, threading.RLock()
+        cache.held_back, cache.arrivals = HeldBack(cache.storage.holds), threading.Lock()
         self.waiting, self.running, self.requests = [], [], {}
         self.waiting_abort_req_id_set = set()
         self.to_be_rescheduled_request_id_set, self.to_be_aborted_req_id_set = set(), set()
@@ -258,7 +257,6 @@ class FakeManager:
 
 def test_two_requests_of_one_id_do_not_meet_while_one_waits_for_the_store(scheduler):
     cache = scheduler.cache
-    cache.held_back = HeldBack(cache.storage.holds)
     manager = FakeManager(cache)
     first, second = FakeTask("same", TOKENS), FakeTask("same", TOKENS)
     manager.add_request(first)
@@ -305,3 +303,27 @@ def test_only_a_paused_engine_gets_other_weights(is_paused):
     engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache), is_paused=is_paused)
     assert engine_patches.control_other_weights(lambda request: request, engine, ("r",), {}) == "r"
     assert changed == [True] * is_paused
+
+
+def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(scheduler, monkeypatch):
+    """FastDeploy's fetch thread brings one, and the schedule loop, which lets held ones go, the other."""
+    manager, tokens_of = FakeManager(scheduler.cache), adapter.TaskTokens
+    is_hashing, may_go_on = threading.Event(), threading.Event()
+
+    def slow_tokens(*given):
+        is_hashing.set()
+        assert may_go_on.wait(30)
+        return tokens_of(*given)
+
+    monkeypatch.setattr(adapter, "TaskTokens", slow_tokens)
+    tasks = [FakeTask("same", TOKENS), FakeTask("same", TOKENS)]
+    threads = [threading.Thread(target=manager.add_request, args=(task,)) for task in tasks]
+    threads[0].start()
+    assert is_hashing.wait(30)
+    threads[1].start()
+    threads[1].join(0.1)  # as far as it gets
+    may_go_on.set()
+    for thread in threads:
+        thread.join()
+    held = [task for task in tasks if scheduler.storage._held.get("same") is task]
+    assert (held, len(scheduler.cache.held_back)) == ([tasks[0]], 1)
