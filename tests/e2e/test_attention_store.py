@@ -8,11 +8,8 @@ import httpx
 import pytest
 
 from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_until
+from tests.e2e.test_storage import CACHED, PROMPT, ask, assert_they_share, wait_stored
 from tests.storage.attention_store.stand_in import environment, num_stored, set_faults
-
-PROMPT = [1 + number % 250 for number in range(600)]
-CACHED = 592
-"""All whole blocks but the one of the last token."""
 
 WORTH_IT = 16
 """Blocks: a shorter stored prefix is computed instead."""
@@ -23,20 +20,6 @@ FLAGS = (*SIZE, "--kvcache-storage-backend", "attention_store", "--storage-prefe
 
 def serve(path, store, *flags, **variables):
     return started(path, *FLAGS, *flags, environment={**environment(store), **variables})
-
-
-def ask(server, prompt=PROMPT, count=8):
-    """Token ids of the answer, and how many tokens of the prompt were not computed."""
-    with server.client() as client:
-        answer = client.completions.create(
-            model="default", prompt=prompt, max_tokens=count, temperature=0, extra_body={"return_token_ids": True}
-        )
-    assert answer.usage.prompt_tokens_details is not None
-    return answer.choices[0].token_ids, answer.usage.prompt_tokens_details.cached_tokens
-
-
-def wait_stored(server, blocks=CACHED // 16):
-    wait_until(lambda: server.metrics()["storage_blocks_total{direction=store}"] >= blocks, "stored blocks")
 
 
 def end(server):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.e2e.server_process import ServerProcess, started, wait_until
-from tests.e2e.test_storage import CACHED, SIZE, ask, end, wait_stored
+from tests.e2e.test_storage import CACHED, SIZE, ask, assert_they_share, end, wait_stored
 from tests.fault_proxy import Fault, FaultProxy
 from tests.mooncake_master import Master, needs_mooncake
 

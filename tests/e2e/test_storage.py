@@ -26,11 +26,11 @@ def flags(directory, **changes):
     return [*SIZE, *(word for pair in settings.items() for word in pair)]
 
 
-def ask(server, prompt=PROMPT):
+def ask(server, prompt=PROMPT, count=8):
     """Token ids of the answer, and how many tokens of the prompt were not computed."""
     with server.client() as client:
         answer = client.completions.create(
-            model="default", prompt=prompt, max_tokens=8, temperature=0, extra_body={"return_token_ids": True}
+            model="default", prompt=prompt, max_tokens=count, temperature=0, extra_body={"return_token_ids": True}
         )
     assert answer.usage.prompt_tokens_details is not None
     return answer.choices[0].token_ids, answer.usage.prompt_tokens_details.cached_tokens
