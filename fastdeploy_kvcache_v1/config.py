@@ -65,6 +65,8 @@ class KVCacheConfig:
     """Which block leaves the device first: a name of `scheduler/policies/tables.py`, else `CacheManager` refuses it."""
     host_eviction: str = "lru"
     """Which block leaves the host first, likewise."""
+    lookahead_requests: int = 32
+    """Waiting requests whose prefixes an eviction spares as long as it can. 0: none."""
     max_queued_events: int = 262_144
     """Blocks that events not taken yet may name; past it, `take_events` describes the whole cache. 0: no events."""
 
@@ -75,6 +77,7 @@ class KVCacheConfig:
             ("num_host_blocks", 0),
             ("block_size", 1),
             ("write_through_threshold", 1),
+            ("lookahead_requests", 0),
             ("max_queued_events", 0),
         ):
             value = getattr(self, name)

@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--window", type=int, default=32, help="requests open at once (%(default)s)")
     parser.add_argument("--admissions-per-step", type=int, default=8, help="requests per step (%(default)s)")
+    parser.add_argument(
+        "--waiting", type=int, default=0, help="requests that wait and are known to the cache (%(default)s)"
+    )
     parser.add_argument("--limit", type=int, help="play only the first N requests")
     parser.add_argument(
         "--outputs", action=argparse.BooleanOptionalAction, default=False, help="also cache generated blocks (no)"
@@ -67,6 +70,7 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
         config=config,
         window=args.window,
         admissions_per_step=args.admissions_per_step,
+        waiting=args.waiting,
         outputs=args.outputs,
         verify=args.verify,
     )
@@ -110,6 +114,7 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
             "write_through_threshold": config.write_through_threshold,
             "window": replay.options.window,
             "admissions_per_step": replay.options.admissions_per_step,
+            "waiting": replay.options.waiting,
             "outputs": replay.options.outputs,
             "verify": replay.options.verify,
         },

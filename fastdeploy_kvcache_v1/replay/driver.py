@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
@@ -39,11 +39,13 @@ class ReplayOptions:
     """Also generate and cache the output tokens."""
     verify: bool = False
     """Check the content of every block against a shadow data plane, and `check()` every 1,000 steps."""
+    waiting: int = 0
+    """Requests that wait at any time, so that the manager knows what comes next; 0: it knows nothing."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "admissions_per_step"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("window", 1), ("admissions_per_step", 1), ("waiting", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for tier, num_blocks in (("device", self.config.num_device_blocks), ("host", self.config.num_host_blocks)):
             if num_blocks > MAX_BLOCKS:
                 raise ConfigError(f"a replay has room for {MAX_BLOCKS} {tier} blocks at most, got {num_blocks}")
@@ -88,49 +90,50 @@ class Replay:
             from .shadow import ShadowDataPlane
 
             self.shadow = ShadowDataPlane(options.config.num_device_blocks, options.config.num_host_blocks)
-        self._pending: _Request | None = None
+        self._line: deque[_Request] = deque()
+        """Requests that wait, the next one first; none only at the end of the trace."""
         self._open: OrderedDict[str, _Request] = OrderedDict()
         self._generating: list[_Request] = []
 
     def run(self, requests: Iterator[TraceRequest]) -> None:
         """Play all `requests`, finish them, and check the manager: `InvariantError` if anything is wrong or leaked."""
-        self._take_next(requests)
-        while self._pending is not None or self._generating:
+        self._fill_line(requests)
+        while self._line or self._generating:
             num_finished = len(self.request_seconds)
             members = self._grow_outputs()
             self._admit(requests, members)
             self._run_step(members)
-            if self._pending is not None and not members and len(self.request_seconds) == num_finished:
-                raise InvariantError(f"no room for {self._pending.request_id} although nothing runs: blocks leaked")
+            if self._line and not members and len(self.request_seconds) == num_finished:
+                raise InvariantError(f"no room for {self._line[0].request_id} although nothing runs: blocks leaked")
         while self._finish_oldest():
             pass
         self._run_step([])
         self.manager.check_idle()
 
-    def _take_next(self, requests: Iterator[TraceRequest]) -> None:
-        """Make the next request that an empty device tier could hold the pending one."""
-        for request in requests:
+    def _fill_line(self, requests: Iterator[TraceRequest]) -> None:
+        """Let requests arrive until the line is as long as it should be, but for what no empty device tier holds."""
+        while len(self._line) < max(1, self.options.waiting) and (request := next(requests, None)) is not None:
             if self._fits(request.input_length):
                 sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length)
-                self._pending = _Request(f"line-{request.line}", request, sequence)
-                return
-            self.num_too_long += 1
-        self._pending = None
+                self._line.append(_Request(f"line-{request.line}", request, sequence))
+            else:
+                self.num_too_long += 1
 
     def _fits(self, num_tokens: int) -> bool:
         """An empty device tier could hold them."""
         return num_tokens <= self.options.config.num_device_blocks * self.options.config.block_size
 
     def _admit(self, requests: Iterator[TraceRequest], members: list[_Request]) -> None:
-        """Admit pending requests to this step, finishing the oldest ones for the room they need."""
+        """Admit waiting requests to this step, finishing the oldest ones for the room they need."""
+        self.manager.expect([waiting.sequence for waiting in self._line] if self.options.waiting else ())
         for _ in range(self.options.admissions_per_step):
-            while self._pending is not None and not self._try_admit(self._pending):
+            while self._line and not self._try_admit(self._line[0]):
                 if not self._finish_oldest():
                     return
-            if self._pending is None:
+            if not self._line:
                 return
-            members.append(self._pending)
-            self._take_next(requests)
+            members.append(self._line.popleft())
+            self._fill_line(requests)
 
     def _try_admit(self, opened: _Request) -> bool:
         """Match and allocate; False, leaving no trace, while the window is full or the blocks do not suffice."""

@@ -41,6 +41,7 @@ from .event_log import EventLog
 from .invariants import expect
 from .lent_slots import LentSlots
 from .load_table import LoadTable
+from .lookahead import Lookahead
 from .policies.tables import backup_policy, eviction_policy
 from .radix_tree import RadixTree
 from .request_table import RequestTable
@@ -72,7 +73,8 @@ class CacheManager:
             self._events,
         )
         self._tree = RadixTree(self._residency)
-        self._tiering = Tiering(backup_policy(config), self._tree, self._residency, self._counters)
+        self._lookahead = Lookahead(self._tree, config.lookahead_requests)
+        self._tiering = Tiering(backup_policy(config), self._tree, self._residency, self._lookahead, self._counters)
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters)
         self._lent = LentSlots()
         self._loads = LoadTable(config, self._tree, self._tiering, self._counters)
@@ -138,6 +140,16 @@ class CacheManager:
         """
         with self._lock:
             self._requests.roll_back(request_id)
+
+    def expect(self, line: Sequence[BlockHashes]) -> None:
+        """Requests that wait to be matched, the next one first: what they would hit now leaves its tier last.
+
+        Tell it before each scheduling step; only the first `KVCacheConfig.lookahead_requests` are looked at. It is kept
+        as a hint: requests may come, go, and pass each other as they like. O(1), and O(runs of these prefixes) once in
+        a step that evicts.
+        """
+        with self._lock:
+            self._lookahead.expect(line)
 
     # ---- slots of a scheduler that keeps its own block tables
 

@@ -38,6 +38,17 @@ class RadixTree:
             self._residency.pin(run)
         return path
 
+    def find(self, hashes: Sequence[BlockHash]) -> list[Run]:
+        """The runs that hold the longest cached prefix of `hashes`, in prompt order; the last may hold more. Pins
+        nothing.
+        """
+        return self._find(hashes, len(hashes))[0].path()
+
+    def touch(self, path: Sequence[Run]) -> None:
+        """The runs of `path`, in prompt order, count as used now, the last one first."""
+        for run in reversed(path):
+            self._residency.touch(run)
+
     def count_cached(self, hashes: Sequence[BlockHash]) -> int:
         """Length of the longest cached prefix of `hashes`, in blocks. Changes nothing."""
         return _blocks_to(*self._find(hashes, len(hashes)))

@@ -21,6 +21,7 @@ from ..metadata import (
     TransferResult,
 )
 from .cache_stats import Counters
+from .lookahead import Lookahead
 from .policies.backup import BackupPolicy
 from .radix_tree import RadixTree
 from .residency import Residency
@@ -31,10 +32,13 @@ from .told_copies import ToldCopies
 class Tiering:
     """Makes room in a tier, backs blocks up to the host, and batches the copies of a step."""
 
-    def __init__(self, policy: BackupPolicy, tree: RadixTree, residency: Residency, counters: Counters) -> None:
+    def __init__(
+        self, policy: BackupPolicy, tree: RadixTree, residency: Residency, lookahead: Lookahead, counters: Counters
+    ) -> None:
         self._policy = policy
         self._tree = tree
         self._residency = residency
+        self._lookahead = lookahead
         self._counters = counters
         self._told = ToldCopies()
 
@@ -55,6 +59,7 @@ class Tiering:
         if count > self.num_available_device:
             self._counters.allocations_refused += 1
             return NoSpace(count, self.num_available_device)
+        self._lookahead.look()
         while (short := count - pool.num_free) > 0:
             victim = self._tree.device_victim(short)
             assert victim is not None, "blocks counted as evictable can be evicted"
@@ -268,6 +273,8 @@ class Tiering:
     def _make_host_room(self, count: int) -> int:
         """Evict from the host until `count` slots are free or nothing evictable is left; returns how many are."""
         pool = self._residency.host_pool
+        if count > pool.num_free:
+            self._lookahead.look()
         while (short := count - pool.num_free) > 0:
             victim = self._tree.host_victim(short)
             if victim is None:

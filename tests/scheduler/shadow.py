@@ -68,9 +68,13 @@ class Shadow:
 
     # ---- requests
 
-    def match(self, request_id: str, tokens: list[int], *, max_blocks: int | None = None, resumed: bool = False) -> int:
+    def hashed(self, tokens: list[int]) -> BlockHasher:
         hasher = BlockHasher(self.block_size)
         hasher.extend(tokens)
+        return hasher
+
+    def match(self, request_id: str, tokens: list[int], *, max_blocks: int | None = None, resumed: bool = False) -> int:
+        hasher = self.hashed(tokens)
         result = self.manager.match_prefix(request_id, hasher, max_blocks=max_blocks, resumed=resumed)
         self.requests[request_id] = ShadowRequest(list(tokens), hasher)
         assert result.num_tokens < len(tokens), "the last token is always computed"

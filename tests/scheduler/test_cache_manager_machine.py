@@ -88,6 +88,10 @@ class ManagerMachine(RuleBasedStateMachine):
         if self.shadow.allocate(name, len(request.tokens) + extra):
             self.scheduled.add(name)
 
+    @rule(line=st.lists(tokens_strategy, max_size=3))
+    def expect(self, line: list[list[int]]) -> None:
+        self.manager.expect([self.shadow.hashed(tokens) for tokens in line])
+
     @rule(data=st.data(), fail=st.booleans())
     def step(self, data: st.DataObject, fail: bool) -> None:
         self.report()

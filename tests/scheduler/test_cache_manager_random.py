@@ -47,6 +47,7 @@ class Driver:
             self.step: 10,
             self.end: 5,
             self.retry: 3,
+            self.expect: 3,
             self.load: 3,
             self.end_load: 3,
             self.store: 3,
@@ -60,6 +61,11 @@ class Driver:
             if request.admitted and name not in self.fresh:
                 self.shadow.verify(name)
         self.shadow.follow_events()
+
+    def expect(self) -> None:
+        """Requests wait of which some have been served before, and some never come."""
+        line = self.random.choices(self.history[-40:], k=self.random.randint(0, 4))
+        self.manager.expect([self.shadow.hashed(tokens) for tokens in line])
 
     def arrive(self) -> None:
         if len(self.shadow.requests) >= 6:

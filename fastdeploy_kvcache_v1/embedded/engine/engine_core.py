@@ -59,6 +59,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._send = send
         self.storage = storage
+        self._lookahead = manager.config.lookahead_requests
         self.observe_first_token: Callable[[float], None] = lambda seconds: None
         """Told the seconds from arrival to first token of every request."""
         self._generations: dict[str, Generation] = {}
@@ -128,6 +129,7 @@ class EngineCore:
         """Send the next batch, if there is none in flight and anything to do: swaps alone are enough."""
         self._fetch_ahead()
         while self._in_flight is None and self._closed is None:
+            self._manager.expect([generation.hasher for generation in self._scheduler.next_waiting(self._lookahead)])
             plan = self._scheduler.schedule()
             swap_step = self._manager.take_swap_step()
             if self.storage is not None:

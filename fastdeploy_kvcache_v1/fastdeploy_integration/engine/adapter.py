@@ -126,6 +126,26 @@ class PrefixCacheAdapter:
             logger.exception("request %s does not wait for storage", task.request_id)
             return False
 
+    def expect(self, line: Sequence[Any]) -> None:
+        """Requests that wait to be matched, the next one first: what they will hit is evicted last. Before `schedule`.
+
+        At most one of them is hashed that was not before, so that a long line delays no step; its match finds the
+        hashes ready.
+        """
+        with self._lock:
+            known = [self._kept.look(task) for task in line]
+            with suppress(Exception):  # the edge to what clients send: the match of that request will say what is wrong
+                self._hash_ahead(line, known)
+            self.manager.expect([tokens for tokens in known if tokens is not None])
+
+    def _hash_ahead(self, line: Sequence[Any], known: list[TaskTokens | None]) -> None:
+        """One with images is hashed at its match: FastDeploy may rewrite them until then."""
+        for index, task in enumerate(line):
+            if known[index] is None and not has_items(task):
+                tokens = known[index] = TaskTokens(task, self._block_size)
+                self._kept.keep(tokens)
+                return
+
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
         """Returns the cached prefix as (fresh block table, its tokens, FastDeploy's dictionary of metrics).
 

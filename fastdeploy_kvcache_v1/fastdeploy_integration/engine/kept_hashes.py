@@ -27,6 +27,11 @@ class KeptHashes:
             if len(self._kept) > KEPT_HASHES:
                 self._kept.popitem(last=False)
 
+    def look(self, task: Any) -> TaskTokens | None:
+        """As they were when they were kept, and still kept."""
+        tokens = self._kept.get(task.request_id)
+        return tokens if tokens is not None and tokens.is_of(task) else None
+
     def take(self, task: Any) -> TaskTokens | None:
         """Up to date, and kept no longer."""
         tokens = self._kept.pop(task.request_id, None)

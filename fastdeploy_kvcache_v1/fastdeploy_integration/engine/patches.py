@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
+from itertools import islice
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -248,6 +249,9 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
     if cache.held_back:
         for request in cache.held_back.release(instance):
             instance.add_request(request)
+    with instance.lock:  # other threads bring requests
+        line = list(islice(instance.waiting, cache.manager.config.lookahead_requests))
+    cache.expect(line)
     try:
         tasks, errors = wrapped(*args, **kwargs)
     except Exception as error:  # FastDeploy's own loop catches it, and goes on as if nothing had been scheduled

@@ -107,6 +107,21 @@ def test_second_request_is_served_from_the_cache_and_says_so():
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (18, 2, cached)
 
 
+def test_what_waits_is_served_from_the_cache_though_it_was_used_longest_ago():
+    """While a request of its own blocks runs, another one waits for its turn; what it will hit is the oldest."""
+    harness = Harness(small(num_device_blocks=8, num_host_blocks=0), max_num_seqs=1)
+    for name, letter in (("first", 1), ("second", 2)):
+        harness.submit(name, [letter] * 13, 1)
+        harness.run()
+    harness.submit("running", [3] * 13, 1)
+    waiting = harness.submit("waiting", [1] * 13, 1)
+    harness.run()
+    assert harness.manager.stats().counters.device_evicted_blocks > 0
+    usage = waiting.deltas[-1].usage
+    assert usage is not None
+    assert usage.cached_tokens == 12
+
+
 def test_generated_tokens_are_found_by_the_next_turn():
     harness = Harness(small(num_device_blocks=32))
     prompt = list(range(10))

@@ -9,24 +9,59 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import Task
 from .fake_scheduler import FakeScheduler, FakeTask, Status, make_adapter, serve
 
 
+@pytest.fixture
+def hashed(monkeypatch):
+    """Ids of the requests that were hashed, in order."""
+    ids = []
+
+    class Counted(TaskTokens):
+        def __init__(self, task, block_size):
+            ids.append(task.request_id)
+            super().__init__(task, block_size)
+
+    monkeypatch.setattr(adapter, "TaskTokens", Counted)
+    return ids
+
+
 @pytest.mark.parametrize(
     ("items", "times"), [(None, 1), ({}, 1), ({"mm_positions": [], "mm_hashes": []}, 1), ("an image", 4)]
 )
-def test_a_request_that_waits_is_hashed_once_unless_it_has_images(monkeypatch, items, times):
-    made = []
-
-    class Counted(TaskTokens):
-        def __init__(self, *args):
-            made.append(self)
-            super().__init__(*args)
-
-    monkeypatch.setattr(adapter, "TaskTokens", Counted)
+def test_a_request_that_waits_is_hashed_once_unless_it_has_images(hashed, items, times):
     cache = make_adapter(8)
     task = FakeTask("x", [1] * 9, items=images((1, 2)) if items == "an image" else items)
     for _ in range(4):
         cache.request_match_blocks(task, 4)
         cache.release_block_ids(task)
-    assert len(made) == times
+    assert hashed == ["x"] * times
+
+
+def test_a_line_is_hashed_one_request_a_step_and_not_again_at_the_match(hashed):
+    cache = make_adapter(8)
+    with_image = FakeTask("image", [1] * 9, items=images((1, 2)))
+    line = [with_image, *(FakeTask(name, [1] * 9) for name in "abc")]
+    for number in range(5):
+        assert hashed == list("abc")[:number]
+        cache.expect(line)
+    cache.request_match_blocks(line[1], 4)
+    assert hashed == list("abc")
+
+
+@pytest.mark.parametrize(("line", "kept"), [([], [0, 2, 2]), ([1], [2, 0, 2])])
+def test_what_waits_is_evicted_last(line, kept):
+    cache = make_adapter(7)
+    scheduler = FakeScheduler(cache)
+    serve(scheduler, [1] * 9, [2] * 9, [3] * 9, max_tokens=1)
+    cache.expect([FakeTask("waiting", [token] * 9) for token in line])
+    serve(scheduler, [4] * 9, max_tokens=1)
+    tokens = [TaskTokens(FakeTask("x", [token] * 9), 4) for token in (1, 2, 3)]
+    assert [cache.manager.count_cached(each.hashes) for each in tokens] == kept
+
+
+def test_a_request_without_tokens_in_the_line_does_no_harm():
+    cache = make_adapter(6)
+    broken = FakeTask("broken", [1] * 9)
+    broken.prompt_token_ids = None
+    cache.expect([broken, FakeTask("a", [1] * 9)])
 
 
 def test_hashes_of_aborted_requests_are_not_kept(monkeypatch):
@@ -109,7 +144,7 @@ def test_a_request_that_cannot_be_hashed_lets_the_others_pass(items, caplog):
 
 
 def test_a_match_that_fails_in_the_cache_itself_leaves_no_trace(monkeypatch, caplog):
-    cache = make_adapter(8)
+    cache = make_adapter(7)
     scheduler = FakeScheduler(cache)
     serve(scheduler, [1] * 9)
 

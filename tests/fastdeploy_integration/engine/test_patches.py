@@ -6,6 +6,8 @@ import logging
 import math
 import sys
 import tempfile
+import threading
+from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 from types import ModuleType, SimpleNamespace
 
@@ -322,6 +324,7 @@ def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplo
 class FakeResourceManager:
     def __init__(self, cache):
         self.cache_manager, self.batch = cache, []
+        self.lock, self.waiting = threading.Lock(), deque()
 
 
 @pytest.mark.parametrize(
