@@ -88,7 +88,7 @@ def _own_namespace() -> Namespace:
 
 def _checked(backend: StorageBackend, keys: list[StoreKey], values: list[memoryview]) -> RoundTrip:
     for key, value in zip(keys, values, strict=True):
-        seal(value, key)
+        seal(value, key, namespace=backend.namespace_digest)
     begin = time.perf_counter()
     backend.put(keys, values)
     put_s = time.perf_counter() - begin
@@ -99,7 +99,9 @@ def _checked(backend: StorageBackend, keys: list[StoreKey], values: list[memoryv
     begin = time.perf_counter()
     arrived = backend.get(keys, values)
     get_s = time.perf_counter() - begin
-    whole = sum(is_sealed(value, key) for key, value in zip(keys, values, strict=True))
+    whole = sum(
+        is_sealed(value, key, namespace=backend.namespace_digest) for key, value in zip(keys, values, strict=True)
+    )
     if (arrived, whole) != (len(keys), len(keys)):
         raise StorageError(f"of {len(keys)} values that were stored, {arrived} came back, and {whole} unchanged")
     backend.remove(keys)
