@@ -24,6 +24,8 @@ class Fetch:
     next: int = 0
     """First block of the next piece."""
     num_under_way: int = 0
+    holds_up: bool = True
+    """Its request waits for it. If not, the request starts when there is room for it."""
 
     @property
     def is_over(self) -> bool:

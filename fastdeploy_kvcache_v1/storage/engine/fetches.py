@@ -110,6 +110,12 @@ class Fetches:
         fetch = self._fetches.get(request_id)
         return fetch is None or self._seconds_left(fetch) <= 0
 
+    def pass_by(self, request_id: str) -> None:
+        """The request does not ask `may_start`: it starts when there is room for it, with what has arrived by then."""
+        fetch = self._fetches.get(request_id)
+        if fetch is not None:
+            fetch.holds_up = False
+
     def started(self, request_id: str) -> None:
         """The request has started, or is gone: nothing more is loaded for it. What is under way may still arrive."""
         fetch = self._fetches.pop(request_id, None)
@@ -182,6 +188,11 @@ class Fetches:
     def forget(self) -> None:
         """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
         self._fetches.clear()
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Requests that wait for their stored prefix. Any thread may read it. O(fetches)."""
+        return sum(fetch.holds_up and self._seconds_left(fetch) > 0 for fetch in list(self._fetches.values()))
 
     @property
     def is_left_alone(self) -> bool:

@@ -270,6 +270,28 @@ def test_requests_whose_prefix_has_arrived_make_way_for_others(link):
     assert len(sent(link, LoadBlocks)) == 6
 
 
+def test_requests_that_wait_for_their_prefix_are_counted_until_they_need_not(link):
+    now = [0.0]
+    manager = CacheManager(KVCacheConfig(256, 256, block_size=1))
+    settings = StorageSettings("file", "/unused", min_tokens=1)
+    tier = StorageTier(manager, settings, namespace(), link, clock=lambda: now[0])
+    counts = [tier.num_waiting_requests]
+    for name in ("comes", "leaves", "passes", "late"):
+        tier.request_arrived(name, prompt(name + "!"))
+        tier.answered(QueryDone(link.queries[-1][0], len(name)))
+        counts.append(tier.num_waiting_requests)
+    assert counts == [0, 1, 2, 3, 4]
+    for rank in range(RANKS):
+        tier.answered(LoadDone(sent(link, LoadBlocks)[0].load_id, rank, len("comes")))
+    assert tier.num_waiting_requests == 3
+    tier.request_left("leaves")
+    assert tier.num_waiting_requests == 2
+    tier.request_passes("passes")
+    assert tier.num_waiting_requests == 1
+    now[0] = 1.0
+    assert tier.num_waiting_requests == 0, "it may start"
+
+
 def test_two_pieces_are_stored_at_a_time(link):
     manager, tier = big(link, 256)
     step = compute(manager, tier, long(300))
