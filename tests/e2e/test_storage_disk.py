@@ -1,4 +1,4 @@
-"""A real server whose disk fills up, and becomes read-only: fewer hits, the same tokens, and all is well again later."""
+"""A real server whose disk fills up, and becomes read-only: fewer hits, the same tokens, and it heals."""
 
 import shutil
 
@@ -6,7 +6,7 @@ import httpx
 
 from tests.e2e.server_process import OPERATOR, started, wait_until
 from tests.e2e.small_disk import SmallDisk, needs_small_disk
-from tests.e2e.test_storage import CACHED, ask, end, flags
+from tests.e2e.test_storage import CACHED, ask, end, flags, prompt
 
 pytestmark = needs_small_disk()
 
@@ -27,7 +27,7 @@ class Asker:
         """Tokens of a prompt that came from the store: the server's own tiers are emptied before."""
         url = f"{self.server.url}/reset_prefix_cache"
         httpx.post(url, headers=OPERATOR, timeout=30.0).raise_for_status()
-        tokens, cached = ask(self.server, [1 + (step * 7 + number * 31) % 250 for step in range(600)])
+        tokens, cached = ask(self.server, prompt(number))
         self.known += [tokens] if number == len(self.known) else []
         assert self.known[number] == tokens
         return cached
