@@ -239,8 +239,8 @@ class Fetches:
         if most <= 0 or fetch.next >= fetch.end or hashes[fetch.next] in self._loading:
             return 0
         load_id = f"load-{next(self._numbers)}"
-        end = min(fetch.end, fetch.next + most)
-        lent = self._manager.begin_load(load_id, hashes[:end], fetch.next, level=self._target.level)
+        most = min(most, fetch.end - fetch.next)
+        lent = self._manager.begin_load(load_id, hashes, fetch.next, level=self._target.level, most=most)
         if not isinstance(lent, LoadSlots):
             fetch.end = fetch.next  # the tier is full of blocks in use
             return 0
@@ -267,7 +267,7 @@ class Fetches:
 
     def _is_present(self, fetch: Fetch, end: int) -> bool:
         """All blocks before `end` are: another request has brought or computed some of them."""
-        return self._target.count_present(fetch.prefix.hashes[:end]) == end
+        return self._target.count_present(fetch.prefix.hashes) >= end
 
     def _note_silence(self, now: float) -> None:
         """No answer is a failure, too, whoever waits for it."""
