@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter
 
 from _support import median, save
@@ -20,6 +21,8 @@ from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes
 
 Seconds = Iterator[float]
 REPEATS = 41
+PIECE = 32
+"""Blocks that the storage tier loads or stores as one."""
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back") -> CacheManager:
@@ -189,6 +192,38 @@ def step_after_reset(count: int) -> Seconds:
         yield timed(cache.take_swap_step)
 
 
+def load_piece(length: int) -> Seconds:
+    """32 stored blocks become cached, behind `length` that came in pieces of 32 as well."""
+    hashes = blocks(length + PIECE * REPEATS)
+    cache = manager(4, len(hashes))
+
+    def load(first: int) -> None:
+        lent = cache.begin_load("load", hashes, first, most=PIECE)
+        assert not isinstance(lent, NoSpace), "the host tier must hold the prompt"
+        cache.complete_load("load", len(lent.slots))
+
+    for first in range(0, len(hashes), PIECE):
+        seconds = timed(partial(load, first))
+        if first >= length:
+            yield seconds
+
+
+def store_piece(length: int) -> Seconds:
+    """32 of more than `length` blocks that one step has copied to the host are kept for a store, and let go."""
+    hashes = blocks(length + PIECE * REPEATS)
+    cache = manager(len(hashes), len(hashes), "write_through")
+    play(cache, given(hashes))
+    step = cache.take_swap_step()
+
+    def store(first: int) -> None:
+        slots = step.evict.target_slots[first : first + PIECE]
+        assert cache.begin_store("store", step.step, frozenset(slots)).slots == slots
+        cache.end_store("store")
+
+    for first in range(0, PIECE * REPEATS, PIECE):
+        yield timed(partial(store, first))
+
+
 def hash_prompt(tokens: int) -> Seconds:
     numbers = random.Random(1)
     ids = [numbers.randrange(150_000) for _ in range(tokens)]
@@ -236,6 +271,8 @@ CASES: tuple[tuple[str, Callable[[int], Seconds], tuple[int, ...], bool], ...] =
     ("a request of 8 blocks, 4 of them cached; blocks in the cache", big_cache, (10_000, 100_000, 1_000_000), False),
     ("a step after a reset; runs forgotten", step_after_reset, (30_000, 500_000), False),
     ("a reset; runs forgotten", reset, (1000, 100_000, 500_000), True),
+    ("32 stored blocks are loaded; blocks before them", load_piece, (512, 4096, 16_384), False),
+    ("32 blocks on the host are stored; blocks copied with them", store_piece, (512, 4096, 16_384), False),
     ("hashing a prompt; tokens", hash_prompt, (8192, 131_072, 1_000_000), True),
 )
 

@@ -52,6 +52,9 @@ TURNS = 15
 UNLIMITED = 1 << 50
 """Values that were moved away count as stored."""
 
+SEALED_FOR = "0" * 32
+"""Digest of a namespace."""
+
 LMDB_BYTES = 2 << 30
 PAGE = 4096
 
@@ -161,12 +164,13 @@ class Contender(NamedTuple):
 
     def put(self, buffers: Buffers) -> None:
         for buffer, key in zip(buffers, self.sealed_for, strict=False):
-            seal(buffer, key)
+            seal(buffer, key, namespace=SEALED_FOR)
         self.store.put(buffers)
 
     def get(self, buffers: Buffers) -> None:
         self.store.get(buffers)
-        assert all(is_sealed(buffer, key) for buffer, key in zip(buffers, self.sealed_for, strict=False))
+        pairs = zip(buffers, self.sealed_for, strict=False)
+        assert all(is_sealed(buffer, key, namespace=SEALED_FOR) for buffer, key in pairs)
 
 
 def keys_of(first: int, count: int) -> list[StoreKey]:

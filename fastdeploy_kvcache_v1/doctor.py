@@ -62,9 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kvcache-storage-backend",
-        choices=["file", "mooncake"],
+        choices=["file", "mooncake", "attention_store"],
         metavar="NAME",
-        help="also check this store: mooncake, as its configuration says (file: give the directory)",
+        help="also check this store, as its configuration says (file: give the directory)",
     )
 
 
@@ -167,6 +167,14 @@ def storage_findings(backend: str | None, directory: Path | None) -> Iterator[Fi
         yield Finding(False, "storage file", "name its directory: --kvcache-storage-dir DIR")
     if backend == "mooncake":
         yield _tried("storage mooncake", round_trip.try_mooncake, "")
+    if backend == "attention_store":
+        yield _tried("storage attention_store", _try_attention_store, ", from and to the memory of the embedded server")
+
+
+def _try_attention_store() -> RoundTrip:
+    from .storage.attention_store.trial import try_attention_store
+
+    return try_attention_store()
 
 
 def _tried(name: str, trial: Callable[[], RoundTrip], how: str) -> Finding:

@@ -196,6 +196,13 @@ TABLE: tuple[Metric, ...] = (
         late_requests="Requests that started before their stored prefix had arrived",
     ),
     Metric(
+        "storage_waiting_requests",
+        "Requests that wait for their stored prefix",
+        Kind.GAUGE,
+        Source.STORAGE,
+        "num_waiting_requests",
+    ),
+    Metric(
         "storage_is_left_alone",
         "1 while the store is not asked because it failed again and again",
         Kind.GAUGE,

@@ -1,4 +1,4 @@
-"""A TCP proxy that misbehaves on demand: slow, hanging, resetting, and well again."""
+"""A TCP proxy that misbehaves on demand: slow, hanging, resetting, changing bytes, and well again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import threading
 import time
 
 CHUNK = 1 << 16
+LARGE = 1 << 12
+"""A piece of so many bytes is not only a header."""
+
 POLL_S = 0.02
 
 
@@ -21,17 +24,19 @@ class Fault(enum.Enum):
     """Nothing passes, and nothing is closed."""
     RESET = enum.auto()
     """Each connection is reset as soon as it says something."""
+    FLIP = enum.auto()
+    """One bit of each large piece is another one."""
 
 
 class FaultProxy:
     """In front of a port of the loopback interface. `fault` may be changed at any time."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, listen_at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.fault = Fault.NONE
         self.faults_met = 0
-        """Pieces that were late, held back or answered with a reset."""
+        """Pieces that were late, held back, changed, or answered with a reset."""
         self._target = ("127.0.0.1", port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(listen_at)
         self._is_closed = False
         self._sockets: set[socket.socket] = set()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -65,6 +70,8 @@ class FaultProxy:
     def _copy(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(CHUNK):
+                if self.fault is Fault.FLIP:
+                    data = _flipped(data)
                 self.faults_met += self.fault is not Fault.NONE
                 if self.fault is Fault.SLOW:
                     time.sleep(0.05)
@@ -80,3 +87,11 @@ class FaultProxy:
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
             self._sockets.discard(each)
+
+
+def _flipped(data: bytes) -> bytes:
+    if len(data) < LARGE:
+        return data
+    changed = bytearray(data)
+    changed[len(data) // 2] ^= 1
+    return bytes(changed)

@@ -18,6 +18,7 @@ from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.switch import SWITCH
 from tests.mooncake_master import Master, needs_mooncake
+from tests.storage.attention_store.stand_in import installed, num_stored, set_faults
 from tests.storage.values import keys, namespace, values
 
 
@@ -232,6 +233,57 @@ def test_mooncake_is_tried_out_with_memory_of_others(make_tree, tmp_path, monkey
     finally:
         take_back_memory()
         master.kill()
+
+
+@pytest.fixture
+def attention_store_doctor(make_tree, tmp_path, capsys):
+    """Exit status, and the line about the store."""
+    tree = make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""})
+
+    def run():
+        status = cli.main(["doctor", "--source", str(tree), "--kvcache-storage-backend", "attention_store"])
+        lines = capsys.readouterr().out.splitlines()
+        return status, [each for each in lines if "storage attention_store: " in each][-1]
+
+    return run
+
+
+@pytest.fixture
+def attention_store(tmp_path, monkeypatch):
+    with installed(monkeypatch, tmp_path / "store") as store:
+        yield store
+
+
+def test_the_attention_store_is_tried_out_by_a_round_trip(attention_store_doctor, attention_store):
+    status, found = attention_store_doctor()
+    assert status == 0, found
+    assert re.match(r"  ok  storage attention_store: 64 MiB stored at [\d,]+ MB/s and read at [\d,]+ MB/s, from", found)
+    assert num_stored(attention_store) == 32
+    assert attention_store_doctor()[0] == 0, "the next trial does not meet what the first one left"
+    assert num_stored(attention_store) == 64
+
+
+@pytest.mark.parametrize(
+    ("faults", "line"),
+    [
+        ({"match": {"error": "no route to host"}}, "the attention store cannot be used: no route to host"),
+        ({"write": {"error": "no space"}}, "the attention store could not write: no space"),
+        ({"write": {"short": 5}}, "of 32 blocks that were to be stored, only the first 5 are there"),
+        ({"write": {"answer": 33}}, "the attention store answered 33 to a write of 32 blocks"),
+        ({"read": {"short": 5}}, "of 32 blocks that were stored, 5 came back, and 5 unchanged"),
+        ({"read": {"short": 31, "answer": 32}}, "of 32 blocks that were stored, 32 came back, and 31 unchanged"),
+        ({"read": {"error": "timed out", "late_s": 1.0}}, "the attention store could not read: timed out"),
+        ({"read": {"crash": "segment"}}, "the attention store failed: RuntimeError('segment')"),
+    ],
+)
+def test_an_attention_store_that_does_not_work_is_a_problem(attention_store_doctor, attention_store, faults, line):
+    set_faults(attention_store, **faults)
+    assert attention_store_doctor() == (1, f"FAIL  storage attention_store: {line}")
+
+
+def test_the_attention_store_without_its_sdk_is_one_line(attention_store_doctor):
+    status, found = attention_store_doctor()
+    assert (status, "needs the package attentionstore_sdk, which is not installed" in found) == (1, True)
 
 
 def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):

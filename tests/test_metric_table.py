@@ -26,7 +26,7 @@ def test_every_counter_of_the_storage_tier_has_a_row():
     moved = {f"{direction}.{field.name}" for direction in ("load", "store") for field in fields(MoveTotals)}
     counters = {field.name for field in fields(StorageCounters)} - {"load", "store"}
     found = {name.removeprefix("counters.") for name in attributes(Source.STORAGE)}
-    assert found == moved | counters | {"is_left_alone"}
+    assert found == moved | counters | {"is_left_alone", "num_waiting_requests"}
 
 
 def test_rows_of_one_name_are_one_family():

@@ -186,20 +186,28 @@ class CacheManager:
     # ---- blocks from outside the two tiers
 
     def begin_load(
-        self, load_id: str, hashes: Sequence[BlockHash], first: int, *, level: CacheLevel = CacheLevel.HOST
+        self,
+        load_id: str,
+        hashes: Sequence[BlockHash],
+        first: int,
+        *,
+        level: CacheLevel = CacheLevel.HOST,
+        most: int | None = None,
     ) -> LoadSlots | NoSpace:
-        """Lend slots of tier `level` for blocks `hashes[first:]` of a prompt, which storage or a peer is going to fill.
+        """Lend slots of tier `level` for blocks `hashes[first:]` of a prompt, at most for `most` of them, which storage
+        or a peer is going to fill.
 
-        `hashes` begin with the prompt's first block. Cached blocks are evicted where slots are short, and there may be
-        fewer slots than blocks: then the load is of the first ones. `NoSpace`, changing nothing, if there is none, or
-        prefix caching is off. Read `LoadSlots.after_step` before letting bytes in.
+        `hashes` begin with the prompt's first block; they are kept, and may only grow meanwhile. Cached blocks are
+        evicted where slots are short, and there may be fewer slots than blocks: then the load is of the first ones.
+        `NoSpace`, changing nothing, if there is none, or prefix caching is off. Read `LoadSlots.after_step` before
+        letting bytes in.
 
         Until `complete_load` nothing of it can be matched, and no other owner gets its slots. A load pins nothing: to
         keep the blocks before `first`, let a request match them. Raises `CacheStateError` if `load_id` has begun
-        already or there is no such block. O(blocks).
+        already or there is no such block. O(slots).
         """
         with self._lock:
-            return self._loads.begin(load_id, hashes, first, level, self._requests.step)
+            return self._loads.begin(load_id, hashes, first, level, self._requests.step, most)
 
     def complete_load(self, load_id: str, num_arrived: int) -> int:
         """The first `num_arrived` blocks of a load are there, and no byte can arrive in any of its slots any more.
@@ -230,9 +238,11 @@ class CacheManager:
         with self._lock:
             return self._stores.begin(store_id, step, slots)
 
-    def begin_device_store(self, store_id: str, hashes: Sequence[BlockHash], first: int) -> StoreSource:
-        """Keep the device slots of blocks `hashes[first:]` of a prompt as they are, until `end_store`: storage reads
-        them. `hashes` begin with the prompt's first block.
+    def begin_device_store(
+        self, store_id: str, hashes: Sequence[BlockHash], first: int, *, most: int | None = None
+    ) -> StoreSource:
+        """Keep the device slots of blocks `hashes[first:]` of a prompt, at most of `most` of them, as they are, until
+        `end_store`: storage reads them. `hashes` begin with the prompt's first block.
 
         Blocks from the first one on that is not on the device are not in the result; without blocks nothing has begun.
         The bytes are there once the worker has ended every copy and pass of the steps it was told of, unless such a
@@ -240,7 +250,7 @@ class CacheManager:
         Raises `CacheStateError` if `store_id` has begun already. O(blocks).
         """
         with self._lock:
-            return self._stores.begin_on_device(store_id, hashes, first)
+            return self._stores.begin_on_device(store_id, hashes, first, most)
 
     def end_store(self, store_id: str) -> None:
         """Nobody reads for this store any more. Raises `CacheStateError` for one that is unknown: it had no blocks, or

@@ -22,7 +22,9 @@ from .tiering import Tiering
 class Load:
     level: CacheLevel
     hashes: Sequence[BlockHash]
-    """Of a prompt, from its first block to the last one that is loaded."""
+    """Of a prompt, from its first block on."""
+    end: int
+    """The block behind the last one that is loaded."""
     slots: list[Any]
     """Of tier `level`, for the last blocks of `hashes`."""
     wanted: bool = True
@@ -40,7 +42,7 @@ class LoadTable:
         self._loads: dict[str, Load] = {}
 
     def begin(
-        self, load_id: str, hashes: Sequence[BlockHash], first: int, level: CacheLevel, open_step: int
+        self, load_id: str, hashes: Sequence[BlockHash], first: int, level: CacheLevel, open_step: int, most: int | None
     ) -> LoadSlots | NoSpace:
         if load_id in self._loads:
             raise CacheStateError(f"load {load_id} has begun already: complete it first")
@@ -48,12 +50,12 @@ class LoadTable:
             raise CacheStateError(f"load {load_id}: a load fills the device or the host tier, not storage")
         if not 0 <= first < len(hashes):
             raise CacheStateError(f"load {load_id}: no block {first} among {len(hashes)} hashes")
-        count = len(hashes) - first
+        count = len(hashes) - first if most is None else min(most, len(hashes) - first)
         slots = self._tiering.allocate_up_to(count, level) if self._caching else []
         if not slots:
             self._counters.allocations_refused += 1
             return NoSpace(count, 0)
-        self._loads[load_id] = Load(level, hashes[: first + len(slots)], slots)
+        self._loads[load_id] = Load(level, hashes, first + len(slots), slots)
         return LoadSlots(tuple(slots), self._tiering.last_step_with_copies(level, open_step))
 
     def complete(self, load_id: str, num_arrived: int) -> int:
@@ -81,9 +83,8 @@ class LoadTable:
             raise CacheStateError(f"load {load_id} is unknown, or has been completed already") from None
 
     def _cache(self, load: Load, num_arrived: int) -> int:
-        num_missing = len(load.slots) - num_arrived
-        hashes = load.hashes[: len(load.hashes) - num_missing]
-        return self._tree.graft(hashes, load.slots[:num_arrived], load.level)
+        end = load.end - (len(load.slots) - num_arrived)
+        return self._tree.graft(load.hashes, end, load.slots[:num_arrived], load.level)
 
     # ---- looking
 

@@ -55,17 +55,19 @@ class RadixTree:
 
     def count_on_device(self, hashes: Sequence[BlockHash]) -> int:
         """As `count_cached`, of the blocks that are on the device or that a planned copy brings there."""
-        return sum(count for run, count in self._look(hashes) if run.on_device)
+        return sum(count for run, count in self._look(hashes, len(hashes)) if run.on_device)
 
-    def filled_device_slots(self, hashes: Sequence[BlockHash]) -> list[DeviceSlot]:
-        """Slots of the first blocks of `hashes`, as far as they are on the device and wait for no copy of which the
-        worker was not told. O(blocks).
+    def filled_device_slots(self, hashes: Sequence[BlockHash], first: int, end: int) -> list[DeviceSlot]:
+        """Slots of blocks `hashes[first:end]`, as far as they are on the device and wait for no copy of which the
+        worker was not told. O(slots) and O(runs of the path).
         """
         slots: list[DeviceSlot] = []
-        for run, count in self._look(hashes):
+        begin = 0
+        for run, count in self._look(hashes, end):
             if not run.on_device or run.open is CacheLevel.DEVICE:
                 break
-            slots += run.device_slots[:count]
+            slots += run.device_slots_of(max(0, first - begin), count)
+            begin += count
         return slots
 
     def release(self, leaf: Run, *, touch: bool) -> None:
@@ -120,15 +122,16 @@ class RadixTree:
             done += taken
         return runs, duplicates
 
-    def graft(self, hashes: Sequence[BlockHash], slots: Sequence[Any], level: CacheLevel) -> int:
-        """Cache blocks from outside: the last of `hashes`, as many as `slots` of tier `level`. No request uses them.
+    def graft(self, hashes: Sequence[BlockHash], end: int, slots: Sequence[Any], level: CacheLevel) -> int:
+        """Cache blocks from outside: the last of `hashes[:end]`, as many as `slots` of tier `level`. No request uses
+        them. O(slots) and O(runs of the path).
 
         Returns for how many of them, the last ones, the slots were taken. The others are cached already; none is taken
         if the blocks before them are not cached, or, for the device tier, not on the device.
         """
-        run, taken = self._find(hashes, len(hashes))
+        run, taken = self._find(hashes, end)
         known = _blocks_to(run, taken)
-        num_new = len(hashes) - known
+        num_new = end - known
         has_prefix = num_new <= len(slots) and (level is CacheLevel.HOST or run.is_root or run.on_device)
         if not num_new or not has_prefix:
             return 0
@@ -136,9 +139,11 @@ class RadixTree:
             run = self.split(run, taken)
         if run.child(hashes[known]) is not None:
             return 0  # on its way to the host: it cannot be found yet, but it is cached
-        added = (Run.on_host if level is CacheLevel.HOST else Run.of)(hashes[known:], slots[-num_new:])
+        added = (Run.on_host if level is CacheLevel.HOST else Run.of)(hashes[known:end], slots[-num_new:])
         run.add_child(added)
         self._residency.add_loaded(added)
+        if added.fits_parent():
+            self._residency.join(added)  # it could not have left before these blocks anyway
         return num_new
 
     # ---- taking blocks away
@@ -240,12 +245,12 @@ class RadixTree:
             run, position = child, position + taken
         return run, run.length
 
-    def _look(self, hashes: Sequence[BlockHash]) -> list[tuple[Run, int]]:
-        """The longest cached prefix of `hashes`: its runs, with how many of their blocks belong to it.
+    def _look(self, hashes: Sequence[BlockHash], limit: int) -> list[tuple[Run, int]]:
+        """The longest cached prefix of `hashes[:limit]`: its runs, with how many of their blocks belong to it.
 
         On the device are the first ones: a run below one that is not there is not there either.
         """
-        leaf, taken = self._find(hashes, len(hashes))
+        leaf, taken = self._find(hashes, limit)
         return [(run, taken if run is leaf else run.length) for run in leaf.path()]
 
     # ---- looking

@@ -106,12 +106,22 @@ class Run(Link):
         """A copy, empty if it is not on the device; O(length)."""
         return self.latest_device_slots if self.on_device else []
 
+    def device_slots_of(self, begin: int, end: int) -> list[DeviceSlot]:
+        """Of blocks `[begin, end)` of this run, which is on the device. A copy; O(end - begin)."""
+        first = WIDTH * (self.start + begin) + DEVICE
+        return self.cells[first : WIDTH * (self.start + end) : WIDTH]
+
     @property
     def latest_device_slots(self) -> list[DeviceSlot]:
         """What an open copy to the host reads, also after the run has left the device: the copy comes before whatever
         the slots are used for next. A copy; O(length).
         """
         return self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH]
+
+    def host_slots_of(self, begin: int, end: int) -> list[HostSlot]:
+        """Of blocks `[begin, end)` of this run, which is on the host. A copy; O(end - begin)."""
+        first = WIDTH * (self.start + begin) + HOST
+        return self.cells[first : WIDTH * (self.start + end) : WIDTH]
 
     @property
     def host_slots(self) -> list[HostSlot]:

@@ -7,7 +7,6 @@ lock covers it.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from itertools import compress
 
 from ..errors import CacheStateError
 from ..metadata import BlockHash, DeviceSlot, HostSlot, StoreSource
@@ -16,6 +15,9 @@ from .radix_tree import RadixTree
 from .residency import Residency
 from .run import Run
 from .tiering import Tiering
+
+LOOKED_AT_ONCE = 64
+"""Blocks of a run."""
 
 
 class StoreTable:
@@ -32,20 +34,22 @@ class StoreTable:
         blocks: list[tuple[BlockHash, HostSlot]] = []
         reader = HostReader()
         for run in self._tiering.copied_to_host(step):
-            is_read = [slot in slots for slot in run.host_slots]
-            if any(is_read):
-                first, end = is_read.index(True), len(is_read) - is_read[::-1].index(True)
-                read = self._part(run, first, end)
+            if len(blocks) == len(slots):
+                break
+            places = _places(run, slots, len(slots) - len(blocks))
+            if places:
+                read = self._part(run, places[0], places[-1] + 1)
                 all_blocks = zip(read.hashes, read.host_slots, strict=True)
-                blocks += compress(all_blocks, is_read[first:end])
+                blocks += [block for block in all_blocks if block[1] in slots]
                 self._residency.begin_reading(read, reader)
         if blocks:
             self._stores[store_id] = reader
         return StoreSource(tuple(block for block, _ in blocks), tuple(slot for _, slot in blocks))
 
-    def begin_on_device(self, store_id: str, hashes: Sequence[BlockHash], first: int) -> StoreSource:
+    def begin_on_device(self, store_id: str, hashes: Sequence[BlockHash], first: int, most: int | None) -> StoreSource:
         self._require_new(store_id)
-        slots = self._tree.filled_device_slots(hashes)[first:]
+        end = len(hashes) if most is None else min(len(hashes), first + most)
+        slots = self._tree.filled_device_slots(hashes, first, end)
         if slots:
             self._residency.device_pool.hold(slots)
             self._stores[store_id] = slots
@@ -74,3 +78,18 @@ class StoreTable:
 
     def __len__(self) -> int:
         return len(self._stores)
+
+
+def _places(run: Run, slots: Set[int], most: int) -> list[int]:
+    """Which blocks of `run` are in host `slots`; `most` of them are enough.
+
+    Its first blocks are looked at first. The pieces of a run are stored in order, and what was stored is a run of its
+    own: so the next piece is mostly at the beginning, however long the run is.
+    """
+    places: list[int] = []
+    for begin in range(0, run.length, LOOKED_AT_ONCE):
+        some = run.host_slots_of(begin, min(begin + LOOKED_AT_ONCE, run.length))
+        places += [begin + number for number, slot in enumerate(some) if slot in slots]
+        if len(places) >= most:
+            break
+    return places

@@ -106,7 +106,7 @@ class StorageAgent(LaneAgent):
         keys, buffers = self._values(command)
         arrived = backend.get(keys, buffers)
         num_good = 0
-        while num_good < arrived and is_sealed(buffers[num_good], keys[num_good]):
+        while num_good < arrived and is_sealed(buffers[num_good], keys[num_good], namespace=backend.namespace_digest):
             num_good += 1
             _let_others_run()
         if num_good < arrived:
@@ -121,7 +121,7 @@ class StorageAgent(LaneAgent):
         start = time.perf_counter()
         keys, buffers = self._values(command)
         for key, buffer in zip(keys, buffers, strict=True):
-            seal(buffer, key)
+            seal(buffer, key, namespace=backend.namespace_digest)
             _let_others_run()
         refused = 0
         try:

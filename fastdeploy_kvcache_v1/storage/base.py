@@ -46,6 +46,8 @@ class StorageBackend(ABC):
 
     name: str
     """As users write it."""
+    namespace_digest: str
+    """Which namespace it is: values are sealed for it (`seal.py`)."""
     may_write_late = False
     """After a failed `get`, bytes may still arrive in its buffers until `close` has returned."""
 

@@ -12,7 +12,7 @@ from .base import StoreKey
 
 __all__ = ["FORMAT_VERSION", "Namespace", "block_key", "commit_key"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Of what is stored, and under which key."""
 
 

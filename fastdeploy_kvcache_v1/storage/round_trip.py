@@ -16,11 +16,12 @@ from .base import SlotMemory, StorageBackend, StoreKey
 from .namespace import Namespace, block_key
 from .seal import TRAILER_BYTES, is_sealed, seal
 
-__all__ = ["NUM_BYTES", "RoundTrip", "try_directory", "try_mooncake"]
+__all__ = ["NUM_BYTES", "RoundTrip", "trial_namespace", "try_directory", "try_mooncake"]
 
 NUM_VALUES = 64
 VALUE_BYTES = MIB
 NUM_BYTES = NUM_VALUES * VALUE_BYTES
+LAYOUT = CacheLayout(1, (RoleSpec("key", (VALUE_BYTES - TRAILER_BYTES,), "uint8"),))
 
 
 class RoundTrip(NamedTuple):
@@ -38,7 +39,7 @@ def try_directory(directory: Path) -> RoundTrip:
     from .file.file_backend import FileBackend
     from .file.value_files import remove_if_empty
 
-    namespace = _own_namespace()
+    namespace = trial_namespace(LAYOUT, block_size=1)
     backend = FileBackend(directory, namespace, capacity_bytes=1 << 62)
     try:
         return _round_trip(backend)
@@ -56,7 +57,9 @@ def try_mooncake() -> RoundTrip:
     from .mooncake.mooncake_backend import MooncakeBackend
     from .mooncake.settings import MooncakeSettings
 
-    return _round_trip(MooncakeBackend(MooncakeSettings.read(os.environ), _own_namespace(), gives_memory=False))
+    return _round_trip(
+        MooncakeBackend(MooncakeSettings.read(os.environ), trial_namespace(LAYOUT, block_size=1), gives_memory=False)
+    )
 
 
 def _round_trip(backend: StorageBackend) -> RoundTrip:
@@ -74,12 +77,13 @@ def _round_trip(backend: StorageBackend) -> RoundTrip:
         backend.close()
 
 
-def _own_namespace() -> Namespace:
+def trial_namespace(layout: CacheLayout, *, block_size: int) -> Namespace:
+    """Another one with every call: no server looks there, and nothing is there yet."""
     return Namespace(
         model="doctor",
         weight_epoch=uuid.uuid4().hex,
-        layout=CacheLayout(1, (RoleSpec("key", (VALUE_BYTES - TRAILER_BYTES,), "uint8"),)),
-        block_size=1,
+        layout=layout,
+        block_size=block_size,
         tensor_parallel_size=1,
         implementation="doctor",
         hash_version="none",
@@ -88,7 +92,7 @@ def _own_namespace() -> Namespace:
 
 def _checked(backend: StorageBackend, keys: list[StoreKey], values: list[memoryview]) -> RoundTrip:
     for key, value in zip(keys, values, strict=True):
-        seal(value, key)
+        seal(value, key, namespace=backend.namespace_digest)
     begin = time.perf_counter()
     backend.put(keys, values)
     put_s = time.perf_counter() - begin
@@ -99,7 +103,9 @@ def _checked(backend: StorageBackend, keys: list[StoreKey], values: list[memoryv
     begin = time.perf_counter()
     arrived = backend.get(keys, values)
     get_s = time.perf_counter() - begin
-    whole = sum(is_sealed(value, key) for key, value in zip(keys, values, strict=True))
+    whole = sum(
+        is_sealed(value, key, namespace=backend.namespace_digest) for key, value in zip(keys, values, strict=True)
+    )
     if (arrived, whole) != (len(keys), len(keys)):
         raise StorageError(f"of {len(keys)} values that were stored, {arrived} came back, and {whole} unchanged")
     backend.remove(keys)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -40,9 +40,14 @@ class ServerProcess:
     """`serve --embedded` on a free port, with a temporary directory of its own; without `--model`, the random one."""
 
     def __init__(
-        self, directory: Path, *flags: str, environment: dict[str, str] | None = None, max_files: int | None = None
+        self,
+        directory: Path,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        max_files: int | None = None,
+        wrapper: Sequence[str] = (),
     ) -> None:
-        """`max_files`: descriptors that the server may have at most."""
+        """`max_files`: descriptors that the server may have at most. `wrapper`: a command that becomes the server."""
         # Not below `directory`: its name would be too long for unix sockets.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
         directory.mkdir(exist_ok=True)
@@ -50,7 +55,7 @@ class ServerProcess:
         self._stdout_path = directory / "stdout"
         with self._stdout_path.open("wb") as stdout, self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*SERVE, "--model", "random", "--port", "0", *flags],
+                [*wrapper, *SERVE, "--model", "random", "--port", "0", *flags],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -161,10 +166,14 @@ class ServerProcess:
 
 @contextmanager
 def started(
-    directory: Path, *flags: str, environment: dict[str, str] | None = None, max_files: int | None = None
+    directory: Path,
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    max_files: int | None = None,
+    wrapper: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
     """A ready server; killed at the end if it still runs."""
-    server = ServerProcess(directory, *flags, environment=environment, max_files=max_files)
+    server = ServerProcess(directory, *flags, environment=environment, max_files=max_files, wrapper=wrapper)
     try:
         server.wait_ready()
         yield server

@@ -3,12 +3,15 @@
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from tests.e2e.server_process import ServerProcess, started, wait_until
 from tests.e2e.test_storage import CACHED, SIZE, ask, assert_they_share, end, wait_stored
 from tests.fault_proxy import Fault, FaultProxy
 from tests.mooncake_master import Master, needs_mooncake
+from tests.mooncake_peer import PeerProxies, needs_compiler
+from tests.mooncake_peer import environment as behind_proxies
 
 pytestmark = needs_mooncake()
 
@@ -35,8 +38,9 @@ def master(tmp_path):
 def start(tmp_path, master):
     """A server on the master, as a context."""
 
-    def started_server(name, address=None, **changes):
-        return started(tmp_path / name, *flags(**changes), environment=master.environment(address))
+    def started_server(name, address=None, variables=None, **changes):
+        environment = {**master.environment(address), **(variables or {})}
+        return started(tmp_path / name, *flags(**changes), environment=environment)
 
     return started_server
 
@@ -66,6 +70,15 @@ def shared(one, two, prompts):
         return cached > 0
 
     wait_until(found, "a hit on what the other server computed")
+
+
+def stored_by(server, tokens):
+    """The answer of `server`, which has stored the whole prompt by then."""
+    name = "storage_blocks_total{direction=store}"
+    before = server.metrics()[name]
+    answer, _ = ask(server, tokens)
+    wait_until(lambda: server.metrics()[name] - before >= CACHED // 16, "stored blocks")
+    return answer
 
 
 def test_a_failing_master_costs_hits_and_no_token(start, master):
@@ -102,6 +115,32 @@ def test_a_failing_master_costs_hits_and_no_token(start, master):
         assert two.stop() == 0, two.stderr
         two.assert_nothing_left()
     proxy.close()
+
+
+@needs_compiler()
+def test_a_failing_peer_costs_hits_and_no_token(tmp_path, start, master):
+    """The port that blocks are read from and written to is slow, changes bytes, hangs, and resets connections."""
+    prompts = map(prompt, itertools.count())
+    with start("one", variables=behind_proxies(tmp_path)) as one, start("two") as two:
+        ask(one, prompt(200))  # which makes it give memory; nobody reaches that yet
+        wait_until(lambda: one.metrics()["storage_failures_total{direction=store}"] >= 1, "a store that fails")
+        peer = PeerProxies(psutil.Process(one.process.pid))
+        assert len(peer) >= 2, "it has ports for data and for questions"
+        shared(one, two, prompts)
+        for number, fault in enumerate((Fault.SLOW, Fault.FLIP, Fault.HANG, Fault.RESET)):
+            known, met = stored_by(one, prompt(100 + number)), peer.faults_met
+            peer.set_fault(fault)
+            assert ask(two, prompt(100 + number))[0] == known, fault
+            assert peer.faults_met > met, fault
+            peer.set_fault(Fault.NONE)
+            shared(one, two, prompts)
+        metrics = two.metrics()
+        assert metrics["storage_damaged_blocks_total"] >= 1
+        assert metrics["storage_failures_total{direction=load}"] >= 2
+        assert metrics["host_loading_blocks"] == metrics["quarantined_blocks"] == 0
+        end(one)
+        end(two)
+        peer.close()
 
 
 def test_a_setting_that_is_missing_is_one_line_at_the_start(tmp_path):

@@ -1,17 +1,33 @@
 """Real servers with a storage directory: what one computed, the next one and the other one do not compute again."""
 
+import random
 import shutil
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
-from tests.e2e.server_process import ServerProcess, started, wait_until
+from fastdeploy_kvcache_v1 import cli
+from fastdeploy_kvcache_v1.storage.file.value_files import namespaces, stored_files
+from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION
+from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_until
+from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
 PROMPT = [1 + number % 250 for number in range(600)]
 SIZE = ("--block-size", "16", "--num-gpu-blocks-override", "120", "--max-model-len", "900")
 CACHED = 592
 """All whole blocks but the one of the last token."""
+
+
+def prompt(number):
+    """No two of the first 31 begin alike."""
+    return [1 + (step * 7 + number * 8) % 250 for step in range(600)]
+
+
+def num_values(directory):
+    return sum(1 for _ in stored_files(directory))
 
 
 def flags(directory, **changes):
@@ -88,18 +104,29 @@ def test_two_servers_share_what_they_compute(tmp_path):
         end(two)
 
 
-def test_a_killed_server_leaves_a_directory_that_works(tmp_path):
-    directory = tmp_path / "kv"
-    with started(tmp_path / "first", *flags(directory)) as server:
-        tokens, _ = ask(server)
-        wait_stored(server, 1)
-        server.worker.send_signal(signal.SIGKILL)
-        assert server.wait_exit() == 1
-        server.assert_nothing_left()
-    with started(tmp_path / "second", *flags(directory)) as server:
-        again, cached = ask(server)
-        assert again == tokens
-        assert 0 < cached <= CACHED
+def test_servers_that_are_killed_while_they_store_leave_a_directory_that_works(tmp_path, capsys):
+    """At a random moment, first the worker and then a whole server. `tests/storage/file` does it a hundred times to
+    processes that do nothing but store.
+    """
+    directory, rng = tmp_path / "kv", random.Random(11)
+    for number in (0, 2):
+        with started(tmp_path / f"server-{number}", *flags(directory)) as server, ThreadPoolExecutor() as pool:
+            ask(server, prompt(number))
+            wait_stored(server)
+            before = num_values(directory)
+            answer = pool.submit(ask, server, prompt(number + 1))
+            wait_until(lambda before=before: num_values(directory) > before, "a value of the next prompt")
+            time.sleep(rng.uniform(0.0, 0.02))
+            (server.process if number else server.worker).send_signal(signal.SIGKILL)
+            server.wait_exit()
+            answer.exception()
+    assert cli.main(["storage", "verify", "--kvcache-storage-dir", str(directory)]) == 0, capsys.readouterr().out
+    with started(tmp_path / "last", *flags(directory)) as server:
+        found = [ask(server, prompt(number)) for number in range(4)]
+        assert [cached for _, cached in found[::2]] == [CACHED] * 2, "stored before its server was killed"
+        assert cli.main(["storage", "clear", "--kvcache-storage-dir", str(directory)]) == 0
+        httpx.post(f"{server.url}/reset_prefix_cache", headers=OPERATOR, timeout=30.0).raise_for_status()
+        assert [ask(server, prompt(number)) for number in range(4)] == [(tokens, 0) for tokens, _ in found]
         end(server)
 
 
@@ -134,6 +161,53 @@ def test_servers_with_other_blocks_do_not_meet(tmp_path, stored, change):
         metrics = server.metrics()
         assert (metrics["storage_queries_total"], metrics["storage_found_blocks_total"]) == (1, 0)
         end(server)
+
+
+def test_two_models_of_one_shape_in_one_directory_never_meet(tmp_path):
+    directory = tmp_path / "kv"
+    answers = []
+    for seed in range(2):
+        model = write_model(tmp_path / f"model-{seed}", random_tensors(BASE, seed), BASE)
+        byte_level_tokenizer().save(str(model / "tokenizer.json"))
+        own = ("--model", str(model), "--max-model-len", "512")
+        with started(tmp_path / f"server-{seed}", *flags(directory), *own) as server:
+            tokens, cached = ask(server, PROMPT[:400])
+            assert cached == 0
+            assert server.metrics()["storage_found_blocks_total"] == 0
+            wait_stored(server, 24)
+            answers.append(tokens)
+            end(server)
+    assert answers[0] != answers[1]
+    assert len(namespaces(directory)) == 2
+
+
+def changed_at(directory):
+    return {path: path.lstat().st_ctime_ns for path in (directory, *directory.rglob("*"))}
+
+
+@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1], ids=["older", "newer"])
+def test_a_directory_of_another_format_is_refused_by_all_and_left_as_it_is(tmp_path, version, capsys):
+    directory = tmp_path / "kv"
+    value = directory / ("0" * 32) / "ab" / "abcd.0"
+    value.parent.mkdir(parents=True)
+    value.write_text("of another format")
+    (directory / "format").write_text(f"fastdeploy-kvcache-v1 storage {version}\n")
+    before = changed_at(directory)
+    line = f"was written by another version ('fastdeploy-kvcache-v1 storage {version}'"
+    server = ServerProcess(tmp_path / "server", *flags(directory))
+    try:
+        assert server.wait_exit() == 2
+        assert (server.stderr.count("\n"), line in server.stderr) == (1, True), server.stderr
+    finally:
+        server.kill()
+    for action in (["info"], ["verify", "--repair"], ["prune", "--to-gib", "0"], ["clear"]):
+        assert cli.main(["storage", *action, "--kvcache-storage-dir", str(directory)]) == 2
+        error = capsys.readouterr().err
+        assert (error.count("\n"), line in error) == (1, True), error
+    assert cli.main(["doctor", "--kvcache-storage-dir", str(directory)]) == 1
+    (found,) = (each for each in capsys.readouterr().out.splitlines() if "storage file" in each)
+    assert (found.startswith("FAIL"), line in found) == (True, True), found
+    assert changed_at(directory) == before
 
 
 def test_a_directory_that_vanishes_costs_hits_and_nothing_else(tmp_path, stored):

@@ -250,3 +250,45 @@ def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_a_piece_of_a_stored_prompt_is_loaded_at_the_same_cost_whatever_is_before_it() -> None:
+    cache = manager(4, 4200, max_queued_events=0)
+    hashes = blocks(4128)
+
+    def load(first: int) -> None:
+        cache.begin_load("load", hashes, first, most=32)
+        assert cache.complete_load("load", 32) == 32
+
+    costs = {first: work(lambda first=first: load(first)) for first in range(0, len(hashes), 32)}  # type: ignore[misc]
+    # Joining moves blocks O(log n) times; the steps in between do not grow.
+    assert sorted(cost.calls for cost in costs.values())[-3] <= 2 * costs[256].calls + 10
+    assert costs[4096].is_like(costs[256])
+    cache.check()
+
+
+def test_a_piece_of_a_run_is_stored_at_the_same_cost_however_long_it_is() -> None:
+    costs = []
+    for length in (256, 4096):
+        cache = manager(length + 8, length + 8, "write_through", max_queued_events=0)
+        play(cache, "r", blocks(length))
+        step = cache.take_swap_step()
+        wanted = frozenset(step.evict.target_slots[32:64])
+        cache.begin_store("first", step.step, frozenset(step.evict.target_slots[:32]))
+        costs.append(work(lambda cache=cache, step=step, wanted=wanted: cache.begin_store("s", step.step, wanted)))  # type: ignore[misc]
+        assert len(cache._stores) == 2
+        for name in ("first", "s"):
+            cache.end_store(name)
+        cache.check_idle()
+    assert costs[1].is_like(costs[0])
+
+
+def test_a_piece_of_a_prompt_is_kept_on_the_device_at_the_same_cost_however_long_it_is() -> None:
+    costs = []
+    for length in (256, 4096):
+        cache = manager(length + 8, max_queued_events=0)
+        play(cache, "r", hashes := blocks(length))
+        costs.append(work(lambda cache=cache, hashes=hashes: cache.begin_device_store("s", hashes, 128, most=32)))  # type: ignore[misc]
+        cache.end_store("s")
+        cache.check_idle()
+    assert costs[1].is_like(costs[0])

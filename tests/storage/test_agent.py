@@ -149,6 +149,21 @@ def test_a_block_under_the_name_of_another_one_is_damaged(machine, tmp_path):
     assert (done.num_arrived, done.is_damaged) == (0, True)
 
 
+def test_a_block_that_was_moved_to_another_namespace_is_damaged(machine, tmp_path):
+    first, second = machine(), machine()
+    store(first)
+    other = namespace(model="n")
+    second.link.send(UseNamespace(other))
+    assert second.num_stored(HASHES).num_stored == 0, "which makes the directory"
+    for path in list((tmp_path / "kv" / namespace().digest).glob("??/*")):
+        moved = tmp_path / "kv" / other.digest / path.parent.name / path.name
+        moved.parent.mkdir(exist_ok=True)
+        path.rename(moved)
+    assert second.num_stored(HASHES).num_stored == 4
+    (done,) = second.ask(LoadBlocks("l", HASHES, (4, 5, 6, 7)))
+    assert (done.num_arrived, done.is_damaged) == (0, True)
+
+
 def test_with_several_ranks_a_block_is_stored_once_it_is_committed(machine, tmp_path):
     server = machine(ranks=2)
     assert [done.num_written for done in store(server)] == [4, 4]
@@ -179,6 +194,7 @@ class Faulty:
     def __init__(self, inner):
         self.inner = inner
         self.may_write_late = True
+        self.namespace_digest = inner.namespace_digest
 
     faults: dict
     hang = None

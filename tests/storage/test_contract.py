@@ -43,7 +43,7 @@ def open_store(request, tmp_path, monkeypatch):
 
 def put(backend, *numbers):
     buffers = backend.slots[: len(numbers)]
-    for buffer, value in zip(buffers, values(keys(*numbers)), strict=True):
+    for buffer, value in zip(buffers, values(keys(*numbers), backend.namespace_digest), strict=True):
         buffer[:] = value
     return backend.put(keys(*numbers), buffers)
 
@@ -54,7 +54,8 @@ def got(backend, *numbers):
     for buffer in buffers:
         buffer[:] = bytes(VALUE_BYTES)
     count = backend.get(keys(*numbers), buffers)
-    assert all(holds(buffer, key) for buffer, key in zip(buffers[:count], keys(*numbers), strict=False))
+    digest = backend.namespace_digest
+    assert all(holds(buffer, key, digest) for buffer, key in zip(buffers[:count], keys(*numbers), strict=False))
     return count
 
 

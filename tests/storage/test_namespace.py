@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.storage.namespace import block_key, commit_key
+from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION, block_key, commit_key
 from tests.storage.values import block_hash, namespace
 
 
@@ -22,7 +22,7 @@ from tests.storage.values import block_hash, namespace
         {"tensor_parallel_size": 2},
         {"implementation": "other"},
         {"hash_version": "2"},
-        {"format_version": 2},
+        {"format_version": FORMAT_VERSION + 1},
     ],
 )
 def test_each_setting_makes_another_namespace(change):

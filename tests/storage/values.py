@@ -27,6 +27,10 @@ def namespace(**changes: object) -> Namespace:
     return Namespace(**{**settings, **changes})  # type: ignore[arg-type]
 
 
+DIGEST = namespace().digest
+"""Of the namespace that values are sealed for where a test does not say another."""
+
+
 def block_hash(number: int) -> BlockHash:
     return BlockHash(hashlib.sha256(str(number).encode()).digest())
 
@@ -47,19 +51,19 @@ def content(key: StoreKey) -> bytes:
     return hashlib.shake_128(key.encode()).digest(BLOCK_BYTES)
 
 
-def sealed(key: StoreKey) -> memoryview:
+def sealed(key: StoreKey, digest: str = DIGEST) -> memoryview:
     buffer = memoryview(bytearray(content(key)).ljust(VALUE_BYTES, b"\xff"))
-    seal(buffer, key)
+    seal(buffer, key, namespace=digest)
     return buffer
 
 
-def values(some: Sequence[StoreKey]) -> list[memoryview]:
-    return [sealed(key) for key in some]
+def values(some: Sequence[StoreKey], digest: str = DIGEST) -> list[memoryview]:
+    return [sealed(key, digest) for key in some]
 
 
 def empty(count: int) -> list[memoryview]:
     return [memoryview(bytearray(VALUE_BYTES)) for _ in range(count)]
 
 
-def holds(buffer: memoryview, key: StoreKey) -> bool:
-    return is_sealed(buffer, key) and bytes(buffer[:BLOCK_BYTES]) == content(key)
+def holds(buffer: memoryview, key: StoreKey, digest: str = DIGEST) -> bool:
+    return is_sealed(buffer, key, namespace=digest) and bytes(buffer[:BLOCK_BYTES]) == content(key)

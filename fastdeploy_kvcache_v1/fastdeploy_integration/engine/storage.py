@@ -84,6 +84,7 @@ class EngineStorage:
             request_id: str = request.request_id
             self.tier.request_arrived(request_id, tokens)
             if self.tier.may_start(request_id) or len(self._held) >= MOST_HELD:
+                self.tier.request_passes(request_id)
                 self._ahead.add(request_id)
                 return False
             self._held[request_id] = request

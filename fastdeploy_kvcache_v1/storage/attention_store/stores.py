@@ -179,7 +179,7 @@ class DeviceStores(StoreSide):
             self._give_up(prefix)
             return
         store_id = f"store-{next(self._numbers)}"
-        source = self._manager.begin_device_store(store_id, prefix.hashes[: first + most], first)
+        source = self._manager.begin_device_store(store_id, prefix.hashes, first, most=most)
         if not source.slots:
             self._give_up(prefix)
             return

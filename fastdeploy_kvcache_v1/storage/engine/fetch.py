@@ -24,6 +24,15 @@ class Fetch:
     next: int = 0
     """First block of the next piece."""
     num_under_way: int = 0
+    num_lent: int = 0
+    """Blocks of all pieces so far. They have to stay in the tier until the request starts."""
+    holds_up: bool = True
+    """Its request waits for it. If not, the request starts when there is room for it."""
+
+    @property
+    def num_left(self) -> int:
+        """Blocks that no piece has been lent slots for; 0 as long as it is not known how many are stored."""
+        return 0 if self.end is None else max(0, self.end - self.next)
 
     @property
     def is_over(self) -> bool:

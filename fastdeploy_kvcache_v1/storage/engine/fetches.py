@@ -62,10 +62,10 @@ class Fetches:
         self._block_size = manager.config.block_size
         self._most_blocks = max(min(PIECE_BLOCKS, target.num_blocks), target.num_blocks // 4)
         """Being loaded at once: a part of the tier, which has to keep what is in use."""
-        self._most_of_one_request = max(1, target.num_blocks * 3 // 4)
-        """A longer prefix would push itself out of the tier."""
+        self._most_ahead = max(1, target.num_blocks * 3 // 4)
+        """Loaded for requests that have not started: more would push each other out of the tier before that."""
         self._fetches: dict[str, Fetch] = {}
-        """By request, in order of arrival."""
+        """By request, in order of arrival. One that is over stays as long as its blocks wait for their request."""
         self._pieces: dict[str, Piece] = {}
         self._held: deque[Piece] = deque()
         """Pieces whose slots may still be in use, in order of `after_step`."""
@@ -110,6 +110,12 @@ class Fetches:
         fetch = self._fetches.get(request_id)
         return fetch is None or self._seconds_left(fetch) <= 0
 
+    def pass_by(self, request_id: str) -> None:
+        """The request does not ask `may_start`: it starts when there is room for it, with what has arrived by then."""
+        fetch = self._fetches.get(request_id)
+        if fetch is not None:
+            fetch.holds_up = False
+
     def started(self, request_id: str) -> None:
         """The request has started, or is gone: nothing more is loaded for it. What is under way may still arrive."""
         fetch = self._fetches.pop(request_id, None)
@@ -129,7 +135,7 @@ class Fetches:
         if fetch is None:
             return
         self._counters.found_blocks += answer.num_stored
-        worth = 0 if self._is_short(answer.num_stored) else min(answer.num_stored, self._most_of_one_request)
+        worth = 0 if self._is_short(answer.num_stored) else min(answer.num_stored, self._most_ahead)
         fetch.end = fetch.begin + worth
 
     def load_done(self, answer: LoadDone) -> None:
@@ -173,15 +179,16 @@ class Fetches:
             self._complete(piece)
         while self._held and self._target.may_fill(self._held[0].after_step):
             self._send(self._held.popleft())
-        for fetch in [fetch for fetch in self._fetches.values() if fetch.is_over]:
-            del self._fetches[fetch.request_id]
-        for fetch in itertools.islice(self._fetches.values(), REQUESTS_UNDER_WAY):
-            while self._begin_piece(fetch):
-                pass
+        self._begin_pieces()
 
     def forget(self) -> None:
         """The cache was reset: nothing of what is under way is wanted. It is answered all the same."""
         self._fetches.clear()
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Requests that wait for their stored prefix. Any thread may read it. O(fetches)."""
+        return sum(fetch.holds_up and self._seconds_left(fetch) > 0 for fetch in list(self._fetches.values()))
 
     @property
     def is_left_alone(self) -> bool:
@@ -198,7 +205,7 @@ class Fetches:
         if that is past, None for never.
         """
         now = self._clock()
-        left = [self._seconds_left(fetch) for fetch in self._fetches.values()]
+        left = [self._seconds_left(fetch) for fetch in self._fetches.values() if not fetch.is_over]
         left += [piece.quiet_at - now for piece in self._quarantine]
         return min((seconds for seconds in left if seconds > 0), default=min(left, default=None))
 
@@ -208,34 +215,46 @@ class Fetches:
             return None
         return next((piece.begun_at for piece in self._pieces.values()), None)
 
-    def _begin_piece(self, fetch: Fetch) -> bool:
+    def _begin_pieces(self) -> None:
+        """Of a later request only if all that earlier ones lack has room beside it: it might push them out."""
+        for fetch in [fetch for fetch in self._fetches.values() if fetch.is_over and not fetch.num_lent]:
+            del self._fetches[fetch.request_id]
+        left, requests_left = self._most_ahead, REQUESTS_UNDER_WAY
+        for fetch in self._fetches.values():
+            left -= fetch.num_lent
+            requests_left -= not fetch.is_over
+            while num_lent := self._begin_piece(fetch, left):
+                left -= num_lent
+            left -= fetch.num_left
+            if not requests_left:
+                break
+
+    def _begin_piece(self, fetch: Fetch, most: int) -> int:
+        """Lend slots for the next piece, at most for `most` blocks; returns for how many."""
         if fetch.end is None or fetch.next >= fetch.end or fetch.num_under_way >= PIECES_UNDER_WAY:
-            return False
-        hashes, most = fetch.prefix.hashes, self._room()
-        if most <= 0:
-            return False
+            return 0
+        hashes, most = fetch.prefix.hashes, min(most, self._room())
         if not fetch.num_under_way:  # other requests have had the same blocks loaded, or computed, meanwhile
-            fetch.next = max(fetch.next, self._target.count_present(hashes[: fetch.end]))
-            if fetch.next >= fetch.end:
-                return False
-        if hashes[fetch.next] in self._loading:
-            return False
+            fetch.next = max(fetch.next, min(fetch.end, self._target.count_present(hashes)))
+        if most <= 0 or fetch.next >= fetch.end or hashes[fetch.next] in self._loading:
+            return 0
         load_id = f"load-{next(self._numbers)}"
-        end = min(fetch.end, fetch.next + most)
-        lent = self._manager.begin_load(load_id, hashes[:end], fetch.next, level=self._target.level)
+        most = min(most, fetch.end - fetch.next)
+        lent = self._manager.begin_load(load_id, hashes, fetch.next, level=self._target.level, most=most)
         if not isinstance(lent, LoadSlots):
             fetch.end = fetch.next  # the tier is full of blocks in use
-            return False
+            return 0
         begin, fetch.next = fetch.next, fetch.next + len(lent.slots)
         piece = Piece(load_id, begin, lent.slots, lent.after_step, fetch, self._clock())
         self._pieces[load_id] = piece
         self._loading.update(piece.hashes)
         fetch.num_under_way += 1
+        fetch.num_lent += len(lent.slots)
         if self._target.may_fill(piece.after_step):
             self._send(piece)
         else:
             self._held.append(piece)
-        return True
+        return len(lent.slots)
 
     def _room(self) -> int:
         """Blocks of the next piece, at most."""
@@ -248,7 +267,7 @@ class Fetches:
 
     def _is_present(self, fetch: Fetch, end: int) -> bool:
         """All blocks before `end` are: another request has brought or computed some of them."""
-        return self._target.count_present(fetch.prefix.hashes[:end]) == end
+        return self._target.count_present(fetch.prefix.hashes) >= end
 
     def _note_silence(self, now: float) -> None:
         """No answer is a failure, too, whoever waits for it."""

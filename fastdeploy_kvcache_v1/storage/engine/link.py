@@ -176,7 +176,7 @@ class StorageLink:
             return QueryDone(command.query_id, stored, time.perf_counter() - start)
         markers = [memoryview(bytearray(TRAILER_BYTES)) for _ in keys]
         for key, marker in zip(keys, markers, strict=True):
-            seal(marker, key)
+            seal(marker, key, namespace=backend.namespace_digest)
         backend.put(keys, markers)
         return QueryDone("", len(keys), time.perf_counter() - start)
 

@@ -80,6 +80,10 @@ class StorageTier:
         """False while the request should go on waiting for its stored prefix, see `Prefetch`."""
         return self._fetches.may_start(request_id)
 
+    def request_passes(self, request_id: str) -> None:
+        """The request does not ask `may_start`: it starts when there is room for it. Until then blocks are fetched."""
+        self._fetches.pass_by(request_id)
+
     def request_left(self, request_id: str) -> None:
         """The request was scheduled, or is gone. Nothing happens for one that waits for nothing."""
         self._fetches.started(request_id)
@@ -177,6 +181,11 @@ class StorageTier:
     def is_idle(self) -> bool:
         """No slot is lent to the store, and none is kept for it."""
         return self._fetches.is_idle and self._stores.is_idle
+
+    @property
+    def num_waiting_requests(self) -> int:
+        """Requests that wait for their stored prefix. Any thread may read it."""
+        return self._fetches.num_waiting_requests
 
     @property
     def is_left_alone(self) -> bool:

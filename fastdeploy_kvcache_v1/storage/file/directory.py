@@ -42,6 +42,9 @@ FORMAT, COUNTER, TEMPORARY, MANIFEST = "format", "used", "tmp", "manifest.json"
 ABANDONED_S = 600.0
 """A file in `tmp/` that nobody wrote to for so long was left behind by a process that ended."""
 
+ROOT = 0
+"""The user who can plant blocks anyway."""
+
 _FORMAT_TEXT = f"fastdeploy-kvcache-v1 storage {FORMAT_VERSION}\n"
 _FORMAT_FILE = re.compile(rf"{FORMAT}(\.\d+\.\d+)?")
 """Also while it is being written."""
@@ -75,7 +78,8 @@ def check_directory(directory: Path) -> None:
 def open_directory(directory: Path, namespace: Namespace) -> SharedCounter | None:
     """Make what is missing for values of `namespace`. None if `directory` is a storage directory, but read-only.
 
-    Raises `ConfigError` when it holds anything else, another version wrote it, or it cannot be made.
+    Raises `ConfigError` when it holds anything else, another version wrote it, it cannot be made, or other users own it
+    or can write to it.
     """
     is_ours = _is_ours(directory)
     try:
@@ -95,7 +99,6 @@ def _is_ours(directory: Path) -> bool:
         is_empty = True
     except OSError as error:
         raise ConfigError(f"the storage directory {directory} cannot be read: {error.strerror}") from None
-    _require_private(directory)
     is_ours = has_format(directory)  # after the listing: another process that makes the directory makes this file first
     if not is_ours and not is_empty:
         raise ConfigError(f"{directory} holds other files: name an empty directory, or a new one, for the storage")
@@ -104,15 +107,6 @@ def _is_ours(directory: Path) -> bool:
 
 def _not_made(directory: Path, error: OSError) -> ConfigError:
     return ConfigError(f"the storage directory {directory} cannot be made: {error.strerror}")
-
-
-def _require_private(directory: Path) -> None:
-    """Whoever can write to it can plant blocks that pass every check. Raises `ConfigError`."""
-    with contextlib.suppress(FileNotFoundError):
-        if directory.stat().st_mode & stat.S_IWOTH:
-            raise ConfigError(
-                f"everybody can write to the storage directory {directory}: chmod 700 it, or name another"
-            )
 
 
 def _made(directory: Path, namespace: Namespace) -> SharedCounter:
@@ -127,7 +121,7 @@ def _made(directory: Path, namespace: Namespace) -> SharedCounter:
 
 
 def make_directories(directory: Path, namespace: Namespace, used: SharedCounter) -> None:
-    """Make what is missing for values of `namespace`. Raises `OSError`.
+    """Make what is missing for values of `namespace`. Raises `OSError`, and `ConfigError` as `open_directory`.
 
     Directories of namespaces are made and removed only by processes that have locked `used`.
     """
@@ -139,8 +133,22 @@ def make_directories(directory: Path, namespace: Namespace, used: SharedCounter)
 
 
 def _make_root(directory: Path) -> None:
+    """Raises `OSError`, and `ConfigError` for a directory that is not private."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_private(directory)  # now that it is there: another user may have made it just before
     _write_text(directory / FORMAT, _FORMAT_TEXT, directory)
+
+
+def _require_private(directory: Path) -> None:
+    """Whoever owns it or can write to it can plant blocks that pass every check. Raises `ConfigError` and `OSError`."""
+    status = directory.stat()
+    if status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"everybody can write to the storage directory {directory}: chmod 700 it, or name another")
+    if status.st_uid not in (ROOT, os.geteuid()):
+        raise ConfigError(
+            f"the storage directory {directory} belongs to user {status.st_uid}, and this process to user "
+            f"{os.geteuid()}: chown it, or name another"
+        )
 
 
 def _write_text(path: Path, text: str, temporary_directory: Path) -> None:

@@ -48,7 +48,8 @@ class FileBackend(StorageBackend):
         self.directory = directory
         self.capacity_bytes = capacity_bytes
         self._namespace = namespace
-        self._root = directory / namespace.digest
+        self.namespace_digest = namespace.digest
+        self._root = directory / self.namespace_digest
         self._prefix = f"{self._root}{os.sep}"
         self._temporary = f"{directory / TEMPORARY}{os.sep}"
         self._needed = [str(path) for path in (directory / FORMAT, directory / TEMPORARY, self._root / MANIFEST)]
@@ -201,6 +202,8 @@ class FileBackend(StorageBackend):
             make_directories(self.directory, self._namespace, self._used)
         except OSError as error:
             raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
+        except ConfigError as error:  # another user's directory now
+            raise StorageError(str(error)) from error
 
     # ---- capacity
 

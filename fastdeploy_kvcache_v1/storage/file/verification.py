@@ -30,7 +30,7 @@ def verified(files: Iterable[StoredFile]) -> Verified:
     damaged = []
     for file in files:
         try:
-            if not _is_whole(file.path):
+            if not _is_whole(file):
                 damaged.append(file)
         except FileNotFoundError:
             num_vanished += 1
@@ -40,15 +40,16 @@ def verified(files: Iterable[StoredFile]) -> Verified:
     return Verified(num_values, num_bytes, damaged, num_vanished)
 
 
-def _is_whole(path: str) -> bool:
+def _is_whole(stored: StoredFile) -> bool:
     try:
-        with open(path, "rb", buffering=0, opener=_without_links) as file:
+        with open(stored.path, "rb", buffering=0, opener=_without_links) as file:
             content = memoryview(file.read())
     except OSError as error:
         if error.errno == errno.EIO:  # the disk has lost the bytes
             return False
         raise
-    return len(content) >= TRAILER_BYTES and is_sealed(content, StoreKey(os.path.basename(path)))
+    key = StoreKey(os.path.basename(stored.path))
+    return len(content) >= TRAILER_BYTES and is_sealed(content, key, namespace=stored.namespace)
 
 
 def _without_links(path: str, flags: int) -> int:

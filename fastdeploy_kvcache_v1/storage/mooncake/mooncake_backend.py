@@ -42,7 +42,8 @@ class MooncakeBackend(StorageBackend):
         """
         self._settings = settings
         self._rank = rank
-        self._prefix = f"{namespace.digest}."
+        self.namespace_digest = namespace.digest
+        self._prefix = f"{self.namespace_digest}."
         self._gives_memory = gives_memory
         self._memory: SlotMemory | None = None
         self._begin = 0

@@ -44,9 +44,9 @@ class Server:
         self.harness = Harness(config, storage=storage, **options)
         self.core, self.tier = self.harness.core, self.harness.storage
 
-    def ask(self, name, prompt, count=2):
+    def ask(self, name, prompt, count=2, **options):
         """A whole request, and everything that the store does for it."""
-        recorder = self.harness.submit(name, prompt, count)
+        recorder = self.harness.submit(name, prompt, count, **options)
         self.settle()
         assert recorder.tokens == expected_outputs(prompt, count)
         return recorder.deltas[-1].usage.cached_tokens
@@ -95,6 +95,50 @@ def test_another_server_starts_from_what_was_stored():
     assert second.ask("third", [*PROMPT[:16], 99, 98]) == 16
     assert second.tier.counters.load.blocks == 7, "what is cached is not loaded again"
     assert [len(hashes) for hashes in second.store.touched] == [4], "and the store is told that it is in use"
+
+
+def test_tenants_in_one_store_never_meet():
+    stored = {}
+    for salt in (b"", b"one", b"two"):
+        assert Server(stored=stored).ask("computes", PROMPT, salt=salt) == 0
+        assert Server(stored=stored).ask("finds", PROMPT, salt=salt) == 28
+    assert len(stored) == 3 * 7
+
+
+@pytest.mark.parametrize("prefetch", ["timeout", "wait_complete"])
+def test_a_prefix_that_is_longer_than_the_host_tier_is_loaded_once_and_as_far_as_it_fits(prefetch):
+    long = list(range(4 * 60 + 1))
+    first = Server(device=64, host=64)
+    first.ask("first", long)
+    second = Server(device=64, host=16, stored=first.store.values, prefetch=prefetch)
+    assert second.ask("second", long) == 4 * 12
+    assert second.tier.counters.load.blocks == 12
+    assert second.clock.now == 0.0, "nothing waited for a deadline"
+
+
+@pytest.mark.parametrize("prefetch", ["timeout", "wait_complete"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("count", "blocks", "device", "host"), [(8, 40, 64, 64), (30, 12, 20, 32)])
+def test_prefixes_that_together_do_not_fit_the_host_tier_do_not_push_each_other_out(
+    prefetch, seed, count, blocks, device, host
+):
+    prompts = [[1000 * number + step for step in range(4 * blocks + 1)] for number in range(count)]
+    first = Server(device=256, host=256)
+    for prompt in prompts:
+        first.ask(f"{prompt[0]}", prompt)
+    server = Server(device=device, host=host, stored=first.store.values, seed=seed, prefetch=prefetch)
+    recorders = [server.harness.submit(f"{prompt[0]}", prompt, 2) for prompt in prompts]
+    rng = random.Random(seed)
+    for _ in range(1000):
+        if not server.store.is_idle and rng.random() < 0.5:
+            server.answer()
+        else:
+            server.harness.step()
+    server.settle()
+    assert [recorder.tokens for recorder in recorders] == [expected_outputs(prompt, 2) for prompt in prompts]
+    hit = sum(recorder.deltas[-1].usage.cached_tokens for recorder in recorders) // 4
+    loaded = server.tier.counters.load.blocks
+    assert loaded // 2 < hit <= loaded <= count * blocks
 
 
 def test_what_is_stored_already_is_loaded_and_not_stored_again():

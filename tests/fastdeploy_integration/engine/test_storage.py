@@ -123,6 +123,7 @@ def test_only_so_many_wait_and_the_others_are_fetched_for_all_the_same(scheduler
     tasks = [FakeTask(f"r{number}", [number + 1] * 9) for number in range(MOST_HELD + 3)]
     held = [scheduler.cache.waits_for_storage(task) for task in tasks]
     assert held == [True] * MOST_HELD + [False] * 3
+    assert scheduler.storage.tier.num_waiting_requests == MOST_HELD, "the others are in FastDeploy's queue"
     assert len(scheduler.store.queries) == len(tasks)
 
 

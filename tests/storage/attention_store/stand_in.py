@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 SDK = Path(__file__).parent / "sdk"
 """Belongs on the module path."""
@@ -14,6 +19,17 @@ def environment(store: Path) -> dict[str, str]:
     """Of a process that finds the SDK, and keeps what it stores in `store`."""
     path = os.pathsep.join(filter(None, (str(SDK), os.environ.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "STAND_IN_STORE": str(store)}
+
+
+@contextmanager
+def installed(monkeypatch: pytest.MonkeyPatch, store: Path) -> Iterator[Path]:
+    """This process finds the SDK, which keeps what it stores in `store`."""
+    store.mkdir()
+    monkeypatch.setenv("STAND_IN_STORE", str(store))
+    monkeypatch.syspath_prepend(str(SDK))
+    yield store
+    for name in [name for name in sys.modules if name.startswith("attentionstore_sdk")]:
+        del sys.modules[name]
 
 
 def set_faults(store: Path, **faults: dict[str, object]) -> None:

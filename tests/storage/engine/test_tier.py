@@ -258,6 +258,36 @@ def test_a_quarter_of_the_host_tier_is_filled_at_a_time(link):
     assert sum(len(command.slots) for command in sent(link, LoadBlocks)) == 64
 
 
+def arrive(tier, command):
+    for rank in range(RANKS):
+        tier.answered(LoadDone(command.load_id, rank, len(command.slots)))
+
+
+def test_what_has_arrived_for_a_request_is_not_pushed_out_for_another_one_before_it_starts(link):
+    """Each prefix has 12 blocks, and 24 of the host tier's 32 are filled ahead."""
+    manager, tier = big(link, 32)
+    for name in "abc":
+        tier.request_arrived(name, prompt(name * 13))
+        tier.answered(QueryDone(link.queries[-1][0], 12))
+    for command in sent(link, LoadBlocks):
+        arrive(tier, command)
+    assert [command.hashes[0] for command in sent(link, LoadBlocks)] == [b"a", b"b"]
+    assert [manager.count_cached(prompt(name * 12).hashes) for name in "abc"] == [12, 12, 0]
+    tier.request_left("a")
+    tier.go_on()
+    assert [command.hashes[0] for command in sent(link, LoadBlocks)] == [b"a", b"b", b"c"]
+
+
+def test_requests_that_share_a_prefix_as_large_as_fits_need_not_wait_for_each_other(link):
+    _, tier = big(link, 32)
+    for name in ("r", "s", "t"):
+        tier.request_arrived(name, prompt("a" * 25))
+        tier.answered(QueryDone(link.queries[-1][0], 24))
+    (command,) = sent(link, LoadBlocks)
+    arrive(tier, command)
+    assert [tier.may_start(name) for name in ("r", "s", "t")] == [True, True, True]
+
+
 def test_requests_whose_prefix_has_arrived_make_way_for_others(link):
     _, tier = big(link, 4096)
     for number in range(6):
@@ -268,6 +298,28 @@ def test_requests_whose_prefix_has_arrived_make_way_for_others(link):
         for rank in range(RANKS):
             tier.answered(LoadDone(command.load_id, rank, 4))
     assert len(sent(link, LoadBlocks)) == 6
+
+
+def test_requests_that_wait_for_their_prefix_are_counted_until_they_need_not(link):
+    now = [0.0]
+    manager = CacheManager(KVCacheConfig(256, 256, block_size=1))
+    settings = StorageSettings("file", "/unused", min_tokens=1)
+    tier = StorageTier(manager, settings, namespace(), link, clock=lambda: now[0])
+    counts = [tier.num_waiting_requests]
+    for name in ("comes", "leaves", "passes", "late"):
+        tier.request_arrived(name, prompt(name + "!"))
+        tier.answered(QueryDone(link.queries[-1][0], len(name)))
+        counts.append(tier.num_waiting_requests)
+    assert counts == [0, 1, 2, 3, 4]
+    for rank in range(RANKS):
+        tier.answered(LoadDone(sent(link, LoadBlocks)[0].load_id, rank, len("comes")))
+    assert tier.num_waiting_requests == 3
+    tier.request_left("leaves")
+    assert tier.num_waiting_requests == 2
+    tier.request_passes("passes")
+    assert tier.num_waiting_requests == 1
+    now[0] = 1.0
+    assert tier.num_waiting_requests == 0, "it may start"
 
 
 def test_two_pieces_are_stored_at_a_time(link):

@@ -1,5 +1,6 @@
 """The directory of the file store: whose it is, and what happens when it is deleted under a running server."""
 
+import contextlib
 import os
 import shutil
 import threading
@@ -8,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
+from fastdeploy_kvcache_v1.storage.file import directory
+from fastdeploy_kvcache_v1.storage.file.directory import check_directory
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from tests.storage.file.stores import FILE_BYTES, ended_well, got, put, start, used_by
 from tests.storage.values import namespace
@@ -31,10 +34,10 @@ def test_a_directory_that_cannot_be_written_is_read(store, tmp_path):
     assert ended_well(start(use, user=65534))
 
 
-def allow_everybody_to_read(directory):
-    for parent in directory.parents[:3]:
+def allow_everybody_to_read(root):
+    for parent in root.parents[:3]:
         parent.chmod(0o755)
-    for path in [directory, *directory.rglob("*")]:
+    for path in [root, *root.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
 
 
@@ -67,12 +70,12 @@ def test_what_was_deleted_under_a_running_server_is_made_again(store, deleted):
     assert used_by(backend) == used_by(other) == store()._used.read(), "all count in the same file"
 
 
-def remove_tree(directory, what):
+def remove_tree(root, what):
     paths = {
-        "namespace": [directory / namespace().digest],
-        "everything": list(directory.iterdir()),
-        "the directory": [directory],
-    }.get(what, [directory / what])
+        "namespace": [root / namespace().digest],
+        "everything": list(root.iterdir()),
+        "the directory": [root],
+    }.get(what, [root / what])
     for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -133,6 +136,46 @@ def test_a_directory_that_everybody_can_write_to_is_refused(tmp_path):
     (tmp_path / "kv").chmod(0o777)
     with pytest.raises(ConfigError, match="everybody can write"):
         FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
+
+
+def test_a_directory_of_another_user_is_refused_and_left_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "kv").mkdir()
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    monkeypatch.setattr(directory, "ROOT", me + 2)
+    with pytest.raises(ConfigError, match=f"belongs to user {me}, and this process to user {me + 1}: chown it"):
+        FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
+    assert list((tmp_path / "kv").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.parametrize(
+    ("owner", "refusal"),
+    [(1, "belongs to user 1, and this process to user 2"), (2, None), (0, "cannot be made: Permission denied")],
+    ids=["another user's", "one's own", "root's, which is trusted, and can only be read"],
+)
+def test_a_user_trusts_its_own_directories_and_those_of_root(tmp_path, owner, refusal):
+    allow_everybody_to_read(tmp_path)
+    (tmp_path / "kv").mkdir(mode=0o755)
+    os.chown(tmp_path / "kv", owner, -1)
+
+    def use():
+        with pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext():
+            check_directory(tmp_path / "kv")
+
+    assert ended_well(start(use, user=2))
+
+
+def test_a_directory_that_became_another_users_is_not_written_to(store, monkeypatch):
+    backend = store()
+    put(backend, 1)
+    remove_tree(backend.directory, "everything")
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    monkeypatch.setattr(directory, "ROOT", me + 2)
+    with pytest.raises(StorageError, match="belongs to user"):
+        put(backend, 2)
+    assert list(backend.directory.iterdir()) == []
 
 
 def test_nobody_else_can_read_what_is_stored(store, tmp_path):

@@ -52,6 +52,14 @@ def test_verify_names_a_damaged_value_and_repair_deletes_it(server, storage, dir
     assert storage("verify")[0] == 0
 
 
+def test_a_value_that_was_moved_to_another_namespace_is_damaged(server, storage):
+    backend, other = server(1), server(2, model="n")
+    os.makedirs(os.path.dirname(other._path(keys(1)[0])))
+    os.replace(backend._path(keys(1)[0]), other._path(keys(1)[0]))
+    result = storage("verify")[1]
+    assert (result["values"], result["damaged_values"]) == (2, 1)
+
+
 def test_a_value_under_the_key_of_another_is_damaged(server, storage):
     backend = server(1, 2)
     first, second = (backend._path(key) for key in keys(1, 2))
@@ -63,10 +71,10 @@ def test_a_value_that_vanishes_while_it_is_verified_is_no_error(server, storage,
     server(1, 2)
     whole = verification._is_whole
 
-    def evicted_just_before(path):
-        if path.endswith(keys(1)[0]):
-            os.unlink(path)
-        return whole(path)
+    def evicted_just_before(file):
+        if file.path.endswith(keys(1)[0]):
+            os.unlink(file.path)
+        return whole(file)
 
     monkeypatch.setattr(verification, "_is_whole", evicted_just_before)
     status, result = storage("verify")
