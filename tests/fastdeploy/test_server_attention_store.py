@@ -18,7 +18,7 @@ OTHERS = [user(noise(seed, BLOCKS * BLOCK_SIZE)) for seed in range(10, 17)]
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(release, tmp_path_factory):
     return tmp_path_factory.mktemp("attention") / "store"
 
 

@@ -53,6 +53,6 @@ class AttentionStoreTier(StorageTier):
         return self._copies.have_ended(step) and self._passes.have_ended(step, since)
 
     def _spare(self) -> int:
-        """Running requests keep an eighth of the tier to grow into."""
-        reserve = max(self._num_wanted, self._manager.num_device_blocks // 8)
+        """Running requests keep an eighth of the tier to grow into, beside what one waits for."""
+        reserve = self._num_wanted + self._manager.num_device_blocks // 8
         return self._manager.num_available_device_blocks - reserve

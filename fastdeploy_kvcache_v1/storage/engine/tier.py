@@ -91,7 +91,8 @@ class StorageTier:
 
     def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:
         """A request that has computed is over, however it ended, and was taken from the cache manager."""
-        self._stores.request_ended(sequence, token_ids)
+        if self._is_named:
+            self._stores.request_ended(sequence, token_ids)
 
     def tokens_wanted(self, num_tokens: int) -> None:
         """A request of so many tokens waits for device blocks, for as long as this is not told anew; 0: none does."""
@@ -142,7 +143,8 @@ class StorageTier:
     def go_on(self) -> None:
         """Begin what can begin now: after reports, answers, and steps."""
         self._fetches.go_on()
-        self._stores.go_on()
+        if self._is_named:  # what is stored now would get the name of other weights
+            self._stores.go_on()
 
     def copies_doubted(self, through: int) -> None:
         """Copies of the steps up to `through` may have failed untold: nothing that they fill is stored."""

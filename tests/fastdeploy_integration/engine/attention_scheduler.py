@@ -118,7 +118,7 @@ class AttentionScheduler(StorageScheduler):
         tier = AttentionStoreTier(self.cache.manager, settings, None, self.store, clock=self._clock, passes=passes)
         storage = EngineStorage(tier, link, lock=self.cache._lock, find_namespace=namespace, passes=passes)
         self.worker.receive = partial(self._receive_later, self.worker.receive)
-        self.num_passes_between, self.num_lost = 0, 0
+        self.num_passes_between = self.num_lost = self.num_aborted = 0
         self.loses = lambda: False
         """Asked before each batch."""
         self._is_scheduling = False
@@ -148,9 +148,10 @@ class AttentionScheduler(StorageScheduler):
         self.now += 0.01
         self._end_some()
         self._answer_some()
-        self._report()
-        self.storage.release(self.manager)
-        self._answer_some()
+        if self._is_scheduling:
+            self._report()
+            self.storage.release(self.manager)
+            self._answer_some()
 
     def _end_some(self):
         while self.worker.running and self.rng.random() < 0.5:
@@ -159,6 +160,8 @@ class AttentionScheduler(StorageScheduler):
     def step(self):
         self._end_some()
         self.store.look()
+        if self.running and self.rng.random() < 0.03:
+            self.aborting.add(self.rng.choice(self.running).request_id)
         self._is_scheduling = True
         try:
             return super().step()
@@ -199,11 +202,20 @@ class AttentionScheduler(StorageScheduler):
     def _schedule_running(self, batch):
         self._again = [task for task in self._again if self._still_holds(task)]
         batch.extend(self._again)
-        return super()._schedule_running(batch)
+        preempted = super()._schedule_running(batch)
+        for task in batch:
+            if task.task_type is Kind.ABORT:  # its blocks are free, and the worker goes on with it
+                self.manager.requests.pop(task.request_id, None)
+                self.num_aborted += 1
+        if self._is_scheduling and self.loses():  # `schedule` raises
+            raise BatchLostError(batch)
+        return preempted
 
     def _still_holds(self, task):
         request = self.manager.requests.get(task.request_id)
-        return task.task_type is Kind.PREEMPTED or (request is not None and request.block_tables is task.block_tables)
+        return task.task_type in (Kind.PREEMPTED, Kind.ABORT) or (
+            request is not None and request.block_tables is task.block_tables
+        )
 
     def settle(self):
         while self.worker.running:
