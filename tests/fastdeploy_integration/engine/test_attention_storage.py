@@ -95,8 +95,8 @@ def test_every_batch_carries_a_step_and_one_that_is_lost_costs_no_block(schedule
     assert [message[1] for message in carried] == list(range(len(carried)))
     cached = cache.manager.stats().device_cached_blocks
     assert cached >= 4
-    lose = [True]
-    scheduler.loses = lambda: lose and lose.pop()
+    asked = iter([False, True])  # when it has been scheduled, and on its way
+    scheduler.loses = lambda: next(asked, False)
     serve(scheduler, "second", [7] * 9)
     assert scheduler.num_lost == 1
     assert cache.manager.stats().device_cached_blocks > cached
