@@ -34,6 +34,7 @@ __all__ = [
     "MatchResult",
     "MatchedSpan",
     "NoSpace",
+    "PassProgress",
     "StoreSource",
     "SwapStep",
     "TransferReport",
@@ -307,6 +308,17 @@ class TransferResult:
         return self.error is None
 
 
+class PassProgress(NamedTuple):
+    """How far a rank's forward passes are. Times are those of `time.monotonic`, which processes of a machine share."""
+
+    step: int
+    """The last swap step that the rank had taken at time `at`; -1 for none."""
+    at: float
+    """Every pass that was submitted before has ended, on the device itself. Later ones know what `step` said."""
+    is_idle: bool = False
+    """Nothing ran at time `at`, and nothing will before the rank takes a later step."""
+
+
 @dataclass(frozen=True)
 class TransferReport:
     """Copies that ended since the last report."""
@@ -318,6 +330,8 @@ class TransferReport:
     """No copy of this swap step or an earlier one runs any more, and what became of it is in this report or in an
     earlier one. Copies that never reached the worker count as ended, too.
     """
+    passes: PassProgress | None = None
+    """None without news, and from workers that are asked for none."""
 
 
 class CacheEvent(NamedTuple):

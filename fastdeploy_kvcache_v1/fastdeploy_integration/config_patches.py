@@ -12,6 +12,7 @@ import wrapt
 
 from ..config import HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
+from ..storage.attention_store.sdk import require_installed, require_layout
 from ..storage.settings import HELP as STORAGE_HELP
 from ..storage.settings import StorageSettings
 from ..switch import SWITCH
@@ -21,7 +22,7 @@ from .overlay import overlay
 from .overlay.table import PatchTable
 from .settings import write_policy, write_through_threshold
 from .storage_channel import storage_settings
-from .swap_space import has_draft_layer, kv_cache_quant_type, require_amount, size_host_tier
+from .swap_space import has_draft_layer, host_layout, kv_cache_quant_type, require_amount, size_host_tier
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,11 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
     )
     if reasons:
         raise ConfigError(f"{SWITCH}=1 cannot serve this: {'; '.join(reasons)}. Change it, or unset {SWITCH}")
-    storage_settings(instance.cache_config)
+    chosen = storage_settings(instance.cache_config)
+    if chosen is not None and chosen.uses_device_tier:
+        require_installed()
+        if not chosen.flush_only:
+            require_layout(host_layout(instance, envs.FD_ATTENTION_BACKEND))
     size_host_tier(instance, envs.FD_ATTENTION_BACKEND)
     graphs = instance.graph_opt_config
     if instance.cache_config.num_cpu_blocks > 0 and graphs is not None and graphs.cudagraph_only_prefill:
@@ -149,7 +154,6 @@ def refusals(
     checks = {
         f"--splitwise-role {role} (only mixed)": role != "mixed",
         f"{storage} without --swap-space": cache.kvcache_storage_backend in ("file", "mooncake") and not swaps,
-        f"{storage} (only in the embedded server)": cache.kvcache_storage_backend == "attention_store",
         f"{storage} with tensor parallelism over several machines": bool(cache.kvcache_storage_backend)
         and int(config.parallel_config.tensor_parallel_size) > int(config.worker_num_per_node),
         "FD_PD_TRANSFER_VIA_STORAGE=1 (it is for prefill and decode roles)": pd_via_storage,

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ..copy_totals import CopyTotals, RankCopies
 from ..errors import MessageVersionError
-from ..metadata import CacheLevel, TransferResult
+from ..metadata import CacheLevel, PassProgress, TransferResult
 
-VERSION = 2
+VERSION = 3
 """Counts the changes of the message."""
 
 MAX_SOCKET_PATH = 107
@@ -44,6 +44,8 @@ class CopyReport:
     """See `TransferReport.ended_through`."""
     unlisted_through: int = -1
     """Copies of this step and earlier ones may have failed without being in any report: there were too many."""
+    passes: PassProgress | None = None
+    """The latest news of forward passes; None where nobody asks for them."""
 
     def dumps(self) -> bytes:
         copies = self.copies
@@ -52,7 +54,7 @@ class CopyReport:
             for each in self.failed
         ]
         totals = astuple(copies.swap_in), astuple(copies.swap_out), copies.exposed_wait_s
-        steps = self.ended_through, self.unlisted_through
+        steps = self.ended_through, self.unlisted_through, self.passes
         return json.dumps((VERSION, self.rank, self.worker, self.number, *totals, failed, *steps)).encode()
 
     @classmethod
@@ -63,10 +65,11 @@ class CopyReport:
         if version != VERSION:
             raise MessageVersionError("copy report", found=version, expected=VERSION)
         try:
-            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted = content
+            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted, passed = content
             copies = RankCopies(CopyTotals(*swap_in), CopyTotals(*swap_out), float(waited))
             failures = tuple(_failure(*each) for each in failed)
-            return cls(int(rank), str(worker), int(number), copies, failures, int(ended), int(unlisted))
+            passes = None if passed is None else _passes(*passed)
+            return cls(int(rank), str(worker), int(number), copies, failures, int(ended), int(unlisted), passes)
         except TypeError as error:
             raise ValueError(f"a copy report has fields of the wrong kind: {error}") from None
 
@@ -74,6 +77,10 @@ class CopyReport:
 def _failure(step: int, source: str, target: str, num_blocks: int, slots: list[int], error: str) -> TransferResult:
     tiers = CacheLevel(source), CacheLevel(target)
     return TransferResult(int(step), *tiers, int(num_blocks), 0, 0.0, tuple(map(int, slots)), str(error))
+
+
+def _passes(step: int, at: float, is_idle: bool) -> PassProgress:
+    return PassProgress(int(step), float(at), bool(is_idle))
 
 
 def socket_path(queue_port: int, name: str = "copies") -> Path:

@@ -37,8 +37,8 @@ def host_layout(config: Any, attention_backend: str) -> CacheLayout:
     names = {number: _IN_CONFIGURATION.get(number, number) for number in needed_numbers(family)}
     if missing := [name for name in names.values() if getattr(model, name, None) is None]:
         raise ConfigError(
-            f"--swap-space: the model's configuration lacks {', '.join(missing)}, which {attention_backend} needs: "
-            "choose another FD_ATTENTION_BACKEND, or leave the flag out"
+            f"--swap-space or storage: the model's configuration lacks {', '.join(missing)}, which {attention_backend} "
+            "needs: choose another FD_ATTENTION_BACKEND, or leave the flags out"
         )
     numbers = {number: int(getattr(model, name)) for number, name in names.items()}
     if "num_kv_heads" in numbers:  # with more ranks than heads, several ranks keep the same head

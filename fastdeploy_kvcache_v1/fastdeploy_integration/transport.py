@@ -21,14 +21,17 @@ class SwapOutbox:
     def __init__(self) -> None:
         self._encoder = SwapEncoder()
         self._carrier: Any = None
+        self._carries_copies = False
         self._is_restarted = False
 
-    def attach(self, tasks: Sequence[Any], step: SwapStep) -> None:
+    def attach(self, tasks: Sequence[Any], step: SwapStep, *, always: bool = False) -> None:
         """Let `step` ride on the first of `tasks` (at least one). One without copies stays here, but for the first one
-        after a restart: when it has arrived, what was sent before it will not arrive any more.
+        after a restart: when it has arrived, what was sent before it will not arrive any more. `always`: every batch
+        shall tell that it has arrived.
         """
         self.clear()
-        if step or self._is_restarted:
+        if step or self._is_restarted or always:
+            self._carries_copies = bool(step) or self._is_restarted
             self._is_restarted = False
             self._carrier = tasks[0]
             setattr(self._carrier, SWAP_ATTRIBUTE, self._encoder.encode(step))
@@ -37,6 +40,11 @@ class SwapOutbox:
     def is_loaded(self) -> bool:
         """A message is on its way on the last batch."""
         return self._carrier is not None
+
+    @property
+    def carries_copies(self) -> bool:
+        """With that message copies would be lost, or the only word that earlier ones have ended."""
+        return self.is_loaded and self._carries_copies
 
     def clear(self) -> None:
         """The last batch has been sent. FastDeploy uses one object for every chunk of a request: its message goes."""

@@ -273,6 +273,12 @@ class CacheManager:
             self._requests.close_step()
             return step
 
+    @property
+    def has_open_copies(self) -> bool:
+        """Copies are decided that no step has handed over: blocks that one brings to another tier are in none yet."""
+        with self._lock:
+            return self._residency.has_open_copies
+
     def transfer_failed(self, result: TransferResult) -> list[str]:
         """A copy failed in the worker: its targets hold garbage and are forgotten, with every block below them.
 

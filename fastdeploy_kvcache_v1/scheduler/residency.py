@@ -266,6 +266,10 @@ class Residency:
         self._open[run] = None
         self.host_order.entered(run.enter_host(slots))
 
+    @property
+    def has_open_copies(self) -> bool:
+        return bool(self._open)
+
     def open_copies(self, target: CacheLevel) -> list[Run]:
         return [run for run in self._open if run.open is target]
 

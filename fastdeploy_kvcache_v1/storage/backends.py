@@ -11,6 +11,7 @@ from ..metadata import BlockHash
 from ..scheduler.cache_manager import CacheManager
 from .base import StorageBackend
 from .engine.link import Link, StorageLink
+from .engine.open_passes import Passes
 from .engine.tier import StorageTier
 from .namespace import Namespace, commit_key
 from .settings import StorageSettings
@@ -60,6 +61,10 @@ def check_settings(settings: StorageSettings) -> None:
 
         assert settings.directory is not None
         check_directory(settings.directory)
+    else:
+        from .attention_store.sdk import require_installed
+
+        require_installed()
 
 
 def make_link(settings: StorageSettings, commands_addresses: Sequence[str], results_address: str) -> StorageLink:
@@ -71,10 +76,17 @@ def make_link(settings: StorageSettings, commands_addresses: Sequence[str], resu
     return StorageLink(commands_addresses, results_address, open_backend=partial(open_backend, settings))
 
 
-def make_tier(manager: CacheManager, settings: StorageSettings, namespace: Namespace | None, link: Link) -> StorageTier:
-    """What decides in the engine."""
+def make_tier(
+    manager: CacheManager,
+    settings: StorageSettings,
+    namespace: Namespace | None,
+    link: Link,
+    *,
+    passes: Passes | None = None,
+) -> StorageTier:
+    """What decides in the engine. `passes`: see `StorageTier`."""
     if settings.backend == "attention_store":
         from .attention_store.tier import AttentionStoreTier
 
-        return AttentionStoreTier(manager, settings, namespace, link)
+        return AttentionStoreTier(manager, settings, namespace, link, passes=passes)
     return StorageTier(manager, settings, namespace, link)

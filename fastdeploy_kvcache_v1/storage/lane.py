@@ -76,9 +76,11 @@ class Lane:
         """What is done from here on has a new connection. Never blocks."""
         self._commands.put(_Reconnect())
 
-    def settle(self, deadline: float) -> bool:
-        """True if the command that was begun before this call has ended by `deadline` (`time.monotonic`)."""
-        is_free = self._busy.acquire(timeout=max(0.0, deadline - time.monotonic()))
+    def settle(self, deadline: float | None = None) -> bool:
+        """True if the command that was begun before this call has ended by `deadline` (`time.monotonic`; None: waits
+        for it).
+        """
+        is_free = self._busy.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic()))
         if is_free:
             self._busy.release()
         return is_free

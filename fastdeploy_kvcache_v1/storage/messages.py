@@ -8,7 +8,17 @@ from typing import ClassVar
 from ..metadata import BlockHash
 from .namespace import Namespace
 
-__all__ = ["LaneConnected", "LoadBlocks", "LoadDone", "QueryDone", "StoreBlocks", "StoreDone", "UseNamespace"]
+__all__ = [
+    "Connect",
+    "Connected",
+    "LaneConnected",
+    "LoadBlocks",
+    "LoadDone",
+    "QueryDone",
+    "StoreBlocks",
+    "StoreDone",
+    "UseNamespace",
+]
 
 
 @dataclass(frozen=True)
@@ -21,6 +31,21 @@ class UseNamespace:
     """What comes after it is loaded from, and stored in, this namespace."""
 
     namespace: Namespace
+
+
+@dataclass(frozen=True)
+class Connect:
+    """To ranks that connect only when there is something to do: connect now, and say so."""
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The rank can use the store in its namespace, unless there is an error."""
+
+    operation: ClassVar[str] = "connect"
+    rank: int
+    seconds: float = 0.0
+    error: str | None = None
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,10 @@ class StorageSettings:
         """Blocks go from and to the device tier. If not, they go through the host tier."""
         return self.backend == "attention_store"
 
+    @property
+    def needs_host_tier(self) -> bool:
+        return not self.uses_device_tier
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "prefetch", Prefetch.parse(self.prefetch))
         if self.backend not in BACKENDS:

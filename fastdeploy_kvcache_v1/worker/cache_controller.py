@@ -194,12 +194,13 @@ class CacheController:
         """
         self._transfers.before_compute(read_slots, written_slots, counter)
 
-    def after_compute(self, read_slots: Iterable[int] | None, written_slots: Collection[int] | None) -> None:
-        """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it.
+    def after_compute(self, read_slots: Iterable[int] | None, written_slots: Collection[int] | None) -> Event:
+        """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it. Returns
+        the event of its end.
 
         Call it with what `before_compute` was told, also when the forward pass failed halfway.
         """
-        self._transfers.after_compute(read_slots, written_slots)
+        return self._transfers.after_compute(read_slots, written_slots)
 
     def failed_slots(self, slots: Iterable[int]) -> list[int]:
         """The device `slots` that hold no valid data because the copy that filled them failed."""

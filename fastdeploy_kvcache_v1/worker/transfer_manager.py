@@ -197,10 +197,11 @@ class CacheTransferManager:
         finally:
             self._meter.seconds += time.perf_counter() - start
 
-    def after_compute(self, reads: Iterable[int] | None, writes: Collection[int] | None) -> None:
+    def after_compute(self, reads: Iterable[int] | None, writes: Collection[int] | None) -> Event:
         """See `CacheController.after_compute`."""
         event = self._runtime.compute_stream.record_event()
         self._device_hazards.after(Actor.COMPUTE, event, reads=reads, writes=writes)
+        return event
 
     def failed_slots(self, slots: Iterable[int]) -> list[int]:
         """The device `slots` whose last copy failed or was given up."""

@@ -85,9 +85,9 @@ class TokenShadowStore:
         self.late_writes = [late for late in self.late_writes if late[0] > now]
         for _, slots in self.late_reads:
             for slot in slots:
-                self._worker.device[slot] = [-2] * self._size
+                self._fill(slot, None)
         for _, slots, values in self.late_writes:
-            assert [self._worker.device[slot] for slot in slots] == values, "what is being read was overwritten"
+            assert [self._content(slot) for slot in slots] == values, "what is being read was overwritten"
 
     def answer(self) -> Answer:
         """Of one task."""
@@ -113,9 +113,9 @@ class TokenShadowStore:
         if fails:
             stored = stored[: self._rng.randrange(len(stored) + 1)]
         for slot in task.gpu_block_ids:
-            self._worker.device[slot] = [-1] * self._size  # whatever a read leaves where nothing arrives
+            self._fill(slot, None)  # whatever a read leaves where nothing arrives
         for slot, value in zip(task.gpu_block_ids, stored, strict=False):
-            self._worker.device[slot] = list(value)
+            self._fill(slot, value)
         if fails and self._rng.random() < 0.7:
             self.late_reads.append((self._clock() + LATE_S, task.gpu_block_ids))
             return LoadDone(task.task_id, 0, 0, error="connection reset", quiet_after_s=LATE_S)
@@ -124,13 +124,13 @@ class TokenShadowStore:
     def answer_write(self, fails: bool = False) -> Answer:
         namespace, task = self.writes.popleft()
         if fails:
-            values = [list(self._worker.device[slot]) for slot in task.gpu_block_ids]
+            values = [self._content(slot) for slot in task.gpu_block_ids]
             self.late_writes.append((self._clock() + LATE_S, task.gpu_block_ids, values))
             return WriteDone(task.task_id, 0, 0, error="disk full", quiet_after_s=LATE_S)
         num_written = 0
         for index, slot in enumerate(task.gpu_block_ids, task.start_write_block_idx):
-            path, value = self._path(namespace, task.token_ids, index), list(self._worker.device[slot])
-            assert value == list(path[1][-self._size :]), "what is stored are the tokens of the block"
+            path, value = self._path(namespace, task.token_ids, index), self._content(slot)
+            self._check(path, value)
             num_written += path not in self.values
             self.values[path] = value
         return WriteDone(task.task_id, 0, num_written, num_stored=len(task.gpu_block_ids))
@@ -141,6 +141,18 @@ class TokenShadowStore:
             return FlushDone(task.task_id, 0, 0, error="no route to host")
         self.flushed.append(task)
         return FlushDone(task.task_id, 0, 0)
+
+    # ---- the worker's memory
+
+    def _content(self, slot: int) -> Value:
+        return list(self._worker.device[slot])
+
+    def _fill(self, slot: int, value: Value | None) -> None:
+        """None: with garbage."""
+        self._worker.device[slot] = [-1] * self._size if value is None else list(value)
+
+    def _check(self, path: Path, value: Value) -> None:
+        assert value == list(path[1][-self._size :]), "what is stored are the tokens of the block"
 
     def _stored(self, namespace: str, token_ids: tuple[int, ...]) -> list[Value]:
         found: list[Value] = []

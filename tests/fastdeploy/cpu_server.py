@@ -64,6 +64,8 @@ class CpuServer:
         manager: bool = True,
         environment: dict[str, str] | None = None,
     ) -> None:
+        """What `environment` says of PYTHONPATH comes behind FastDeploy and this package."""
+        environment = environment or {}
         directory.mkdir(parents=True, exist_ok=True)
         self.logs = directory / "log"
         self.model = directory / "model"
@@ -86,10 +88,10 @@ class CpuServer:
                 stderr=stderr,
                 env={
                     **os.environ,
-                    "PYTHONPATH": os.pathsep.join([str(tree(release)), str(ROOT)]),
                     "ENABLE_V1_KVCACHE_MANAGER": "1" if manager else "0",
                     "TMPDIR": str(self.temp_dir),
-                    **(environment or {}),
+                    **environment,
+                    "PYTHONPATH": os.pathsep.join([str(tree(release)), str(ROOT), environment.get("PYTHONPATH", "")]),
                 },
             )
 

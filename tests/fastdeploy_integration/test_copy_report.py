@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import (
     CopyReport,
     socket_path,
 )
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, PassProgress, TransferResult
 
 COPIES = RankCopies(CopyTotals(1, 2, 0.5, 3), CopyTotals(4, 5, 0.25, 6), 0.125)
 FAILED = (
@@ -26,13 +26,14 @@ FAILED = (
 
 @pytest.mark.parametrize("failed", [(), FAILED])
 def test_a_report_survives_the_message(failed):
-    report = CopyReport(3, "17-1", 12, COPIES, failed, 8, 2)
-    assert CopyReport.loads(report.dumps()) == report
+    for passes in (None, PassProgress(8, 12345.678901234567), PassProgress(-1, 0.1, True)):
+        report = CopyReport(3, "17-1", 12, COPIES, failed, 8, 2, passes)
+        assert CopyReport.loads(report.dumps()) == report
 
 
 def test_the_message_is_json_without_names_of_ours():
     message = json.loads(CopyReport(0, "17-1", 0, COPIES, (), 9, 4).dumps())
-    assert message == [VERSION, 0, "17-1", 0, [1, 2, 0.5, 3], [4, 5, 0.25, 6], 0.125, [], 9, 4]
+    assert message == [VERSION, 0, "17-1", 0, [1, 2, 0.5, 3], [4, 5, 0.25, 6], 0.125, [], 9, 4, None]
 
 
 @pytest.mark.parametrize(
@@ -53,11 +54,19 @@ def test_a_message_of_another_version_says_so(message):
         pickle.dumps(CopyReport(0, "17-1", 0, COPIES)),
         json.dumps([VERSION]).encode(),
         json.dumps([VERSION, 0, "w", 0, [0], [0], None, []]).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 5, [0] * 4, 0, [], -1, -1]).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "moon", 1, [1], "e"]], -1, -1]).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [["x", "device", "host", 1, [1], "e"]], -1, -1]).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "host", 1, ["a"], "e"]], -1, -1]).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], "x", -1]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 5, [0] * 4, 0, [], -1, -1, None]).encode(),
+        json.dumps(
+            [VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "moon", 1, [1], "e"]], -1, -1, None]
+        ).encode(),
+        json.dumps(
+            [VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [["x", "device", "host", 1, [1], "e"]], -1, -1, None]
+        ).encode(),
+        json.dumps(
+            [VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "host", 1, ["a"], "e"]], -1, -1, None]
+        ).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], "x", -1, None]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, [0, "x", True]]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, 7]).encode(),
     ],
 )
 def test_what_is_no_report_is_a_value_error(message):

@@ -37,21 +37,12 @@ def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namesp
     """The tiers have memory. Raises `ConfigError` or `StorageError` when the store cannot be used."""
     if isinstance(agent, AttentionStoreAgent):
         assert namespace is not None, "where there is storage there is a namespace"
-        agent.connect(namespace, device_caches(controller))
+        agent.use(
+            DeviceCaches.over(controller.device_rows, late_copies=controller.late_copies, refilled=controller.refilled)
+        )
+        agent.connect(namespace)
     else:
         assert isinstance(agent, StorageAgent)
         pool = controller.host_pool
         memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
         agent.use(pool.memory_of_slot, memory, partial(controller.refilled, level=CacheLevel.HOST))
-
-
-def device_caches(controller: CacheController) -> DeviceCaches:
-    """Key and value of each layer are its first two tensors. Where there is no value, no block is moved either."""
-    layers = controller.device_rows
-    return DeviceCaches(
-        key_pointers=tuple(layer[0].address for layer in layers),
-        value_pointers=tuple(layer[min(1, len(layer) - 1)].address for layer in layers),
-        on_gpu=layers[0][0].on_gpu,
-        late_copies=controller.late_copies,
-        refilled=controller.refilled,
-    )

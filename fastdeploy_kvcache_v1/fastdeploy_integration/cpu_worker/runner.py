@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
 from ..engine.weight_updates import CLEARED, NORMAL
 from ..transport import SwapInbox
+from ..worker.pass_tracker import PassTracker
 from ..worker.storage import RankStorage
 from .batch_rows import BatchRows, RunningSequence
 from .tasks import apply_task, sampling_params
@@ -76,6 +77,7 @@ class CpuModelRunner:
         self._stats_file = stats_directory / STATS_FILE
         self._table = BatchRows(config.block_size)
         self._sampling: dict[int, Any] = {}
+        self._passes = PassTracker() if storage is not None and storage.uses_device_tier else None
         self._inbox = SwapInbox()
         self._pending = BatchRequest()
         self._decoder: Any = None
@@ -162,7 +164,10 @@ class CpuModelRunner:
         """Take over what FastDeploy scheduled. Raises `CacheStateError` for a task that cannot be, and `TransferError`
         when swap steps were lost on the way: either ends the worker, because its caches cannot be trusted any more.
         """
-        self._pending.swap_steps += self._inbox.take(tasks)
+        steps = self._inbox.take(tasks)
+        self._pending.swap_steps += steps
+        if self._passes is not None and steps:
+            self._passes.taken(steps[-1].step)
         for task in tasks:
             apply_task(self._table, task)
             if int(task.idx) in self._table.sequences and hasattr(task, "prompt_token_ids"):
@@ -171,7 +176,17 @@ class CpuModelRunner:
     def not_need_stop(self) -> bool:
         """True when there is something to do (FastDeploy's name for it)."""
         copies_open = self._steps is not None and self._steps.has_open_copies
-        return self._table.has_work or bool(self._pending) or copies_open
+        is_busy = self._table.has_work or bool(self._pending) or copies_open
+        if not is_busy and not self.is_sleeping:
+            self._tell(TransferReport())
+        return is_busy
+
+    def _tell(self, report: TransferReport) -> None:
+        """Passes end before they return. A row that waits for blocks computes nothing until a batch brings them."""
+        if self._passes is not None:
+            is_idle = not (self._table.has_work or self._pending)
+            report = replace(report, passes=self._passes.news(is_idle=is_idle))
+        self._tell_copies(report)
 
     def execute(self, num_rows: int) -> None:
         """One step. Sends one message unless no row had anything to do."""
@@ -185,7 +200,9 @@ class CpuModelRunner:
         batch.requests = [self._step_task(row, sequence) for row, sequence in runnable.items()]
         result = self._steps.run(batch)
         self._num_steps += 1
-        self._tell_copies(result.report)
+        if self._passes is not None:
+            self._passes.submitted()
+        self._tell(result.report)
         self._copies.add(result.report)
         if result.report.transfers:
             self._write_stats()

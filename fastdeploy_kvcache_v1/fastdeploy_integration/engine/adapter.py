@@ -263,8 +263,14 @@ class PrefixCacheAdapter:
         elif record.tokens.task.status.name == "PREEMPTED":
             self.manager.preempt(request_id)
             self._kept.keep(record.tokens)
+            self._tell_ended(record)
         else:
             self.manager.finish(request_id)
+            self._tell_ended(record)
+
+    def _tell_ended(self, record: Record) -> None:
+        if self.storage is not None:
+            self.storage.request_ended(record.tokens)
 
     def _record_of(self, task: Any) -> Record | None:
         """None also for an earlier request of the same id: ids come from clients."""
@@ -285,7 +291,7 @@ class PrefixCacheAdapter:
                         self._kept.end(task.request_id)
             if tasks:
                 step = self.manager.take_swap_step()
-                self._outbox.attach(tasks, step)
+                self._outbox.attach(tasks, step, always=self.storage is not None and self.storage.follows_passes)
                 if self.storage is not None:
                     self.storage.batch_scheduled(tasks, step)
             else:
@@ -311,9 +317,14 @@ class PrefixCacheAdapter:
             self._roll_back_unscheduled()
             for request_id in self._batch.close():
                 self._records[request_id].has_hole = True
-            if self._outbox.is_loaded:
+            if self.storage is not None:
+                self.storage.batch_lost()
+            if self._outbox.carries_copies:
                 self._outbox.clear()
                 self.batch_dropped()
+            elif self._outbox.is_loaded:
+                self._outbox.clear()
+                self._outbox.restart()
 
     def host_copies_failed(self, results: Sequence[TransferResult]) -> None:
         """Workers say of these copies into the host tier that they failed: what they should hold is forgotten.
@@ -383,7 +394,7 @@ class PrefixCacheAdapter:
                 if len(self.manager.nodes(request_id)) > record.num_computed:
                     raise InvariantError(f"adapter: blocks of request {request_id} are cached that no batch computes")
 
-    # ---- FastDeploy's own calls for storage: blocks are stored from the host tier, as they reach it
+    # ---- FastDeploy's own calls for storage: blocks are stored as they reach the host tier, or by `_tell_ended`
 
     def write_cache_to_storage(self, request: Any) -> None:
         """Called for every finished request."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from ...errors import ConfigError, MessageVersionError
-from ...metadata import TransferResult
+from ...metadata import PassProgress, TransferResult
 from ..copy_report import CopyReport
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ class CopyNews(NamedTuple):
     """By rank, see `TransferReport.ended_through`. Of the ranks that have said more."""
     unlisted_through: int = -1
     """Copies of this step and earlier ones may have failed without being in `failed`, now or before."""
+    passes: Mapping[int, PassProgress] = {}  # never written
+    """By rank, as `ended_through`."""
 
 
 NO_NEWS = CopyNews()
@@ -71,6 +73,7 @@ class CopyReports:
         self._failed: deque[TransferResult] = deque()
         self._ended_through: dict[int, int] = {}
         self._unlisted_through = -1
+        self._passes: dict[int, PassProgress] = {}
         self._has_news = False
         self._closing = threading.Event()
         _make_private(path.parent)
@@ -99,9 +102,9 @@ class CopyReports:
         if not self._has_news:
             return NO_NEWS
         with self._lock:
-            news = CopyNews(tuple(self._failed), self._ended_through, self._unlisted_through)
+            news = CopyNews(tuple(self._failed), self._ended_through, self._unlisted_through, self._passes)
             self._failed.clear()
-            self._ended_through = {}
+            self._ended_through, self._passes = {}, {}
             self._has_news = False
             return news
 
@@ -135,6 +138,8 @@ class CopyReports:
             while len(self._failed) > MAX_FAILURES:
                 self._unlisted_through = max(self._unlisted_through, self._failed.popleft().step)
             self._ended_through[report.rank] = report.ended_through
+            if report.passes is not None:
+                self._passes[report.rank] = report.passes
             self._has_news = True
 
 

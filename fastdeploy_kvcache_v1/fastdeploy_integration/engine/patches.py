@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from ...config import KVCacheConfig
-from ...errors import ConfigError, StorageError
+from ...errors import ConfigError, KVCacheError, StorageError
 from ...metadata import CacheLevel
 from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
@@ -25,6 +25,7 @@ from .adapter import PrefixCacheAdapter
 from .copy_reports import NO_NEWS, CopyReports
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher, observe_storage
+from .rank_passes import RankPasses
 from .same_id import HeldBack
 from .storage import EngineStorage
 from .storage_namespace import has_weights_of_directory, storage_namespace
@@ -59,6 +60,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         settings.export(policy, threshold, cache.host_block_bytes)
         self._storage_settings = storage_channel.storage_settings(cache)
         storage_channel.export(self._storage_settings)
+        follows_events = self._storage_settings is not None and self._storage_settings.flush_only
         if self._storage_settings is not None:
             _check_storage(self._storage_settings)
         super().__init__(
@@ -69,7 +71,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
                 write_policy=policy,
                 write_through_threshold=threshold,
                 enable_prefix_caching=bool(cache.enable_prefix_caching),
-                max_queued_events=0,
+                max_queued_events=KVCacheConfig.max_queued_events if follows_events else 0,
             ),
             gauges=main_process_metrics,
             whole_items=bool(cache.disable_chunked_mm_input),
@@ -105,10 +107,12 @@ class EnginePrefixCache(PrefixCacheAdapter):
         """Starts no process: workers copy blocks themselves. Returns the empty list of processes."""
         from fastdeploy import envs
 
-        if cache_config.enable_prefix_caching and self.num_cpu_blocks and self.reports is None:
+        storage = self._storage_settings
+        has_reports = self.num_cpu_blocks or (storage is not None and not storage.needs_host_tier)
+        if cache_config.enable_prefix_caching and has_reports and self.reports is None:
             self._listen_to_workers(engine_worker_queue_port)
-            if self._storage_settings is not None:
-                self._open_storage(self._storage_settings, engine_worker_queue_port, tensor_parallel_size)
+            if storage is not None:
+                self._open_storage(storage, engine_worker_queue_port, tensor_parallel_size)
         is_legacy = self._may_update_weights and not envs.FD_ENABLE_V1_UPDATE_WEIGHTS
         if cache_config.enable_prefix_caching and is_legacy and self.updates is None:
             port = engine_worker_queue_port
@@ -145,19 +149,28 @@ class EnginePrefixCache(PrefixCacheAdapter):
             link = make_link(chosen, commands, storage_channel.results_address(queue_port))
         except zmq.ZMQError as error:
             raise ConfigError(f"the storage tier cannot make its sockets {commands}: {error}") from None
-        self.storage = EngineStorage(
-            make_tier(self.manager, chosen, None, link),
+        passes = RankPasses(num_ranks) if chosen.uses_device_tier and not chosen.flush_only else None
+        storage = EngineStorage(
+            make_tier(self.manager, chosen, None, link, passes=passes),
             link,
             lock=self._lock,
             find_namespace=partial(storage_namespace, self._config, envs.FD_ATTENTION_BACKEND),
+            passes=passes,
             log=_logger(),
         )
+        Finalize(None, storage.close, exitpriority=1)  # before the directory of its sockets goes
         if not has_weights_of_directory(self._config):
-            self.storage.weights_changed()
-        self.storage.start()
-        self.publisher.storage = self.storage.tier
-        self.storage.tier.observe_latency = observe_storage
-        Finalize(None, self.storage.close, exitpriority=1)  # before the directory of its sockets goes
+            storage.weights_changed()
+        storage.tier.observe_latency = observe_storage
+        if chosen.uses_device_tier:
+            try:
+                storage.start_connected()
+            except KVCacheError as error:
+                raise ConfigError(f"the storage backend {chosen.backend} cannot be used: {error}") from None
+        else:
+            storage.start()
+        self.storage = storage
+        self.publisher.storage = storage.tier
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """FastDeploy is paused and has answered every request that it knows; so have those that wait outside it."""
@@ -309,6 +322,18 @@ def get_prefix_cached_blocks(wrapped: Wrapped, instance: Any, args: Args, kwargs
     def match(request: Any) -> bool:
         if request.status.name == "WAITING" and not any(instance.stop_flags):
             return False
+        return get_prefix_cached_blocks_in_turn(wrapped, instance, (request,), {})
+
+    return match(*args, **kwargs)
+
+
+def get_prefix_cached_blocks_in_turn(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Wraps the match of a waiting request: one that was preempted waits for what the store is about to give back."""
+
+    def match(request: Any) -> bool:
+        cache: EnginePrefixCache = instance.cache_manager
+        if cache.storage is not None and cache.storage.must_wait(request):
+            return False
         matched: bool = wrapped(request)
         return matched
 
@@ -332,6 +357,7 @@ def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> A
     cache.held_back.clear()
     if cache.storage is not None:
         cache.storage.clear()
+        cache.storage.rows_dropped()
     try:
         return wrapped(*args, **kwargs)
     finally:

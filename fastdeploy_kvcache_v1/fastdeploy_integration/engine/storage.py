@@ -7,24 +7,35 @@ FastDeploy fetches no new requests while one of its own queue waits, and those b
 from __future__ import annotations
 
 import logging
+import queue
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...errors import KVCacheError
-from ...metadata import BlockHashes, SwapStep, TransferReport
+from ...errors import KVCacheError, StorageError
+from ...metadata import SwapStep, TransferReport
 from ...storage.engine.link import Answer, StorageLink
 from ...storage.engine.tier import StorageTier
+from ...storage.messages import Connect, Connected
 from ...storage.namespace import Namespace
 from .copy_reports import CopyNews
+from .rank_passes import RankPasses
+from .task_tokens import TaskTokens
 
 logger = logging.getLogger(__name__)
 
 MOST_HELD = 32
 """Requests that wait at the same time. The next ones go straight to FastDeploy's queue, and are fetched for there."""
+
+WORKERS_TIMEOUT_S = 60.0
+"""For the ranks' storage threads: the workers have been started long ago."""
+
+CONNECT_TIMEOUT_S = 360.0
+"""For all ranks to use the store; each gives up by itself before."""
 
 
 class EngineStorage:
@@ -37,21 +48,22 @@ class EngineStorage:
         *,
         lock: threading.RLock,
         find_namespace: Callable[[], Namespace],
+        passes: RankPasses | None = None,
         log: logging.Logger = logger,
     ) -> None:
-        """`find_namespace` reads the whole model, so it runs on a thread of its own, and requests are served without
-        storage until it returns.
-        """
+        """`find_namespace` reads the whole model. `passes`: those of `tier`, where it must know when they end."""
         self.tier = tier
         self._link = link
         self._lock: Any = lock
         self._find_namespace = find_namespace
+        self._passes = passes
         self._log = log
         self._weight_epoch: str | None = None
         """None as long as the weights are those of the namespace."""
         self._namespace: Namespace | None = None
         self._is_named = False
         self._answers: deque[Answer] = deque()
+        self._connected: queue.SimpleQueue[Connected] = queue.SimpleQueue()
         self._held: dict[str, Any] = {}
         """Requests that wait here, by id, in order of arrival."""
         self._released: dict[str, Any] = {}
@@ -60,9 +72,41 @@ class EngineStorage:
         """Requests in FastDeploy's queue that blocks are still fetched for."""
 
     def start(self) -> None:
-        """Listen to the workers' storage threads, and look for the namespace."""
-        self._link.listen(self._answers.append)
+        """Listen to the workers' storage threads, and look for the namespace on a thread: requests are served without
+        storage until it is found.
+        """
+        self._link.listen(self._take)
         threading.Thread(target=self._find, name="kv-storage-name", daemon=True).start()
+
+    def start_connected(self) -> None:
+        """As `start`, but returns when every rank can use the store, which may take minutes.
+
+        Raises `KVCacheError` when that does not come about.
+        """
+        self._link.listen(self._take)
+        self._namespace = self._find_namespace()
+        deadline = time.monotonic() + WORKERS_TIMEOUT_S
+        while not self._link.is_ready:
+            if time.monotonic() > deadline:
+                raise StorageError("the workers' storage threads have not answered: see the logs of the workers")
+            time.sleep(0.01)
+        with self._lock:
+            self._name()
+        self._link.send(Connect())
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        for _ in range(self._link.num_ranks):
+            try:
+                answer = self._connected.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise StorageError(f"the store was not ready on all ranks within {CONNECT_TIMEOUT_S:.0f} s") from None
+            if answer.error is not None:
+                raise StorageError(f"{answer.error} (rank {answer.rank})")
+
+    def _take(self, answer: Answer) -> None:
+        if isinstance(answer, Connected):
+            self._connected.put(answer)
+        else:
+            self._answers.append(answer)
 
     def close(self) -> None:
         """Nothing is loaded or stored any more. Idempotent."""
@@ -78,11 +122,11 @@ class EngineStorage:
 
     # ---- requests
 
-    def hold(self, request: Any, tokens: BlockHashes) -> bool:
+    def hold(self, request: Any, tokens: TaskTokens) -> bool:
         """Whether `request`, whose tokens are `tokens`, waits here now. If not, it may start."""
         with self._lock:
             request_id: str = request.request_id
-            self.tier.request_arrived(request_id, tokens)
+            self.tier.request_arrived(request_id, tokens, self._token_ids(tokens))
             if self.tier.may_start(request_id) or len(self._held) >= MOST_HELD:
                 self.tier.request_passes(request_id)
                 self._ahead.add(request_id)
@@ -98,7 +142,9 @@ class EngineStorage:
         """The requests that wait no longer, in order of arrival. Once per `schedule` of `manager` (FastDeploy's
         ResourceManagerV1), before it matches anything.
         """
+        num_wanted = 0 if self._passes is None else _num_wanted_tokens(manager)
         with self._lock:
+            self.tier.tokens_wanted(num_wanted)
             while self._answers:
                 self.tier.answered(self._answers.popleft())
             self._name()
@@ -132,7 +178,37 @@ class EngineStorage:
                 self._leave(request_id)
             self._held.clear()
 
+    def must_wait(self, request: Any) -> bool:
+        """Whether a request that was preempted waits for device blocks that the store will soon give back: it could be
+        preempted again for want of them, and again.
+        """
+        return request.status.name == "PREEMPTED" and self.tier.holds_device_blocks
+
+    def request_ended(self, tokens: TaskTokens) -> None:
+        """A request that has computed gave its blocks back: it has finished, or was preempted or aborted."""
+        with self._lock:
+            self.tier.request_ended(tokens, self._token_ids(tokens))
+
+    def _token_ids(self, tokens: TaskTokens) -> Sequence[int]:
+        return tokens.token_ids() if self.tier.needs_token_ids else ()
+
     # ---- batches
+
+    @property
+    def follows_passes(self) -> bool:
+        """Every batch must carry a step, and ranks tell which one they have taken."""
+        return self._passes is not None
+
+    def batch_lost(self) -> None:
+        """The last batch never reached the workers, or perhaps did."""
+        if self._passes is not None:
+            self._passes.doubt()
+
+    def rows_dropped(self) -> None:
+        """FastDeploy has forgotten requests that the workers go on computing."""
+        with self._lock:
+            if self._passes is not None:
+                self._passes.doubt(rows_stay=True)
 
     def batch_scheduled(self, tasks: Sequence[Any], step: SwapStep) -> None:
         """The workers are being told of `tasks`, and of `step`."""
@@ -151,6 +227,9 @@ class EngineStorage:
             self.tier.copies_reported(0, TransferReport(news.failed))  # of whichever rank
             for rank, through in news.ended_through.items():
                 self.tier.copies_reported(rank, TransferReport((), 0.0, through))
+            if self._passes is not None:
+                for rank, progress in news.passes.items():
+                    self._passes.reported(rank, progress)
 
     # ---- administration
 
@@ -158,6 +237,7 @@ class EngineStorage:
         """`CacheManager.reset_cache` was called, and batches may be lost on their way to the workers."""
         with self._lock:
             self.tier.cache_reset()
+            self.batch_lost()
 
     def weights_changed(self) -> None:
         """The workers are getting other weights, and nobody knows which: blocks from here on are found by this engine
@@ -177,3 +257,15 @@ class EngineStorage:
         self._is_named = True
         epoch = self._weight_epoch or self._namespace.weight_epoch
         self.tier.use_namespace(replace(self._namespace, weight_epoch=epoch))
+
+
+def _num_wanted_tokens(manager: Any) -> int:
+    """Of the next request in FastDeploy's queue, or of a preempted one that is on its way there. Takes FastDeploy's
+    lock, which others hold when they ask for the adapter's.
+    """
+    with manager.lock:
+        preempted = (manager.requests.get(request_id) for request_id in manager.to_be_rescheduled_request_id_set)
+        waiting = [request for request in preempted if request is not None]
+        if manager.waiting:
+            waiting.append(manager.waiting[0])
+        return max((int(request.num_total_tokens) for request in waiting), default=0)

@@ -50,6 +50,10 @@ class TaskTokens:
     def num_plain_blocks(self) -> int:
         return 0 if self._hasher is None else self._hasher.num_plain_blocks
 
+    def token_ids(self) -> list[int]:
+        """Those that are hashed. O(tokens)."""
+        return [int(token) for token in (*self.task.prompt_token_ids, *self.task.output_token_ids[: self._num_output])]
+
     def catch_up(self) -> None:
         """Take over the tokens that the request has generated since the last call."""
         output = self.task.output_token_ids

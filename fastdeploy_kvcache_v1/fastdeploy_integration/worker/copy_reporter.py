@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 
 from ...copy_totals import RankCopies
-from ...metadata import TransferReport, TransferResult
+from ...metadata import PassProgress, TransferReport, TransferResult
 from ..copy_report import CopyReport
 
 MAX_UNSENT_REPORTS = 64
@@ -38,21 +38,23 @@ class CopyReporter:
         self._untold: deque[TransferResult] = deque()
         self._unlisted_through = -1
         self._ended_through = -1
+        self._passes: PassProgress | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
     def tell(self, report: TransferReport) -> None:
         """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended."""
         self._copies.add(report)
-        if not report.transfers and report.ended_through <= self._ended_through:
+        if not report.transfers and report.ended_through <= self._ended_through and report.passes is None:
             return
+        self._passes = report.passes or self._passes
         self._ended_through = max(self._ended_through, report.ended_through)
         self._untold.extend(result for result in report.transfers if not result.ok)
         while len(self._untold) > MAX_UNTOLD_FAILURES:
             self._unlisted_through = max(self._unlisted_through, self._untold.popleft().step)
         if self._socket is None:
             self._socket = self._connect()
-        steps = self._ended_through, self._unlisted_through
+        steps = self._ended_through, self._unlisted_through, self._passes
         message = CopyReport(self._rank, self._worker, self._number, self._copies, tuple(self._untold), *steps).dumps()
         self._number += 1
         with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers

@@ -49,15 +49,31 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         expected_block_bytes=settings.host_block_bytes(),
         keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         tell_copies=reporter.tell,
-        storage=rank_storage(config),
+        storage=rank_storage(
+            config,
+            device_id=int(_argument(args, kwargs, 2, "device_id", 0)),
+            on_gpu=True,
+            enter_thread=_enter_current_device,
+        ),
     )
     wrapped(*args, **kwargs)
 
 
 def _current_gpu() -> Runtime:
+    return CudaRuntime(_current_device())
+
+
+def _current_device() -> int:
     import paddle
 
-    return CudaRuntime(int(paddle.device.get_device().rpartition(":")[2]))
+    return int(paddle.device.get_device().rpartition(":")[2])
+
+
+def _enter_current_device() -> None:
+    """In a thread: it starts with the first device of the process as its own."""
+    import cupy
+
+    cupy.cuda.Device(_current_device()).use()
 
 
 def insert_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -73,11 +89,18 @@ def execute_model(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -
     return result
 
 
+def execute_model_or_idle(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As `execute_model`, of a release whose idle worker goes on calling it, and then counts no tokens."""
+    result = wrapped(*args, **kwargs)
+    worker_cache().end_forward(is_idle=instance.current_launch_token_num == 0)
+    return result
+
+
 def not_need_stop(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `GPUModelRunner.not_need_stop`, which an idle worker of 2.5 asks again and again, and nothing else."""
     is_busy = wrapped(*args, **kwargs)
-    if not is_busy:
-        worker_cache().report_while_idle()
+    if not is_busy:  # with overlapping passes a row may have begun since that was written down
+        worker_cache().report_while_idle(is_idle=not instance.enable_overlap_schedule)
     return is_busy
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...metadata import CacheLevel
 from ...storage.agent import StorageAgent
+from ...storage.attention_store.agent import AttentionStoreAgent
+from ...storage.attention_store.sdk import DeviceCaches
 from ...storage.backends import open_backend
 from ...storage.base import SlotMemory
 from ...storage.seal import TRAILER_BYTES
@@ -15,35 +20,94 @@ from ...worker.cache_controller import CacheController
 from .. import storage_channel
 
 
-class RankStorage:
-    """Moves host blocks of one rank to and from the store, on threads of its own. The worker's event loop uses it."""
+class RankStorage(ABC):
+    """Moves blocks of one rank to and from the store, on threads of its own. The worker's event loop uses it."""
 
-    def __init__(self, settings: StorageSettings, queue_port: int, rank: int) -> None:
-        """Starts the threads."""
-        self.host_trailer_bytes = TRAILER_BYTES
+    host_trailer_bytes = 0
+    """Behind each host slot, for what the store adds to a block."""
+    host_is_shared = False
+    """Other processes map the host tier."""
+    uses_device_tier = False
+    """Blocks go from and to the device tier: the engine has to know when passes have ended."""
+
+    @abstractmethod
+    def use(self, controller: CacheController) -> None:
+        """The tiers have memory."""
+
+    @abstractmethod
+    def let_go(self) -> bool:
+        """The tiers are about to lose their memory. False if that of the host tier must stay."""
+
+
+class HostStorage(RankStorage):
+    """Blocks go through the host tier."""
+
+    host_trailer_bytes = TRAILER_BYTES
+
+    def __init__(self, settings: StorageSettings, addresses: tuple[str, str], rank: int) -> None:
+        """Starts the threads. `addresses`: of the agent's commands and of its answers."""
         self.host_is_shared = settings.needs_shared_memory
-        self._agent = StorageAgent(
-            storage_channel.commands_address(queue_port, rank),
-            storage_channel.results_address(queue_port),
-            rank=rank,
-            open_backend=partial(open_backend, settings, rank=rank),
-        )
+        open_own = partial(open_backend, settings, rank=rank)
+        self._agent = StorageAgent(*addresses, rank=rank, open_backend=open_own)
 
     def use(self, controller: CacheController) -> None:
-        """The host tier has memory."""
         pool = controller.host_pool
         memory = SlotMemory(pool.buffer.array.data, pool.slot_bytes, pool.buffer.file)
         self._agent.use(pool.memory_of_slot, memory, partial(controller.refilled, level=CacheLevel.HOST))
 
     def let_go(self) -> bool:
-        """The host tier is about to lose its memory. False if it must not, see `StorageAgent.let_go`."""
+        """See `StorageAgent.let_go`."""
         return self._agent.let_go()
 
 
-def rank_storage(config: Any) -> RankStorage | None:
-    """Of the rank that an `FDConfig` describes; None without storage or host tier."""
+class DeviceStorage(RankStorage):
+    """Blocks go from and to the device tier, or only their names go to the store."""
+
+    def __init__(self, settings: StorageSettings, agent: AttentionStoreAgent) -> None:
+        self.uses_device_tier = not settings.flush_only
+        self._agent = agent
+
+    def use(self, controller: CacheController) -> None:
+        self._agent.use(
+            DeviceCaches.over(
+                controller.device_rows,
+                late_copies=controller.late_copies,
+                refilled=controller.refilled,
+                owner=controller.caches,
+            )
+        )
+
+    def let_go(self) -> bool:
+        """The agent keeps the tensors itself where it must; the host tier is none of its business."""
+        self._agent.let_go()
+        return True
+
+
+def rank_storage(
+    config: Any, *, device_id: int = 0, on_gpu: bool = False, enter_thread: Callable[[], None] = lambda: None
+) -> RankStorage | None:
+    """Of the rank that an `FDConfig` describes; None without storage, prefix caching, or the tier that it needs.
+
+    `enter_thread`: called in each thread that uses the device.
+    """
     cache, ranks = config.cache_config, config.parallel_config
     settings = storage_channel.storage_settings(cache)
-    if settings is None or not cache.num_cpu_blocks or not cache.enable_prefix_caching:
+    if settings is None or not cache.enable_prefix_caching:
         return None
-    return RankStorage(settings, int(ranks.local_engine_worker_queue_port), int(ranks.tensor_parallel_rank))
+    port, rank = int(ranks.local_engine_worker_queue_port), int(ranks.tensor_parallel_rank)
+    addresses = storage_channel.commands_address(port, rank), storage_channel.results_address(port)
+    if settings.needs_host_tier:
+        return HostStorage(settings, addresses, rank) if cache.num_cpu_blocks else None
+    agent = AttentionStoreAgent(
+        *addresses,
+        rank=rank,
+        placement={
+            "device_id": device_id,
+            "dp_id": int(ranks.local_data_parallel_id),
+            "splitwise_role": str(config.scheduler_config.splitwise_role),
+            "default_namespace": Path(config.model_config.model).name,
+        },
+        on_gpu=on_gpu,
+        enter_thread=enter_thread,
+    )
+    return DeviceStorage(settings, agent)

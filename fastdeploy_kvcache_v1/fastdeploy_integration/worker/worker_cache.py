@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...attention.base import AttentionCacheBackend, CacheLayout
@@ -15,6 +16,7 @@ from ...worker.runtime import Runtime
 from ..swap_space import compare
 from ..task_kind import TaskKind
 from ..transport import SwapInbox
+from .pass_tracker import PassTracker
 from .storage import RankStorage
 
 logger = logging.getLogger(__name__)
@@ -85,10 +87,12 @@ class WorkerCache:
     """Not thread-safe: the worker's event loop uses it.
 
     Tensors are registered in parts, because FastDeploy makes those of a draft model apart and in either order; the
-    host tier is allocated when the last part is there. `make_runtime` is called then, in the process that computes.
-    `keep_host_memory`: it stays allocated, its content void, while tensors are dropped and made again.
+    controller is made when the last part is there, and with it the host tier. `make_runtime` is called then, in the
+    process that computes. `keep_host_memory`: it stays allocated, its content void, while tensors are dropped and made
+    again.
     `expected_block_bytes`: what the engine sized the host tier by.
-    `tell_copies` takes what became of copies, once per step. `storage` moves host blocks to and from the store.
+    `tell_copies` takes what became of copies, once per step. `storage` moves blocks to and from the store; where these
+    are device blocks, there is a controller without a host tier as well, and it is told how far passes are.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class WorkerCache:
         self._keep_host_memory = keep_host_memory
         self._tell_copies = tell_copies
         self._storage = storage
+        self._passes = PassTracker() if storage is not None and storage.uses_device_tier else None
         self._registered: dict[str, tuple[CacheLayout, dict[str, Any], int]] = {}
         self._runtime: Runtime | None = None
         self._controller: CacheController | None = None
@@ -132,7 +137,8 @@ class WorkerCache:
         if part in self._registered:
             self.unregister(part)
         self._registered[part] = (layout, tensors, num_blocks)
-        if self._num_host_blocks and all(each in self._registered for each in self._parts):
+        is_needed = self._num_host_blocks or self._passes is not None
+        if is_needed and all(each in self._registered for each in self._parts):
             self._build()
 
     def unregister(self, part: str) -> None:
@@ -144,13 +150,15 @@ class WorkerCache:
         if self._controller is not None:
             is_in_use = self._storage is not None and not self._storage.let_go()
             self._controller.free(keep_host_memory=self._keep_host_memory or is_in_use)
+            if self._passes is not None:
+                self._passes.forget()
             self._controller, self._idle = None, self._controller
 
     def _build(self) -> None:
         parts = [self._registered[each] for each in self._parts]
         layout, _, num_blocks = parts[0]
         if any(each.roles != layout.roles for each, _, _ in parts):
-            raise ConfigError("swap space needs a draft model whose layers are cached like the main model's")
+            raise ConfigError("host tier and storage need a draft model whose layers are cached like the main model's")
         if any(blocks < num_blocks for _, _, blocks in parts):
             raise ConfigError("the draft model's cache has fewer blocks than the main model's")
         combined = CacheLayout(sum(each.num_layers for each, _, _ in parts), layout.roles)
@@ -160,6 +168,8 @@ class WorkerCache:
         self._controller, self._idle = controller, None
         if self._storage is not None:
             self._storage.use(controller)
+        if not self._num_host_blocks:
+            return
         logger.info("host tier: %d blocks of %d bytes", self._num_host_blocks, combined.block_bytes)
         compare(combined.block_bytes, self._expected_block_bytes, self._num_host_blocks)
 
@@ -182,7 +192,7 @@ class WorkerCache:
 
     @property
     def has_host_tier(self) -> bool:
-        return self._controller is not None
+        return self._controller is not None and bool(self._num_host_blocks)
 
     @property
     def num_main_layers(self) -> int:
@@ -200,6 +210,8 @@ class WorkerCache:
             counter = None if self._controller is None else self._controller.submit_swap_tasks(step)
             if counter is not None:
                 self._counters.append(counter)
+        if self._passes is not None and steps:
+            self._passes.taken(steps[-1].step)
 
     def begin_forward(self, *, layer_by_layer: bool) -> LayerDoneCounter | None:
         """Before a forward pass: what it writes waits for copies that read it, and so do earlier swap-ins.
@@ -219,8 +231,9 @@ class WorkerCache:
         self.current_counter = layered
         return layered
 
-    def end_forward(self) -> None:
-        """After a step: later copies wait for what it computes.
+    def end_forward(self, *, is_idle: bool = False) -> None:
+        """After a step: later copies wait for what it computes. `is_idle`: it had no row to compute, and none will have
+        before the next batch.
 
         Raises `TransferError` when a copy into the device failed, because a block without its content must never be
         read. One into the host tier only costs its blocks there: a copy back of them fails, unless the engine hears of
@@ -234,17 +247,23 @@ class WorkerCache:
             self._counters.clear()
             if layered is not None:  # a step without tokens, or without its draft model, runs no layer that waits
                 layered.wait_all()
-            self._controller.after_compute(None, None)
-        self._report()
+            event = self._controller.after_compute(None, None)
+            if self._passes is not None and not is_idle:
+                self._passes.submitted(event)
+        self._report(is_idle)
 
-    def report_while_idle(self) -> None:
-        """No pass is coming that would tell what became of copies: tell it now. Raises as `end_forward`."""
-        if self._controller is not None and self._controller.num_unreported_copies:
-            self._report()
+    def report_while_idle(self, *, is_idle: bool = True) -> None:
+        """No pass is coming that would tell what became of copies, and of passes: tell it now. `is_idle`: see
+        `end_forward`. Raises as that.
+        """
+        if self._controller is not None and (self._controller.num_unreported_copies or self._passes is not None):
+            self._report(is_idle)
 
-    def _report(self) -> None:
+    def _report(self, is_idle: bool) -> None:
         assert self._controller is not None
         report = self._controller.take_report()
+        if self._passes is not None:
+            report = replace(report, passes=self._passes.news(is_idle=is_idle))
         self._tell_copies(report)
         failed = [each for each in report.transfers if not each.ok]
         for each in failed:

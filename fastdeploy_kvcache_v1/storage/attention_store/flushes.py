@@ -53,8 +53,14 @@ class Flushes(StoreSide):
         self._counters.unaddressable_blocks += num_skipped
         self._ended.append(prefix)
 
-    def step_taken(self) -> None:
-        # Only here: between an eviction and this, a block is in no tier although it is being copied to the host.
+    def go_on(self) -> None:
+        # Otherwise a block may be in no tier although it is about to be copied to the host.
+        if not self._manager.has_open_copies:
+            self._follow()
+        if self._under_way is None and self._waiting and self._breaker.may_pass():
+            self._send()
+
+    def _follow(self) -> None:
         ended, self._ended = self._ended, []
         for statement in self._index.update(self._manager.take_events(), ended, self._block_size):
             if len(self._waiting) == MOST_WAITING:
@@ -62,9 +68,7 @@ class Flushes(StoreSide):
                 self._counters.dropped_flushes += 1
             self._waiting.append(statement)
 
-    def go_on(self) -> None:
-        if self._under_way is not None or not self._waiting or not self._breaker.may_pass():
-            return
+    def _send(self) -> None:
         task_id, statement = f"flush-{next(self._numbers)}", self._waiting.popleft()
         self._under_way = task_id, statement
         self._link.send(

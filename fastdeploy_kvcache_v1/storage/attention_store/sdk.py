@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ...attention.base import CacheLayout
 from ...errors import ConfigError, StorageError
@@ -28,6 +28,12 @@ NOT_READY = "cuda memory not ready"
 """In the text of the SDK's error while it still starts."""
 
 
+class _Rows(Protocol):
+    @property
+    def address(self) -> int:
+        """Of the first block."""
+
+
 @dataclass(frozen=True)
 class DeviceCaches:
     """The device tier of one rank, as the SDK addresses it."""
@@ -36,11 +42,21 @@ class DeviceCaches:
     """Address of each layer's key tensor, `[num_blocks, ...]`: blocks one behind the other."""
     value_pointers: tuple[int, ...]
     """Likewise."""
-    on_gpu: bool = False
     late_copies: Callable[[Sequence[int]], Sequence[Any]] = lambda slots: ()
     """Copies (`runtime.Event`) that were given up, and may still write to one of these slots. Any thread calls it."""
     refilled: Callable[[Sequence[int]], None] = lambda slots: None
     """Told which slots have been filled, before the engine is. Any thread calls it."""
+    owner: object = None
+    """Keeps the memory: as long as it is referred to, the addresses stay valid."""
+
+    @classmethod
+    def over(cls, layers: Sequence[Sequence[_Rows]], **callbacks: Any) -> DeviceCaches:
+        """Key and value of each layer are its first two tensors. Where there is no value, no block is moved either."""
+        return cls(
+            key_pointers=tuple(layer[0].address for layer in layers),
+            value_pointers=tuple(layer[min(1, len(layer) - 1)].address for layer in layers),
+            **callbacks,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,14 @@ class SdkIdentity:
 
     @classmethod
     def of(
-        cls, namespace: Namespace, rank: int, *, device_id: int = 0, dp_id: int = 0, splitwise_role: str = "mixed"
+        cls,
+        namespace: Namespace,
+        rank: int,
+        *,
+        device_id: int = 0,
+        dp_id: int = 0,
+        splitwise_role: str = "mixed",
+        default_namespace: str = "default_ns",
     ) -> SdkIdentity:
         """With FastDeploy's environment variables and defaults. The model version ends with the digest of `namespace`:
         the SDK knows blocks by their tokens only, and two models, dtypes, layouts or weight epochs must not meet.
@@ -70,7 +93,7 @@ class SdkIdentity:
         if os.environ.get("ENABLE_EP_DP_IN_FD", "1") not in ("", "0"):
             pod_name = f"{pod_name}_{splitwise_role}_{dp_id}"
         return cls(
-            namespace=os.environ.get("AS_NAMESPACE", "default_ns"),
+            namespace=os.environ.get("AS_NAMESPACE", default_namespace),
             pod_name=pod_name,
             model_version=f"{os.environ.get('AS_MODEL_VERSION', 'v0')}-{namespace.digest}",
             shard_id=rank,
@@ -136,8 +159,8 @@ class SdkConnection:
         self,
         modules: SdkModules,
         identity: SdkIdentity,
-        caches: DeviceCaches,
         *,
+        on_gpu: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """Returns when the SDK can be used, which may take minutes. Raises `StorageError` when it cannot."""
@@ -145,7 +168,7 @@ class SdkConnection:
         self.block_bytes = 2 * identity.layer_num * identity.bytes_per_shard_layer_per_block
         """Of one block on this rank."""
         self._modules = modules
-        self._caches = caches
+        self._on_gpu = on_gpu
         self._layers = list(range(identity.layer_num))
         try:
             self._sdk = self._make()
@@ -159,9 +182,9 @@ class SdkConnection:
         most = len(token_ids) // self.identity.block_token_size
         return self._count("match", most, lambda: self._sdk.match(self._tokens(token_ids), 0, timeout))
 
-    def read(self, task: ReadStorageTask) -> int:
+    def read(self, task: ReadStorageTask, caches: DeviceCaches) -> int:
         """How many of the device blocks of `task` were filled, from the first one on."""
-        extra: dict[str, Any] = {"remote_addrs": None} if self._caches.on_gpu else {}
+        extra: dict[str, Any] = {"remote_addrs": None} if self._on_gpu else {}
         return self._count(
             "read",
             len(task.gpu_block_ids),
@@ -169,17 +192,19 @@ class SdkConnection:
                 self._layers,
                 self._tokens(task.token_ids),
                 task.start_read_block_idx,
-                list(self._caches.key_pointers),
-                list(self._caches.value_pointers),
+                list(caches.key_pointers),
+                list(caches.value_pointers),
                 list(task.gpu_block_ids),
                 task.timeout,
                 **extra,
             ),
         )
 
-    def write(self, token_ids: Sequence[int], first: int, blocks: Sequence[int], timeout: float) -> int:
+    def write(
+        self, token_ids: Sequence[int], first: int, blocks: Sequence[int], timeout: float, caches: DeviceCaches
+    ) -> int:
         """Store device `blocks`, which are those of the path from `first` on; returns how many were."""
-        extra: dict[str, Any] = {"h2h_copy": False, "params": None} if self._caches.on_gpu else {}
+        extra: dict[str, Any] = {"h2h_copy": False, "params": None} if self._on_gpu else {}
         return self._count(
             "write",
             len(blocks),
@@ -187,8 +212,8 @@ class SdkConnection:
                 self._layers,
                 self._tokens(token_ids),
                 first,
-                list(self._caches.key_pointers),
-                list(self._caches.value_pointers),
+                list(caches.key_pointers),
+                list(caches.value_pointers),
                 list(blocks),
                 timeout,
                 **extra,
@@ -209,7 +234,7 @@ class SdkConnection:
     def _make(self) -> Any:
         who = self.identity
         sizes, extra = [who.bytes_per_shard_layer_per_block], {}
-        if self._caches.on_gpu:  # there the SDK takes the bytes of key and value one by one
+        if self._on_gpu:  # there the SDK takes the bytes of key and value one by one
             attention = importlib.import_module(f"{PACKAGE}.client.client").AttentionType.MHA
             sizes, extra = sizes * 2, {"attention_type": attention, "enable_as_kv_rw": True, "gpu_count": 0}
         return self._modules.client(

@@ -74,18 +74,22 @@ class DeviceStores(StoreSide):
         clock: Callable[[], float],
         *,
         last_told: Callable[[], int],
-        are_slots_quiet: Callable[[int], bool],
+        are_slots_quiet: Callable[[int, float], bool],
+        num_wanted: Callable[[], int],
     ) -> None:
-        """`last_told`: the last step that the workers were told of. `are_slots_quiet`: see `DeviceTarget`."""
+        """`last_told`: the last step that the workers were told of. `are_slots_quiet`: see `DeviceTarget`.
+        `num_wanted`: slots that a request waits for.
+        """
         self._manager = manager
         self._block_size = manager.config.block_size
-        self._most_blocks = max(1, manager.config.num_device_blocks // 8)
+        self._most_blocks = max(1, manager.num_device_blocks // 8)
         """Being stored at once."""
         self._link = link
         self._counters = counters
         self._clock = clock
         self._last_told = last_told
         self._are_slots_quiet = are_slots_quiet
+        self._num_wanted = num_wanted
         self._breaker = Breaker(clock)
         self._waiting: deque[Prefix] = deque()
         self._under_way: dict[str, _Write] = {}
@@ -112,14 +116,17 @@ class DeviceStores(StoreSide):
                 self._end(write)
                 self._give_up(write.prefix)
 
-    def cache_reset(self) -> None:
-        """Sent later, blocks of before might be stored under the name of other weights. What has not begun finds them
-        gone.
-        """
+    def copies_doubted(self) -> None:
         for write in list(self._under_way.values()):
             if not write.is_sent:
                 self._end(write)
                 self._give_up(write.prefix)
+
+    def cache_reset(self) -> None:
+        """Sent later, blocks of before might be stored under the name of other weights. What has not begun finds them
+        gone.
+        """
+        self.copies_doubted()
         self._known.clear()
 
     def go_on(self) -> None:
@@ -129,6 +136,8 @@ class DeviceStores(StoreSide):
                 self._send_if_quiet(write)
             elif not write.num_ranks_left and write.quiet_at <= now:
                 self._end(write)
+        if self._num_wanted() > self._manager.num_device_blocks - self._most_blocks:
+            return  # as long as one block after the other is stored, this request would wait
         for prefix in list(itertools.islice(self._waiting, LOOKED_AT)):
             room = min(PIECE_BLOCKS, self._most_blocks - sum(len(write.slots) for write in self._under_way.values()))
             if len(self._under_way) >= PIECES_UNDER_WAY or room <= 0:
@@ -199,7 +208,7 @@ class DeviceStores(StoreSide):
         return any(block in write.hashes for write in self._under_way.values())
 
     def _send_if_quiet(self, write: _Write) -> None:
-        if not self._are_slots_quiet(write.after_step):
+        if not self._are_slots_quiet(write.after_step, write.begun_at):
             return
         write.is_sent = True
         token_ids = write.prefix.token_ids[: write.end * self._block_size]
@@ -209,6 +218,7 @@ class DeviceStores(StoreSide):
                 token_ids=token_ids,
                 gpu_block_ids=write.slots,
                 start_write_block_idx=write.first,
+                begun_at=write.begun_at,
             )
         )
 

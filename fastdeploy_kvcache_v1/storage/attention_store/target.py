@@ -20,15 +20,23 @@ class DeviceTarget(Target):
     level = CacheLevel.DEVICE
 
     def __init__(
-        self, manager: CacheManager, link: Link, counters: StorageCounters, are_slots_quiet: Callable[[int], bool]
+        self,
+        manager: CacheManager,
+        link: Link,
+        counters: StorageCounters,
+        are_slots_quiet: Callable[[int, float], bool],
+        spare: Callable[[], int],
     ) -> None:
-        """`are_slots_quiet`: every copy and pass up to a step has ended."""
-        self.num_blocks = manager.config.num_device_blocks
+        """`are_slots_quiet`: every copy and pass that may use slots which were free after a step, at a time, has ended.
+        `spare`: slots that requests can do without now.
+        """
+        self.num_blocks = manager.num_device_blocks
         self._manager = manager
         self._block_size = manager.config.block_size
         self._link = link
         self._counters = counters
         self._are_slots_quiet = are_slots_quiet
+        self._spare = spare
 
     def prefix(self, sequence: BlockHashes, token_ids: Sequence[int]) -> Prefix:
         prefix, num_skipped = plain_prefix(sequence, token_ids, self._block_size)
@@ -39,20 +47,23 @@ class DeviceTarget(Target):
         return self._manager.count_on_device(hashes)
 
     def room(self) -> int:
-        """Running requests keep an eighth of the tier to grow into."""
-        return self._manager.num_available_device_blocks - self.num_blocks // 8
+        return self._spare()
 
-    def may_fill(self, step: int) -> bool:
-        return self._are_slots_quiet(step)
+    def may_fill(self, step: int, since: float) -> bool:
+        return self._are_slots_quiet(step, since)
 
     def query(self, query_id: str, prefix: Prefix, begin: int) -> None:
         self._link.send(MatchTask(task_id=query_id, token_ids=prefix.token_ids, first_block_idx=begin))
 
-    def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int]) -> None:
+    def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int], since: float) -> None:
         token_ids = prefix.token_ids[: (begin + len(slots)) * self._block_size]
         self._link.send(
             ReadStorageTask(
-                task_id=load_id, token_ids=token_ids, gpu_block_ids=tuple(slots), start_read_block_idx=begin
+                task_id=load_id,
+                token_ids=token_ids,
+                gpu_block_ids=tuple(slots),
+                start_read_block_idx=begin,
+                begun_at=since,
             )
         )
 

@@ -5,6 +5,7 @@ Names and fields are those of FastDeploy's own tasks. Immutable and picklable.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,8 @@ class ReadStorageTask(CacheTask):
     start_read_block_idx: int
     """Which block of the path goes to the first of `gpu_block_ids`."""
     timeout: float = TRANSFER_TIMEOUT_S
+    begun_at: float = math.inf
+    """When the blocks were reserved (`time.monotonic`): those of a device tier that was made later are others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class WriteStorageTask(CacheTask):
     """None for a statement."""
     start_write_block_idx: int = 0
     timeout: float = TRANSFER_TIMEOUT_S
+    begun_at: float = math.inf
+    """As in `ReadStorageTask`."""
     flush_cache_exists: bool | None = None
     """None for a store. True: this server has the blocks from `start_write_block_idx` on; False: it lost them."""
 

@@ -22,12 +22,19 @@ class AttentionStoreTier(StorageTier):
     `StorageSettings.flush_only` nothing is loaded or stored, and the store's index follows the cache.
     """
 
+    needs_token_ids = True
+    _num_wanted = 0
+    """Device slots that a request waits for: loads take none of them."""
+
     def request_arrived(self, request_id: str, sequence: BlockHashes, token_ids: Sequence[int] = ()) -> None:
         if not self._settings.flush_only:
             super().request_arrived(request_id, sequence, token_ids)
 
+    def tokens_wanted(self, num_tokens: int) -> None:
+        self._num_wanted = -(-num_tokens // self._manager.config.block_size)
+
     def _make_target(self) -> Target:
-        return DeviceTarget(self._manager, self._link, self.counters, self._are_slots_quiet)
+        return DeviceTarget(self._manager, self._link, self.counters, self._are_slots_quiet, self._spare)
 
     def _make_stores(self) -> StoreSide:
         if self._settings.flush_only:
@@ -39,7 +46,13 @@ class AttentionStoreTier(StorageTier):
             self._clock,
             last_told=lambda: self._copies.last_told,
             are_slots_quiet=self._are_slots_quiet,
+            num_wanted=lambda: self._num_wanted,
         )
 
-    def _are_slots_quiet(self, step: int) -> bool:
-        return self._copies.have_ended(step) and self._passes.have_ended(step)
+    def _are_slots_quiet(self, step: int, since: float) -> bool:
+        return self._copies.have_ended(step) and self._passes.have_ended(step, since)
+
+    def _spare(self) -> int:
+        """Running requests keep an eighth of the tier to grow into, beside what one waits for."""
+        reserve = self._num_wanted + self._manager.num_device_blocks // 8
+        return self._manager.num_available_device_blocks - reserve

@@ -177,7 +177,7 @@ class Fetches:
         for piece in [piece for piece in self._quarantine if piece.quiet_at <= now]:
             self._quarantine.remove(piece)
             self._complete(piece)
-        while self._held and self._target.may_fill(self._held[0].after_step):
+        while self._held and self._may_fill(self._held[0]):
             self._send(self._held.popleft())
         self._begin_pieces()
 
@@ -250,7 +250,7 @@ class Fetches:
         self._loading.update(piece.hashes)
         fetch.num_under_way += 1
         fetch.num_lent += len(lent.slots)
-        if self._target.may_fill(piece.after_step):
+        if self._may_fill(piece):
             self._send(piece)
         else:
             self._held.append(piece)
@@ -261,9 +261,12 @@ class Fetches:
         under_way = sum(len(piece.slots) for piece in self._pieces.values())
         return min(PIECE_BLOCKS, self._most_blocks - under_way, self._target.room())
 
+    def _may_fill(self, piece: Piece) -> bool:
+        return self._target.may_fill(piece.after_step, piece.begun_at)
+
     def _send(self, piece: Piece) -> None:
         piece.sent_at = self._clock()
-        self._target.load(piece.load_id, piece.fetch.prefix, piece.begin, piece.slots)
+        self._target.load(piece.load_id, piece.fetch.prefix, piece.begin, piece.slots, piece.begun_at)
 
     def _is_present(self, fetch: Fetch, end: int) -> bool:
         """All blocks before `end` are: another request has brought or computed some of them."""

@@ -16,7 +16,7 @@ import zmq
 from ...metadata import BlockHash
 from ..base import StorageBackend, StoreKey
 from ..lane import Lane
-from ..messages import LaneConnected, LoadDone, QueryDone, StoreDone, UseNamespace
+from ..messages import Connected, LaneConnected, LoadDone, QueryDone, StoreDone, UseNamespace
 from ..namespace import Namespace, block_key, commit_key
 from ..seal import TRAILER_BYTES, seal
 
@@ -28,7 +28,7 @@ POLL_MS = 100
 STOP_TIMEOUT_S = 2.0
 LANES_PER_AGENT = 2
 
-Answer = LoadDone | StoreDone | QueryDone
+Answer = LoadDone | StoreDone | QueryDone | Connected
 """A store may answer with a subclass that says more."""
 
 

@@ -20,11 +20,11 @@ class StoreSide(ABC):
     def copy_failed(self, result: TransferResult) -> None:  # noqa: B027
         """The targets of a copy hold garbage."""
 
+    def copies_doubted(self) -> None:  # noqa: B027
+        """The targets of some copies may hold garbage, and nobody knows of which."""
+
     def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:  # noqa: B027
         """A request that has computed blocks is over: what it committed is cached, or was evicted since."""
-
-    def step_taken(self) -> None:  # noqa: B027
-        """`CacheManager.take_swap_step` was called."""
 
     def cache_reset(self) -> None:  # noqa: B027
         """`CacheManager.reset_cache` was called."""

@@ -44,16 +44,18 @@ class Target(ABC):
         """Slots that a load may take now, from other blocks too. What it cannot have now it may have later."""
 
     @abstractmethod
-    def may_fill(self, step: int) -> bool:
-        """What used slots that were lent `after_step` `step` (see `LoadSlots`) has ended."""
+    def may_fill(self, step: int, since: float) -> bool:
+        """What used slots that were lent `after_step` `step` (see `LoadSlots`), at the time `since`, has ended."""
 
     @abstractmethod
     def query(self, query_id: str, prefix: Prefix, begin: int) -> None:
         """Ask how many blocks of `prefix` are stored, from block `begin` on. Answered by one `QueryDone`."""
 
     @abstractmethod
-    def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int]) -> None:
-        """Fill `slots` with the blocks of `prefix` from `begin` on. Every rank answers with one `LoadDone`."""
+    def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int], since: float) -> None:
+        """Fill `slots`, lent at the time `since`, with the blocks of `prefix` from `begin` on. Every rank answers with
+        one `LoadDone`.
+        """
 
     @abstractmethod
     def touch(self, hashes: Sequence[BlockHash]) -> None:
@@ -81,13 +83,13 @@ class HostTarget(Target):
     def room(self) -> int:
         return self.num_blocks
 
-    def may_fill(self, step: int) -> bool:
+    def may_fill(self, step: int, since: float) -> bool:
         return self._copies.have_ended(step)
 
     def query(self, query_id: str, prefix: Prefix, begin: int) -> None:
         self._link.query(query_id, prefix.hashes[begin:])
 
-    def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int]) -> None:
+    def load(self, load_id: str, prefix: Prefix, begin: int, slots: Sequence[int], since: float) -> None:
         hashes = tuple(prefix.hashes[begin : begin + len(slots)])
         self._link.send(LoadBlocks(load_id, hashes, tuple(slots)))
 

@@ -14,7 +14,7 @@ from .counters import StorageCounters
 from .fetches import Fetches
 from .link import Answer, Link
 from .open_copies import OpenCopies
-from .open_passes import OpenPasses
+from .open_passes import OpenPasses, Passes
 from .store_side import StoreSide
 from .stores import Stores
 from .target import HostTarget, Target
@@ -35,6 +35,9 @@ class StorageTier:
     tier, by another `Target` and another `StoreSide`.
     """
 
+    needs_token_ids = False
+    """The store names blocks by token ids: `request_arrived` and `request_ended` must be given them."""
+
     def __init__(
         self,
         manager: CacheManager,
@@ -43,8 +46,11 @@ class StorageTier:
         link: Link,
         *,
         clock: Callable[[], float] = time.monotonic,
+        passes: Passes | None = None,
     ) -> None:
-        """Without a `namespace` nothing is loaded or stored until `use_namespace` names one."""
+        """Without a `namespace` nothing is loaded or stored until `use_namespace` names one. `passes`: how it is known
+        which ones have ended, if not by `pass_ended`.
+        """
         self.counters = StorageCounters()
         self.observe_latency: Callable[[str, float], None] = lambda operation, seconds: None
         """Told of each request to the store that did not fail: `query`, `load`, `store` or `flush`, and its seconds."""
@@ -53,7 +59,7 @@ class StorageTier:
         self._link = link
         self._clock = clock
         self._copies = OpenCopies(link.num_ranks)
-        self._passes = OpenPasses()
+        self._passes = OpenPasses() if passes is None else passes
         self._fetches = Fetches(manager, settings, link, self._make_target(), self.counters, clock)
         self._stores = self._make_stores()
         self._is_named = False
@@ -74,7 +80,6 @@ class StorageTier:
         """
         if self._is_named:
             self._fetches.arrived(request_id, sequence, token_ids)
-            self._fetches.go_on()
 
     def may_start(self, request_id: str) -> bool:
         """False while the request should go on waiting for its stored prefix, see `Prefetch`."""
@@ -90,7 +95,11 @@ class StorageTier:
 
     def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:
         """A request that has computed is over, however it ended, and was taken from the cache manager."""
-        self._stores.request_ended(sequence, token_ids)
+        if self._is_named:
+            self._stores.request_ended(sequence, token_ids)
+
+    def tokens_wanted(self, num_tokens: int) -> None:
+        """A request of so many tokens waits for device blocks, for as long as this is not told anew; 0: none does."""
 
     def seconds_to_next_deadline(self) -> float | None:
         """After this time `may_start`, `holds_device_blocks` or what `go_on` does may change although nothing else
@@ -121,7 +130,6 @@ class StorageTier:
         """The workers are being told of `step`, and whether it has a forward pass: `pass_ended` follows then."""
         self._copies.told(step)
         self._passes.told(step.step, computes=computes)
-        self._stores.step_taken()
 
     def pass_ended(self, step: int) -> None:
         """The forward pass of `step` has ended on every rank and its device."""
@@ -139,11 +147,13 @@ class StorageTier:
     def go_on(self) -> None:
         """Begin what can begin now: after reports, answers, and steps."""
         self._fetches.go_on()
-        self._stores.go_on()
+        if self._is_named:  # what is stored now would get the name of other weights
+            self._stores.go_on()
 
     def copies_doubted(self, through: int) -> None:
         """Copies of the steps up to `through` may have failed untold: nothing that they fill is stored."""
         self._copies.forget_filled(through)
+        self._stores.copies_doubted()
 
     # ---- the store
 

@@ -1,5 +1,6 @@
 """A FAKE scheduler as `fake_scheduler`, with a storage tier whose store, copies and reports take their time."""
 
+import threading
 from collections import deque
 from types import SimpleNamespace
 
@@ -48,18 +49,27 @@ class StorageScheduler(FakeScheduler):
     def __init__(self, cache, rng, *, prefetch="wait_complete", **options):
         super().__init__(cache, **options)
         self.rng = rng
-        self.worker = SlowWorker(self.block_size)
-        self.store = ShadowStore(self.worker, rng, garbage=GARBAGE)
         self.now = 0.0
         self._listener = None
+        self.manager = SimpleNamespace(
+            requests={},
+            waiting_abort_req_id_set=set(),
+            to_be_rescheduled_request_id_set=set(),
+            waiting=self.waiting,
+            lock=threading.RLock(),
+        )
         link = SimpleNamespace(is_ready=True, listen=self._set_listener, close=lambda: None)
-        settings = StorageSettings("file", "/unused", prefetch=prefetch, min_tokens=1)
-        tier = StorageTier(cache.manager, settings, None, self.store, clock=lambda: self.now)
-        self.storage = cache.storage = EngineStorage(tier, link, lock=cache._lock, find_namespace=namespace)
+        self.storage = cache.storage = self._make_storage(prefetch, link)
         self.storage.start()
-        self.manager = SimpleNamespace(requests={}, waiting_abort_req_id_set=set())
         while not self.store.namespace:  # a thread finds it
             self.storage.release(self.manager)
+
+    def _make_storage(self, prefetch, link):
+        self.worker = SlowWorker(self.block_size)
+        self.store = ShadowStore(self.worker, self.rng, garbage=GARBAGE)
+        settings = StorageSettings("file", "/unused", prefetch=prefetch, min_tokens=1)
+        tier = StorageTier(self.cache.manager, settings, None, self.store, clock=lambda: self.now)
+        return EngineStorage(tier, link, lock=self.cache._lock, find_namespace=namespace)
 
     def _set_listener(self, listener):
         self._listener = listener
@@ -71,9 +81,7 @@ class StorageScheduler(FakeScheduler):
 
     def step(self):
         self.now += 0.1
-        while not self.store.is_idle and self.rng.random() < 0.6:
-            for answer in self.store.answer():
-                self._listener(answer)
+        self._answer_some()
         while self.worker.is_copying and self.rng.random() < 0.5:
             self.worker.let_arrive()
         self._report()
@@ -82,13 +90,25 @@ class StorageScheduler(FakeScheduler):
             self.storage.queued(task)
         return super().step()
 
+    def _answer_some(self):
+        while not self.store.is_idle and self.rng.random() < 0.6:
+            self._answer()
+
+    def _answer(self):
+        for answer in self.store.answer():
+            self._listener(answer)
+
     def _report(self):
         """How far copies are is said now and then; what failed at once, before anybody asks for it back."""
         failed, self.worker.failed = tuple(self.worker.failed), []
         through = {} if self.rng.random() < 0.3 else {0: self.worker.ended_through}
         if failed:
             self.cache.host_copies_failed(failed)
-        self.storage.copies_reported(CopyNews(failed, through, -1))
+        self.storage.copies_reported(CopyNews(failed, through, -1, self._passes()))
+
+    def _passes(self):
+        """What is heard of passes."""
+        return {}
 
     def finish(self, task):
         super().finish(task)
@@ -123,7 +143,6 @@ class StorageScheduler(FakeScheduler):
             if self.worker.is_copying:
                 self.worker.let_arrive()
             while not self.store.is_idle:
-                for answer in self.store.answer():
-                    self._listener(answer)
+                self._answer()
             self._report()
             self.storage.release(self.manager)

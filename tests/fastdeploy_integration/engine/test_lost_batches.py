@@ -346,7 +346,7 @@ def test_a_new_request_is_matched_only_when_there_is_a_seat(status, stop_flags, 
     request = FakeTask("x", [1])
     request.status = status
     asked = []
-    manager = SimpleNamespace(stop_flags=stop_flags)
+    manager = SimpleNamespace(stop_flags=stop_flags, cache_manager=SimpleNamespace(storage=None))
     matched = engine_patches.get_prefix_cached_blocks(lambda each: not asked.append(each), manager, (request,), {})
     assert ("matched" if matched else "not asked") == expected
     assert asked == [request] * matched

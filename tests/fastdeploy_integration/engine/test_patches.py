@@ -179,6 +179,8 @@ def test_what_is_refused(config, facts, reason):
     [
         ({"host_blocks": 9}, {}),
         ({"storage": "file", "host_blocks": 9}, {}),
+        ({"storage": "attention_store"}, {}),
+        ({"storage": "attention_store", "host_blocks": 9, "method": "mtp"}, {}),
         ({"storage": "file", "swap": True, "ranks": 8}, {}),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN"}),
         ({"quant": "block_wise_fp8"}, NO_FLASH_FP8),

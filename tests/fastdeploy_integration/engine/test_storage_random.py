@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from .attention_scheduler import AttentionScheduler
 from .fake_scheduler import FakeTask, make_adapter
 from .storage_scheduler import StorageScheduler
 from .test_adapter_random import prompt
@@ -16,8 +17,27 @@ from .test_adapter_random import prompt
 @pytest.mark.parametrize("seed", range(2))
 def test_no_wrong_block_whatever_is_late_lost_or_failed(policy, prefetch, seed):
     rng = random.Random(f"{policy} {prefetch} {seed}")
-    cache = make_adapter(24, 40, write_policy=policy)
-    scheduler = StorageScheduler(cache, rng, prefetch=prefetch)
+    counters = live(StorageScheduler(make_adapter(24, 40, write_policy=policy), rng, prefetch=prefetch))
+    if policy != "write_through_selective":  # few blocks are hit twice here
+        assert min(counters.load.blocks, counters.store.blocks) > 0
+
+
+@pytest.mark.parametrize("host_blocks", [0, 40])
+@pytest.mark.parametrize("prefetch", ["wait_complete", "timeout", "best_effort"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_device_block_is_given_to_the_store_too_early(host_blocks, prefetch, seed):
+    rng = random.Random(f"{host_blocks} {prefetch} {seed}")
+    cache = make_adapter(32, host_blocks, write_policy="write_through")
+    scheduler = AttentionScheduler(cache, rng, prefetch=prefetch)
+    scheduler.loses = lambda: rng.random() < 0.03
+    counters = live(scheduler)
+    assert min(counters.load.blocks, counters.store.blocks) > 0
+    assert min(scheduler.num_passes_between, scheduler.num_lost, scheduler.num_aborted) > 0
+
+
+def live(scheduler):
+    """A random life; returns the counters of the tier."""
+    cache, rng = scheduler.cache, scheduler.rng
     scheduler.worker.fails = lambda: rng.random() < 0.1
     scheduler.store.failure_rate = 0.1
     for number in range(500):
@@ -38,6 +58,4 @@ def test_no_wrong_block_whatever_is_late_lost_or_failed(policy, prefetch, seed):
     scheduler.settle()
     cache.check()
     cache.manager.check_idle()
-    counters = scheduler.storage.tier.counters
-    if policy != "write_through_selective":  # few blocks are hit twice here
-        assert min(counters.load.blocks, counters.store.blocks) > 0
+    return scheduler.storage.tier.counters

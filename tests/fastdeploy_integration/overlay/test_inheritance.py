@@ -109,7 +109,6 @@ def test_what_the_develop_branch_differs_in():
 def test_what_our_releases_differ_in():
     old, new = table_for("2.5"), table_for("2.6")
     assert {row.target for row in old.rows} - {row.target for row in new.rows} == {
-        "fastdeploy.engine.sched.resource_manager_v1:ResourceManagerV1.get_prefix_cached_blocks",
         "fastdeploy.worker.gpu_model_runner:GPUModelRunner.not_need_stop",
     }
     assert (old.capabilities, new.capabilities) == (Capabilities(), Capabilities(flash_block_wise_fp8=True))

@@ -58,6 +58,24 @@ def test_how_a_pass_waits(installed, cudagraph, level, dummy, waits_in_layers):
     installed.unregister(MAIN)
 
 
+@pytest.mark.parametrize(("overlaps", "is_idle"), [(False, True), (True, False)])
+def test_an_idle_worker_is_known_where_no_pass_can_begin_unseen(monkeypatch, overlaps, is_idle):
+    told = []
+    cache = SimpleNamespace(
+        report_while_idle=lambda **given: told.append(given), end_forward=lambda **given: told.append(given)
+    )
+    monkeypatch.setattr(worker_patches, "_worker_cache", cache)
+    runner = SimpleNamespace(enable_overlap_schedule=overlaps, current_launch_token_num=0)
+    assert worker_patches.not_need_stop(lambda: True, runner, (), {}) is True
+    assert told == []
+    assert worker_patches.not_need_stop(lambda: False, runner, (), {}) is False
+    assert told == [{"is_idle": is_idle}]
+    for num_tokens in (0, 3):
+        runner.current_launch_token_num = num_tokens
+        worker_patches.execute_model_or_idle(lambda: None, runner, (), {})
+    assert told[1:] == [{"is_idle": True}, {"is_idle": False}]
+
+
 def test_draft_attention_counts_its_layers_after_the_main_models(installed):
     register(installed)
     waited = []

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN, RunningTables
 from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
@@ -47,6 +48,55 @@ def test_an_idle_worker_tells_what_became_of_its_last_copies():
     told = len(reports)
     cache.report_while_idle()
     assert len(reports) == told, "nothing is open any more"
+    cache.unregister(MAIN)
+
+
+class RecordingStorage(RankStorage):
+    uses_device_tier = True
+
+    def __init__(self):
+        self.used = []
+
+    def use(self, controller):
+        self.used.append(controller.caches)
+
+    def let_go(self):
+        self.used.append(None)
+        return True
+
+
+def test_storage_of_device_blocks_needs_no_host_tier_and_hears_of_passes():
+    reports, storage = [], RecordingStorage()
+    cache = make_cache(host_blocks=0, storage=storage, tell_copies=reports.append)
+    tensors = register(cache)
+    assert [list(used) for used in storage.used] == [list(tensors)]
+    assert not cache.has_host_tier
+    cache.report_while_idle()
+    assert [(each.passes.step, each.passes.is_idle) for each in reports] == [(-1, True)]
+    cache.receive([task(SwapStep(0))])
+    cache.begin_forward(layer_by_layer=True)
+    cache.end_forward()
+    assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (0, False)
+    cache.receive([task(SwapStep(1), previous=0)])
+    cache.begin_forward(layer_by_layer=True)
+    cache.end_forward(is_idle=True)
+    assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (1, True)
+    cache.unregister(MAIN)
+    assert storage.used[1:] == [None], "before the tensors go"
+    told = len(reports)
+    cache.report_while_idle()
+    cache.end_forward()
+    assert len(reports) == told, "without tensors nothing can be said of them"
+
+
+def test_the_draft_models_layers_are_stored_with_the_others():
+    storage = RecordingStorage()
+    cache = make_cache(parts=(MAIN, DRAFT), host_blocks=0, storage=storage)
+    register(cache, MAIN)
+    assert storage.used == []
+    register(cache, DRAFT, layers=1, blocks=9, first_layer=2)
+    assert len(storage.used[0]) == 6
+    cache.unregister(DRAFT)
     cache.unregister(MAIN)
 
 

@@ -31,10 +31,14 @@ class Memory:
         self.late = []
         self.refilled = []
 
-    def caches(self, *, on_gpu=False):
+    def caches(self):
         addresses = [tensor.ctypes.data for tensor in self.tensors]
         return DeviceCaches(
-            tuple(addresses[:LAYERS]), tuple(addresses[LAYERS:]), on_gpu, lambda slots: self.late, self.refilled.append
+            tuple(addresses[:LAYERS]),
+            tuple(addresses[LAYERS:]),
+            lambda slots: self.late,
+            self.refilled.append,
+            self.tensors,
         )
 
     def fill(self, slot, number):

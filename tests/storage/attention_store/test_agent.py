@@ -1,8 +1,10 @@
 """Link and agents over real sockets, the stand-in SDK and memory that can be looked at."""
 
+import gc
 import queue
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -18,7 +20,7 @@ from fastdeploy_kvcache_v1.storage.attention_store.tasks import (
     WriteStorageTask,
 )
 from fastdeploy_kvcache_v1.storage.engine.link import StorageLink
-from fastdeploy_kvcache_v1.storage.messages import LoadDone, QueryDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.messages import Connect, Connected, LoadDone, QueryDone, UseNamespace
 from tests.storage.attention_store.memory import BLOCK_SIZE, LAYOUT, Memory, space, tokens
 from tests.storage.attention_store.stand_in import num_stored, set_faults
 
@@ -39,7 +41,8 @@ class Machine:
         self.agents = [AttentionStoreAgent(address, results, rank=rank) for rank, address in enumerate(commands)]
         if connects:
             for agent, memory in zip(self.agents, self.memory, strict=True):
-                agent.connect(self.space, memory.caches())
+                agent.use(memory.caches())
+                agent.connect(self.space)
         while not self.link.is_connected(100):
             pass
         self.link.listen(self.answers.put)
@@ -295,11 +298,97 @@ def test_an_agent_whose_store_hangs_says_that_its_slots_are_in_use(machine, stor
 def test_tasks_before_there_is_memory_are_errors(machine):
     server = machine(connects=False)
     (done,) = server.ask(read())
-    assert "the device tier has no memory yet" in done.error
+    assert "the device tier has no memory now" in done.error
+
+
+def test_what_was_reserved_in_an_earlier_device_tier_is_neither_filled_nor_stored(machine, store):
+    """A task may be late: what is in the new tier has nothing to do with the tokens that it names."""
+    server = machine()
+    fill(server)
+    (agent,) = server.agents
+    before = time.monotonic()
+    assert server.ask(write(begun_at=before))[0].num_written == 3
+    agent.let_go()
+    for task in (read(begun_at=before), write(begun_at=before)):
+        assert "has no memory now" in server.ask(task)[0].error
+    memory = Memory()
+    agent.use(memory.caches())
+    for task in (read(begun_at=before), write(begun_at=before, path=tokens(4, 5, 6))):
+        assert "made anew" in server.ask(task)[0].error
+    assert num_stored(store) == 3
+    assert not any(tensor.any() for tensor in memory.tensors)
+    assert server.ask(read(begun_at=time.monotonic()))[0].num_arrived == 3
+    assert memory.holds(5, 1)
+
+
+@pytest.mark.parametrize("fault", [{"hang": True}, {"error": "reset", "late_s": 1.0}])
+def test_memory_that_the_sdk_may_still_touch_stays_until_it_does_not(machine, store, monkeypatch, fault):
+    monkeypatch.setattr(agent_module, "STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(agent_module, "QUIET_MARGIN_S", 0.5)
+    server = machine()
+    (agent,) = server.agents
+    set_faults(store, read={"times": 1, **fault})
+    server.link.send(read(timeout=1.0))
+    while '"times": 0' not in (store / "faults.json").read_text():
+        time.sleep(0.01)
+    if "error" in fault:
+        assert server.answer().quiet_after_s > 0
+    gone = weakref.ref(server.memory[0].tensors[0])
+    server.memory.clear()
+    agent.let_go()
+    gc.collect()
+    assert gone() is not None
+    set_faults(store)
+    deadline = time.monotonic() + LIMIT_S
+    while gone() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_memory_that_is_not_touched_goes_at_once(machine):
+    server = machine()
+    server.ask(read())
+    gone = weakref.ref(server.memory[0].tensors[0])
+    server.memory.clear()
+    server.agents[0].let_go()
+    gc.collect()
+    assert gone() is None
+
+
+def test_every_rank_says_that_it_is_connected_or_why_not(machine, store):
+    server = machine(ranks=2, connects=False)
+    assert server.ask(Connect()) == [Connected(0), Connected(1)]
+    set_faults(store, match={"error": "licence expired"})
+    server.link.send(UseNamespace(space(weight_epoch="next", tensor_parallel_size=2)))
+    for answer in server.ask(Connect()):
+        assert "licence expired" in answer.error
+
+
+def test_each_thread_enters_its_device_before_it_calls_the_sdk(tmp_path, store):
+    entered = []
+    agent = AttentionStoreAgent(
+        f"ipc://{tmp_path}/commands0",
+        f"ipc://{tmp_path}/results",
+        rank=0,
+        enter_thread=lambda: entered.append(threading.current_thread().name),
+    )
+    link = StorageLink([f"ipc://{tmp_path}/commands0"], f"ipc://{tmp_path}/results", open_backend=None)
+    answers = queue.SimpleQueue()
+    while not link.is_connected(100):
+        pass
+    link.listen(answers.put)
+    agent.use(Memory().caches())
+    for command in (UseNamespace(space()), Connect(), read(), write()):
+        link.send(command)
+    for _ in range(3):
+        answers.get(timeout=LIMIT_S)
+    assert sorted(entered) == ["kv-storage-load", "kv-storage-query", "kv-storage-store"]
+    agent.close()
+    link.close()
 
 
 def test_a_store_that_is_not_ready_fails_the_start(machine, store):
     server = machine(connects=False)
     set_faults(store, match={"error": "licence expired"})
     with pytest.raises(StorageError, match="licence expired"):
-        server.agents[0].connect(server.space, server.memory[0].caches())
+        server.agents[0].connect(server.space)

@@ -23,10 +23,9 @@ from tests.storage.attention_store.stand_in import num_stored, set_faults
 KEY_BYTES = LAYOUT.roles[0].block_bytes
 
 
-def connect(memory=None, *, rank=0, on_gpu=False, sleep=lambda seconds: None, **changes):
-    memory = memory or Memory(rank)
+def connect(*, rank=0, on_gpu=False, sleep=lambda seconds: None, **changes):
     identity = SdkIdentity.of(space(**changes), rank)
-    return SdkConnection(load_sdk(), identity, memory.caches(on_gpu=on_gpu), sleep=sleep)
+    return SdkConnection(load_sdk(), identity, on_gpu=on_gpu, sleep=sleep)
 
 
 def made():
@@ -93,15 +92,15 @@ def test_on_a_gpu_the_sdk_gets_the_bytes_of_key_and_value_and_its_kind_of_attent
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_what_is_written_is_read(store, on_gpu):
     memory = Memory()
-    sdk = connect(memory, on_gpu=on_gpu)
+    sdk = connect(on_gpu=on_gpu)
     memory.fill(0, 7)
     memory.fill(3, 8)
     path = tokens(1, 2)
     assert sdk.match(path) == 0
-    assert sdk.write(path, 0, (0, 3), 1.0) == 2
+    assert sdk.write(path, 0, (0, 3), 1.0, memory.caches()) == 2
     assert sdk.match(path) == 2
     task = ReadStorageTask(task_id="r", token_ids=path, gpu_block_ids=(5,), start_read_block_idx=1)
-    assert sdk.read(task) == 1
+    assert sdk.read(task, memory.caches()) == 1
     assert memory.holds(5, 8)
     assert num_stored(store) == 2
 
@@ -113,8 +112,8 @@ def test_an_answer_that_cannot_be_is_an_error(store, answer):
     task = ReadStorageTask(task_id="r", token_ids=tokens(1, 2), gpu_block_ids=(5, 6), start_read_block_idx=0)
     for what, call in (
         ("match", lambda: sdk.match(tokens(1, 2))),
-        ("read", lambda: sdk.read(task)),
-        ("write", lambda: sdk.write(tokens(1, 2), 0, (1, 2), 1.0)),
+        ("read", lambda: sdk.read(task, Memory().caches())),
+        ("write", lambda: sdk.write(tokens(1, 2), 0, (1, 2), 1.0, Memory().caches())),
     ):
         with pytest.raises(StorageError, match=f"answered {answer!r} to a {what} of 2 blocks"):
             call()
@@ -126,7 +125,7 @@ def test_the_sdks_errors_are_storage_errors(store):
     set_faults(store, match=fault, read=fault, write=fault, flush=fault)
     for what, call in (
         ("match", lambda: sdk.match(tokens(1))),
-        ("write", lambda: sdk.write(tokens(1), 0, (1,), 1.0)),
+        ("write", lambda: sdk.write(tokens(1), 0, (1,), 1.0, Memory().caches())),
         ("flush", lambda: sdk.flush(WriteStorageTask(task_id="f", token_ids=tokens(1), flush_cache_exists=True))),
     ):
         with pytest.raises(StorageError, match=f"could not {what}: lease lost"):

@@ -1,0 +1,88 @@
+"""When a device slot may be given to the store, by what worker ranks say of their passes."""
+
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
+from fastdeploy_kvcache_v1.metadata import PassProgress
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def passes(clock):
+    passes = RankPasses(2, clock)
+    passes.told(7, computes=True)
+    return passes
+
+
+def say(passes, *progress):
+    for rank, each in enumerate(progress):
+        passes.reported(rank, PassProgress(*each))
+
+
+def test_nothing_is_quiet_before_every_rank_has_said_something(passes):
+    assert not passes.have_ended(-1, 0.0)
+    passes.reported(0, PassProgress(7, 100.0))
+    assert not passes.have_ended(-1, 0.0)
+    passes.reported(1, PassProgress(7, 100.0))
+    assert passes.have_ended(-1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("slow_rank", "is_quiet"), [((7, 101.0), True), ((6, 101.0), False), ((7, 100.9), False), ((8, 200.0), True)]
+)
+def test_the_slowest_rank_decides_by_step_and_by_time(passes, slow_rank, is_quiet):
+    for order in ((slow_rank, (9, 300.0)), ((9, 300.0), slow_rank)):
+        say(passes, *order)
+        assert passes.have_ended(7, 101.0) is is_quiet
+
+
+def test_a_rank_that_begins_again_to_compute_is_not_idle_any_more(passes):
+    say(passes, (7, 200.0, True), (7, 200.0, True))
+    assert passes.have_ended(7, 199.0)
+    say(passes, (7, 150.0), (7, 200.0))
+    assert not passes.have_ended(7, 199.0)
+
+
+def test_what_is_doubted_is_known_with_the_next_step(passes):
+    say(passes, (7, 300.0), (7, 300.0))
+    passes.doubt()
+    assert not passes.have_ended(7, 90.0)
+    say(passes, (7, 400.0), (8, 400.0))
+    assert not passes.have_ended(7, 90.0), "one rank has not taken it"
+    say(passes, (8, 400.0))
+    assert passes.have_ended(7, 90.0)
+
+
+@pytest.mark.parametrize(
+    ("progress", "is_known"),
+    [((7, 100.0, True), True), ((7, 99.9, True), False), ((7, 100.0, False), False), ((6, 100.0, True), False)],
+)
+def test_or_by_a_rank_that_is_idle_since_and_that_no_batch_is_on_its_way_to(passes, progress, is_known):
+    passes.doubt()
+    say(passes, progress, (8, 100.0))
+    say(passes, (7, 500.0), (8, 500.0))
+    assert passes.have_ended(7, 90.0) is is_known
+
+
+def test_rows_that_the_engine_has_forgotten_end_only_when_a_rank_is_idle(passes, clock):
+    passes.doubt(rows_stay=True)
+    passes.doubt()  # a reset does not make it better
+    passes.told(8, computes=True)
+    clock.now = 110.0
+    say(passes, (8, 120.0), (8, 120.0))
+    assert not passes.have_ended(7, 90.0)
+    say(passes, (8, 121.0, True), (8, 121.0))
+    assert not passes.have_ended(7, 90.0)
+    say(passes, (8, 130.0), (8, 122.0, True))
+    assert passes.have_ended(7, 90.0)
