@@ -54,7 +54,7 @@ def try_attention_store() -> RoundTrip:
     identity = SdkIdentity.of(trial_namespace(layout, block_size=BLOCK_TOKENS), 0)
     memory = Memory()
     try:
-        return _round_trip(SdkConnection(sdk, identity, memory.caches), memory)
+        return _round_trip(SdkConnection(sdk, identity), memory)
     except Exception as error:  # the edge to a foreign library
         _in_use.append(memory)
         if isinstance(error, KVCacheError):
@@ -65,14 +65,14 @@ def try_attention_store() -> RoundTrip:
 def _round_trip(sdk: SdkConnection, memory: Memory) -> RoundTrip:
     token_ids = tuple(range(NUM_BLOCKS * BLOCK_TOKENS))
     begin = time.perf_counter()
-    written = sdk.write(token_ids, 0, range(NUM_BLOCKS), TRANSFER_TIMEOUT_S)
+    written = sdk.write(token_ids, 0, range(NUM_BLOCKS), TRANSFER_TIMEOUT_S, memory.caches)
     put_s = time.perf_counter() - begin
     if (stored := min(written, sdk.match(token_ids))) != NUM_BLOCKS:
         raise StorageError(f"of {NUM_BLOCKS} blocks that were to be stored, only the first {stored} are there")
     filled = tuple(range(NUM_BLOCKS, 2 * NUM_BLOCKS))
     task = ReadStorageTask(task_id="trial", token_ids=token_ids, gpu_block_ids=filled, start_read_block_idx=0)
     begin = time.perf_counter()
-    arrived = sdk.read(task)
+    arrived = sdk.read(task, memory.caches)
     get_s = time.perf_counter() - begin
     if (arrived, whole := memory.num_whole()) != (NUM_BLOCKS, NUM_BLOCKS):
         raise StorageError(f"of {NUM_BLOCKS} blocks that were stored, {arrived} came back, and {whole} unchanged")

@@ -285,4 +285,4 @@ def test_random_loads_stores_and_failures_change_no_token(prefetch, host, seed):
         for name, tokens in expected.items():
             if recorders[name].failure is None:
                 assert recorders[name].tokens == tokens
-    assert loaded > 30, "the run is only worth something if it went through what it is for"
+    assert loaded > 20, "the run is only worth something if it went through what it is for"
