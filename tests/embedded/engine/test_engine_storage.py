@@ -328,7 +328,7 @@ def test_random_loads_and_failures_change_no_token(prefetch, seed):
         for name, tokens in expected.items():
             if recorders[name].failure is None:
                 assert recorders[name].tokens == tokens
-    assert loaded > 50, "the run is only worth something if it went through what it is for"
+    assert loaded > 30, "the run is only worth something if it went through what it is for"
 
 
 def test_a_deadline_that_passes_inside_a_step_fails_nobody():
