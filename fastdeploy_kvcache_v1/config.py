@@ -17,6 +17,8 @@ __all__ = ["KVCacheConfig", "WritePolicy"]
 class WritePolicy(str, enum.Enum):
     """When a block gets its host copy."""
 
+    AUTO = "auto"
+    """When the device tier evicts it, or is about to."""
     WRITE_THROUGH = "write_through"
     """As soon as it is complete."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"

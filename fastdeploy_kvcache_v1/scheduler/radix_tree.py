@@ -152,14 +152,14 @@ class RadixTree:
         """The next device run to leave, split to at most `most` blocks."""
         for run in self._residency.device_order.candidates():
             if self._residency.is_device_victim(run):
-                return self._tail(run, most)
+                return self.tail(run, most)
         return None
 
     def host_victim(self, most: int) -> Run | None:
         """The next run whose host copy is to go, split to at most `most` blocks."""
         for run in self._residency.host_order.candidates():
             if self._residency.is_host_victim(run):
-                return self._tail(run, most)
+                return self.tail(run, most)
         return None
 
     def detach(self, top: Run) -> list[Run]:
@@ -208,6 +208,12 @@ class RadixTree:
         self._residency.split(head, run)
         return head
 
+    def tail(self, run: Run, most: int) -> Run:
+        """The last blocks of `run`, at most `most`, which are `run` from now on: those before are cut off."""
+        if run.length > most:
+            self.split(run, run.length - most)
+        return run
+
     def _append(self, leaf: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Run:
         """New blocks below `leaf`: in place if they share its fate, else as a child."""
         shares_fate = leaf.pins == 1 and not leaf.hits and leaf.host is None
@@ -217,11 +223,6 @@ class RadixTree:
         run = Run.of(hashes, slots)
         leaf.add_child(run)
         self._residency.add_new(run)
-        return run
-
-    def _tail(self, run: Run, most: int) -> Run:
-        if run.length > most:
-            self.split(run, run.length - most)
         return run
 
     def _undo_splits(self, leaf: Run) -> None:

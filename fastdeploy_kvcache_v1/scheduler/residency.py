@@ -7,7 +7,7 @@ it copies or names, unless it says otherwise. Not thread-safe: the manager's loc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import DeviceBlockPool, HostBlockPool
@@ -178,6 +178,16 @@ class Residency:
             return True
         self.device_order.passed_over(run)
         return False
+
+    def next_to_leave(self) -> Iterator[Run]:
+        """Device runs in the order in which they will leave if nothing uses them. One in use is out of the way now. The
+        caller may cut the run just yielded, and take host slots from others.
+        """
+        for run in self.device_order.candidates():
+            if run.pins:
+                self.device_order.passed_over(run)
+            else:
+                yield run
 
     def is_host_victim(self, run: Run) -> bool:
         """Can the host copy of the queued `run` go? If not, it is out of the way now."""

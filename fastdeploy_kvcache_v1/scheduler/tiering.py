@@ -41,6 +41,8 @@ class Tiering:
         self._lookahead = lookahead
         self._counters = counters
         self._told = ToldCopies()
+        self._evicted_before = 0
+        """Blocks that had left the device when the last step was taken."""
 
     # ---- device slots
 
@@ -121,6 +123,7 @@ class Tiering:
 
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
+        self._back_up_ahead()
         evicted, read = self._residency.open_copies(CacheLevel.HOST), self._residency.open_copies(CacheLevel.DEVICE)
         copied = evicted + read
         if not copied:
@@ -247,6 +250,21 @@ class Tiering:
         self._counters.device_lost_blocks += run.length
         lost = self._tree.detach(run)
         self._counters.host_evicted_blocks += sum(below.length for below in lost[1:])  # could not be found any more
+
+    def _back_up_ahead(self) -> None:
+        """Copy what will have to leave the device next."""
+        num_evicted = self._counters.device_evicted_blocks
+        ahead = self._policy.blocks_ahead(num_evicted - self._evicted_before)
+        self._evicted_before = num_evicted
+        ahead -= self._residency.device_pool.num_free
+        if ahead <= 0 or not self._residency.host_pool.size:
+            return
+        for run in self._residency.next_to_leave():
+            if run.host is None:
+                self._back_up([self._tree.tail(run, ahead)])
+            ahead -= run.length
+            if ahead <= 0:
+                return
 
     def _back_up(self, runs: Sequence[Run]) -> int:
         """Start copies of the blocks of `runs`, all on the device and in prompt order; returns for how many there was

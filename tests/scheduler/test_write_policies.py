@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import PoolInUseError
 from fastdeploy_kvcache_v1.metadata import Allocation, CacheLevel, CacheStatus, NoSpace
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 from .scenario import cached, fail, manager, on_host, pairs, prompt, run, start
 
@@ -235,3 +236,96 @@ def test_without_a_host_tier_no_backup_is_skipped() -> None:
         for text in ("ab!", "ab!", "cd!"):
             run(cache, text)
         assert cache.stats().counters.backup_skipped_blocks == 0
+
+
+# ---- auto: write back, ahead of time
+
+
+def crowded(policy: str) -> CacheManager:
+    """The device is full of prompts that nothing uses, and a step has just pushed two blocks out."""
+    cache = manager(16, 16, policy)
+    for text in ("ab!", "cd!", "ef!", "gh!", "ij!", "kl!", "mn!", "op!"):
+        run(cache, text)
+    run(cache, "12!")
+    return cache
+
+
+def test_auto_copies_what_leaves_next_before_it_must() -> None:
+    cache = crowded("auto")
+    assert cached(cache, "ab") == ["host"] * 2
+    assert on_host(cache, "cd") == [True] * 2, "as many as have left"
+    assert on_host(cache, "ef") == [False] * 2
+
+
+def test_an_eviction_copies_nothing_then_and_can_be_undone_in_the_same_step() -> None:
+    found = {}
+    for policy in ("auto", "write_back"):
+        cache = crowded(policy)
+        start(cache, "34!")
+        found[policy] = cached(cache, "cd")
+    assert found == {"auto": ["host"] * 2, "write_back": []}
+
+
+def test_the_copy_of_an_eviction_that_was_prepared_is_not_made_again() -> None:
+    cache = crowded("auto")
+    start(cache, "34!")
+    step = cache.take_swap_step()
+    assert len(step.evict) == 2, "of what leaves next"
+    assert on_host(cache, "ef") == [True] * 2
+    assert cache.stats().counters.device_lost_blocks == 0
+
+
+def test_nothing_is_copied_ahead_while_nothing_leaves() -> None:
+    cache = manager(8, 16, "auto")
+    for text in ("ab!", "cd!", "ef!", "gh!"):
+        assert not run(cache, text).evict
+
+
+def test_nothing_is_copied_ahead_of_slots_that_are_free() -> None:
+    cache = crowded("auto")
+    lent = cache.lend(4)
+    assert isinstance(lent, list)
+    cache.take_back(lent)
+    assert len(cache.take_swap_step().evict) == 2, "c and d were copied before"
+
+
+def test_a_rush_is_forgotten() -> None:
+    cache = crowded("auto")
+    for _ in range(8):
+        cache.take_swap_step()
+    assert not run(cache, "cd!", "used").evict, "e and f are the next to leave, but nothing has left for long"
+
+
+def test_what_is_copied_ahead_is_bounded_by_a_part_of_the_device() -> None:
+    cache = manager(32, 64, "auto")
+    for number in range(32):
+        run(cache, f"{number:c}!")
+    step = run(cache, "x" * 16 + "!")
+    assert len(step.evict) == 16 + 32 // 8
+
+
+def test_what_is_in_use_is_not_copied_ahead() -> None:
+    cache = manager(4, 16, "auto")
+    for text in ("b!", "a!", "c!", "d!"):
+        run(cache, text)
+    start(cache, "a!", "in use")
+    run(cache, "1!")
+    assert [on_host(cache, text) for text in "acd"] == [[False], [True], [False]]
+
+
+def test_a_long_run_is_cut_for_what_is_copied_ahead() -> None:
+    cache = manager(32, 64, "auto")
+    run(cache, "abcdefghijklmnopqrst!")
+    run(cache, "123456789012!")
+    step = run(cache, "x!")
+    assert len(step.evict) == 2
+    assert cached(cache, "abcdefghijklmnopqrst") == ["device"] * 19 + ["host"]
+    assert on_host(cache, "abcdefghijklmnopqrst") == [False] * 18 + [True] * 2
+
+
+def test_without_room_on_the_host_nothing_is_copied_ahead() -> None:
+    for host in (0, 1):
+        cache = manager(2, host, "auto")
+        for text in ("a!", "b!", "c!", "d!"):
+            run(cache, text)
+        cache.check_idle()

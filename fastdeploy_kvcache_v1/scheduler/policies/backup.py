@@ -34,3 +34,9 @@ class BackupPolicy:
     def on_eviction(self, run: Run) -> bool:
         """Is `run`, which is about to leave the device and has no host copy, to be copied first?"""
         return False
+
+    def blocks_ahead(self, num_evicted: int) -> int:
+        """How many blocks, from the next to leave the device on, are to be copied before they must go. Asked once per
+        step, in which `num_evicted` blocks have left it.
+        """
+        return 0

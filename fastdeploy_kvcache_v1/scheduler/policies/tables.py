@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ...config import KVCacheConfig, WritePolicy
 from ...errors import ConfigError
+from .auto import Auto
 from .backup import BackupPolicy
 from .eviction import EvictionPolicy
 from .lru import LeastRecentlyUsed
@@ -17,6 +18,7 @@ EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lru": LeastRecentlyUsed,
 }
 BACKUP_POLICIES: dict[WritePolicy, Callable[[KVCacheConfig], BackupPolicy]] = {
+    WritePolicy.AUTO: Auto,
     WritePolicy.WRITE_THROUGH: WriteThrough,
     WritePolicy.WRITE_THROUGH_SELECTIVE: WriteThroughSelective,
     WritePolicy.WRITE_BACK: WriteBack,

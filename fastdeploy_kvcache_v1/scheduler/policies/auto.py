@@ -1,0 +1,25 @@
+"""Auto: write back, ahead of time: what leaves the device next has its host copy before it must go."""
+
+from __future__ import annotations
+
+from ...config import KVCacheConfig
+from .write_back import WriteBack
+
+DECAY = 0.9
+"""Per step: a rush of new prompts is remembered for some twenty steps."""
+
+
+class Auto(WriteBack):
+    """An eviction that has to copy first holds up the prompt that needs the slots, and its blocks cannot be found until
+    the step has been taken. So as many blocks as left in the busiest step of late are kept copied, from the next to
+    leave on. A block that is used again first was copied for nothing; there are few of them at that end of the order.
+    """
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self._pace = 0.0
+        """Blocks that leave in a step, at the busiest, as time goes by."""
+        self._most = max(1, config.num_device_blocks // 8)
+
+    def blocks_ahead(self, num_evicted: int) -> int:
+        self._pace = max(float(num_evicted), DECAY * self._pace)
+        return min(int(self._pace), self._most)
