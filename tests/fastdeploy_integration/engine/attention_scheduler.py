@@ -12,7 +12,7 @@ from tests.embedded.token_shadow_store import TokenShadowStore
 from tests.fastdeploy_integration.worker.fake_worker import GARBAGE
 from tests.storage.values import namespace
 
-from .fake_scheduler import Control, Kind, Status
+from .fake_scheduler import Control, FakeTask, Kind, Status
 from .storage_scheduler import SlowWorker, StorageScheduler
 
 
@@ -126,7 +126,7 @@ class AttentionScheduler(StorageScheduler):
         return storage
 
     def _receive_later(self, receive, tasks):
-        while self.rng.random() < 0.3:
+        for _ in range(int(6 * self.rng.random()) - 2):
             self._go_on_meanwhile()
             self._take_tokens(self.worker.step())
             self.num_passes_between += 1
@@ -145,7 +145,7 @@ class AttentionScheduler(StorageScheduler):
         return self.now
 
     def _go_on_meanwhile(self):
-        self.now += 0.01
+        self.now += 0.03
         self._end_some()
         self._answer_some()
         if self._is_scheduling:
@@ -160,7 +160,7 @@ class AttentionScheduler(StorageScheduler):
     def step(self):
         self._end_some()
         self.store.look()
-        if self.running and self.rng.random() < 0.03:
+        if self.running and self.rng.random() < 0.06:
             self.aborting.add(self.rng.choice(self.running).request_id)
         self._is_scheduling = True
         try:
@@ -207,7 +207,8 @@ class AttentionScheduler(StorageScheduler):
             if task.task_type is Kind.ABORT:  # its blocks are free, and the worker goes on with it
                 self.manager.requests.pop(task.request_id, None)
                 self.num_aborted += 1
-        if self._is_scheduling and self.loses():  # `schedule` raises
+        is_abortion = any(task.task_type is Kind.ABORT for task in batch)
+        if self._is_scheduling and (self.loses() or (is_abortion and self.rng.random() < 0.45)):  # `schedule` raises
             raise BatchLostError(batch)
         return preempted
 
@@ -218,6 +219,10 @@ class AttentionScheduler(StorageScheduler):
         )
 
     def settle(self):
+        """The last batch may have been lost: with the next one all is known."""
+        self.loses = lambda: False
+        self.add(FakeTask("last", [6] * 9, 1))
+        self.run_dry()
         while self.worker.running:
             self.worker.end_pass()
         super().settle()

@@ -24,7 +24,7 @@ def test_no_wrong_block_whatever_is_late_lost_or_failed(policy, prefetch, seed):
 
 @pytest.mark.parametrize("host_blocks", [0, 40])
 @pytest.mark.parametrize("prefetch", ["wait_complete", "timeout", "best_effort"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_no_device_block_is_given_to_the_store_too_early(host_blocks, prefetch, seed):
     rng = random.Random(f"{host_blocks} {prefetch} {seed}")
     cache = make_adapter(32, host_blocks, write_policy="write_through")
