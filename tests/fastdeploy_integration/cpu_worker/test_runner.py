@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,11 +46,11 @@ def model(tmp_path_factory):
 def make_runner(model, tmp_path):
     runners = []
 
-    def make(copy_faults="", path=model, **options):
+    def make(copy_faults="", path=model, tell_copies=lambda report: None, storage=None, **options):
         config = RunnerConfig(
             Path(path), BLOCK, num_host_blocks=8, cache_dtype="float32", copy_faults=copy_faults, **options
         )
-        runner = CpuModelRunner(config, Messages(), stats_directory=tmp_path)
+        runner = CpuModelRunner(config, Messages(), stats_directory=tmp_path, tell_copies=tell_copies, storage=storage)
         runner.load_weights()
         runner.create_caches(16)
         runner.messages = runner._sender.sent
@@ -221,3 +222,23 @@ def test_min_tokens_keeps_end_tokens_out(make_runner, expected):
     task.eos_token_ids = [expected[2]]
     runner.insert_tasks([task])
     assert expected[2] not in run(runner, 6)
+
+
+def test_storage_of_device_blocks_hears_of_passes(make_runner):
+    reports = []
+    storage = SimpleNamespace(
+        uses_device_tier=True, host_trailer_bytes=0, host_is_shared=False, use=lambda _: None, let_go=lambda: True
+    )
+    runner = make_runner(tell_copies=reports.append, storage=storage)
+    assert not runner.not_need_stop()
+    assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (-1, True)
+    task = prefill(0, "a", PROMPT, range(4))
+    setattr(task, SWAP_ATTRIBUTE, encode(SwapStep(0), -1))
+    runner.insert_tasks([task])
+    assert runner.not_need_stop()
+    runner.execute(1)
+    assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (0, False), "the row goes on"
+    runner.insert_tasks([other(ABORT, 0, "a")])
+    runner.execute(1)
+    assert not runner.not_need_stop()
+    assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (0, True)

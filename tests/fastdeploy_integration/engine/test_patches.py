@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
@@ -24,6 +25,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheLevel, TransferReport, TransferResult
 from tests.fastdeploy_integration.test_copy_channel import wait_for
+from tests.storage.attention_store.stand_in import SDK
 
 from .fake_scheduler import FakeGauge
 
@@ -193,6 +195,46 @@ def test_what_is_refused(config, facts, reason):
 )
 def test_what_is_served(config, facts):
     assert config_patches.refusals(fd_config(**config), **{**FACTS, **facts}) == []
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "flush_only", "roles", "reason"),
+    [
+        (False, False, ("key", "value"), "needs the package attentionstore_sdk"),
+        (False, True, ("key", "value"), "needs the package attentionstore_sdk"),
+        (True, False, ("key",), "moves blocks of a key and a value of the same size, the model's cache has key of"),
+        (True, False, ("key", "value"), None),
+        (True, True, ("key",), None),
+    ],
+)
+def test_attention_store_needs_its_sdk_and_where_data_moves_a_key_and_a_value(
+    monkeypatch, is_installed, flush_only, roles, reason
+):
+    envs = SimpleNamespace(ENABLE_V1_KVCACHE_SCHEDULER=1, FD_ATTENTION_BACKEND="APPEND_ATTN")
+    for name, members in {"fastdeploy": {"envs": envs}, "fastdeploy.platforms": {"current_platform": None}}.items():
+        module = ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    layout = CacheLayout(1, tuple(RoleSpec(role, (1, 8), "uint8") for role in roles))
+    monkeypatch.setattr(config_patches.overlay, "active", lambda: SimpleNamespace(table=None))
+    monkeypatch.setattr(config_patches, "refusals", lambda *_, **__: [])
+    monkeypatch.setattr(config_patches, "host_layout", lambda *_: layout)
+    if is_installed:
+        monkeypatch.syspath_prepend(str(SDK))
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", str(int(flush_only)))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(
+            kvcache_storage_backend="attention_store",
+            **{"kvcache_storage_gib": 1.0, "kvcache_storage_dir": None, "storage_prefetch": "timeout"},
+            **{"sized_by_swap_space": False, "num_cpu_blocks": 0},
+        ),
+        graph_opt_config=None,
+    )
+    if reason is None:
+        config_patches.postprocess_config(lambda: None, config, (), {})
+        return
+    with pytest.raises(ConfigError, match=reason):
+        config_patches.postprocess_config(lambda: None, config, (), {})
 
 
 @pytest.mark.parametrize(
