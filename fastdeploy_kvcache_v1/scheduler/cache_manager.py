@@ -46,6 +46,7 @@ from .policies.tables import backup_policy, eviction_policy
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
+from .reuse.history import ReuseHistory
 from .store_table import StoreTable
 from .tiering import Tiering
 
@@ -53,6 +54,17 @@ __all__ = ["CacheManager"]
 
 SWEPT_PER_STEP = 512
 """Forgotten runs that a step takes apart after a reset, some 0.3 ms of work."""
+
+LEAST_WATCHED = 4096
+MOST_WATCHED = 131_072
+
+
+def _num_watched(config: KVCacheConfig) -> int:
+    """Blocks that `ReuseHistory` may watch, of some 300 bytes: of at least twice as many prompts as the cache holds, up
+    to some 40 MB.
+    """
+    num_blocks = config.num_device_blocks + config.num_host_blocks
+    return max(LEAST_WATCHED, min(2 * num_blocks, MOST_WATCHED))
 
 
 class CacheManager:
@@ -65,17 +77,19 @@ class CacheManager:
         self._events = EventLog(config.max_queued_events)
         self._device_pool = DeviceBlockPool(config.num_device_blocks)
         self._host_pool = HostBlockPool(config.num_host_blocks)
+        self._history = ReuseHistory(_num_watched(config), lambda: self._tiering.num_evictable)
         self._residency = Residency(
             self._device_pool,
             self._host_pool,
-            eviction_policy(config.device_eviction, "device"),
-            eviction_policy(config.host_eviction, "host"),
+            eviction_policy(config.device_eviction, "device", self._history),
+            eviction_policy(config.host_eviction, "host", self._history),
             self._events,
         )
         self._tree = RadixTree(self._residency)
         self._lookahead = Lookahead(self._tree, config.lookahead_requests)
         self._tiering = Tiering(backup_policy(config), self._tree, self._residency, self._lookahead, self._counters)
-        self._requests = RequestTable(config, self._tree, self._tiering, self._counters)
+        learner = self._history if self._residency.learns else None
+        self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner)
         self._lent = LentSlots()
         self._loads = LoadTable(config, self._tree, self._tiering, self._counters)
         self._stores = StoreTable(self._tree, self._residency, self._tiering)
@@ -313,6 +327,7 @@ class CacheManager:
                 self._lent.end_all()
             self._loads.cancel_all()
             in_use = self._requests.start_epoch()
+            self._history.forget()
             self._tiering.forget_all(in_use, self._device_slots_outside(), self._loads.slots(CacheLevel.HOST))
             if force:
                 self._tiering.abandon_step()

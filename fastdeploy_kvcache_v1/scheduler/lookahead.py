@@ -19,15 +19,15 @@ MOST_RUNS = 256
 class Lookahead:
     """The line is looked at when a tier first runs short after it was told, so a step without eviction pays nothing.
 
-    To the eviction policy it is a use: the blocks count as used now, those of the head of the line last. So they leave
-    last under any policy that knows recency, and nothing needs to be undone when a request goes away. Not thread-safe:
-    the manager's lock covers it.
+    A policy that knows recency alone takes it for a use: the blocks count as used now, those of the head of the line
+    last. Not thread-safe: the manager's lock covers it.
     """
 
     def __init__(self, tree: RadixTree, most_requests: int) -> None:
         self._tree = tree
         self._most_requests = most_requests
-        self._line: Sequence[BlockHashes] = ()
+        self._line: Sequence[BlockHashes] | None = None
+        """None since it was looked at."""
 
     def expect(self, line: Sequence[BlockHashes]) -> None:
         """These requests come next, in this order."""
@@ -35,7 +35,9 @@ class Lookahead:
 
     def look(self) -> None:
         """A tier is short. O(runs touched), once per `expect`."""
-        line, self._line = self._line, ()
+        line, self._line = self._line, None
+        if line is None:
+            return
         paths, num_runs = [], 0
         for sequence in line:
             path = self._tree.find(sequence.hashes)
@@ -43,5 +45,4 @@ class Lookahead:
             if num_runs > MOST_RUNS:
                 break
             paths.append(path)
-        for path in reversed(paths):
-            self._tree.touch(path)
+        self._tree.expect(paths)

@@ -44,10 +44,12 @@ class RadixTree:
         """
         return self._find(hashes, len(hashes))[0].path()
 
-    def touch(self, path: Sequence[Run]) -> None:
-        """The runs of `path`, in prompt order, count as used now, the last one first."""
-        for run in reversed(path):
-            self._residency.touch(run)
+    def expect(self, paths: Sequence[Sequence[Run]]) -> None:
+        """Requests wait that will use the runs of `paths`, each in prompt order, the next one first; no others."""
+        self._residency.expect_nothing()
+        for path in reversed(paths):
+            for run in reversed(path):
+                self._residency.expect(run)
 
     def count_cached(self, hashes: Sequence[BlockHash]) -> int:
         """Length of the longest cached prefix of `hashes`, in blocks. Changes nothing."""

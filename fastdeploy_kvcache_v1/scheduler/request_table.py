@@ -16,6 +16,7 @@ from .invariants import expect
 from .open_step import OpenStep
 from .radix_tree import RadixTree
 from .request_state import RequestState
+from .reuse.history import ReuseHistory
 from .run import Run
 from .tiering import Tiering
 
@@ -23,12 +24,21 @@ from .tiering import Tiering
 class RequestTable:
     """Requests by their id. A slot of a block table belongs to the request until the tree takes the block."""
 
-    def __init__(self, config: KVCacheConfig, tree: RadixTree, tiering: Tiering, counters: Counters) -> None:
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        tree: RadixTree,
+        tiering: Tiering,
+        counters: Counters,
+        history: ReuseHistory | None,
+    ) -> None:
+        """`history` is to be kept, if any."""
         self._block_size = config.block_size
         self._caching = config.enable_prefix_caching
         self._tree = tree
         self._tiering = tiering
         self._counters = counters
+        self._history = history
         self._requests: dict[str, RequestState] = {}
         self._step = OpenStep(counters)
         self._epoch = 0
@@ -119,6 +129,8 @@ class RequestTable:
 
     def _remove(self, request: RequestState, *, touch: bool) -> None:
         del self._requests[request.request_id]
+        if touch and self._history is not None and not request.leaf.detached:
+            self._history.ended(request.sequence.hashes, request.num_cached, request.leaf)
         self._tiering.free_device(request.own_slots())
         self._tree.release(request.leaf, touch=touch)
 
@@ -138,6 +150,8 @@ class RequestTable:
         for request in self._step.admitted:
             if not request.resumed and not request.leaf.detached:
                 self._tiering.hit(request.leaf)
+                if self._history is not None:
+                    self._history.arrived(request.sequence.hashes, request.num_cached)
 
     def close_step(self) -> None:
         """The worker has been told of the step: what it computes counts from now on."""

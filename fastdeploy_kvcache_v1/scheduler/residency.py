@@ -45,6 +45,11 @@ class Residency:
         self._read: dict[HostCopy, None] = {}
         """Host copies with readers."""
 
+    @property
+    def learns(self) -> bool:
+        """Is `Run.uses` to be kept?"""
+        return self.device_order.learns or self.host_order.learns
+
     # ---- use
 
     def pin(self, run: Run) -> None:
@@ -81,6 +86,18 @@ class Residency:
             self.device_order.used(run)
         if run.host is not None:
             self.host_order.used(run.host)
+
+    def expect(self, run: Run) -> None:
+        """A waiting request will use it."""
+        if run.on_device:
+            self.device_order.expected(run)
+        if run.host is not None:
+            self.host_order.expected(run.host)
+
+    def expect_nothing(self) -> None:
+        """No waiting request is known."""
+        self.device_order.nothing_expected()
+        self.host_order.nothing_expected()
 
     # ---- slots
 

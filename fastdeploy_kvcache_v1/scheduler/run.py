@@ -44,12 +44,14 @@ class Run(Link):
         "end",
         "hits",
         "host",
+        "last_use",
         "on_device",
         "open",
         "other_children",
         "parent",
         "pins",
         "start",
+        "uses",
     )
 
     def __init__(self, cells: Cells, start: int, end: int) -> None:
@@ -67,6 +69,10 @@ class Run(Link):
         self.pins = 0
         """Requests that use this run or one below it."""
         self.hits = 0
+        self.uses = 0
+        """Requests that found these blocks computed before, as far as `ReuseHistory` remembers."""
+        self.last_use = -1
+        """When the last request that used it ended, in the time of `ReuseHistory`; -1: none has."""
         self.open: CacheLevel | None = None
         """Tier that a copy is filling of which the worker does not know yet."""
         self.detached = False
@@ -310,6 +316,7 @@ class Run(Link):
         assert self.parent is not None and not self.detached, "what cannot be found is not split"
         head = Run(self.cells, self.start, self.start + count)
         head.on_device, head.pins, head.hits, head.open = self.on_device, self.pins, self.hits, self.open
+        head.uses, head.last_use = self.uses, self.last_use
         self.parent.add_child(head)
         self.start += count
         head.add_child(self)

@@ -15,6 +15,9 @@ class RunQueue:
         end = self._end = Link()
         end.older = end.younger = end
 
+    def __bool__(self) -> bool:
+        return self._end.younger is not self._end
+
     def __iter__(self) -> Iterator[Run]:
         """Oldest first. The run just yielded may be removed or moved by the caller."""
         link = self._end.younger
@@ -58,6 +61,15 @@ class RunQueue:
             assert older is not None
             older.younger, younger.older = younger, older
             link.older = link.younger = None
+
+    def pop_oldest(self) -> Link | None:
+        """Take out the oldest one; None if there is none."""
+        link = self._end.younger
+        if link is self._end:
+            return None
+        assert link is not None
+        self.discard(link)
+        return link
 
     def put_back(self, taken: RunQueue) -> None:
         """All of `taken` become the oldest ones here, in their order, and leave it empty."""

@@ -53,6 +53,11 @@ class Tiering:
         # What is held may be cached: evicting it then makes no room.
         return pool.num_free + max(0, self._residency.num_device_evictable - pool.num_held)
 
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that the tiers hold, or could hold, beside those in use; host copies of blocks in use count, too."""
+        return max(self.num_available_device, self._residency.host_pool.size)
+
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` slots, evicting cached blocks where they are short. `NoSpace` changes nothing."""
         pool = self._residency.device_pool

@@ -18,13 +18,17 @@ class EvictionPolicy(ABC):
     closure holds under every policy. A candidate that cannot leave is taken out of the order (`passed_over`,
     `deferred`) and put back when that changes, so a search costs O(1) amortized.
 
-    A policy that counts uses needs a counter of its own: `Run.hits` stops where the write policy does not look further.
+    A policy that wants to know how often a run was used, and when, says so by `learns`, and looks at `Run.uses` and
+    `Run.last_use`: `Run.hits` stops where the write policy does not look further.
 
     A policy sees the *place* of a run in this tier, which names the run: the `Run` itself on the device, its `HostCopy`
     on the host. A place is in one of the policy's queues or in none. Two parts of a run are joined when they are
     neighbours in a queue; the policy learns of every cut and join. Every method costs O(1), `candidates` O(1) for each
     run it yields. Not thread-safe: the manager's lock covers it.
     """
+
+    learns = False
+    """`ReuseHistory` is to be kept for it: it costs time and memory."""
 
     @abstractmethod
     def entered(self, place: Link, /) -> None:
@@ -37,6 +41,15 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def released(self, place: Link, /) -> None:
         """The last request that used the run has let go of it, and it is in no queue. It is queued now."""
+
+    def expected(self, place: Link, /) -> None:
+        """A waiting request will use the run, which is in no use now or out of the way. What is told last is needed
+        first, and all of it later than `nothing_expected`.
+        """
+        self.used(place)
+
+    def nothing_expected(self) -> None:
+        """What was expected before is not any more."""
 
     @abstractmethod
     def passed_over(self, place: Link, /) -> None:

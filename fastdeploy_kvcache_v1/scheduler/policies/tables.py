@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from ...config import KVCacheConfig, WritePolicy
 from ...errors import ConfigError
+from ..reuse.history import ReuseHistory
+from .adaptive import Adaptive
 from .auto import Auto
 from .backup import BackupPolicy
 from .eviction import EvictionPolicy
@@ -14,8 +16,9 @@ from .write_back import WriteBack
 from .write_through import WriteThrough
 from .write_through_selective import WriteThroughSelective
 
-EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
-    "lru": LeastRecentlyUsed,
+EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionPolicy]] = {
+    "adaptive": Adaptive,
+    "lru": lambda history: LeastRecentlyUsed(),
 }
 BACKUP_POLICIES: dict[WritePolicy, Callable[[KVCacheConfig], BackupPolicy]] = {
     WritePolicy.AUTO: Auto,
@@ -25,10 +28,10 @@ BACKUP_POLICIES: dict[WritePolicy, Callable[[KVCacheConfig], BackupPolicy]] = {
 }
 
 
-def eviction_policy(name: str, tier: str) -> EvictionPolicy:
+def eviction_policy(name: str, tier: str, history: ReuseHistory) -> EvictionPolicy:
     """A new policy for `tier`. Raises `ConfigError` naming the choices."""
     try:
-        return EVICTION_POLICIES[name]()
+        return EVICTION_POLICIES[name](history)
     except KeyError:
         choices = ", ".join(EVICTION_POLICIES)
         raise ConfigError(f"unknown eviction policy {name!r} of the {tier} tier: choose one of {choices}") from None

@@ -1,0 +1,153 @@
+"""ReuseHistory: when the watched blocks of past prompts were used last, and how often; what that says about others.
+
+It looks at requests, not at the cache: what it learns does not depend on what was evicted. It costs O(log n) for a
+prompt of n blocks, and its memory is bounded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from ...metadata import BlockHash
+from ..run import Run
+from .ages import LiveAges
+from .depths import DEPTHS, WIDTHS
+from .judge import Judge
+from .rates import CLASSES, MOST_USES, NUM_CLASSES, ReuseRates
+
+REQUESTS_PER_REFRESH = 64
+
+IN_USE = -1
+"""In place of a time: a running request uses the block, so no eviction can take it."""
+
+UNKNOWN = (0, IN_USE)
+
+DOUBT = 2.0
+"""Evidence of so many average requests is shared by all classes of blocks before one is told from the others."""
+
+
+class ReuseHistory:
+    """Time is the number of requests that were admitted. Not thread-safe: the manager's lock covers it."""
+
+    def __init__(self, most_blocks: int, num_evictable: Callable[[], int]) -> None:
+        """`num_evictable`: how many blocks a cache of this size can hold beside those in use."""
+        self.now = 0
+        self._rates = ReuseRates()
+        self._ages = LiveAges(NUM_CLASSES)
+        self._judge = Judge()
+        self._most_blocks = most_blocks
+        self._num_evictable = num_evictable
+        self._num_blocks_seen = 0
+        self._lru_age = 0
+        """What was used less than so long ago, an LRU order would still hold."""
+        self._watched: OrderedDict[BlockHash, tuple[int, int]] = OrderedDict()
+        """Later requests that found it computed before, and time of the last use or `IN_USE`; the oldest use first, and
+        of one prompt the deepest block first. Blocks that were used alike share their entry.
+        """
+
+    def __len__(self) -> int:
+        """Blocks that are watched."""
+        return len(self._watched)
+
+    @property
+    def rules(self) -> bool:
+        """Is what was learned trusted, rather than recency alone?"""
+        return self._judge.trusts
+
+    def worth(self, run: Run) -> float:
+        """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
+        return self._rates.worth(run.uses, self.now - run.last_use) if self._judge.trusts else 0.0
+
+    def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> None:
+        """A request is admitted that has these blocks; it finds `num_cached` of them."""
+        self.now += 1
+        count = len(hashes)
+        self._num_blocks_seen += count
+        watched, held_since = self._watched, self.now - self._lru_age
+        found = found_by_lru = above = begin = 0
+        group = using = UNKNOWN
+        for depth in DEPTHS:
+            if depth > count or (seen := watched.get(hashes[depth - 1])) is None:
+                break
+            if seen is not group:
+                self._used_again(group, above - begin)
+                group, using, begin = seen, (min(seen[0] + 1, MOST_USES), IN_USE), above
+            watched[hashes[depth - 1]] = using
+            if seen[1] == IN_USE or seen[1] > held_since:
+                found_by_lru = depth
+            if depth <= num_cached:
+                found = depth
+            above = depth
+        self._used_again(group, above - begin)
+        self._judge.compare(found, found_by_lru)
+        if not self.now % REQUESTS_PER_REFRESH:
+            self._refresh()
+
+    def ended(self, hashes: Sequence[BlockHash], num_cached: int, leaf: Run) -> None:
+        """A request has ended whose first `num_cached` blocks are on the path to `leaf`: they count as used now."""
+        watched = self._watched
+        group: tuple[int, int] | None = None
+        used = UNKNOWN
+        groups: list[tuple[int, int]] = []
+        width = 0
+        for index in range(bisect_right(DEPTHS, num_cached) - 1, -1, -1):
+            block = hashes[DEPTHS[index] - 1]
+            seen = watched.pop(block, UNKNOWN)
+            if seen is not group:
+                self._used(group, width)
+                group, used, width = seen, (seen[0], self.now), 0
+                groups.append((DEPTHS[index], seen[0]))
+            watched[block] = used
+            width += WIDTHS[index]
+        self._used(group, width)
+        while len(watched) > self._most_blocks:
+            watched.popitem(last=False)
+        self._mark(leaf, num_cached, groups)
+
+    def forget(self) -> None:
+        """The cache was emptied. What was learned stays."""
+        self._watched.clear()
+        self._ages = LiveAges(NUM_CLASSES, self.now)
+
+    def _used_again(self, group: tuple[int, int], num_blocks: int) -> None:
+        """Blocks whose entry was `group` are in use now."""
+        uses, time = group
+        if time != IN_USE:
+            self._rates.used_again(uses, self.now - time, num_blocks)
+            self._ages.remove(time, CLASSES[uses], num_blocks)
+
+    def _used(self, group: tuple[int, int] | None, num_blocks: int) -> None:
+        """Blocks whose entry was `group` may be used again from now on."""
+        if group is None:
+            return
+        uses, time = group
+        if time != IN_USE:  # another request that used them has ended before
+            self._ages.remove(time, CLASSES[uses], num_blocks)
+        self._ages.add(self.now, CLASSES[uses], num_blocks)
+
+    def _mark(self, leaf: Run, end: int, groups: Sequence[tuple[int, int]]) -> None:
+        """Tell the runs of a path how often their blocks were used, each by its last watched block. `groups`: deepest
+        watched block, and uses, of blocks that were used alike, the deepest group first.
+        """
+        run, group = leaf, 0
+        while run.parent is not None:
+            begin = end - run.length
+            index = bisect_right(DEPTHS, end) - 1
+            if index >= 0 and DEPTHS[index] > begin:
+                while group + 1 < len(groups) and groups[group + 1][0] >= DEPTHS[index]:
+                    group += 1
+                run.uses = groups[group][1]
+            elif run.last_use >= 0:
+                run.uses = min(run.uses + 1, MOST_USES)
+            run.last_use = self.now
+            run, end = run.parent, begin
+
+    def _refresh(self) -> None:
+        for young, old, weights in self._ages.spans(self.now):
+            self._rates.exposed((young + old) // 2, weights, REQUESTS_PER_REFRESH)
+        self._rates.refresh(DOUBT * self._num_blocks_seen / self.now)
+        self._lru_age = self._ages.age_of(self.now, self._num_evictable())
+        if self._lru_age < self.now:
+            self._judge.refresh()
