@@ -18,7 +18,7 @@ class WritePolicy(str, enum.Enum):
     """When a block gets its host copy."""
 
     AUTO = "auto"
-    """When the device tier evicts it, or is about to."""
+    """When the device tier evicts it, or is about to, unless what it would replace on the host is worth more."""
     WRITE_THROUGH = "write_through"
     """As soon as it is complete."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
@@ -38,14 +38,28 @@ class WritePolicy(str, enum.Enum):
         except ValueError:
             raise ConfigError(f"unknown write policy {text!r}: choose one of {cls.choices()}") from None
 
+    @classmethod
+    def chosen(cls, policy: str | None, threshold: int | None, *, stores: bool = False) -> WritePolicy:
+        """What a user who gave these flags, or None, wants: a threshold alone means `write_through_selective`.
+
+        `stores`: storage takes what reaches the host. For others to find a block soon, it must get there at once.
+        """
+        if policy:
+            return cls.parse(policy)
+        if threshold is not None:
+            return cls.WRITE_THROUGH_SELECTIVE
+        return cls.WRITE_THROUGH if stores else cls.AUTO
+
 
 DEFAULT_PORT = 8000
 """Of both servers."""
 
 HELP = {
     "block_size": "tokens per cache block",
-    "write_policy": f"when a block gets its host copy: {WritePolicy.choices()}",
-    "write_through_threshold": "hits after which write_through_selective copies a block",
+    "write_policy": f"when a block gets its host copy: {WritePolicy.choices()} (default: auto; with storage: "
+    "write_through; with --write-through-threshold: write_through_selective)",
+    "write_through_threshold": "hits after which write_through_selective copies a block (default: 2)",
+    "eviction_policy": "which block the cache gives up first: adaptive, or lru",
 }
 """Help texts of flags, by field of `KVCacheConfig`."""
 
@@ -60,13 +74,17 @@ class KVCacheConfig:
     num_device_blocks: int
     num_host_blocks: int = 0
     block_size: int = 64
-    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH_SELECTIVE
+    write_policy: WritePolicy = WritePolicy.AUTO
     write_through_threshold: int = 2
     enable_prefix_caching: bool = True
-    device_eviction: str = "lru"
-    """Which block leaves the device first: a name of `scheduler/policies/tables.py`, else `CacheManager` refuses it."""
-    host_eviction: str = "lru"
-    """Which block leaves the host first, likewise."""
+    eviction_policy: str = "adaptive"
+    """Which block is lost first: a name of `scheduler/policies/tables.py`, else `CacheManager` refuses it. It is the
+    order of the host tier, or of the device tier where there is no other: above the last tier the order is LRU.
+    """
+    device_eviction: str = ""
+    """The order of the device tier, if it is to be another one."""
+    host_eviction: str = ""
+    """The order of the host tier, likewise."""
     lookahead_requests: int = 32
     """Waiting requests whose prefixes an eviction spares as long as it can. 0: none."""
     max_queued_events: int = 262_144
@@ -74,6 +92,9 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", WritePolicy.parse(self.write_policy))
+        above = "lru" if self.num_host_blocks else self.eviction_policy
+        object.__setattr__(self, "device_eviction", self.device_eviction or above)
+        object.__setattr__(self, "host_eviction", self.host_eviction or self.eviction_policy)
         for name, least in (
             ("num_device_blocks", 1),
             ("num_host_blocks", 0),

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..model.config import ModelConfig
 from ..model.reproducible import default_threads
 from ..storage.settings import HELP as STORAGE_HELP
-from ..storage.settings import StorageSettings
+from ..storage.settings import StorageSettings, takes_host_blocks
 from ..units import GIB
 
 RANDOM_MODEL_NAME = "random-tiny"
@@ -61,8 +61,7 @@ DEFAULTS: dict[str, object] = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 2048,
     "block_size": KVCacheConfig.block_size,
-    "write_policy": KVCacheConfig.write_policy.value,
-    "write_through_threshold": KVCacheConfig.write_through_threshold,
+    "eviction_policy": KVCacheConfig.eviction_policy,
     "enable_prefix_caching": KVCacheConfig.enable_prefix_caching,
     "seed": 0,
     "cache_dtype": "float32",
@@ -120,6 +119,7 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--write-policy", HELP["write_policy"], metavar="POLICY")
     add("--write-through-threshold", HELP["write_through_threshold"], type=int, metavar="HITS")
+    add("--eviction-policy", HELP["eviction_policy"], metavar="NAME")
     add("--enable-prefix-caching", "share the KV of common prefixes", action=argparse.BooleanOptionalAction)
     add(
         "--kvcache-storage-backend",
@@ -220,7 +220,10 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
 
 
 def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len: int, free_bytes: int) -> KVCacheConfig:
-    policy = WritePolicy.parse(values.write_policy)
+    stores = takes_host_blocks(values.kvcache_storage_backend)
+    policy = WritePolicy.chosen(values.write_policy, values.write_through_threshold, stores=stores)
+    if values.write_through_threshold is None:
+        values.write_through_threshold = KVCacheConfig.write_through_threshold
     _require_at_least(values, "write_through_threshold", 1)
     block_bytes = model.cache_backend(block_size=values.block_size, dtype=values.cache_dtype).layout.block_bytes
     share = int(free_bytes * MEMORY_SHARE)
@@ -244,6 +247,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         block_size=values.block_size,
         write_policy=policy,
         write_through_threshold=values.write_through_threshold,
+        eviction_policy=values.eviction_policy,
         enable_prefix_caching=values.enable_prefix_caching,
         max_queued_events=0,  # until an outside index listens
     )

@@ -14,7 +14,7 @@ from ..config import HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from ..storage.attention_store.sdk import require_installed, require_layout
 from ..storage.settings import HELP as STORAGE_HELP
-from ..storage.settings import StorageSettings
+from ..storage.settings import StorageSettings, takes_host_blocks
 from ..switch import SWITCH
 from ..units import GIB
 from .backends import BLOCK_WISE_FP8, DSA, MLA
@@ -37,7 +37,8 @@ class _NewArguments:
     table.
     """
 
-    write_through_threshold: int = KVCacheConfig.write_through_threshold
+    write_through_threshold: int | None = None
+    eviction_policy: str = KVCacheConfig.eviction_policy
     kvcache_storage_dir: str | None = None
     kvcache_storage_gib: float = StorageSettings.capacity_bytes / GIB
     storage_prefetch: str = StorageSettings.prefetch.value
@@ -53,14 +54,14 @@ def add_arguments(engine_args: Any) -> None:
     for name, field in _NewArguments.__dataclass_fields__.items():
         engine_args.__dataclass_fields__[name] = field
         setattr(engine_args, name, field.default)
-    engine_args.write_policy = KVCacheConfig.write_policy.value
+    engine_args.write_policy = None
     wrapt.wrap_function_wrapper(engine_args, "__init__", _init_arguments)
 
 
 def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
     for name, field in _NewArguments.__dataclass_fields__.items():
         setattr(instance, name, kwargs.pop(name, field.default))
-    wrapped(*args, **{"write_policy": KVCacheConfig.write_policy.value, **kwargs})
+    wrapped(*args, **{"write_policy": None, **kwargs})
 
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -68,13 +69,13 @@ def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     parser = wrapped(*args, **kwargs)
     policy = parser._option_string_actions["--write-policy"]
     policy.choices = [each.value for each in WritePolicy]
-    policy.default = KVCacheConfig.write_policy.value
+    policy.default = None
     policy.help = f"{HELP['write_policy']} (--swap-space)"
+    parser.add_argument("--write-through-threshold", type=int, help=HELP["write_through_threshold"])
     parser.add_argument(
-        "--write-through-threshold",
-        type=int,
-        default=KVCacheConfig.write_through_threshold,
-        help=HELP["write_through_threshold"],
+        "--eviction-policy",
+        default=KVCacheConfig.eviction_policy,
+        help=f"{HELP['eviction_policy']} (%(default)s)",
     )
     for name, type_ in (("kvcache_storage_dir", str), ("kvcache_storage_gib", float), ("storage_prefetch", str)):
         default = _NewArguments.__dataclass_fields__[name].default
@@ -100,7 +101,8 @@ def init_cache_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
         require_amount(given["swap_space"])
     wrapped(*args, **kwargs)
     instance.sized_by_swap_space = bool(instance.swap_space) and given.get("num_cpu_blocks") is None
-    instance.write_policy = write_policy(instance.write_policy).value
+    stores = takes_host_blocks(instance.kvcache_storage_backend)
+    instance.write_policy = write_policy(instance.write_policy, instance.write_through_threshold, stores=stores).value
     instance.write_through_threshold = write_through_threshold(instance.write_through_threshold)
 
 

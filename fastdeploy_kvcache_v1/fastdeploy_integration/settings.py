@@ -13,13 +13,15 @@ THRESHOLD_VARIABLE = "FD_KVCACHE_V1_WRITE_THROUGH_THRESHOLD"
 BLOCK_BYTES_VARIABLE = "FD_KVCACHE_V1_HOST_BLOCK_BYTES"
 
 
-def write_policy(given: str | None) -> WritePolicy:
-    """The policy `given`, else that of the environment, else the default. Raises `ConfigError`."""
-    return WritePolicy.parse(given or os.environ.get(POLICY_VARIABLE) or KVCacheConfig.write_policy)
+def write_policy(given: str | None, threshold: int | None, *, stores: bool) -> WritePolicy:
+    """The policy `given`, else that of the environment, else what follows from the rest, see `WritePolicy.chosen`.
+    Raises `ConfigError`.
+    """
+    return WritePolicy.chosen(given or os.environ.get(POLICY_VARIABLE), threshold, stores=stores)
 
 
 def write_through_threshold(given: int | None) -> int:
-    """As `write_policy`."""
+    """The threshold `given`, else that of the environment, else the default. Raises `ConfigError`."""
     text = str(os.environ.get(THRESHOLD_VARIABLE, KVCacheConfig.write_through_threshold) if given is None else given)
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--write-through-threshold must be a whole number of at least 1, got {text}")

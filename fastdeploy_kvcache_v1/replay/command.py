@@ -30,16 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host-blocks", type=int, default=80_000, help="host tier; 0: none (%(default)s)")
     parser.add_argument(
         "--write-policy",
-        default=KVCacheConfig.write_policy.value,
         metavar="POLICY",
-        help=f"{HELP['write_policy']} (%(default)s)",
+        help=HELP["write_policy"],
     )
     parser.add_argument(
         "--write-through-threshold",
         type=int,
-        default=KVCacheConfig.write_through_threshold,
         metavar="HITS",
-        help=f"{HELP['write_through_threshold']} (%(default)s)",
+        help=HELP["write_through_threshold"],
+    )
+    parser.add_argument(
+        "--eviction-policy",
+        default=KVCacheConfig.eviction_policy,
+        metavar="NAME",
+        help=f"{HELP['eviction_policy']} (%(default)s)",
     )
     parser.add_argument("--window", type=int, default=32, help="requests open at once (%(default)s)")
     parser.add_argument("--admissions-per-step", type=int, default=8, help="requests per step (%(default)s)")
@@ -58,12 +62,14 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
     """Raises `ConfigError` for a value that cannot work."""
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {args.limit}")
+    threshold = args.write_through_threshold
     config = KVCacheConfig(
         num_device_blocks=args.device_blocks,
         num_host_blocks=args.host_blocks,
         block_size=args.block_size,
-        write_policy=WritePolicy.parse(args.write_policy),
-        write_through_threshold=args.write_through_threshold,
+        write_policy=WritePolicy.chosen(args.write_policy, threshold),
+        write_through_threshold=KVCacheConfig.write_through_threshold if threshold is None else threshold,
+        eviction_policy=args.eviction_policy,
         max_queued_events=0,
     )
     return ReplayOptions(
@@ -112,6 +118,7 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
             "host_blocks": config.num_host_blocks,
             "write_policy": config.write_policy.value,
             "write_through_threshold": config.write_through_threshold,
+            "eviction_policy": config.eviction_policy,
             "window": replay.options.window,
             "admissions_per_step": replay.options.admissions_per_step,
             "waiting": replay.options.waiting,

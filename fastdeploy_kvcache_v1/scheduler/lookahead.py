@@ -26,12 +26,16 @@ class Lookahead:
     def __init__(self, tree: RadixTree, most_requests: int) -> None:
         self._tree = tree
         self._most_requests = most_requests
-        self._line: Sequence[BlockHashes] | None = None
-        """None since it was looked at."""
+        self._line: Sequence[BlockHashes] | None = ()
+        """None in a step that has looked at it."""
 
     def expect(self, line: Sequence[BlockHashes]) -> None:
         """These requests come next, in this order."""
         self._line = line[: self._most_requests]
+
+    def step_taken(self) -> None:
+        """A line that is not told anew is forgotten."""
+        self._line = ()
 
     def look(self) -> None:
         """A tier is short. O(runs touched), once per `expect`."""

@@ -159,10 +159,8 @@ class RadixTree:
 
     def host_victim(self, most: int) -> Run | None:
         """The next run whose host copy is to go, split to at most `most` blocks."""
-        for run in self._residency.host_order.candidates():
-            if self._residency.is_host_victim(run):
-                return self.tail(run, most)
-        return None
+        run = self._residency.next_host_victim()
+        return None if run is None else self.tail(run, most)
 
     def detach(self, top: Run) -> list[Run]:
         """Make `top` and everything below it unfindable; slots come back as soon as no request uses them."""

@@ -218,6 +218,13 @@ class Residency:
             return False
         return True
 
+    def next_host_victim(self) -> Run | None:
+        """The run whose host copy is to go next; None if no copy can go."""
+        for run in self.host_order.candidates():
+            if self.is_host_victim(run):
+                return run
+        return None
+
     def child_left(self, run: Run) -> None:
         """Fewer runs hang below `run` in one of its tiers: perhaps that is what it waited for."""
         if run.pins or run.detached:

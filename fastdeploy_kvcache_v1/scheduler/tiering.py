@@ -129,6 +129,7 @@ class Tiering:
     def take_step(self, step: int) -> SwapStep:
         """Hand over the copies decided since the last call; from now on they count as done, by order."""
         self._back_up_ahead()
+        self._lookahead.step_taken()
         evicted, read = self._residency.open_copies(CacheLevel.HOST), self._residency.open_copies(CacheLevel.DEVICE)
         copied = evicted + read
         if not copied:
@@ -235,7 +236,7 @@ class Tiering:
 
     def _evict_device(self, run: Run) -> None:
         """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
-        if run.host is None and self._policy.on_eviction(run):
+        if run.host is None and self._policy.on_eviction(run) and not self._is_declined(run):
             room = self._make_host_room(run.length)
             if 0 < room < run.length:
                 self._start_swap_out(self._tree.split(run, room))  # the upper part stays, and is the next victim
@@ -243,6 +244,13 @@ class Tiering:
                 self._start_swap_out(run)
             self._count_skipped(run.length if run.host is None else 0)
         self._drop_device(run)
+
+    def _is_declined(self, run: Run) -> bool:
+        """Is `run` worth less than what would have to leave the host for it?"""
+        if not self._policy.weighs or run.length <= self._residency.host_pool.num_free:
+            return False
+        victim, order = self._residency.next_host_victim(), self._residency.host_order
+        return victim is not None and order.worth(run) < order.worth(victim)
 
     def _drop_device(self, run: Run) -> None:
         if run.open is CacheLevel.DEVICE:  # no request waits for its swap-in any more
@@ -265,7 +273,7 @@ class Tiering:
         if ahead <= 0 or not self._residency.host_pool.size:
             return
         for run in self._residency.next_to_leave():
-            if run.host is None:
+            if run.host is None and not self._is_declined(run):
                 self._back_up([self._tree.tail(run, ahead)])
             ahead -= run.length
             if ahead <= 0:

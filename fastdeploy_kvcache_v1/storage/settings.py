@@ -39,6 +39,12 @@ class Prefetch(str, enum.Enum):
 BACKENDS = ("file", "mooncake", "attention_store")
 """Names of the stores that can be chosen."""
 
+
+def takes_host_blocks(backend: str | None) -> bool:
+    """Does the store of that name, if any, take and fill blocks of the host tier? If not, of the device tier."""
+    return backend is not None and backend != "attention_store"
+
+
 HELP = {
     "kvcache_storage_dir": "directory of the file storage; made if need be",
     "kvcache_storage_gib": "largest size of that directory in GiB",
@@ -87,7 +93,7 @@ class StorageSettings:
     @property
     def uses_device_tier(self) -> bool:
         """Blocks go from and to the device tier. If not, they go through the host tier."""
-        return self.backend == "attention_store"
+        return not takes_host_blocks(self.backend)
 
     @property
     def needs_host_tier(self) -> bool:

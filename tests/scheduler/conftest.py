@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
+from fastdeploy_kvcache_v1.scheduler.reuse import ages, history, judge, rates
 
 from .other_policies import OTHER_POLICIES
 
@@ -16,4 +17,15 @@ def other_policies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, policy in OTHER_POLICIES.items():
             patch.setitem(EVICTION_POLICIES, name, policy)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fast_learning() -> Iterator[None]:
+    """What a server learns in thousands of requests, these tests learn in some."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history, "REQUESTS_PER_REFRESH", 4)
+        patch.setattr(judge, "SHORTEST", 1)
+        patch.setattr(rates, "YOUNGEST", 0)
+        patch.setattr(ages, "FIRST_SPAN", 1)
         yield

@@ -57,4 +57,4 @@ class Shuffled(EvictionPolicy):
         return (*self._queues, self._deferred)
 
 
-OTHER_POLICIES = {"fifo": FirstInFirstOut, "shuffled": Shuffled}
+OTHER_POLICIES = {"fifo": lambda history: FirstInFirstOut(), "shuffled": lambda history: Shuffled()}

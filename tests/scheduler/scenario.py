@@ -20,6 +20,8 @@ from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back", **options: Any) -> CacheManager:
+    """What leaves next is the oldest, unless `options` say otherwise: tests know that order."""
+    options.setdefault("eviction_policy", "lru")
     return CacheManager(KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), **options))
 
 

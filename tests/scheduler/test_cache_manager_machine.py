@@ -18,7 +18,7 @@ from .other_policies import OTHER_POLICIES
 from .shadow import Shadow
 
 BLOCK = 2
-EVICTIONS = ["lru", *OTHER_POLICIES]
+EVICTIONS = ["lru", "adaptive", *OTHER_POLICIES]
 tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 

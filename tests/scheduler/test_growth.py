@@ -18,6 +18,7 @@ import pytest
 from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, NoSpace, TransferResult
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.scheduler.reuse.rates import NUM_CLASSES
 
 from .scenario import manager
 
@@ -79,8 +80,9 @@ POLICIES = [
 
 
 @pytest.mark.parametrize(("policy", "host"), POLICIES)
-def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int) -> None:
-    cache = manager(3000, host, policy, max_queued_events=0)
+@pytest.mark.parametrize(("eviction", "most_runs"), [("lru", 3), ("adaptive", 3 + NUM_CLASSES)])
+def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int, eviction: str, most_runs: int) -> None:
+    cache = manager(3000, host, policy, max_queued_events=0, eviction_policy=eviction)
     hashes = blocks(2000)
     costs = {}
     for turn in range(1, 1001):
@@ -93,7 +95,7 @@ def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int) 
         costs[turn] = work(one_turn) if turn in (100, 1000) else one_turn()
     # The copy of the turn's own hashes in `begin` is the test's: 8 bytes a block.
     assert costs[1000].is_like(costs[100]._replace(bytes=costs[100].bytes + 8 * 1000))
-    assert sum(1 for _ in cache._tree.runs()) <= 3
+    assert sum(1 for _ in cache._tree.runs()) <= most_runs
     cache.check()
 
 

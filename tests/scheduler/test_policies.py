@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.scheduler.policies.backup import BackupPolicy
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import EvictionPolicy
 from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
 from fastdeploy_kvcache_v1.scheduler.policies.tables import BACKUP_POLICIES, EVICTION_POLICIES
+from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
 from fastdeploy_kvcache_v1.scheduler.run import Run
 
 from .scenario import cached, manager, on_host, prompt, run, start
@@ -52,7 +53,7 @@ for each in TOLD:
 def recorders(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorder]]:
     made: list[Recorder] = []
 
-    def make() -> EvictionPolicy:
+    def make(history: ReuseHistory) -> EvictionPolicy:
         made.append(Recorder())
         return made[-1]
 
@@ -165,7 +166,7 @@ def test_each_tier_has_its_own_policy() -> None:
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_an_unknown_eviction_policy_is_refused_with_the_choices(tier: str) -> None:
     config = KVCacheConfig(4, 4, **{f"{tier}_eviction": "oldest"})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"eviction policy 'oldest' of the {tier} tier: choose one of lru"):
+    with pytest.raises(ConfigError, match=f"eviction policy 'oldest' of the {tier} tier: choose one of adaptive, lru"):
         CacheManager(config)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import zmq
 
-from ...config import KVCacheConfig
+from ...config import KVCacheConfig, WritePolicy
 from ...errors import ConfigError, KVCacheError, StorageError
 from ...metadata import CacheLevel
 from ...storage.backends import check_settings, make_link, make_tier
@@ -55,7 +55,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         from fastdeploy.metrics.metrics import main_process_metrics
 
         cache = config.cache_config
-        policy = settings.write_policy(cache.write_policy)
+        policy = WritePolicy.parse(cache.write_policy)
         threshold = settings.write_through_threshold(cache.write_through_threshold)
         settings.export(policy, threshold, cache.host_block_bytes)
         self._storage_settings = storage_channel.storage_settings(cache)
@@ -70,6 +70,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
                 block_size=int(cache.block_size),
                 write_policy=policy,
                 write_through_threshold=threshold,
+                eviction_policy=cache.eviction_policy,
                 enable_prefix_caching=bool(cache.enable_prefix_caching),
                 max_queued_events=KVCacheConfig.max_queued_events if follows_events else 0,
             ),

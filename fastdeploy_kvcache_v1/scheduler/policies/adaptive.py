@@ -28,7 +28,10 @@ class Adaptive(EvictionPolicy):
         self._deferred = [RunQueue() for _ in range(NUM_CLASSES)]
 
     def entered(self, place: Link) -> None:
-        if not place.run.pins:
+        run = place.run
+        if not run.pins:
+            if run.last_use < 0:  # it was loaded, because a request wants it
+                run.last_use = self._history.now
             self.used(place)
 
     def used(self, place: Link) -> None:
@@ -72,6 +75,9 @@ class Adaptive(EvictionPolicy):
             if (following := next(line, None)) is not None:
                 oldest.append((worth(following), following.last_use, kind, following, line))
         yield from self._expected
+
+    def worth(self, run: Run) -> float:
+        return self._history.worth(run)
 
     def queues(self) -> Sequence[RunQueue]:
         return (*self._queues, self._expected, *self._deferred)

@@ -1,4 +1,4 @@
-"""Auto: write back, ahead of time: what leaves the device next has its host copy before it must go."""
+"""Auto: write back, ahead of time, and only what is worth its place on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ class Auto(WriteBack):
     """An eviction that has to copy first holds up the prompt that needs the slots, and its blocks cannot be found until
     the step has been taken. So as many blocks as left in the busiest step of late are kept copied, from the next to
     leave on. A block that is used again first was copied for nothing; there are few of them at that end of the order.
+
+    A block that will hardly come back is not copied where it would push out a better one, if the host's eviction policy
+    can tell them apart.
     """
+
+    weighs = True
 
     def __init__(self, config: KVCacheConfig) -> None:
         self._pace = 0.0

@@ -20,6 +20,9 @@ class BackupPolicy:
     a run, so counting further would make runs shorter.
     """
 
+    weighs = False
+    """A block is copied only if it is worth as much as what would have to leave the host for it."""
+
     def __init__(self, config: KVCacheConfig) -> None:
         """Takes what it needs of the settings."""
 

@@ -91,6 +91,10 @@ class EvictionPolicy(ABC):
     def candidates(self) -> Iterator[Run]:
         """Runs in the order in which they should leave. The caller may remove or move the run just yielded."""
 
+    def worth(self, run: Run, /) -> float:
+        """What keeping it earns, to be compared with other runs; all are equal for a policy that cannot tell."""
+        return 0.0
+
     @abstractmethod
     def queues(self) -> Sequence[RunQueue]:
         """Every queue that may hold a place."""

@@ -104,4 +104,5 @@ def _best_ratios(rates: Sequence[float]) -> list[float]:
 
 
 def _slope(point: tuple[float, float], other: tuple[float, float]) -> float:
-    return (other[1] - point[1]) / (other[0] - point[0])
+    wait = other[0] - point[0]
+    return (other[1] - point[1]) / wait if wait > 0 else 0.0  # nobody waits any more: everything was used
