@@ -141,6 +141,8 @@ TABLE: tuple[Metric, ...] = (
         host_loading_blocks="Host blocks that a load from outside fills",
         quarantined_blocks="Blocks of both tiers whose load is not wanted any more but has not ended",
         num_requests="Requests that the cache manager knows",
+        watched_blocks="Blocks of past prompts by which the adaptive eviction learns",
+        recency_rules="1 while the eviction order is LRU, because what was learned is no better",
     ),
     *_counters(
         requests_admitted="Requests whose first step was handed over",
@@ -159,6 +161,7 @@ TABLE: tuple[Metric, ...] = (
         swap_out_blocks="Blocks that the scheduler had copied from device to host",
         swap_in_blocks="Blocks that the scheduler had copied from host to device",
         backup_skipped_blocks="Host copies for which there was no room",
+        backup_declined_blocks="Blocks not copied to the host because what they would push out is worth more",
         duplicate_blocks="Blocks computed although another request had cached them meanwhile",
         failed_transfer_blocks="Blocks forgotten after a failed copy",
         loaded_blocks="Blocks from outside the two tiers that were cached",

@@ -423,6 +423,8 @@ class CacheManager:
                 device_loading_blocks=loading,
                 host_loading_blocks=on_host,
                 quarantined_blocks=self._loads.num_quarantined,
+                watched_blocks=len(self._history),
+                recency_rules=not (self._residency.learns and self._history.rules),
                 events_overflowed=self._events.overflows,
             )
 

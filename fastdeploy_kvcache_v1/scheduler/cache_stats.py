@@ -36,6 +36,8 @@ class Counters:
     swap_in_blocks: int = 0
     backup_skipped_blocks: int = 0
     """Blocks that the write policy wanted on the host while there was no room, again at every later hit."""
+    backup_declined_blocks: int = 0
+    """Blocks that left the device without a host copy because what would have had to leave the host is worth more."""
     duplicate_blocks: int = 0
     """Blocks computed by a request although another one had cached them meanwhile."""
     failed_transfer_blocks: int = 0
@@ -64,4 +66,8 @@ class CacheStats:
     """Slots of loads that have not been completed: bytes may arrive in them."""
     quarantined_blocks: int
     """Slots among the loading ones of both tiers: their load is not wanted any more."""
+    watched_blocks: int
+    """Blocks of past prompts by which `ReuseHistory` learns."""
+    recency_rules: bool
+    """No eviction policy goes by what was learned: none does, or recency was found to be as good."""
     events_overflowed: int

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..metadata import BlockHash, CacheEvent, CacheLevel, DeviceSlot, HostSlot
 from .residency import Residency
+from .reuse.history import Stretch
 from .run import Run
 
 
@@ -81,6 +82,35 @@ class RadixTree:
                 self._residency.touch(run)
             run = run.parent
         self._undo_splits(leaf)
+
+    def mark(self, leaf: Run, end: int, stretches: Sequence[Stretch], now: int) -> None:
+        """The path to the pinned `leaf`, of `end` blocks, is used until `now`; `stretches` say of what kind its blocks
+        are, the deepest first. New runs are cut where they are not of one kind; of older ones all blocks were used
+        alike.
+        """
+        run, index = leaf, 0
+        while run.parent is not None:
+            begin = end - run.length
+            while index < len(stretches) and stretches[index].end > end:
+                index += 1
+            if run.last_use < 0:
+                index, begin = self._mark_new(run, begin, end, stretches, index)
+            elif index < len(stretches) and stretches[index].end > begin:
+                run.kind = stretches[index].kind
+            run.last_use = now
+            run, end = run.parent, begin
+
+    def _mark_new(self, run: Run, begin: int, end: int, stretches: Sequence[Stretch], index: int) -> tuple[int, int]:
+        """`stretches[index]` is the deepest one that ends in `run` or above. Cut off what is of another kind than the
+        last block.
+        """
+        if index < len(stretches) and stretches[index].end == end:
+            index += 1
+        run.kind = stretches[index - 1].kind if index else 0
+        if index == len(stretches) or stretches[index].end <= begin or stretches[index].kind == run.kind:
+            return index, begin
+        self.split(run, stretches[index].end - begin)
+        return index, stretches[index].end
 
     def hit(self, leaf: Run, most: int) -> None:
         """Count one more hit of each run of the path of `leaf`, at most up to `most`.

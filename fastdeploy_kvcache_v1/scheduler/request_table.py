@@ -130,7 +130,8 @@ class RequestTable:
     def _remove(self, request: RequestState, *, touch: bool) -> None:
         del self._requests[request.request_id]
         if touch and self._history is not None and not request.leaf.detached:
-            self._history.ended(request.sequence.hashes, request.num_cached, request.leaf)
+            stretches = self._history.ended(request.sequence.hashes, request.num_cached)
+            self._tree.mark(request.leaf, request.num_cached, stretches, self._history.now)
         self._tiering.free_device(request.own_slots())
         self._tree.release(request.leaf, touch=touch)
 

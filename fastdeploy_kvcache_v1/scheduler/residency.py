@@ -47,7 +47,7 @@ class Residency:
 
     @property
     def learns(self) -> bool:
-        """Is `Run.uses` to be kept?"""
+        """Is `Run.kind` to be kept?"""
         return self.device_order.learns or self.host_order.learns
 
     # ---- use

@@ -44,6 +44,7 @@ class Run(Link):
         "end",
         "hits",
         "host",
+        "kind",
         "last_use",
         "on_device",
         "open",
@@ -51,7 +52,6 @@ class Run(Link):
         "parent",
         "pins",
         "start",
-        "uses",
     )
 
     def __init__(self, cells: Cells, start: int, end: int) -> None:
@@ -69,8 +69,8 @@ class Run(Link):
         self.pins = 0
         """Requests that use this run or one below it."""
         self.hits = 0
-        self.uses = 0
-        """Requests that found these blocks computed before, as far as `ReuseHistory` remembers."""
+        self.kind = 0
+        """How often requests found these blocks computed before, as a class of `ReuseHistory`."""
         self.last_use = -1
         """When the last request that used it ended, in the time of `ReuseHistory`; -1: none has."""
         self.open: CacheLevel | None = None
@@ -316,7 +316,7 @@ class Run(Link):
         assert self.parent is not None and not self.detached, "what cannot be found is not split"
         head = Run(self.cells, self.start, self.start + count)
         head.on_device, head.pins, head.hits, head.open = self.on_device, self.pins, self.hits, self.open
-        head.uses, head.last_use = self.uses, self.last_use
+        head.kind, head.last_use = self.kind, self.last_use
         self.parent.add_child(head)
         self.start += count
         head.add_child(self)
@@ -335,6 +335,7 @@ class Run(Link):
             and parent.parent is not None
             and parent.pins == self.pins
             and parent.hits == self.hits
+            and parent.kind == self.kind
             and parent.open is None
             and self.open is None
             and parent.on_device == self.on_device

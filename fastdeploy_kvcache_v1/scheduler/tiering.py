@@ -236,14 +236,21 @@ class Tiering:
 
     def _evict_device(self, run: Run) -> None:
         """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
-        if run.host is None and self._policy.on_eviction(run) and not self._is_declined(run):
-            room = self._make_host_room(run.length)
-            if 0 < room < run.length:
-                self._start_swap_out(self._tree.split(run, room))  # the upper part stays, and is the next victim
-            elif room:
-                self._start_swap_out(run)
-            self._count_skipped(run.length if run.host is None else 0)
+        if run.host is None and self._policy.on_eviction(run):
+            if self._is_declined(run):
+                self._counters.backup_declined_blocks += run.length
+            else:
+                self._save(run)
         self._drop_device(run)
+
+    def _save(self, run: Run) -> None:
+        """Copy the blocks of `run`, which leaves the device, to the host, if there is room."""
+        room = self._make_host_room(run.length)
+        if 0 < room < run.length:
+            self._start_swap_out(self._tree.split(run, room))  # the upper part stays, and is the next victim
+        elif room:
+            self._start_swap_out(run)
+        self._count_skipped(run.length if run.host is None else 0)
 
     def _is_declined(self, run: Run) -> bool:
         """Is `run` worth less than what would have to leave the host for it?"""

@@ -53,6 +53,11 @@ def run(cache: CacheManager, text: str, name: str = "") -> SwapStep:
     return step
 
 
+def expect(cache: CacheManager, *line: str) -> None:
+    """Requests wait with these prompts, the next one first."""
+    cache.expect([prompt(text + "!") for text in line])
+
+
 def cached(cache: CacheManager, text: str) -> list[str]:
     """Tier of each block of the longest cached prefix."""
     cache.match_prefix("probe", prompt(text + "!"))

@@ -8,11 +8,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.lookahead import MOST_RUNS
 from fastdeploy_kvcache_v1.scheduler.radix_tree import RadixTree
 
-from .scenario import cached, manager, on_host, prompt, run
-
-
-def expect(cache: CacheManager, *line: str) -> None:
-    cache.expect([prompt(text + "!") for text in line])
+from .scenario import cached, expect, manager, on_host, prompt, run
 
 
 def three_prompts(**options: int) -> CacheManager:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..places import Link
 from ..reuse.history import ReuseHistory
-from ..reuse.rates import CLASSES, NUM_CLASSES
+from ..reuse.rates import NUM_CLASSES
 from ..run import Run
 from ..run_queue import RunQueue
 from .eviction import EvictionPolicy
@@ -35,7 +35,7 @@ class Adaptive(EvictionPolicy):
             self.used(place)
 
     def used(self, place: Link) -> None:
-        self._queues[CLASSES[place.run.uses]].touch(place)
+        self._queues[place.run.kind].touch(place)
 
     released = used
 
@@ -47,13 +47,13 @@ class Adaptive(EvictionPolicy):
             self.used(place)
 
     def unblocked(self, place: Link) -> None:
-        self._queues[CLASSES[place.run.uses]].put_oldest(place)
+        self._queues[place.run.kind].put_oldest(place)
 
     cut = staticmethod(RunQueue.insert_after)
     passed_over = joined = removed = staticmethod(RunQueue.discard)
 
     def deferred(self, place: Link) -> None:
-        self._deferred[CLASSES[place.run.uses]].touch(place)
+        self._deferred[place.run.kind].touch(place)
 
     def step_taken(self) -> None:
         for queue, deferred in zip(self._queues, self._deferred, strict=True):

@@ -18,7 +18,7 @@ class EvictionPolicy(ABC):
     closure holds under every policy. A candidate that cannot leave is taken out of the order (`passed_over`,
     `deferred`) and put back when that changes, so a search costs O(1) amortized.
 
-    A policy that wants to know how often a run was used, and when, says so by `learns`, and looks at `Run.uses` and
+    A policy that wants to know how often a run was used, and when, says so by `learns`, and looks at `Run.kind` and
     `Run.last_use`: `Run.hits` stops where the write policy does not look further.
 
     A policy sees the *place* of a run in this tier, which names the run: the `Run` itself on the device, its `HostCopy`
@@ -48,7 +48,7 @@ class EvictionPolicy(ABC):
         """
         self.used(place)
 
-    def nothing_expected(self) -> None:
+    def nothing_expected(self) -> None:  # noqa: B027
         """What was expected before is not any more."""
 
     @abstractmethod

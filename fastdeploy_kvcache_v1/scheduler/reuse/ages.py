@@ -1,7 +1,7 @@
 """LiveAges: how much of what was used has not been used again yet, by age.
 
 An exponential histogram (M. Datar, A. Gionis, P. Indyk, R. Motwani, Maintaining stream statistics over sliding windows,
-SIAM J. Computing 31(6), 2002): spans of time that get twice as long the older they are, at most three of one length.
+SIAM J. Computing 31(6), 2002): spans of time that are the longer the older they are, at most half of their age.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from collections.abc import Iterator, Sequence
 FIRST_SPAN = 4
 """Requests that the youngest spans cover."""
 
+MERGED_AT_ONCE = 16
+"""Spans; to merge them one by one would cost more."""
+
 
 class LiveAges:
     """Weights by class and span. Time is a count of requests and never runs back. Not thread-safe."""
@@ -20,13 +23,15 @@ class LiveAges:
         self._num_classes = num_classes
         self._starts: list[int] = [now]
         self._weights: list[list[float]] = [[0.0] * num_classes]
+        self._most_spans = MERGED_AT_ONCE
 
     def add(self, now: int, kind: int, weight: float) -> None:
         """It was used at `now`."""
         if now >= self._starts[-1] + FIRST_SPAN:
             self._starts.append(now)
             self._weights.append([0.0] * self._num_classes)
-            self._merge()
+            if len(self._starts) > self._most_spans:
+                self._merge(now)
         self._weights[-1][kind] += weight
 
     def remove(self, time: int, kind: int, weight: float) -> None:
@@ -51,21 +56,16 @@ class LiveAges:
             weight -= total
         return now + 1
 
-    def _merge(self) -> None:
-        """Where more than three closed spans are equally long, the two oldest of them become one."""
-        starts = self._starts
-        last = len(starts) - 1  # still open
-        while last >= 4:
-            length = self._length(last - 1)
-            first = last - 1
-            while first > 0 and self._length(first - 1) < 2 * length:
-                first -= 1
-            if last - first <= 3:
-                return
-            older, younger = self._weights[first], self._weights[first + 1]
-            self._weights[first] = [one + other for one, other in zip(older, younger, strict=True)]
-            del starts[first + 1], self._weights[first + 1]
-            last = first + 1
-
-    def _length(self, span: int) -> int:
-        return self._starts[span + 1] - self._starts[span]
+    def _merge(self, now: int) -> None:
+        """Make one of neighbours that are short for their age together."""
+        starts, merged, end = [self._starts[-1]], [self._weights[-1]], now
+        for start, weights in zip(self._starts[-2::-1], self._weights[-2::-1], strict=True):
+            if 2 * (end - start) <= now - end:
+                merged[-1] = [one + other for one, other in zip(merged[-1], weights, strict=True)]
+                starts[-1] = start
+            else:
+                end = starts[-1]
+                starts.append(start)
+                merged.append(weights)
+        self._starts, self._weights = starts[::-1], merged[::-1]
+        self._most_spans = len(starts) + MERGED_AT_ONCE

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ...metadata import BlockHash
 from ..run import Run
@@ -26,6 +27,14 @@ UNKNOWN = (0, IN_USE)
 
 DOUBT = 2.0
 """Evidence of so many average requests is shared by all classes of blocks before one is told from the others."""
+
+
+class Stretch(NamedTuple):
+    """Blocks of a prompt that are of one class, up to the next stretch above."""
+
+    end: int
+    """Blocks from the start of the prompt to its last one."""
+    kind: int
 
 
 class ReuseHistory:
@@ -58,7 +67,7 @@ class ReuseHistory:
 
     def worth(self, run: Run) -> float:
         """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
-        return self._rates.worth(run.uses, self.now - run.last_use) if self._judge.trusts else 0.0
+        return self._rates.worth(run.kind, self.now - run.last_use) if self._judge.trusts else 0.0
 
     def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> None:
         """A request is admitted that has these blocks; it finds `num_cached` of them."""
@@ -85,26 +94,28 @@ class ReuseHistory:
         if not self.now % REQUESTS_PER_REFRESH:
             self._refresh()
 
-    def ended(self, hashes: Sequence[BlockHash], num_cached: int, leaf: Run) -> None:
-        """A request has ended whose first `num_cached` blocks are on the path to `leaf`: they count as used now."""
+    def ended(self, hashes: Sequence[BlockHash], num_cached: int) -> list[Stretch]:
+        """A request has ended whose first `num_cached` blocks are cached: they count as used now. Returns the stretches
+        of these blocks, the deepest first.
+        """
         watched = self._watched
         group: tuple[int, int] | None = None
-        used = UNKNOWN
-        groups: list[tuple[int, int]] = []
-        width = 0
+        used, width = UNKNOWN, 0
+        stretches: list[Stretch] = []
         for index in range(bisect_right(DEPTHS, num_cached) - 1, -1, -1):
-            block = hashes[DEPTHS[index] - 1]
-            seen = watched.pop(block, UNKNOWN)
+            depth = DEPTHS[index]
+            seen = watched.pop(hashes[depth - 1], UNKNOWN)
             if seen is not group:
                 self._used(group, width)
                 group, used, width = seen, (seen[0], self.now), 0
-                groups.append((DEPTHS[index], seen[0]))
-            watched[block] = used
+                if not stretches or stretches[-1].kind != CLASSES[seen[0]]:
+                    stretches.append(Stretch(depth, CLASSES[seen[0]]))
+            watched[hashes[depth - 1]] = used
             width += WIDTHS[index]
         self._used(group, width)
         while len(watched) > self._most_blocks:
             watched.popitem(last=False)
-        self._mark(leaf, num_cached, groups)
+        return stretches
 
     def forget(self) -> None:
         """The cache was emptied. What was learned stays."""
@@ -115,7 +126,7 @@ class ReuseHistory:
         """Blocks whose entry was `group` are in use now."""
         uses, time = group
         if time != IN_USE:
-            self._rates.used_again(uses, self.now - time, num_blocks)
+            self._rates.used_again(CLASSES[uses], self.now - time, num_blocks)
             self._ages.remove(time, CLASSES[uses], num_blocks)
 
     def _used(self, group: tuple[int, int] | None, num_blocks: int) -> None:
@@ -126,23 +137,6 @@ class ReuseHistory:
         if time != IN_USE:  # another request that used them has ended before
             self._ages.remove(time, CLASSES[uses], num_blocks)
         self._ages.add(self.now, CLASSES[uses], num_blocks)
-
-    def _mark(self, leaf: Run, end: int, groups: Sequence[tuple[int, int]]) -> None:
-        """Tell the runs of a path how often their blocks were used, each by its last watched block. `groups`: deepest
-        watched block, and uses, of blocks that were used alike, the deepest group first.
-        """
-        run, group = leaf, 0
-        while run.parent is not None:
-            begin = end - run.length
-            index = bisect_right(DEPTHS, end) - 1
-            if index >= 0 and DEPTHS[index] > begin:
-                while group + 1 < len(groups) and groups[group + 1][0] >= DEPTHS[index]:
-                    group += 1
-                run.uses = groups[group][1]
-            elif run.last_use >= 0:
-                run.uses = min(run.uses + 1, MOST_USES)
-            run.last_use = self.now
-            run, end = run.parent, begin
 
     def _refresh(self) -> None:
         for young, old, weights in self._ages.spans(self.now):

@@ -39,12 +39,12 @@ class ReuseRates:
         self._exposed = _table()
         self._worth = _table()
 
-    def worth(self, uses: int, age: int) -> float:
+    def worth(self, kind: int, age: int) -> float:
         """Of a block, as of the last refresh; 0 while nothing is known."""
-        return self._worth[CLASSES[uses]][_age_class(age)]
+        return self._worth[kind][_age_class(age)]
 
-    def used_again(self, uses: int, age: int, num_blocks: int) -> None:
-        self._used[CLASSES[uses]][_age_class(age)] += num_blocks
+    def used_again(self, kind: int, age: int, num_blocks: int) -> None:
+        self._used[kind][_age_class(age)] += num_blocks
 
     def exposed(self, age: int, num_blocks: Sequence[float], num_requests: int) -> None:
         """So many blocks of that age, by class, could have been used by each of `num_requests`."""

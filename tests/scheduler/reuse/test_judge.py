@@ -1,0 +1,68 @@
+"""Judge: recency first, then what was learned, as long as that finds as much."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_kvcache_v1.scheduler.reuse import judge
+from fastdeploy_kvcache_v1.scheduler.reuse.judge import Judge
+
+
+@pytest.fixture(autouse=True)
+def terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge, "SHORTEST", 8)
+    monkeypatch.setattr(judge, "LONGEST", 64)
+
+
+def term(it: Judge, found: int, estimate: int, most: int = 1000) -> int:
+    """Refreshes until it changes its mind, at most `most`."""
+    before = it.trusts
+    for count in range(1, most + 1):
+        it.compare(found, estimate)
+        it.refresh()
+        if it.trusts is not before:
+            return count
+    return most
+
+
+def test_recency_rules_first_and_then_what_was_learned() -> None:
+    it = Judge()
+    assert not it.trusts
+    assert term(it, 100, 100) == 8
+    assert it.trusts
+    assert term(it, 100, 100) == 1000
+
+
+def test_what_finds_less_is_given_up_for_longer_each_time_but_never_for_good() -> None:
+    it = Judge()
+    terms = []
+    for _ in range(6):
+        terms.append(term(it, 100, 100))
+        assert it.trusts
+        assert term(it, 80, 100) < 50
+    assert terms == [8, 16, 32, 64, 64, 64]
+
+
+def test_the_estimate_is_corrected_by_what_recency_really_finds() -> None:
+    it = Judge()
+    term(it, 90, 100)
+    assert term(it, 90, 100) == 1000
+    it = Judge()
+    term(it, 100, 90)
+    assert term(it, 90, 90) < 50
+
+
+def test_a_long_time_of_good_service_makes_up_for_earlier_failures() -> None:
+    it = Judge()
+    term(it, 100, 100)
+    term(it, 50, 100)
+    assert term(it, 100, 100) == 16
+    term(it, 100, 100, most=64)
+    term(it, 50, 100)
+    assert term(it, 100, 100) == 16, "not 32"
+
+
+def test_a_cache_that_finds_nothing_is_no_error() -> None:
+    it = Judge()
+    assert term(it, 0, 0) == 8
+    assert term(it, 0, 0) == 1000

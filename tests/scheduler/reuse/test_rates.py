@@ -1,0 +1,80 @@
+"""ReuseRates: its worth against the definition, and what it says of some kinds of traffic."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fastdeploy_kvcache_v1.scheduler.reuse.rates import (
+    CLASSES,
+    NUM_AGES,
+    NUM_CLASSES,
+    ReuseRates,
+    _best_ratios,
+)
+
+
+def best_ratio(rates: list[float], age: int) -> float:
+    """Over every horizon, one by one."""
+    unused, wait, best = 1.0, 0.0, 0.0
+    for later in range(age, len(rates)):
+        width = 1 << max(0, later - 1)
+        left = unused / (1 + rates[later] * width)
+        wait += width * (unused + left) / 2
+        unused = left
+        best = max(best, (1 - unused) / wait)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_hull_finds_the_best_horizon_of_every_age(seed: int) -> None:
+    dice = random.Random(seed)
+    rates = [dice.choice([0.0, dice.random() / (1 + 4**age)]) for age in range(NUM_AGES)]
+    assert _best_ratios(rates) == pytest.approx(
+        [best_ratio(rates, age) for age in range(NUM_AGES)], rel=1e-6, abs=1e-15
+    )
+
+
+def test_what_is_used_at_once_and_for_certain_is_no_error() -> None:
+    assert _best_ratios([1e300] * NUM_AGES)[0] > 0
+
+
+def taught(*lessons: tuple[int, int, float, float]) -> ReuseRates:
+    """Each: uses, age, blocks used again, blocks that could have been, times requests."""
+    rates = ReuseRates()
+    for uses, age, used, exposed in lessons:
+        rates.used_again(uses, age, int(used))
+        rates.exposed(age, [exposed if kind == CLASSES[uses] else 0 for kind in range(NUM_CLASSES)], 1)
+    rates.refresh(1.0)
+    return rates
+
+
+def test_nothing_is_worth_anything_before_anything_is_known() -> None:
+    rates = ReuseRates()
+    rates.refresh(0.0)
+    assert {rates.worth(kind, age) for kind in range(NUM_CLASSES) for age in (0, 100, 1 << 30)} == {0.0}
+
+
+def test_what_is_used_more_often_is_worth_more() -> None:
+    rates = taught((0, 10, 10, 10_000), (1, 10, 1_000, 10_000))
+    assert rates.worth(1, 10) > 5 * rates.worth(0, 10)
+
+
+def test_a_block_that_comes_back_after_a_while_is_worth_more_shortly_before() -> None:
+    rates = taught((0, 300, 1_000, 10_000), (0, 10, 0, 10_000), (0, 100, 0, 10_000))
+    assert rates.worth(0, 300) > rates.worth(0, 10) > 0
+
+
+def test_a_class_of_which_little_is_known_is_worth_what_all_are() -> None:
+    rates = taught((0, 10, 1_000, 100_000), (3, 10, 0, 1))
+    assert rates.worth(CLASSES[3], 10) == pytest.approx(rates.worth(0, 10), rel=0.1)
+
+
+def test_old_lessons_fade() -> None:
+    rates = taught((0, 10, 1_000, 10_000))
+    before = rates.worth(0, 10)
+    for _ in range(300):
+        rates.exposed(10, [10_000] + [0] * (NUM_CLASSES - 1), 1)
+        rates.refresh(1.0)
+    assert rates.worth(0, 10) < before / 50

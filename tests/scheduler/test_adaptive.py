@@ -1,0 +1,135 @@
+"""The adaptive order: recency until something is learned, then the worth of blocks; what is expected stays."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.metadata import BlockHash, NoSpace
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
+
+from .scenario import cached, expect, manager, prompt, run
+
+PREFIX_BLOCKS, TAIL_BLOCKS = 6, 4
+
+
+def serve(cache: CacheManager, name: str, blocks: list[str]) -> int:
+    """One request, from its match to its end; returns how many of its blocks were found."""
+    hashes = [BlockHash("/".join(blocks[: end + 1]).encode()) for end in range(len(blocks))]
+    match = cache.match_prefix(name, GivenHashes(hashes, len(hashes) + 1))
+    assert not isinstance(cache.allocate(name, len(hashes) + 1), NoSpace)
+    cache.take_swap_step()
+    cache.commit(name, len(hashes))
+    cache.finish(name)
+    return match.num_tokens
+
+
+def favourites_and_strangers(cache: CacheManager, seed: int, num_requests: int) -> int:
+    """Half of the requests share one of a few prefixes, half are never seen again. Returns blocks found."""
+    dice, found = random.Random(seed), 0
+    for number in range(num_requests):
+        name = f"favourite {dice.randrange(6)}" if dice.random() < 0.5 else f"stranger {number}"
+        prefix = [f"{name} {index}" for index in range(PREFIX_BLOCKS)]
+        found += serve(cache, str(number), prefix + [f"tail {number} {index}" for index in range(TAIL_BLOCKS)])
+    return found
+
+
+def config(eviction: str, device: int = 40, host: int = 0) -> KVCacheConfig:
+    return KVCacheConfig(device, host, block_size=1, eviction_policy=eviction, write_policy=WritePolicy.AUTO)
+
+
+def test_it_keeps_what_comes_back_where_recency_keeps_strangers() -> None:
+    found = {name: favourites_and_strangers(CacheManager(config(name)), 1, 1500) for name in ("lru", "adaptive")}
+    assert found["adaptive"] > 1.8 * found["lru"]
+
+
+def test_the_host_keeps_what_comes_back_and_is_not_filled_with_what_does_not() -> None:
+    caches = {name: CacheManager(config(name, 16, 40)) for name in ("lru", "adaptive")}
+    found = {name: favourites_and_strangers(cache, 2, 1500) for name, cache in caches.items()}
+    assert found["adaptive"] > 1.3 * found["lru"]
+    counters = caches["adaptive"].stats().counters
+    assert counters.backup_declined_blocks > 1000
+    assert counters.swap_out_blocks < caches["lru"].stats().counters.swap_out_blocks / 2
+    for cache in caches.values():
+        cache.check_idle()
+
+
+def test_it_goes_with_the_times() -> None:
+    """Favourites change: those of yesterday are given up."""
+    cache = CacheManager(config("adaptive"))
+    favourites_and_strangers(cache, 3, 800)
+    found = 0
+    dice = random.Random(4)
+    for number in range(1500):
+        shared = dice.random() < 0.5
+        name = f"new {dice.randrange(4)}" if shared else f"unknown {number}"
+        found += serve(cache, f"later {number}", [f"{name} {index}" for index in range(PREFIX_BLOCKS)])
+    assert found > 0.9 * PREFIX_BLOCKS * 1500 / 2
+
+
+def test_the_order_is_recency_while_nothing_is_known() -> None:
+    cache = manager(4, eviction_policy="adaptive")
+    for text in ("ab!", "cd!", "ab!", "ef!"):
+        run(cache, text)
+    assert cached(cache, "ab") == ["device"] * 2
+    assert cached(cache, "cd") == []
+
+
+def test_it_is_deterministic() -> None:
+    results = []
+    for _ in range(2):
+        cache = CacheManager(config("adaptive", 16, 20))
+        results.append((favourites_and_strangers(cache, 5, 400), cache.stats()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("host", [0, 6])
+def test_what_the_line_expects_leaves_last_whatever_it_is_worth(monkeypatch: pytest.MonkeyPatch, host: int) -> None:
+    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 0.0 if b"x" in run.first_hash else 1.0)
+    cache = manager(6, host, "auto", device_eviction="adaptive", host_eviction="adaptive")
+    for text in ("xy!", "ab!", "cd!"):
+        run(cache, text)
+    expect(cache, "xy")
+    run(cache, "1234!")
+    assert cached(cache, "xy") == ["device"] * 2
+    for text in ("56!", "78!", "90!"):  # nothing is expected any more, and `xy` counts as used when that was noticed
+        run(cache, text)
+    assert cached(cache, "xy") != ["device"] * 2
+    cache.check_idle()
+
+
+def test_what_is_worth_less_than_what_it_would_push_out_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 0.0 if b"x" in run.first_hash else 1.0)
+    cache = manager(2, 2, "auto", host_eviction="adaptive")
+    for text in ("ab!", "xy!", "cd!"):
+        run(cache, text)
+    assert cached(cache, "ab") == ["host"] * 2
+    assert cached(cache, "xy") == []
+    assert cache.stats().counters.backup_declined_blocks == 2
+    run(cache, "ef!")
+    assert cached(cache, "cd") == ["host"] * 2, "worth as much as `ab`: the older one goes"
+    assert cached(cache, "ab") == []
+    cache.check_idle()
+
+
+def test_only_the_last_tier_goes_by_worth() -> None:
+    assert config("adaptive").device_eviction == "adaptive"
+    two = config("adaptive", host=4)
+    assert (two.device_eviction, two.host_eviction) == ("lru", "adaptive")
+
+
+def test_a_loaded_prefix_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = manager(4, 4, "auto", host_eviction="adaptive")
+    for text in ("ab!", "12!", "34!"):
+        run(cache, text)
+    sequence = prompt("xy!")
+    slots = cache.begin_load("load", sequence.hashes[:2], 0)
+    assert not isinstance(slots, NoSpace)
+    assert cache.complete_load("load", 2) == 2
+    run(cache, "56!")  # something must leave the host
+    assert cached(cache, "xy") == ["host"] * 2
+    cache.check_idle()
