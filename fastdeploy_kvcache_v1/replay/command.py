@@ -15,17 +15,20 @@ from tqdm import tqdm
 from ..config import HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from .driver import Replay, ReplayOptions, peak_memory_bytes
-from .trace import TOKENS_PER_ID, read_trace
+from .trace import read_trace
+
+TOKENS_PER_ID_HELP = "tokens that a hash id of the trace stands for (as follows from its lines)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, help="request trace, Mooncake JSONL")
+    parser.add_argument("trace", type=Path, help="request trace, JSONL: Mooncake's, Qwen-Bailian's, or recorded")
     parser.add_argument(
         "--block-size",
         type=int,
         default=KVCacheConfig.block_size,
-        help=f"{HELP['block_size']}, a divisor of {TOKENS_PER_ID} (%(default)s)",
+        help=f"{HELP['block_size']}, a divisor or a multiple of what a hash id stands for (%(default)s)",
     )
+    parser.add_argument("--tokens-per-id", type=int, metavar="TOKENS", help=TOKENS_PER_ID_HELP)
     parser.add_argument("--device-blocks", type=int, default=20_000, help="device tier (%(default)s)")
     parser.add_argument("--host-blocks", type=int, default=80_000, help="host tier; 0: none (%(default)s)")
     parser.add_argument(
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Play the trace and print the result. Raises `KVCacheError` for bad input and for a manager found wrong."""
     replay = Replay(options_from(args))
     begin = perf_counter()
-    requests = read_trace(args.trace, args.limit)
+    requests = read_trace(args.trace, args.limit, tokens_per_id=args.tokens_per_id)
     # tqdm switches itself off when stderr is not a terminal, and then the lines need no counting.
     total = (args.limit or count_lines(args.trace)) if sys.stderr.isatty() else None
     replay.run(iter(tqdm(requests, total=total, unit="request", disable=None, leave=False)))
