@@ -14,6 +14,8 @@ from tqdm import tqdm
 
 from ..config import HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
+from ..scheduler.policies.tables import EVICTION_POLICIES
+from .closed_loop import ClosedLoop
 from .driver import Replay, ReplayOptions, peak_memory_bytes
 from .trace import read_trace
 
@@ -44,10 +46,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HITS",
         help=f"{HELP['write_through_threshold']} (%(default)s)",
     )
+    parser.add_argument(
+        "--eviction-policy",
+        default=KVCacheConfig.device_eviction,
+        metavar="POLICY",
+        help=f"which block leaves a tier first: {', '.join(EVICTION_POLICIES)} (%(default)s)",
+    )
     parser.add_argument("--window", type=int, default=32, help="requests open at once (%(default)s)")
     parser.add_argument("--admissions-per-step", type=int, default=8, help="requests per step (%(default)s)")
     parser.add_argument(
         "--waiting", type=int, default=0, help="requests that wait and are known to the cache (%(default)s)"
+    )
+    parser.add_argument(
+        "--closed-loop",
+        action="store_true",
+        help="later turns of a session arrive after the end of the turn before, in simulated time",
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=float,
+        default=ReplayOptions.step_ms,
+        help="simulated time of a step, one output token of every open request (%(default)s)",
     )
     parser.add_argument("--limit", type=int, help="play only the first N requests")
     parser.add_argument(
@@ -67,6 +86,8 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
         block_size=args.block_size,
         write_policy=WritePolicy.parse(args.write_policy),
         write_through_threshold=args.write_through_threshold,
+        device_eviction=args.eviction_policy,
+        host_eviction=args.eviction_policy,
         max_queued_events=0,
     )
     return ReplayOptions(
@@ -76,12 +97,15 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
         waiting=args.waiting,
         outputs=args.outputs,
         verify=args.verify,
+        closed_loop=args.closed_loop,
+        step_ms=args.step_ms,
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Play the trace and print the result. Raises `KVCacheError` for bad input and for a manager found wrong."""
-    replay = Replay(options_from(args))
+    options = options_from(args)
+    replay = ClosedLoop(options) if options.closed_loop else Replay(options)
     begin = perf_counter()
     requests = read_trace(args.trace, args.limit, tokens_per_id=args.tokens_per_id)
     # tqdm switches itself off when stderr is not a terminal, and then the lines need no counting.
@@ -115,11 +139,14 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
             "host_blocks": config.num_host_blocks,
             "write_policy": config.write_policy.value,
             "write_through_threshold": config.write_through_threshold,
+            "eviction_policy": config.device_eviction,
             "window": replay.options.window,
             "admissions_per_step": replay.options.admissions_per_step,
             "waiting": replay.options.waiting,
             "outputs": replay.options.outputs,
             "verify": replay.options.verify,
+            "closed_loop": replay.options.closed_loop,
+            "step_ms": replay.options.step_ms,
         },
         "requests": len(times),
         "requests_too_long": replay.num_too_long,
@@ -128,6 +155,7 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
         "input_tokens": replay.num_input_tokens,
         "hit_rate": {**hit, "total": hit["device"] + hit["host"]},
         "steps": replay.num_steps,
+        "simulated_seconds": replay.now_ms / 1000 if isinstance(replay, ClosedLoop) else None,
         "blocks_swapped_out": replay.num_evict_copies,
         "blocks_swapped_in": replay.num_swap_in_copies,
         "admissions_without_space": replay.num_no_space,
@@ -152,7 +180,7 @@ def table(result: dict[str, Any]) -> str:
     rows = [
         ("requests", f"{result['requests']:,} ({result['input_tokens']:,} input tokens)"),
         ("tiers", f"{options['device_blocks']:,} device + {options['host_blocks']:,} host blocks of "
-                  f"{options['block_size']} tokens, {options['write_policy']}"),
+                  f"{options['block_size']} tokens, {options['write_policy']}, {options['eviction_policy']}"),
         ("hit rate", f"{hit['total']:.1%} (device {hit['device']:.1%}, host {hit['host']:.1%})"),
         ("evictions", f"{counters['device_evicted_blocks']:,} device blocks "
                       f"({counters['device_lost_blocks']:,} without a host copy), "
@@ -164,6 +192,8 @@ def table(result: dict[str, Any]) -> str:
         ("peak memory", f"{result['peak_memory_mib']:.0f} MiB"),
         ("check", result["check"]),
     ]  # fmt: skip
+    if result["simulated_seconds"] is not None:
+        rows.insert(-3, ("simulated time", f"{result['simulated_seconds']:,.1f} s"))
     if result["requests_too_long"]:
         rows.insert(1, ("refused", f"{result['requests_too_long']:,} longer than the device tier"))
     if result["reparented_hash_ids"]:
