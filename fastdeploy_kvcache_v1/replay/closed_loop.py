@@ -49,8 +49,10 @@ class ClosedLoop(Replay):
         self.manager.check_idle()
 
     def _take_trace(self, requests: Iterator[TraceRequest]) -> None:
+        lines = set()
         for request in requests:
-            if request.after is None:
+            lines.add(request.line)
+            if request.after not in lines:
                 self._arrivals.append((request.timestamp_ms, request.line, request))
             else:
                 self._next_turns[request.after].append(request)

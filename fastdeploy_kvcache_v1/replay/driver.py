@@ -49,6 +49,9 @@ class ReplayOptions:
     step_ms: float = 30.0
     """Simulated milliseconds that a step takes in a closed loop: one output token of every open request."""
 
+    max_input_tokens: int | None = None
+    """Longer prompts are refused; None: those that no empty device tier holds."""
+
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("admissions_per_step", 1), ("waiting", 0)):
             if getattr(self, name) < least:
@@ -94,7 +97,7 @@ class Replay:
         self.num_steps = 0
         self.num_no_space = 0
         self.num_too_long = 0
-        """Requests that no empty device tier could hold; a server refuses them."""
+        """Requests that a server of this size refuses."""
         self.num_outputs_cut = 0
         """Requests that finished without output blocks: no empty tier holds them, or no request could make room."""
         self.shadow: ShadowDataPlane | None = None
@@ -137,8 +140,9 @@ class Replay:
             self._queue(request)
 
     def _queue(self, request: TraceRequest) -> bool:
-        """Put a request into the line; False, counting it, if no empty device tier holds it."""
-        if not self._fits(request.input_length):
+        """Put a request into the line; False, counting it, if it is refused."""
+        most = self.options.max_input_tokens
+        if not self._fits(request.input_length) or (most is not None and request.input_length > most):
             self.num_too_long += 1
             return False
         sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length)

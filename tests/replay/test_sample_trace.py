@@ -29,4 +29,4 @@ def test_the_commands_of_the_tour_name_the_sample_trace():
     lines = (ROOT / "docs" / "tour.md").read_text().splitlines()
     commands = [line.split() for line in lines if line.startswith("    .venv/bin/")]
     files = [word for _, *words in commands for word in words if word.endswith(".jsonl")]
-    assert files == [named, named]
+    assert files == [named, named, named]
