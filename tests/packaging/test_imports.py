@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "embedded": {"scheduler", "attention", "worker", "model", "model_hub", "storage"},
     "fastdeploy_integration": {"scheduler", "attention", "worker", "model", "storage"},
     "replay": {"scheduler"},
+    "traffic": set(),
     "bench_serve": {"replay"},
     "demo": {"bench_serve", "embedded"},
 }
