@@ -20,6 +20,7 @@ SHARED = {
     "metric_table",
     "orphan",
     "switch",
+    "trace_recorder",
     "units",
 }
 """Modules beside the folders that everybody may import."""
