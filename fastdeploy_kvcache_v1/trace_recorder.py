@@ -48,6 +48,8 @@ MOST_FILES = 1_000
 NAMED_AT_ONCE = 64
 """Blocks, some 0.1 ms: then a thread that computes steps may go on."""
 
+MOMENT_S = 1.0
+
 CLOSE_TIMEOUT_S = 5.0
 
 
@@ -211,19 +213,21 @@ class TraceRecorder:
                 time.sleep(0)  # lets go of the interpreter
 
     def _turn(self, item: _Ended) -> dict[str, object]:
-        """Fields of a turn of a session. One that began before the end of the turn before follows nothing."""
+        """Fields of a turn of a session. One that began before the end of the turn before follows nothing, unless it
+        was only a moment: a client may have the answer before the server is done with the request.
+        """
         if item.session is None:
             return {}
         digest = blake2b(item.session.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES, key=self._key)
         name = digest.hexdigest()
         before_s = self._sessions.get(name)
-        if before_s is not None and before_s > item.ticket.arrived_s:
+        if before_s is not None and before_s > item.ticket.arrived_s + MOMENT_S:
             return {}
         self._sessions[name] = item.ended_s
         self._sessions.move_to_end(name)
         if len(self._sessions) > MOST_SESSIONS:
             self._sessions.popitem(last=False)
-        delay = {} if before_s is None else {"delay": round(1000 * (item.ticket.arrived_s - before_s))}
+        delay = {} if before_s is None else {"delay": max(0, round(1000 * (item.ticket.arrived_s - before_s)))}
         return {"session_id": name, **delay}
 
     def _write(self, line: bytes) -> None:

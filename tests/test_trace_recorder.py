@@ -233,17 +233,18 @@ def test_turns_of_a_user_follow_each_other_unless_they_overlap(path, monkeypatch
     ask(1, 3, "a")
     ask(3.5, 4, "b")
     ask(4, 9, "a")
-    ask(8, 10, "a")  # in another window
+    ask(7.5, 10, "a")  # in another window
     ask(11.25, 12, "a")
     ask(12, 13, None)
+    ask(11.5, 14, "a")  # the answer was there before the end
     recorder.close()
     found = [(line["timestamp"], line.get("session_id"), line.get("delay")) for line in lines(path)]
     names = [name for _, name, _ in found]
-    assert [time for time, _, _ in found] == [1_000, 3_500, 4_000, 8_000, 11_250, 12_000]
-    assert [delay for _, _, delay in found] == [None, None, 1_000, None, 2_250, None]
+    assert [time for time, _, _ in found] == [1_000, 3_500, 4_000, 7_500, 11_250, 12_000, 11_500]
+    assert [delay for _, _, delay in found] == [None, None, 1_000, None, 2_250, None, 0]
     assert names[0] == names[2] == names[4] != names[1]
     assert names[3] is names[5] is None
-    assert [request.after for request in read_trace(path)] == [None, None, 1, None, 3, None]
+    assert [request.after for request in read_trace(path)] == [None, None, 1, None, 3, None, 5]
 
 
 def test_an_age_moves_a_request_back(path, monkeypatch):

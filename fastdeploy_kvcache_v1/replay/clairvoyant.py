@@ -28,13 +28,8 @@ class Span(NamedTuple):
     next_use: int
     """Index of that request in the stream."""
     length: int
-
-
-class _Path(NamedTuple):
-    spans: list[Span]
-    """In prompt order; blocks that are never hit again are in none."""
-    needs_last: bool
-    """Its last block is needed later, and cannot be hit by the request itself: the prompt ends with it."""
+    num_made: int
+    """Blocks of it, the last ones, that this request cannot hit: that of its last token, and its output's."""
 
 
 class Clairvoyant:
@@ -43,16 +38,22 @@ class Clairvoyant:
     O(blocks) to make, with an entry in memory per distinct block meanwhile; some spans per request are kept.
     """
 
-    def __init__(self, requests: Sequence[TraceRequest], block_size: int) -> None:
-        """`requests` in the order in which they are admitted."""
+    def __init__(self, requests: Sequence[TraceRequest], block_size: int, *, outputs: bool = False) -> None:
+        """`requests` in the order in which they are admitted; with `outputs` their outputs are cached, too."""
         hasher = TraceHasher(block_size)
         next_uses: dict[BlockHash, int] = {}
-        self._paths = [_Path([], needs_last=False)] * len(requests)
+        self._paths: list[list[Span]] = [[]] * len(requests)
+        """In prompt order; blocks that are never hit again are in no span."""
         for index in range(len(requests) - 1, -1, -1):
-            hashes = hasher.prompt_hashes(requests[index])
+            request = requests[index]
+            hashes = hasher.prompt_hashes(request)
+            if outputs and request.output_hash_ids:
+                # The last token of an output is sampled and not computed.
+                num_made = (request.input_length + max(1, request.output_length) - 1) // block_size - len(hashes)
+                hashes += hasher.output_hashes(request)[: max(0, num_made)]
             # The last token of a prompt is always computed, so its block is no hit.
-            num_hittable = (requests[index].input_length - 1) // block_size
-            self._paths[index] = _path(next_uses, hashes, num_hittable)
+            num_hittable = (request.input_length - 1) // block_size
+            self._paths[index] = _spans(next_uses, hashes, num_hittable)
             next_uses.update(dict.fromkeys(hashes[:num_hittable], index))
 
     def hits(self, capacity: int) -> int:
@@ -62,13 +63,12 @@ class Clairvoyant:
         cached = array("q", bytes(8 * len(self._paths)))
         farthest: list[int] = []  # heap of -t, for every t with blocks; requests that are over lie at its end
         num_cached = num_hits = 0
-        for index, path in enumerate(self._paths):
+        for index, spans in enumerate(self._paths):
             num_hits += cached[index]
             num_cached -= cached[index]
             cached[index] = 0
-            for next_use, length in path.spans:
-                if path.needs_last and next_use == path.spans[-1].next_use and cached[next_use]:
-                    length -= 1  # its last block was no hit, and is there all the same
+            for next_use, length, num_made in spans:
+                length -= min(num_made, cached[next_use])  # these were no hit, and are there all the same
                 if length and not cached[next_use]:
                     heapq.heappush(farthest, -next_use)
                 cached[next_use] += length
@@ -83,16 +83,15 @@ class Clairvoyant:
         return num_hits
 
 
-def _path(next_uses: Mapping[BlockHash, int], hashes: Sequence[BlockHash], num_hittable: int) -> _Path:
+def _spans(next_uses: Mapping[BlockHash, int], hashes: Sequence[BlockHash], num_hittable: int) -> list[Span]:
     spans: list[Span] = []
-    num_needed = 0
-    for block in hashes:
+    for index, block in enumerate(hashes):
         next_use = next_uses.get(block)
         if next_use is None:
             break  # nor is what comes after it
-        num_needed += 1
+        is_made = index >= num_hittable
         if spans and spans[-1].next_use == next_use:
-            spans[-1] = Span(next_use, spans[-1].length + 1)
+            spans[-1] = Span(next_use, spans[-1].length + 1, spans[-1].num_made + is_made)
         else:
-            spans.append(Span(next_use, 1))
-    return _Path(spans, needs_last=num_hittable < num_needed)
+            spans.append(Span(next_use, 1, int(is_made)))
+    return spans

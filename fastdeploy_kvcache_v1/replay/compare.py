@@ -104,7 +104,7 @@ class Comparison:
             return None
         block_size = self._options.config.block_size
         if len(requests) not in self._clairvoyants:  # shorter device tiers play fewer requests, of the same trace
-            self._clairvoyants[len(requests)] = Clairvoyant(requests, block_size)
+            self._clairvoyants[len(requests)] = Clairvoyant(requests, block_size, outputs=self._options.outputs)
         num_tokens = sum(request.input_length for request in requests)
         return self._clairvoyants[len(requests)].hits(sum(capacity)) * block_size / max(1, num_tokens)
 
