@@ -1,4 +1,4 @@
-"""`fastdeploy-kvcache serve | demo | replay | storage | doctor | bench`.
+"""`fastdeploy-kvcache serve | demo | replay | traffic | storage | doctor | bench`.
 
 Only the module of the chosen command is imported.
 """
@@ -31,6 +31,7 @@ COMMANDS = (
     Command(("serve",), ".embedded.command", "start the OpenAI-compatible server", takes_extra=True),
     Command(("demo",), ".demo", "show what the cache is worth, in two minutes"),
     Command(("replay",), ".replay", "drive the cache manager alone with a request trace"),
+    Command(("traffic",), ".traffic", "write a request trace for replay: chat, agents, batch jobs, and others"),
     Command(("storage",), ".storage.file.command", "look after a directory of stored blocks"),
     Command(("doctor",), ".doctor", "check FastDeploy, its patch points and this machine"),
     Command(("bench", "serve"), ".bench_serve", "send a workload to a server with the cache on and off, and compare"),

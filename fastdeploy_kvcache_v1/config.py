@@ -82,7 +82,7 @@ class KVCacheConfig:
     order of the host tier, or of the device tier where there is no other: above the last tier the order is LRU.
     """
     device_eviction: str = ""
-    """The order of the device tier, if it is to be another one."""
+    """The order of the device tier, if it is to be another one, see `device_order`."""
     host_eviction: str = ""
     """The order of the host tier, likewise."""
     lookahead_requests: int = 32
@@ -92,9 +92,6 @@ class KVCacheConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "write_policy", WritePolicy.parse(self.write_policy))
-        above = "lru" if self.num_host_blocks else self.eviction_policy
-        object.__setattr__(self, "device_eviction", self.device_eviction or above)
-        object.__setattr__(self, "host_eviction", self.host_eviction or self.eviction_policy)
         for name, least in (
             ("num_device_blocks", 1),
             ("num_host_blocks", 0),
@@ -108,3 +105,13 @@ class KVCacheConfig:
                 raise ConfigError(f"{name} must be an integer, got {value!r}")
             if value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+    @property
+    def device_order(self) -> str:
+        """Name of the policy by which blocks leave the device."""
+        return self.device_eviction or ("lru" if self.num_host_blocks else self.eviction_policy)
+
+    @property
+    def host_order(self) -> str:
+        """Name of the policy by which blocks leave the host."""
+        return self.host_eviction or self.eviction_policy

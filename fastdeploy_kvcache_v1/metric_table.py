@@ -30,6 +30,8 @@ class Source(enum.Enum):
     """One object per rank: its rows have the label `rank` as well."""
     STORAGE = "storage tier: StorageTier"
     """Only where there is storage."""
+    TRACE = "trace recorder: TraceRecorder"
+    """Only where a trace is recorded."""
     REPORTS = "FastDeploy's engine: CopyReports"
     ENGINE = "embedded engine"
 
@@ -211,6 +213,14 @@ TABLE: tuple[Metric, ...] = (
         Kind.GAUGE,
         Source.STORAGE,
         "is_left_alone",
+    ),
+    Metric("trace_lines", "Requests that the recorded trace has", Kind.COUNTER, Source.TRACE, "num_lines"),
+    Metric(
+        "trace_lost_lines",
+        "Requests that the recorded trace lacks: the disk was full or too slow",
+        Kind.COUNTER,
+        Source.TRACE,
+        "num_lost",
     ),
     Metric(
         "copy_reports_lost",

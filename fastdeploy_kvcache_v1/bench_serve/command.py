@@ -33,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="chat",
         help="questions about documents, conversations, or agents with shared instructions (%(default)s)",
     )
-    source.add_argument("--trace", type=Path, help="a request trace instead, Mooncake JSONL")
+    source.add_argument("--trace", type=Path, help="a request trace instead, JSONL as for `replay`")
+    parser.add_argument(
+        "--tokens-per-id", type=int, metavar="TOKENS", help="that a hash id of the trace stands for (as its lines say)"
+    )
     parser.add_argument("--url", help="running server with the cache on, like http://127.0.0.1:8000")
     parser.add_argument("--url-off", help="running server with the cache off, to compare with --url")
     parser.add_argument("--requests", type=int, default=100, help="send so many, in whole sessions (%(default)s)")
@@ -99,7 +102,7 @@ def _sessions(args: argparse.Namespace) -> list[Session]:
         sessions = WORKLOADS[args.workload](size)
     else:
         scale = Scale(args.divide, args.max_prompt_tokens, args.max_output_tokens, args.speedup or 1.0)
-        sessions = scaled(read_trace(args.trace, args.requests), scale)
+        sessions = scaled(read_trace(args.trace, args.requests, tokens_per_id=args.tokens_per_id), scale)
     return sessions if args.rate is None else poisson(sessions, args.rate, args.seed)
 
 

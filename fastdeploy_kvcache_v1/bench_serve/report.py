@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..replay.command import percentile
+from ..replay.report import percentile
 
 PERCENTILES = (0.5, 0.9, 0.99)
 NUM_TOKENS_SHOWN = 3

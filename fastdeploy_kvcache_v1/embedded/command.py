@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError
 from ..model.config import load_model_config
+from ..trace_recorder import VARIABLE as RECORD_VARIABLE
 from .handover import exec_fastdeploy, exec_fastdeploy_cpu, fastdeploy_can_serve, fastdeploy_command
 from .model_choice import embedded_model, fastdeploy_cpu_model, fastdeploy_model
 from .settings import add_serve_arguments, server_config
@@ -44,9 +45,11 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         if args.embedded:
             raise ConfigError("--embedded and --fastdeploy-cpu are two different servers: choose one")
         args.model = fastdeploy_cpu_model(args.model)
+        _export_trace(args)
         exec_fastdeploy_cpu(args, extra)
     if not args.embedded and fastdeploy_can_serve():
         args.model = fastdeploy_model(args.model)
+        _export_trace(args)
         exec_fastdeploy(fastdeploy_command(args, extra))
     if extra:
         raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
@@ -60,3 +63,9 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     config = server_config(args, load_model_config(model_path), free_bytes=free_host_memory())
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return serve(config, load_tokenizer(model_path), copy_faults=os.environ.get(COPY_FAULTS_VARIABLE, ""))
+
+
+def _export_trace(args: argparse.Namespace) -> None:
+    """FastDeploy takes the flag as a variable."""
+    if args.record_trace is not None:
+        os.environ[RECORD_VARIABLE] = args.record_trace

@@ -15,6 +15,7 @@ from ..errors import ConfigError, StorageError
 from ..scheduler.cache_manager import CacheManager
 from ..storage.backends import check_backend, make_tier
 from ..storage.namespace import Namespace
+from ..trace_recorder import TraceRecorder
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
 from .engine.scheduler import Scheduler
@@ -74,6 +75,10 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
     """
     with NotedSignals() as signals, _listening_socket(config.host, config.port) as listener, ExitStack() as stack:
         namespace = _checked_namespace(config)
+        recorder = None
+        if config.record_trace is not None:
+            recorder = TraceRecorder(config.record_trace, config.cache.block_size)
+            stack.callback(recorder.close)
         intake = IntakeClient(intake_config(config))
         stack.callback(intake.close)
         try:
@@ -88,7 +93,7 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
             return EXIT_OK
         stack.callback(worker.close)
         intake.wait_ready()
-        return _serve(config, tokenizer, intake, worker, listener, signals, namespace)
+        return _serve(config, tokenizer, intake, worker, listener, signals, namespace, recorder)
 
 
 def _serve(
@@ -99,6 +104,7 @@ def _serve(
     listener: BoundedListener,
     signals: NotedSignals,
     namespace: Namespace | None,
+    recorder: TraceRecorder | None,
 ) -> int:
     failed = threading.Event()
 
@@ -120,7 +126,7 @@ def _serve(
         max_num_batched_tokens=config.max_num_batched_tokens,
         may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
     )
-    core = EngineCore(manager, scheduler, worker.send, storage=storage)
+    core = EngineCore(manager, scheduler, worker.send, storage=storage, recorder=recorder)
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops)
     core.observe_first_token = metrics.observe_first_token
     if storage is not None:
@@ -163,7 +169,9 @@ def _warn_of_open_address(listener: socket.socket) -> None:
 
 
 def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> Snapshot:
-    return Snapshot(manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, core.storage)
+    return Snapshot(
+        manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, core.storage, core.recorder
+    )
 
 
 def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_faults: str) -> WorkerConfig:

@@ -49,6 +49,8 @@ class ServerConfig:
     """Requests must name the served model or "default"; otherwise any name will do, as with FastDeploy."""
     num_threads: int = 1
     storage: StorageSettings | None = None
+    record_trace: Path | None = None
+    """None: no trace is recorded."""
 
     @property
     def is_random_model(self) -> bool:
@@ -163,6 +165,11 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "separate them by commas; * allows any",
         metavar="NAMES",
     )
+    add(
+        "--record-trace",
+        "record hashes, lengths and times of the requests, for `fastdeploy-kvcache replay`; no tokens, no text",
+        metavar="FILE",
+    )
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
 
 
@@ -216,6 +223,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         checks_model_name="served_model_name" in given,
         num_threads=values.threads,
         storage=storage,
+        record_trace=None if values.record_trace is None else Path(values.record_trace),
     )
 
 

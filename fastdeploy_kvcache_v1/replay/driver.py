@@ -7,6 +7,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -40,19 +41,30 @@ class ReplayOptions:
     verify: bool = False
     """Check the content of every block against a shadow data plane, and `check()` every 1,000 steps."""
     waiting: int = 0
-    """Requests that wait at any time, so that the manager knows what comes next; 0: it knows nothing."""
+    """Requests that wait at any time, so that the manager knows what comes next; 0: it knows nothing. In a closed loop
+    as many wait as wait, and the manager knows so many of them.
+    """
+    closed_loop: bool = False
+    """Requests arrive at their times, later turns of a session after the end of the one before: `closed_loop.py`."""
+    step_ms: float = 30.0
+    """Simulated milliseconds that a step takes in a closed loop: one output token of every open request."""
+
+    max_input_tokens: int | None = None
+    """Longer prompts are refused; None: those that no empty device tier holds."""
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("admissions_per_step", 1), ("waiting", 0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 < self.step_ms < float("inf"):
+            raise ConfigError(f"step_ms must be more than 0, got {self.step_ms}")
         for tier, num_blocks in (("device", self.config.num_device_blocks), ("host", self.config.num_host_blocks)):
             if num_blocks > MAX_BLOCKS:
                 raise ConfigError(f"a replay has room for {MAX_BLOCKS} {tier} blocks at most, got {num_blocks}")
 
 
 @dataclass
-class _Request:
+class ReplayedRequest:
     """A request of the trace on its way through the manager."""
 
     request_id: str
@@ -66,7 +78,10 @@ class _Request:
 
 
 class Replay:
-    """One run over one trace; counters are valid at any time. Not thread-safe."""
+    """One run over one trace; counters are valid at any time. Not thread-safe.
+
+    The next request of the trace is always there, and the oldest open one ends when another needs its place or blocks.
+    """
 
     def __init__(self, options: ReplayOptions) -> None:
         self.options = options
@@ -82,7 +97,7 @@ class Replay:
         self.num_steps = 0
         self.num_no_space = 0
         self.num_too_long = 0
-        """Requests that no empty device tier could hold; a server refuses them."""
+        """Requests that a server of this size refuses."""
         self.num_outputs_cut = 0
         """Requests that finished without output blocks: no empty tier holds them, or no request could make room."""
         self.shadow: ShadowDataPlane | None = None
@@ -90,52 +105,67 @@ class Replay:
             from .shadow import ShadowDataPlane
 
             self.shadow = ShadowDataPlane(options.config.num_device_blocks, options.config.num_host_blocks)
-        self._line: deque[_Request] = deque()
+        self._trace: Iterator[TraceRequest] = iter(())
+        self._line: deque[ReplayedRequest] = deque()
         """Requests that wait, the next one first; none only at the end of the trace."""
-        self._open: OrderedDict[str, _Request] = OrderedDict()
-        self._generating: list[_Request] = []
+        self._open: OrderedDict[str, ReplayedRequest] = OrderedDict()
+        self._generating: list[ReplayedRequest] = []
 
     def run(self, requests: Iterator[TraceRequest]) -> None:
         """Play all `requests`, finish them, and check the manager: `InvariantError` if anything is wrong or leaked."""
-        self._fill_line(requests)
+        self._trace = requests
+        self._let_arrive()
         while self._line or self._generating:
             num_finished = len(self.request_seconds)
-            members = self._grow_outputs()
-            self._admit(requests, members)
-            self._run_step(members)
-            if self._line and not members and len(self.request_seconds) == num_finished:
-                raise InvariantError(f"no room for {self._line[0].request_id} although nothing runs: blocks leaked")
-        while self._finish_oldest():
+            if not self._step() and self._line and len(self.request_seconds) == num_finished:
+                raise self._leak()
+        while self._make_room():
             pass
         self._run_step([])
         self.manager.check_idle()
 
-    def _fill_line(self, requests: Iterator[TraceRequest]) -> None:
-        """Let requests arrive until the line is as long as it should be, but for what no empty device tier holds."""
-        while len(self._line) < max(1, self.options.waiting) and (request := next(requests, None)) is not None:
-            if self._fits(request.input_length):
-                sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length)
-                self._line.append(_Request(f"line-{request.line}", request, sequence))
-            else:
-                self.num_too_long += 1
+    def _step(self) -> bool:
+        """Admit what can be admitted, and run it. False: nothing runs."""
+        members = self._grow_outputs()
+        self._admit(members)
+        self._run_step(members)
+        return bool(members)
+
+    def _leak(self) -> InvariantError:
+        return InvariantError(f"no room for {self._line[0].request_id} although nothing runs: blocks leaked")
+
+    def _let_arrive(self) -> None:
+        """Lengthen the line to what it should be now."""
+        while len(self._line) < max(1, self.options.waiting) and (request := next(self._trace, None)) is not None:
+            self._queue(request)
+
+    def _queue(self, request: TraceRequest) -> bool:
+        """Put a request into the line; False, counting it, if it is refused."""
+        most = self.options.max_input_tokens
+        if not self._fits(request.input_length) or (most is not None and request.input_length > most):
+            self.num_too_long += 1
+            return False
+        sequence = GivenHashes(self.hasher.prompt_hashes(request), request.input_length)
+        self._line.append(ReplayedRequest(f"line-{request.line}", request, sequence))
+        return True
 
     def _fits(self, num_tokens: int) -> bool:
         """An empty device tier could hold them."""
         return num_tokens <= self.options.config.num_device_blocks * self.options.config.block_size
 
-    def _admit(self, requests: Iterator[TraceRequest], members: list[_Request]) -> None:
+    def _admit(self, members: list[ReplayedRequest]) -> None:
         """Admit waiting requests to this step, finishing the oldest ones for the room they need."""
-        self.manager.expect([waiting.sequence for waiting in self._line] if self.options.waiting else ())
+        self.manager.expect([waiting.sequence for waiting in islice(self._line, self.options.waiting)])
         for _ in range(self.options.admissions_per_step):
             while self._line and not self._try_admit(self._line[0]):
-                if not self._finish_oldest():
+                if not self._make_room():
                     return
             if not self._line:
                 return
             members.append(self._line.popleft())
-            self._fill_line(requests)
+            self._let_arrive()
 
-    def _try_admit(self, opened: _Request) -> bool:
+    def _try_admit(self, opened: ReplayedRequest) -> bool:
         """Match and allocate; False, leaving no trace, while the window is full or the blocks do not suffice."""
         if len(self._open) >= self.options.window:
             return False
@@ -158,9 +188,9 @@ class Replay:
             opened.shadow.plan(self.manager.block_table(opened.request_id), opened.sequence.hashes, match.num_blocks)
         return True
 
-    def _grow_outputs(self) -> list[_Request]:
+    def _grow_outputs(self) -> list[ReplayedRequest]:
         """Give the requests prefilled in the last step room for all their output tokens, computed in one step."""
-        members: list[_Request] = []
+        members: list[ReplayedRequest] = []
         for opened in self._generating:
             if opened.request_id not in self._open:  # finished early, to make room for another request
                 continue
@@ -176,7 +206,7 @@ class Replay:
             allocation = self.manager.allocate(opened.request_id, sequence.num_tokens - 1)
             while isinstance(allocation, NoSpace):
                 self.num_no_space += 1
-                if not self._finish_oldest():
+                if not self._make_room():
                     break
                 allocation = self.manager.allocate(opened.request_id, sequence.num_tokens - 1)
             opened.seconds += perf_counter() - begin
@@ -190,7 +220,7 @@ class Replay:
         self._generating = []
         return members
 
-    def _run_step(self, members: list[_Request]) -> None:
+    def _run_step(self, members: list[ReplayedRequest]) -> None:
         """What the worker and then the scheduler do for one step: copies, forward, commit."""
         step = self.manager.take_swap_step()
         self.num_evict_copies += len(step.evict)
@@ -211,18 +241,21 @@ class Replay:
             if not grown and self.options.outputs and opened.request.output_length > 1:
                 self._generating.append(opened)
 
-    def _finish_oldest(self) -> bool:
+    def _make_room(self) -> bool:
         """Finish the oldest request whose forward pass is done; False if there is no such request."""
         for opened in self._open.values():
             if opened.step < self.num_steps:
-                del self._open[opened.request_id]
-                begin = perf_counter()
-                self.manager.finish(opened.request_id)
-                self.request_seconds.append(opened.seconds + perf_counter() - begin)
-                if self.shadow is not None:
-                    self.shadow.finish(opened.request_id)
+                self._finish(opened)
                 return True
         return False
+
+    def _finish(self, opened: ReplayedRequest) -> None:
+        del self._open[opened.request_id]
+        begin = perf_counter()
+        self.manager.finish(opened.request_id)
+        self.request_seconds.append(opened.seconds + perf_counter() - begin)
+        if self.shadow is not None:
+            self.shadow.finish(opened.request_id)
 
 
 def peak_memory_bytes() -> int:

@@ -81,8 +81,8 @@ class CacheManager:
         self._residency = Residency(
             self._device_pool,
             self._host_pool,
-            eviction_policy(config.device_eviction, "device", self._history),
-            eviction_policy(config.host_eviction, "host", self._history),
+            eviction_policy(config.device_order, "device", self._history),
+            eviction_policy(config.host_order, "host", self._history),
             self._events,
         )
         self._tree = RadixTree(self._residency)

@@ -34,9 +34,19 @@ def test_long_prompts_keep_their_beginning_and_short_ones_a_token():
     assert (len(prompt(tiny)), tiny.turns[0].max_tokens) == (3, 1)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"divisor": 0}, {"divisor": 7}, {"max_prompt_tokens": 0}, {"max_output_tokens": 0}, {"speedup": 0}]
-)
+@pytest.mark.parametrize("wrong", [{"divisor": 0}, {"max_prompt_tokens": 0}, {"max_output_tokens": 0}, {"speedup": 0}])
 def test_sizes_that_cannot_work_are_refused(wrong):
     with pytest.raises(ConfigError, match="--"):
         Scale(**wrong)
+
+
+def test_a_divisor_must_divide_what_an_id_stands_for():
+    with pytest.raises(ConfigError, match="--divide must divide the 16 tokens of a hash id of the trace, got 32"):
+        scaled([TraceRequest(1, 0, 16, 1, (0,), tokens_per_id=16)], Scale(divisor=32))
+
+
+def test_tokens_that_no_id_names_are_sent_too_and_equal_no_others():
+    first, second = (TraceRequest(line, 0, 30, 1, (5,), tokens_per_id=16) for line in (1, 2))
+    one, two = (prompt(session) for session in scaled([first, second], Scale(divisor=1)))
+    assert (len(one), one[:16]) == (30, two[:16])
+    assert one[16:] != two[16:]

@@ -20,6 +20,7 @@ SHARED = {
     "metric_table",
     "orphan",
     "switch",
+    "trace_recorder",
     "units",
 }
 """Modules beside the folders that everybody may import."""
@@ -36,6 +37,7 @@ MAY_IMPORT = {
     "embedded": {"scheduler", "attention", "worker", "model", "model_hub", "storage"},
     "fastdeploy_integration": {"scheduler", "attention", "worker", "model", "storage"},
     "replay": {"scheduler"},
+    "traffic": set(),
     "bench_serve": {"replay"},
     "demo": {"bench_serve", "embedded"},
 }

@@ -92,7 +92,7 @@ def test_outputs_that_no_empty_tier_holds_are_cut_before_their_blocks_are_named(
     trace = tmp_path / "trace.jsonl"
     lengths = (2**31 - 1, 130, 129)
     requests = [
-        {"timestamp": 0, "input_length": 512, "output_length": length, "hash_ids": [index]}
+        {"timestamp": 0, "input_length": 512, "output_length": length, "hash_ids": [index], "tokens_per_id": 512}
         for index, length in enumerate(lengths)
     ]
     trace.write_text("".join(json.dumps(request) + "\n" for request in requests))
@@ -150,7 +150,8 @@ def test_json_is_one_object(synthetic_trace, capsys):
         (("--write-through-threshold", "0"), "write_through_threshold must be at least 1"),
         (("--device-blocks", "0"), "num_device_blocks must be at least 1"),
         (("--host-blocks", "-1"), "num_host_blocks must be at least 0"),
-        (("--block-size", "100"), "must divide"),
+        (("--block-size", "100"), "block size 100 must divide the 512 tokens of a hash id"),
+        (("--tokens-per-id", "0"), "--tokens-per-id must be at least 1"),
         (("--window", "0"), "window must be at least 1"),
         (("--admissions-per-step", "0"), "admissions_per_step must be at least 1"),
         (("--limit", "0"), "--limit must be at least 1"),

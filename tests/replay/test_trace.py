@@ -7,11 +7,19 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError, TraceError
 from fastdeploy_kvcache_v1.replay.trace import TraceHasher, TraceRequest, read_trace
 
-GOOD = {"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [0, 1]}
+GOOD = {"timestamp": 0, "input_length": 2000, "output_length": 10, "hash_ids": [0, 1, 2, 3]}
 
 
-def request(*hash_ids: int, input_length: int | None = None, line: int = 1, output_length: int = 0) -> TraceRequest:
-    return TraceRequest(line, 0, input_length or 512 * len(hash_ids), output_length, hash_ids)
+def request(
+    *hash_ids: int,
+    input_length: int | None = None,
+    line: int = 1,
+    output_length: int = 0,
+    tokens_per_id: int = 512,
+    output_hash_ids: tuple[int, ...] = (),
+) -> TraceRequest:
+    length = input_length or tokens_per_id * len(hash_ids)
+    return TraceRequest(line, 0, length, output_length, hash_ids, tokens_per_id, output_hash_ids=output_hash_ids)
 
 
 def write(tmp_path, *lines: object):
@@ -21,8 +29,8 @@ def write(tmp_path, *lines: object):
 
 
 def test_requests_come_in_order_with_their_line_numbers(tmp_path):
-    path = write(tmp_path, GOOD, b"", {**GOOD, "hash_ids": [0, 2]}, b"")
-    assert [(r.line, r.hash_ids) for r in read_trace(path)] == [(1, (0, 1)), (3, (0, 2))]
+    path = write(tmp_path, GOOD, b"", {**GOOD, "hash_ids": [0, 2, 3, 4]}, b"")
+    assert [(r.line, r.hash_ids) for r in read_trace(path)] == [(1, (0, 1, 2, 3)), (3, (0, 2, 3, 4))]
 
 
 def test_limit_reads_no_further(tmp_path):
@@ -51,8 +59,19 @@ def test_limit_reads_no_further(tmp_path):
         ({**GOOD, "hash_ids": 3}, "hash_ids must be a list"),
         ({**GOOD, "hash_ids": [0, -1]}, "hash ids must be integers"),
         ({**GOOD, "hash_ids": [0, 2**64]}, "hash ids must be integers"),
-        ({**GOOD, "hash_ids": [0]}, "600 input tokens need 2 hash ids of 512 tokens, got 1"),
+        ({**GOOD, "hash_ids": [0]}, "2000 input tokens need 4 hash ids of 512 tokens, got 1; another size needs --tok"),
         ({"timestamp": 0}, "input_length"),
+        ({**GOOD, "delay": -1}, "delay must be a number of milliseconds, got -1"),
+        ({**GOOD, "session_id": 1.5}, "session_id must be an integer or a text"),
+        ({**GOOD, "chat_id": 3, "timestamp": "1"}, "timestamp must be a number of seconds, got '1'"),
+        ({**GOOD, "chat_id": 3, "parent_chat_id": []}, "parent_chat_id must be an integer or a text"),
+        ({**GOOD, "tokens_per_id": 0}, "tokens_per_id must be an integer from 1 to 2147483647, got 0"),
+        ({**GOOD, "tokens_per_id": 64}, "tokens_per_id is 64, and 512 in the lines before"),
+        ({**GOOD, "output_hash_ids": 7}, "output_hash_ids must be a list of integers, got int"),
+        (
+            {**GOOD, "output_hash_ids": [7, 8]},
+            "10 output tokens after 2000 need 1 output_hash_ids of 512 tokens at most, got 2",
+        ),
     ],
 )
 def test_broken_line_is_named_by_file_and_number(tmp_path, line, words):
@@ -120,10 +139,140 @@ def test_output_blocks_follow_the_prompt_and_belong_to_one_request():
     assert not set(one) & set(hasher.output_hashes(request(1, input_length=100, output_length=100, line=2)))
 
 
-@pytest.mark.parametrize("block_size", [0, -64, 48, 1024])
-def test_block_size_must_divide_512(block_size):
-    with pytest.raises(ConfigError, match="must divide"):
-        TraceHasher(block_size)
+@pytest.mark.parametrize("block_size", [0, -64, 48, 513, 768])
+def test_a_block_is_a_part_of_an_id_or_a_chain_of_ids(block_size):
+    with pytest.raises(ConfigError, match=rf"block size {block_size} must divide the 512 tokens of a hash id"):
+        TraceHasher(block_size).prompt_hashes(request(1, 2))
+
+
+def test_a_block_of_several_ids_is_the_chain_of_them():
+    hasher = TraceHasher(64)
+    ids = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    first = hasher.prompt_hashes(request(*ids, input_length=9 * 16 - 1, tokens_per_id=16))
+    assert len(first) == 2
+    for changed in range(9):
+        other = hasher.prompt_hashes(
+            request(*ids[:changed], 99, *ids[changed + 1 :], input_length=9 * 16, tokens_per_id=16)
+        )
+        assert len(set(first) & set(other)) == changed // 4
+
+
+def test_ids_that_name_tokens_alone_are_blocks_after_their_prefix():
+    hasher = TraceHasher(16)
+    one = hasher.prompt_hashes(request(1, 7, 8, tokens_per_id=16))
+    two = hasher.prompt_hashes(request(2, 7, 8, tokens_per_id=16))
+    assert not set(one) & set(two)
+    assert hasher.num_reparented_ids == 1
+
+
+def test_tokens_without_an_id_are_found_by_nobody():
+    """A format that does not name the last block names 128 of 200 tokens with two ids of 64."""
+    hasher = TraceHasher(32)
+    one = hasher.prompt_hashes(request(1, 2, input_length=180, tokens_per_id=64))
+    two = hasher.prompt_hashes(request(1, 2, input_length=180, tokens_per_id=64, line=2))
+    assert (len(one), len(two), len(set(one) & set(two))) == (5, 5, 4)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_a_later_turn_hits_the_outputs_that_a_trace_names(block_size):
+    """Turn one: 150 tokens and 250 of output in ids 1, 2, (3,) 4, 5, 6, 7; 3 is the unfinished id of the prompt."""
+    hasher = TraceHasher(block_size)
+    turn = request(1, 2, 3, input_length=150, output_length=250, tokens_per_id=64, output_hash_ids=(4, 5, 6, 7))
+    later = request(1, 2, 4, 5, 6, 7, 8, input_length=420, tokens_per_id=64, line=2)
+    known = hasher.prompt_hashes(turn) + hasher.output_hashes(turn)
+    assert len(known) == len(set(known)) == 400 // block_size
+    assert hasher.prompt_hashes(later)[: 384 // block_size] == known[: 384 // block_size]
+    assert hasher.num_reparented_ids == 0
+
+
+def lines(*shapes: tuple[int, int], **more: object) -> list[dict]:
+    """Requests of so many tokens and ids."""
+    return [
+        {"input_length": length, "output_length": 1, "hash_ids": list(range(count)), **more} for length, count in shapes
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "tokens"),
+    [
+        ([(6758, 14)], 512),  # Mooncake
+        ([(3, 1), (521, 33), (40, 3)], 16),  # the last block has an id
+        ([(3, 0), (521, 32), (40, 2)], 16),  # it has none
+        ([(5, 1), (1000, 16), (64, 1)], 64),
+        ([(5, 1), (1024, 16)], 64),
+        ([(7, 7)], 1),
+    ],
+)
+def test_the_size_of_an_id_follows_from_the_lines(tmp_path, shapes, tokens):
+    read = list(read_trace(write(tmp_path, *lines(*shapes))))
+    assert [(r.input_length, r.tokens_per_id) for r in read] == [(length, tokens) for length, _ in shapes]
+
+
+def test_no_line_is_given_away_before_the_size_is_known(tmp_path):
+    requests = read_trace(write(tmp_path, *lines((3, 1), (600, 2), (2000, 4)), b"broken"))
+    assert [next(requests).tokens_per_id for _ in range(3)] == [512] * 3
+    with pytest.raises(TraceError, match=":4: not a JSON object"):
+        next(requests)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "given", "words"),
+    [
+        ([(600, 2)], None, r"does not tell how many .* \(256, 512 fit all lines\): give --tokens-per-id"),
+        ([(3, 1)], None, r"\(2, 4, \.\.\. 1048576 fit all lines\)"),
+        ([(600, 2), (600, 3)], None, r":2: 600 input tokens and 3 hash ids do not fit 256 or 512 tokens per id"),
+        ([(600, 590)], None, r":1: 600 input tokens and 590 hash ids do not fit a power of two tokens per id"),
+        ([(521, 33), (600, 37)], None, r":2: 600 input tokens need 38 hash ids of 16 tokens, got 37; another size"),
+        ([(521, 32), (600, 38)], None, r":2: 600 input tokens need 37 hash ids of 16 tokens, got 38"),
+        ([(600, 2)], 64, r":1: 600 input tokens need 9 or 10 hash ids of 64 tokens, got 2$"),
+    ],
+)
+def test_a_size_that_does_not_fit_every_line_is_no_size(tmp_path, shapes, given, words):
+    with pytest.raises(TraceError, match=words):
+        list(read_trace(write(tmp_path, *lines(*shapes)), tokens_per_id=given))
+
+
+def test_a_given_size_decides_and_so_does_one_that_a_line_states(tmp_path):
+    assert [r.tokens_per_id for r in read_trace(write(tmp_path, *lines((600, 2))), tokens_per_id=300)] == [300]
+    stated = lines((3, 1), tokens_per_id=64) + lines((100, 2))
+    assert [r.tokens_per_id for r in read_trace(write(tmp_path, *stated))] == [64, 64]
+    with pytest.raises(ConfigError, match="--tokens-per-id must be at least 1, got 0"):
+        list(read_trace(write(tmp_path, *stated), tokens_per_id=0))
+
+
+def test_turns_of_a_session_know_the_line_before(tmp_path):
+    path = write(
+        tmp_path,
+        {**GOOD, "session_id": "a"},
+        {**GOOD, "session_id": 7, "timestamp": 20},
+        GOOD,
+        {**GOOD, "session_id": "a", "delay": 1500},
+        {**GOOD, "session_id": "a", "delay": None},
+    )
+    assert [(r.after, r.delay_ms) for r in read_trace(path)] == [
+        (None, None),
+        (None, None),
+        (None, None),
+        (1, 1500),
+        (4, None),
+    ]
+
+
+def test_a_line_of_qwen_bailian_knows_its_parent_and_seconds(tmp_path):
+    chat = {**GOOD, "type": "text", "turn": 1}
+    path = write(
+        tmp_path,
+        {**chat, "chat_id": 5, "parent_chat_id": -1, "timestamp": 0.5},
+        {**chat, "chat_id": 6, "parent_chat_id": 4, "timestamp": 1.25},  # its parent was before the trace
+        {**chat, "chat_id": 7, "parent_chat_id": 5, "timestamp": 61.114},
+        {**chat, "chat_id": 8, "parent_chat_id": 5, "timestamp": 62},  # asked again in another way
+    )
+    assert [(r.after, r.timestamp_ms) for r in read_trace(path)] == [
+        (None, 500),
+        (None, 1250),
+        (1, pytest.approx(61_114)),
+        (1, 62_000),
+    ]
 
 
 def test_ids_of_the_real_trace_name_whole_prefixes(real_trace):

@@ -117,9 +117,9 @@ def test_what_is_worth_less_than_what_it_would_push_out_is_not_copied(monkeypatc
 
 
 def test_only_the_last_tier_goes_by_worth() -> None:
-    assert config("adaptive").device_eviction == "adaptive"
+    assert config("adaptive").device_order == "adaptive"
     two = config("adaptive", host=4)
-    assert (two.device_eviction, two.host_eviction) == ("lru", "adaptive")
+    assert (two.device_order, two.host_order) == ("lru", "adaptive")
 
 
 def test_a_loaded_prefix_is_young(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
 from ...storage.engine.link import Answer
 from ...storage.engine.tier import StorageTier
+from ...trace_recorder import TraceRecorder
 from .generation import Failure, Generation, State
 from .scheduler import Scheduled, Scheduler
 
@@ -54,11 +55,13 @@ class EngineCore:
         send: Callable[[BatchRequest], None],
         *,
         storage: StorageTier | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self._manager = manager
         self._scheduler = scheduler
         self._send = send
         self.storage = storage
+        self.recorder = recorder
         self._lookahead = manager.config.lookahead_requests
         self.observe_first_token: Callable[[float], None] = lambda seconds: None
         """Told the seconds from arrival to first token of every request."""
@@ -85,6 +88,8 @@ class EngineCore:
             return
         assert generation.request_id not in self._generations, f"request id {generation.request_id} is in use"
         self._generations[generation.request_id] = generation
+        if self.recorder is not None:
+            generation.ticket = self.recorder.arrived()
         self._scheduler.add(generation)
 
     def abort(self, request_id: str) -> None:
@@ -104,6 +109,7 @@ class EngineCore:
         for generation in generations.values():
             generation.state = State.FINISHED
             self.counters.failed += 1
+            self._record(generation)
             generation.sink(failure)
 
     def reset_cache(self) -> None:
@@ -246,10 +252,21 @@ class EngineCore:
         """Give everything back. Safe while a batch is in flight: nothing is allocated before its answer."""
         del self._generations[generation.request_id]
         self._scheduler.finish(generation)
+        self._record(generation)
         if self.storage is not None:
             self.storage.request_left(generation.request_id)
             if generation.has_computed:
                 self.storage.request_ended(generation.hasher, generation.tokens)
+
+    def _record(self, generation: Generation) -> None:
+        if self.recorder is None or generation.ticket is None:
+            return
+        if not generation.has_computed:
+            self.recorder.left(generation.ticket)
+            return
+        request = generation.request
+        hashes, num_prompt = generation.hasher.hashes, len(request.prompt_ids)
+        self.recorder.ended(generation.ticket, hashes, num_prompt, generation.num_outputs, request.session)
 
     def _fail_unfit(self, head: Generation) -> None:
         """Nothing runs and nothing is being copied: the request would wait without end, and the others behind it."""

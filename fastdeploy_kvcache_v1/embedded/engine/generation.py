@@ -13,6 +13,7 @@ from ...scheduler.cache_utils import BlockHasher
 if TYPE_CHECKING:
     from ...metadata import DeviceSlot
     from ...model.sampler import SamplingParams
+    from ...trace_recorder import Ticket
     from ..text.text_stream import TextStream
 
 
@@ -29,6 +30,8 @@ class GenerationRequest:
     """Stop tokens and stop strings are ignored before this many output tokens."""
     early_sampling: SamplingParams | None = None
     """Instead of `sampling` for the first `min_tokens` tokens, where the model must not end."""
+    session: str | None = None
+    """What the client calls the session or user, for a recorded trace."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Generation:
     cached_tokens: int | None = None
     """Prompt tokens that were never computed for this request; None before it was first admitted."""
     copy_failures: int = 0
+    ticket: Ticket | None = None
+    """Of the trace that is recorded."""
     submitted_at: float = field(default_factory=time.monotonic)
     tokens: list[int] = field(init=False)
     """Prompt and output so far; the KV of the last sampled token is not computed yet."""

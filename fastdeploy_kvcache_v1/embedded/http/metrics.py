@@ -21,6 +21,7 @@ from ...metric_table import (
 )
 from ...scheduler.cache_stats import CacheStats
 from ...storage.engine.tier import StorageTier
+from ...trace_recorder import TraceRecorder
 from ..engine.engine_core import EngineCounters
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -39,6 +40,7 @@ class Snapshot:
     num_running: int
     num_waiting: int
     storage: StorageTier | None = None
+    recorder: TraceRecorder | None = None
 
     def objects(self, source: Source) -> Iterable[tuple[tuple[str, ...], object]]:
         """Objects of `source`, each with the values of the labels that the source adds."""
@@ -51,6 +53,8 @@ class Snapshot:
                 return [((WORKER_RANK,), self.engine.copies)]
             case Source.STORAGE:
                 return [] if self.storage is None else [((), self.storage)]
+            case Source.TRACE:
+                return [] if self.recorder is None else [((), self.recorder)]
             case Source.REPORTS:
                 return []
             case Source.ENGINE:

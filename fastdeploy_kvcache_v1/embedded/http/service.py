@@ -97,6 +97,7 @@ class Service:
             stop_token_ids=end_ids | set(options.stop_token_ids),
             min_tokens=options.min_tokens,
             early_sampling=dataclasses.replace(sampling, banned_tokens=banned),
+            session=options.session,
         )
         hasher = BlockHasher(self.config.cache.block_size)
         hasher.extend(list(reading.token_ids))

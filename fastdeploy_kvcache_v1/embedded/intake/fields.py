@@ -66,7 +66,6 @@ REFUSED: dict[str, Refusal] = {
 
 IGNORED = frozenset(
     {
-        "user",
         "request_id",
         "trace_context",
         "collect_metrics",

@@ -69,6 +69,8 @@ class Options:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    session: str | None = None
+    """What the client calls its user."""
 
 
 @dataclass(frozen=True)
@@ -209,4 +211,5 @@ def _options(body: GenerationBody, max_tokens: int) -> Options:
         include_usage=bool(body.stream_options.include_usage),
         continuous_usage=bool(body.stream_options.continuous_usage_stats),
         return_token_ids=body.return_token_ids,
+        session=body.user,
     )

@@ -18,6 +18,9 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 
+MAX_USER_CHARACTERS = 256
+"""Of a name that is longer, the rest is not looked at."""
+
 MAX_MESSAGES = 8192
 """Twice a conversation of 2,000 turns."""
 
@@ -68,6 +71,14 @@ class GenerationBody(BaseModel):
     stop_token_ids: Annotated[list[int], FailFast(), _at_most(MAX_STOP_TOKEN_IDS)] = Field(default_factory=list)
     return_token_ids: bool = False
     """Add the token ids of prompt and output to the answer."""
+
+    user: str | None = None
+    """For a recorded trace; anything but a text counts as not given."""
+
+    @field_validator("user", mode="plain")
+    @classmethod
+    def _take_user(cls, value: object) -> str | None:
+        return value[:MAX_USER_CHARACTERS] if isinstance(value, str) and value else None
 
     @field_validator("prompt_token_ids", mode="plain")
     @classmethod

@@ -32,6 +32,7 @@ from .pool_gauges import PoolGauges
 from .record import Record
 from .storage import EngineStorage
 from .task_tokens import TaskTokens, has_items, multimodal_items, start_of_cut_item
+from .traced_requests import TracedRequests
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class PrefixCacheAdapter:
         self.num_cpu_blocks = config.num_host_blocks
         self.storage: EngineStorage | None = None
         """None without storage."""
+        self.traced: TracedRequests | None = None
+        """None where no trace is recorded."""
         self.num_recycled_wrongly = 0
         """Ids that FastDeploy recycled without owning them; discarded."""
         self._gauges = gauges
@@ -213,6 +216,8 @@ class PrefixCacheAdapter:
             if record is None:
                 return
             record.is_scheduled = True
+            if self.traced is not None:
+                self.traced.scheduled(record.tokens)
             self._batch.compute(task.request_id)
             self._hand_over(task, record, min(num_computed_tokens, record.tokens.num_tokens - 1) // self._block_size)
 
@@ -267,6 +272,8 @@ class PrefixCacheAdapter:
         else:
             self.manager.finish(request_id)
             self._tell_ended(record)
+            if self.traced is not None:
+                self.traced.ended(request_id)
 
     def _tell_ended(self, record: Record) -> None:
         if self.storage is not None:
@@ -289,6 +296,10 @@ class PrefixCacheAdapter:
                 for task in tasks:
                     if task.task_type.name == "ABORT":  # it ended as if it had been preempted
                         self._kept.end(task.request_id)
+            if self.traced is not None:
+                for task in tasks:
+                    if task.task_type.name == "ABORT":
+                        self.traced.ended(task.request_id)
             if tasks:
                 step = self.manager.take_swap_step()
                 self._outbox.attach(tasks, step, always=self.storage is not None and self.storage.follows_passes)
@@ -351,6 +362,8 @@ class PrefixCacheAdapter:
         """Both tiers are empty, all ids free, no request known. There is no transfer process to wait for."""
         with self._lock:
             self._records.clear()
+            if self.traced is not None:
+                self.traced.all_ended()
             self._batch.clear()
             self._kept.clear()
             self._lent.clear()

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...metric_table import STORAGE_BUCKETS_S, STORAGE_LATENCY, Kind, Metric, Source, rows
 from ...storage.engine.tier import StorageTier
+from ...trace_recorder import TraceRecorder
 from .adapter import PrefixCacheAdapter
 from .copy_reports import CopyReports
 
@@ -61,6 +62,12 @@ def exported_storage() -> Exported:
 
 
 @lru_cache(maxsize=1)
+def exported_trace() -> Exported:
+    """Likewise, only where a trace is recorded."""
+    return Exported(Source.TRACE)
+
+
+@lru_cache(maxsize=1)
 def storage_latency() -> Any:
     """Of this process: the histogram, by operation."""
     from prometheus_client import Histogram
@@ -86,6 +93,8 @@ class CacheMetricsPublisher:
         """What worker processes say; None until there is a way back from them."""
         self.storage: StorageTier | None = None
         """None without storage."""
+        self.recorder: TraceRecorder | None = None
+        """None where no trace is recorded."""
         self._next = 0.0
 
     def publish(self) -> None:
@@ -97,6 +106,8 @@ class CacheMetricsPublisher:
         self._exported.publish(Source.COUNTERS, stats.counters, self._published)
         if self.storage is not None:
             exported_storage().publish(Source.STORAGE, self.storage, self._published)
+        if self.recorder is not None:
+            exported_trace().publish(Source.TRACE, self.recorder, self._published)
         if self.reports is not None:
             self._publish_reports(self.reports)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import islice
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -17,6 +19,8 @@ from ...errors import ConfigError, KVCacheError, StorageError
 from ...metadata import CacheLevel
 from ...storage.backends import check_settings, make_link, make_tier
 from ...storage.settings import StorageSettings
+from ...trace_recorder import VARIABLE as RECORD_VARIABLE
+from ...trace_recorder import TraceRecorder
 from .. import settings, storage_channel, swap_space
 from ..copy_report import socket_path
 from ..overlay import overlay
@@ -29,6 +33,7 @@ from .rank_passes import RankPasses
 from .same_id import HeldBack
 from .storage import EngineStorage
 from .storage_namespace import has_weights_of_directory, storage_namespace
+from .traced_requests import TracedRequests
 from .weight_updates import WeightUpdates, start_again
 
 Wrapped = Callable[..., Any]
@@ -78,6 +83,8 @@ class EnginePrefixCache(PrefixCacheAdapter):
             whole_items=bool(cache.disable_chunked_mm_input),
         )
         self.publisher = CacheMetricsPublisher(self)
+        if trace := os.environ.get(RECORD_VARIABLE):
+            self._record_trace(Path(trace))
         self.transit = Transit(self)
         self.held_back = HeldBack(lambda request_id: self.storage is not None and self.storage.holds(request_id))
         self.arrivals = threading.Lock()
@@ -94,6 +101,13 @@ class EnginePrefixCache(PrefixCacheAdapter):
         self._may_update_weights = config.load_config is not None and bool(config.load_config.dynamic_load_weight)
         if cache.host_block_bytes is not None:
             _log_host_tier(cache, config.parallel_config.tensor_parallel_size)
+
+    def _record_trace(self, path: Path) -> None:
+        """Raises `ConfigError` where the file cannot be made."""
+        recorder = TraceRecorder(path, self.manager.config.block_size, log=_logger())
+        Finalize(None, recorder.close, exitpriority=0)
+        self.traced, self.publisher.recorder = TracedRequests(recorder), recorder
+        _logger().info("a trace of the requests is recorded in %s", recorder.path)
 
     def launch_cache_manager(
         self,

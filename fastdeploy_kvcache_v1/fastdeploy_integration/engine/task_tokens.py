@@ -47,6 +47,10 @@ class TaskTokens:
         return self._prompt_length + self._num_output
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return self._prompt_length
+
+    @property
     def num_plain_blocks(self) -> int:
         return 0 if self._hasher is None else self._hasher.num_plain_blocks
 

@@ -4,6 +4,7 @@ Not FastDeploy: it has the steps of ResourceManagerV1 that touch the cache, and 
 """
 
 import enum
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -44,6 +45,7 @@ class FakeTask:
         self.num_computed_tokens = self.prefill_start_index = self.prefill_end_index = 0
         self.need_prefill_tokens = len(self.prompt_token_ids)
         self.status, self.task_type, self.idx = Status.WAITING, Kind.PREFILL, -1
+        self.metrics = SimpleNamespace(arrival_time=time.time())
 
     @property
     def num_total_tokens(self):

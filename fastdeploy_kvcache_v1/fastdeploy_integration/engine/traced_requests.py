@@ -1,0 +1,59 @@
+"""TracedRequests: which of FastDeploy's requests the recorded trace is to have, from first batch to end."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from ...trace_recorder import Ticket, TraceRecorder
+from .task_tokens import TaskTokens
+
+ID_WITH_USER = re.compile(r"(chat)?cmpl-(?P<user>.+)-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(_\d+)?", re.DOTALL)
+"""An id that FastDeploy's API server makes of a user, a UUID, and the position of a prompt in its list."""
+
+
+class TracedRequests:
+    """A request that was preempted keeps its ticket. The adapter's lock covers it."""
+
+    def __init__(self, recorder: TraceRecorder) -> None:
+        self._recorder = recorder
+        self._open: dict[str, tuple[TaskTokens, Ticket]] = {}
+
+    def scheduled(self, tokens: TaskTokens) -> None:
+        """A batch computes tokens of the request. Its first one decides its place in the trace."""
+        request_id = tokens.task.request_id
+        known = self._open.get(request_id)
+        if known is not None and known[0].task is tokens.task:
+            self._open[request_id] = (tokens, known[1])
+            return
+        self.ended(request_id)  # ids come from clients
+        self._open[request_id] = (tokens, self._recorder.arrived(_age_s(tokens.task)))
+
+    def ended(self, request_id: str) -> None:
+        """It is complete, or aborted, also while it was preempted. Unknown requests are ignored."""
+        known = self._open.pop(request_id, None)
+        if known is None:
+            return
+        tokens, ticket = known
+        tokens.catch_up()
+        num_prompt = tokens.num_prompt_tokens
+        num_outputs = tokens.num_tokens - num_prompt
+        self._recorder.ended(ticket, tokens.hashes, num_prompt, num_outputs, _user_of(request_id))
+
+    def all_ended(self) -> None:
+        """FastDeploy has answered or dropped every request; of some it has said nothing since they were preempted."""
+        for request_id in list(self._open):
+            self.ended(request_id)
+
+
+def _user_of(request_id: str) -> str | None:
+    """What the client sent as `user`. FastDeploy's engine is told it in the id of the request only."""
+    found = ID_WITH_USER.fullmatch(request_id)
+    return None if found is None else found["user"]
+
+
+def _age_s(task: Any) -> float:
+    """Since FastDeploy's API server took the request, by the clock of the day."""
+    arrived_s: float | None = task.metrics.arrival_time
+    return 0.0 if arrived_s is None else max(0.0, time.time() - arrived_s)

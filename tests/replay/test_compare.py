@@ -1,0 +1,142 @@
+"""`replay --compare`: its rows are the replays that they name, and its bounds are bounds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_kvcache_v1.cli import main
+from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
+
+SIZES = ("--device-blocks", "60,600", "--host-blocks", "0,400")
+
+
+def result_of(capsys, *words: str) -> dict:
+    assert main(["replay", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def compared(synthetic_trace):
+    """The whole comparison, once for all tests."""
+    return str(synthetic_trace), {}
+
+
+@pytest.fixture
+def comparison(compared, capsys):
+    trace, kept = compared
+    if not kept:
+        kept.update(result_of(capsys, trace, *SIZES, "--compare"))
+    return trace, kept["capacities"]
+
+
+def test_every_policy_is_played_at_every_size(comparison):
+    _, capacities = comparison
+    assert [(at["device_blocks"], at["host_blocks"]) for at in capacities] == [
+        (60, 0),
+        (60, 400),
+        (600, 0),
+        (600, 400),
+    ]
+    for at in capacities:
+        played = [(run["options"]["write_policy"], run["options"]["eviction_policy"]) for run in at["runs"]]
+        wanted = [(write.value, name) for write in WritePolicy for name in EVICTION_POLICIES]
+        assert played == (wanted if at["host_blocks"] else played[: len(EVICTION_POLICIES)])
+        sizes = {(run["options"]["device_blocks"], run["options"]["host_blocks"]) for run in at["runs"]}
+        assert sizes == {(at["device_blocks"], at["host_blocks"])}
+
+
+def test_all_rows_are_about_the_same_requests(comparison):
+    _, capacities = comparison
+    for at in capacities:
+        assert {(run["requests"], run["requests_too_long"]) for run in at["runs"]} == {
+            (at["requests"], at["requests_too_long"])
+        }
+        assert len({run["input_tokens"] for run in at["runs"]}) == 1
+    assert capacities[0]["requests_too_long"] > 0
+
+
+def test_a_row_is_what_replay_finds_alone(comparison, capsys):
+    trace, capacities = comparison
+    row = next(run for run in capacities[1]["runs"] if run["options"]["write_policy"] == "write_back")
+    words = ("--device-blocks", "60", "--host-blocks", "400", "--write-policy", "write_back")
+    alone = result_of(capsys, trace, *words)
+    for name in ("requests", "hit_rate", "steps", "blocks_swapped_out", "swapped_out_per_host_hit", "manager"):
+        assert row[name] == alone[name], name
+    hits = alone["manager"]["counters"]["host_hit_tokens"] // 64
+    assert alone["swapped_out_per_host_hit"] == alone["blocks_swapped_out"] / hits > 1
+
+
+def test_no_row_passes_the_bound_and_one_lru_tier_is_a_row_of_the_sum(comparison, capsys):
+    trace, capacities = comparison
+    for at in capacities:
+        assert max(run["hit_rate"]["total"] for run in at["runs"]) < at["clairvoyant"]
+        assert at["one_lru_tier"] < at["clairvoyant"]
+    one = result_of(capsys, trace, "--device-blocks", "1000", "--host-blocks", "0")
+    assert capacities[3]["one_lru_tier"] == one["hit_rate"]["total"]
+    lru = next(run for run in capacities[0]["runs"] if run["options"]["eviction_policy"] == "lru")
+    assert capacities[0]["one_lru_tier"] == lru["hit_rate"]["total"]
+
+
+def test_one_lru_tier_plays_what_the_device_tier_alone_would_hold(comparison, capsys, tmp_path):
+    trace, capacities = comparison
+    lines = Path(trace).read_text().splitlines(keepends=True)
+    short = tmp_path / "short.jsonl"
+    short.write_text("".join(line for line in lines if json.loads(line)["input_length"] <= 60 * 64))
+    alone = result_of(capsys, str(short), "--device-blocks", "460", "--host-blocks", "0")
+    assert alone["requests"] == capacities[1]["requests"] < len(lines)
+    assert capacities[1]["one_lru_tier"] == alone["hit_rate"]["total"]
+
+
+def test_the_table_has_a_row_per_run(comparison, capsys):
+    trace, _ = comparison
+    words = (
+        "replay",
+        trace,
+        "--device-blocks",
+        "60",
+        "--host-blocks",
+        "400",
+        "--compare",
+        "--policies",
+        "auto,write_back,lru",
+    )
+    assert main(list(words)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("60 device + 400 host blocks, 277 requests, 123 ")
+    assert "longer than the device tier" in lines[0]
+    assert "one LRU tier of both together hits" in lines[1]
+    assert [line.split()[:2] for line in lines[3:]] == [["auto", "lru"], ["write_back", "lru"]]
+
+
+def test_a_closed_loop_has_no_bound(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    turns = [
+        {"session_id": 1, "input_length": 70 * 64, "output_length": 1, "hash_ids": list(range(70)), "delay": 3},
+        {"session_id": 1, "input_length": 4 * 64, "output_length": 2, "hash_ids": list(range(4)), "delay": 3},
+    ]
+    path.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    (at,) = result_of(capsys, str(path), "--compare", "--closed-loop", "--device-blocks", "50", "--host-blocks", "50")[
+        "capacities"
+    ]
+    assert at["clairvoyant"] is None
+    assert {run["requests"] for run in at["runs"]} == {1}  # the second turn comes although the first was refused
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--policies", "lru"), "--policies needs --compare"),
+        (("--compare", "--policies", "mru"), "unknown policy 'mru': choose from auto, write_through"),
+        (("--compare", "--write-policy", "write_back"), "--write-policy write_back: --compare plays every policy"),
+        (("--compare", "--device-blocks", "0,5"), "num_device_blocks must be at least 1, got 0"),
+        (("--device-blocks", "5,6"), "--device-blocks takes several numbers with --compare only, got 5,6"),
+        (("--host-blocks", "5,6"), "--host-blocks takes several numbers with --compare only, got 5,6"),
+    ],
+)
+def test_wrong_words_are_one_clear_line(synthetic_trace, capsys, words, error):
+    assert main(["replay", str(synthetic_trace), *words]) == 2
+    printed = capsys.readouterr().err
+    assert error in printed
+    assert printed.count("\n") == 1
