@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1 import replay
-from fastdeploy_kvcache_v1.config import DEFAULT_PORT, HELP, KVCacheConfig
+from fastdeploy_kvcache_v1.config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.settings import add_serve_arguments, server_config
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
 from fastdeploy_kvcache_v1.model.config import load_model_config
@@ -15,7 +15,16 @@ from fastdeploy_kvcache_v1.switch import SWITCH, is_enabled
 from fastdeploy_kvcache_v1.units import GIB
 
 PACKAGE = Path(__file__).parents[1] / "fastdeploy_kvcache_v1"
-SHARED = ("block_size", "write_policy", "write_through_threshold")
+SHARED = ("block_size", "write_policy", "write_through_threshold", "eviction_policy")
+CHOSEN = [
+    ((None, None, False), WritePolicy.AUTO),
+    ((None, None, True), WritePolicy.WRITE_THROUGH),
+    ((None, 2, False), WritePolicy.WRITE_THROUGH_SELECTIVE),
+    ((None, 3, True), WritePolicy.WRITE_THROUGH_SELECTIVE),
+    (("write_back", 3, True), WritePolicy.WRITE_BACK),
+    (("auto", None, True), WritePolicy.AUTO),
+]
+"""What is given, whether there is storage, and what follows."""
 
 
 def parsed(add_arguments, *words):
@@ -26,7 +35,25 @@ def parsed(add_arguments, *words):
 
 def test_replay_has_the_defaults_of_the_config():
     _, args = parsed(replay.add_arguments, "trace")
-    assert [getattr(args, name) for name in SHARED] == [getattr(KVCacheConfig, name) for name in SHARED]
+    config = replay.command.options_from(args).config
+    assert [getattr(config, name) for name in SHARED] == [getattr(KVCacheConfig, name) for name in SHARED]
+
+
+@pytest.mark.parametrize(("given", "policy"), CHOSEN)
+def test_the_write_policy_follows_from_what_is_given(given, policy):
+    name, threshold, stores = given
+    assert WritePolicy.chosen(name, threshold, stores=stores) is policy
+    flags = ["--write-policy", name] if name else []
+    flags += ["--write-through-threshold", str(threshold)] if threshold else []
+    flags += ["--kvcache-storage-backend", "file", "--kvcache-storage-dir", "x"] if stores else []
+    _, args = parsed(add_serve_arguments, *flags)
+    assert server_config(args, load_model_config(None), free_bytes=8 * GIB).cache.write_policy is policy
+
+
+def test_a_store_of_device_blocks_changes_nothing():
+    _, args = parsed(add_serve_arguments, "--kvcache-storage-backend", "attention_store")
+    config = server_config(args, load_model_config(None), free_bytes=8 * GIB)
+    assert config.cache.write_policy is WritePolicy.AUTO
 
 
 def test_the_embedded_server_has_the_defaults_of_the_config():
@@ -39,9 +66,11 @@ def test_the_embedded_server_has_the_defaults_of_the_config():
 def test_fastdeploy_gets_the_defaults_of_the_config(monkeypatch):
     for variable in (settings.POLICY_VARIABLE, settings.THRESHOLD_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
-    assert settings.write_policy(None) is KVCacheConfig.write_policy
+    assert settings.write_policy(None, None, stores=False) is KVCacheConfig.write_policy
+    assert settings.write_policy(None, 3, stores=False) is WritePolicy.WRITE_THROUGH_SELECTIVE
+    assert settings.write_policy(None, None, stores=True) is WritePolicy.WRITE_THROUGH
     assert settings.write_through_threshold(None) == KVCacheConfig.write_through_threshold
-    assert config_patches._NewArguments().write_through_threshold == KVCacheConfig.write_through_threshold
+    assert config_patches._NewArguments().eviction_policy == KVCacheConfig.eviction_policy
 
 
 @pytest.mark.parametrize("add_arguments", [replay.add_arguments, add_serve_arguments])

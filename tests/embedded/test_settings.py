@@ -31,7 +31,7 @@ def test_defaults():
     assert config.max_model_len == RANDOM_MODEL.max_position
     assert config.cache.block_size == 64
     assert config.cache.enable_prefix_caching
-    assert config.cache.write_policy.value == "write_through_selective"
+    assert config.cache.write_policy.value == "auto"
     assert config.cache.num_host_blocks == GIB // BLOCK_BYTES
     assert config.cache.num_device_blocks == GIB // 2 // BLOCK_BYTES
     assert (config.worker_timeout_s, config.max_request_mib) == (120, 16)

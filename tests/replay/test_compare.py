@@ -61,7 +61,8 @@ def test_a_row_is_what_replay_finds_alone(comparison, capsys):
     trace, capacities = comparison
     row = next(run for run in capacities[1]["runs"] if run["options"]["write_policy"] == "write_back")
     words = ("--device-blocks", "60", "--host-blocks", "400", "--write-policy", "write_back")
-    alone = result_of(capsys, trace, *words)
+    eviction = ("--eviction-policy", row["options"]["eviction_policy"])
+    alone = result_of(capsys, trace, *words, *eviction)
     for name in ("requests", "hit_rate", "steps", "blocks_swapped_out", "swapped_out_per_host_hit", "manager"):
         assert row[name] == alone[name], name
     hits = alone["manager"]["counters"]["host_hit_tokens"] // 64
@@ -73,7 +74,7 @@ def test_no_row_passes_the_bound_and_one_lru_tier_is_a_row_of_the_sum(comparison
     for at in capacities:
         assert max(run["hit_rate"]["total"] for run in at["runs"]) < at["clairvoyant"]
         assert at["one_lru_tier"] < at["clairvoyant"]
-    one = result_of(capsys, trace, "--device-blocks", "1000", "--host-blocks", "0")
+    one = result_of(capsys, trace, "--device-blocks", "1000", "--host-blocks", "0", "--eviction-policy", "lru")
     assert capacities[3]["one_lru_tier"] == one["hit_rate"]["total"]
     lru = next(run for run in capacities[0]["runs"] if run["options"]["eviction_policy"] == "lru")
     assert capacities[0]["one_lru_tier"] == lru["hit_rate"]["total"]

@@ -47,8 +47,9 @@ def make_engine_args():
 
 
 OUR_ARGUMENTS = {
-    "write_policy": "write_through_selective",
-    "write_through_threshold": 2,
+    "write_policy": None,
+    "write_through_threshold": None,
+    "eviction_policy": "adaptive",
     "kvcache_storage_dir": None,
     "kvcache_storage_gib": 10.0,
     "storage_prefetch": "timeout",
@@ -69,19 +70,21 @@ def test_command_line():
     config_patches.add_cli_arguments(lambda given: given, None, (parser,), {})
     assert vars(parser.parse_args([])) == OUR_ARGUMENTS
     words = "--write-policy write_back --write-through-threshold 7 --kvcache-storage-dir d --kvcache-storage-gib 1.5"
-    chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort"])
-    assert list(vars(chosen).values()) == ["write_back", 7, "d", 1.5, "best_effort"]
+    chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort", "--eviction-policy", "lru"])
+    assert list(vars(chosen).values()) == ["write_back", 7, "lru", "d", 1.5, "best_effort"]
 
 
 def cache_config(**given):
     """Made as FastDeploy makes its own: arguments become attributes."""
-    config = SimpleNamespace(write_policy=None, write_through_threshold=None, swap_space=None)
+    config = SimpleNamespace(
+        write_policy=None, write_through_threshold=None, swap_space=None, kvcache_storage_backend=None
+    )
     config_patches.init_cache_config(vars(config).update, config, (given,), {})
     return config
 
 
 def test_workers_read_the_settings_from_the_environment(monkeypatch):
-    assert cache_config().write_policy == "write_through_selective"
+    assert cache_config().write_policy == "auto"
     assert settings.host_block_bytes() is None
     environment = {}
     settings.export(WritePolicy.WRITE_BACK, 3, 4096, environment)
@@ -89,7 +92,7 @@ def test_workers_read_the_settings_from_the_environment(monkeypatch):
         monkeypatch.setenv(name, value)
     config = cache_config()
     assert (config.write_policy, config.write_through_threshold) == ("write_back", 3)
-    assert settings.write_policy("write_through") is WritePolicy.WRITE_THROUGH
+    assert settings.write_policy("write_through", None, stores=False) is WritePolicy.WRITE_THROUGH
     assert settings.host_block_bytes() == 4096
     settings.export(WritePolicy.WRITE_BACK, 3, None, environment)
     monkeypatch.setenv(settings.BLOCK_BYTES_VARIABLE, environment[settings.BLOCK_BYTES_VARIABLE])
@@ -306,7 +309,7 @@ def fake_fastdeploy(monkeypatch, tmp_path):
 def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
     """The cache manager of an engine that has launched its cache service."""
     cache = SimpleNamespace(
-        **{"write_policy": "write_back", "write_through_threshold": 2, "host_block_bytes": None, "block_size": 4},
+        **{"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru", "host_block_bytes": None, "block_size": 4},
         kvcache_storage_backend=None,
         **{"total_block_num": 8, "num_cpu_blocks": host_blocks, "enable_prefix_caching": caching},
         disable_chunked_mm_input=False,
