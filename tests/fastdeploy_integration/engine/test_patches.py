@@ -309,7 +309,8 @@ def fake_fastdeploy(monkeypatch, tmp_path):
 def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
     """The cache manager of an engine that has launched its cache service."""
     cache = SimpleNamespace(
-        **{"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru", "host_block_bytes": None, "block_size": 4},
+        **{"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru"},
+        **{"host_block_bytes": None, "block_size": 4},
         kvcache_storage_backend=None,
         **{"total_block_num": 8, "num_cpu_blocks": host_blocks, "enable_prefix_caching": caching},
         disable_chunked_mm_input=False,
