@@ -55,7 +55,7 @@ __all__ = ["CacheManager"]
 SWEPT_PER_STEP = 512
 """Forgotten runs that a step takes apart after a reset, some 0.3 ms of work."""
 
-LEAST_WATCHED = 4096
+LEAST_WATCHED = 8192
 MOST_WATCHED = 131_072
 
 

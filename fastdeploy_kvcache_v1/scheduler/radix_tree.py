@@ -97,6 +97,8 @@ class RadixTree:
                 index, begin = self._mark_new(run, begin, end, stretches, index)
             elif index < len(stretches) and stretches[index].end > begin:
                 run.kind = stretches[index].kind
+            elif index:  # no watched block in it: used at least as often as the next one below
+                run.kind = stretches[index - 1].kind
             run.last_use = now
             run, end = run.parent, begin
 

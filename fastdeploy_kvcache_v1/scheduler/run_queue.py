@@ -15,8 +15,11 @@ class RunQueue:
         end = self._end = Link()
         end.older = end.younger = end
 
-    def __bool__(self) -> bool:
-        return self._end.younger is not self._end
+    @property
+    def oldest(self) -> Run | None:
+        link = self._end.younger
+        assert link is not None
+        return None if link is self._end else link.run
 
     def __iter__(self) -> Iterator[Run]:
         """Oldest first. The run just yielded may be removed or moved by the caller."""
@@ -24,6 +27,15 @@ class RunQueue:
         while link is not self._end:
             assert link is not None
             following = link.younger
+            yield link.run
+            link = following
+
+    def youngest_first(self) -> Iterator[Run]:
+        """As `__iter__`, from the other end."""
+        link = self._end.older
+        while link is not self._end:
+            assert link is not None
+            following = link.older
             yield link.run
             link = following
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
 
 from ..places import Link
 from ..reuse.history import ReuseHistory
@@ -11,10 +14,14 @@ from ..run import Run
 from ..run_queue import RunQueue
 from .eviction import EvictionPolicy
 
+LOOKED_AT = 8
+"""Runs at the young end of a queue."""
+
 
 class Adaptive(EvictionPolicy):
     """A queue for each class of runs, by how often their blocks were used, in the order of the last use. The next to
     leave is the oldest of one of them: of the least worth, or, while recency rules (see `Judge`), simply the oldest.
+    Where blocks come back after a while, as when the same documents are gone through again and again, the youngest.
 
     What the waiting line will hit leaves after everything else: its worth is known, not learned.
     """
@@ -60,21 +67,34 @@ class Adaptive(EvictionPolicy):
             queue.put_back(deferred)
 
     def candidates(self) -> Iterator[Run]:
-        worth = self._history.worth
-        oldest = []
-        for kind, queue in enumerate(self._queues):
-            if queue:
-                line = iter(queue)
-                run = next(line)
-                oldest.append((worth(run), run.last_use, kind, run, line))
-        while oldest:
-            least = min(oldest)
-            _, _, kind, run, line = least
-            yield run
-            oldest.remove(least)
-            if (following := next(line, None)) is not None:
-                oldest.append((worth(following), following.last_use, kind, following, line))
+        first = self._first()
+        if first is not None:
+            yield first  # mostly nobody asks for a second one
+            lines = [((self.worth(run), run.last_use, run) for run in queue) for queue in self._queues]
+            for _, _, run in merge(*lines, key=itemgetter(0, 1)):
+                if run is not first:
+                    yield run
         yield from self._expected
+
+    def _first(self) -> Run | None:
+        worth = self._history.worth
+        first, least = None, (0.0, 0)
+        for queue in self._queues:
+            run = queue.oldest
+            if run is not None and ((value := (worth(run), run.last_use)) < least or first is None):
+                first, least = run, value
+        for kind in self._history.ripening:
+            young = self._youngest_leaf(kind)
+            if young is not None and worth(young) < least[0]:
+                first, least = young, (worth(young), young.last_use)
+        return first
+
+    def _youngest_leaf(self, kind: int) -> Run | None:
+        """The run of that class that was used last and has none below it in any tier, if it is not far."""
+        for run in islice(self._queues[kind].youngest_first(), LOOKED_AT):
+            if not run.pins and not run.has_children:
+                return run
+        return None
 
     def worth(self, run: Run) -> float:
         return self._history.worth(run)

@@ -69,6 +69,11 @@ class ReuseHistory:
         """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
         return self._rates.worth(run.kind, self.now - run.last_use) if self._judge.trusts else 0.0
 
+    @property
+    def ripening(self) -> Sequence[int]:
+        """Classes whose youngest blocks may be worth less than older ones."""
+        return self._rates.ripening if self._judge.trusts else ()
+
     def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> None:
         """A request is admitted that has these blocks; it finds `num_cached` of them."""
         self.now += 1

@@ -21,6 +21,9 @@ YOUNGEST = 3
 DECAY = 0.98
 """Per refresh: what was seen 50 refreshes ago counts a third."""
 
+RIPE = 0.8
+"""Of the most that a block is ever worth; a smaller difference is noise."""
+
 Table = list[list[float]]
 
 
@@ -38,10 +41,12 @@ class ReuseRates:
         self._used = _table()
         self._exposed = _table()
         self._worth = _table()
+        self.ripening: tuple[int, ...] = ()
+        """Classes whose blocks are worth more when they are older: they come back after a while, not at once."""
 
     def worth(self, kind: int, age: int) -> float:
         """Of a block, as of the last refresh; 0 while nothing is known."""
-        return self._worth[kind][_age_class(age)]
+        return self._worth[kind][max(YOUNGEST, min(age.bit_length(), NUM_AGES - 1))]  # `_age_class`, without the call
 
     def used_again(self, kind: int, age: int, num_blocks: int) -> None:
         self._used[kind][_age_class(age)] += num_blocks
@@ -62,6 +67,7 @@ class ReuseRates:
                 for age in range(NUM_AGES)
             ]
             self._worth[kind] = _best_ratios(rates)
+        self.ripening = tuple(kind for kind, row in enumerate(self._worth) if row[YOUNGEST] < RIPE * max(row))
         for row in (*self._used, *self._exposed):
             row[:] = [DECAY * value for value in row]
 
