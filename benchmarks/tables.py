@@ -119,6 +119,21 @@ def storage_mooncake(result: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def storage_server(result: dict[str, Any]) -> list[Row]:
+    rows = []
+    for length, times in result["first_token"].items():
+        value = f"{times['stored_over_computed']:.2f}x ({times['stored_ms']:.0f} of {times['computed_ms']:.0f} ms)"
+        target = "< 1x" if int(length) >= 2000 else ""
+        rows.append((f"first token of {int(length):,} stored tokens over computing them, built-in model", value, target))
+    value = f"{result['hits_after_restart_over_warm']:.0%} within {result['seconds_after_restart']:.0f} s"
+    rows.append(("hits after a restart over those before", value, ">= 95 % within 60 s"))
+    steps = result["steps"]
+    medians = f"{steps['median_us']['without']:.0f}, {steps['median_us']['with']:.0f} us"
+    value = f"{steps['ratio_of_means']:.2f}x (medians {medians})"
+    rows.append(("scheduler time per step, with storage over without", value, "< 1.2x"))
+    return rows
+
+
 SECTIONS = {
     "control_plane": control_plane,
     "hashing": hashing,
@@ -127,6 +142,7 @@ SECTIONS = {
     "server": server,
     "cpu_model": cpu_model,
     "storage_mooncake": storage_mooncake,
+    "storage_server": storage_server,
 }
 
 
