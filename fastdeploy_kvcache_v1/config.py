@@ -87,6 +87,8 @@ class KVCacheConfig:
     """The order of the host tier, likewise."""
     lookahead_requests: int = 32
     """Waiting requests whose prefixes an eviction spares as long as it can. 0: none."""
+    shared_prefill_tokens: int = 256
+    """Requests wait one batch for a prefix that it computes for another one, if that saves so many tokens. 0: never."""
     max_queued_events: int = 262_144
     """Blocks that events not taken yet may name; past it, `take_events` describes the whole cache. 0: no events."""
 
@@ -98,6 +100,7 @@ class KVCacheConfig:
             ("block_size", 1),
             ("write_through_threshold", 1),
             ("lookahead_requests", 0),
+            ("shared_prefill_tokens", 0),
             ("max_queued_events", 0),
         ):
             value = getattr(self, name)

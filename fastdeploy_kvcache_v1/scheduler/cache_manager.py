@@ -129,6 +129,13 @@ class CacheManager:
         with self._lock:
             self._requests.commit(request_id, num_computed_tokens)
 
+    def uncommitted(self, request_id: str, num_computed_tokens: int) -> Sequence[BlockHash]:
+        """Names of the blocks that `commit` will make matchable once the request's first `num_computed_tokens` tokens
+        are computed: none if the cache was reset, or lost what they stand on. Raises `UnknownRequestError`.
+        """
+        with self._lock:
+            return self._requests.uncommitted(request_id, num_computed_tokens)
+
     def finish(self, request_id: str) -> None:
         """The request is done (or aborted): its committed blocks stay cached, everything else is free again.
 
@@ -154,6 +161,12 @@ class CacheManager:
         """
         with self._lock:
             self._requests.roll_back(request_id)
+
+    def count_shared_prefill(self, num_tokens: int) -> None:
+        """A request is admitted that waited for another one's prefix, and found `num_tokens` tokens more by that."""
+        with self._lock:
+            self._counters.shared_prefill_requests += 1
+            self._counters.shared_prefill_tokens += num_tokens
 
     def expect(self, line: Sequence[BlockHashes]) -> None:
         """Requests that wait to be matched, the next one first: what they would hit now leaves its tier last.

@@ -27,6 +27,10 @@ class Counters:
     """Tokens that a swap-in brought; one that failed brought none."""
     resumed_hit_tokens: int = 0
     """Tokens that resumed requests found in either tier: mostly their own work."""
+    shared_prefill_requests: int = 0
+    """Admissions of requests that waited while another one computed a prefix of theirs."""
+    shared_prefill_tokens: int = 0
+    """Tokens that they found cached, beyond those of before the wait."""
     device_evicted_blocks: int = 0
     """Blocks whose device copy was given up to make room (with or without a host copy)."""
     device_lost_blocks: int = 0

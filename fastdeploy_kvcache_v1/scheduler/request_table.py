@@ -10,7 +10,7 @@ from collections.abc import Sequence, Set
 
 from ..config import KVCacheConfig
 from ..errors import CacheStateError, UnknownRequestError
-from ..metadata import Allocation, BlockHashes, CacheLevel, DeviceSlot, MatchedSpan, MatchResult, NoSpace
+from ..metadata import Allocation, BlockHash, BlockHashes, CacheLevel, DeviceSlot, MatchedSpan, MatchResult, NoSpace
 from .cache_stats import Counters
 from .invariants import expect
 from .open_step import OpenStep
@@ -100,15 +100,23 @@ class RequestTable:
         request = self[request_id]
         end = request.committable_blocks(num_computed_tokens, self._block_size, open_step=self._step.number)
         first = request.num_cached
-        if end <= first or not self._caching:
+        if end <= first or not self._may_cache(request):
             return
-        if request.epoch != self._epoch or request.leaf.detached:
-            return  # computed on top of blocks that were reset or lost: never to be found
         slots = request.hand_over(end - first)
         runs, duplicates = self._tree.insert(request.leaf, request.sequence.hashes[first:end], slots)
         request.cache(runs, slots, duplicates)
         self._counters.duplicate_blocks += len(duplicates)
         self._tiering.back_up_completed(runs, end - first)
+
+    def uncommitted(self, request_id: str, num_computed_tokens: int) -> Sequence[BlockHash]:
+        request = self[request_id]
+        if not self._may_cache(request):
+            return ()
+        return request.sequence.hashes[request.num_cached : num_computed_tokens // self._block_size]
+
+    def _may_cache(self, request: RequestState) -> bool:
+        """What is computed on top of blocks that were reset or lost is never to be found."""
+        return self._caching and request.epoch == self._epoch and not request.leaf.detached
 
     def end(self, request_id: str) -> None:
         """Its own slots are free again; its path is pinned once less, and the most recently used one."""

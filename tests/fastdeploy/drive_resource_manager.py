@@ -319,6 +319,7 @@ def main(seed, steps, host_blocks, policy):
     assert drive.cache.launch_cache_manager(cache, 1, ["0"], "127.0.0.1", 0, "", False) == []
     assert drive.cache.updates is None, "without --dynamic-load-weight nothing watches for weight updates"
     kept = KeptUses(drive.cache._kept)
+    drive.cache._batch.prefills._worth_tokens = BLOCK_SIZE  # every block is worth a batch of waiting
     poisoned = doubled = 0
     for number in range(steps):
         action = rng.random()
@@ -339,11 +340,12 @@ def main(seed, steps, host_blocks, policy):
     drive.manager.waiting_abort_req_id_set.clear()
     drive.run_dry()
     drive.cache.manager.check_idle()
-    worker = drive.worker
+    worker, counters = drive.worker, drive.cache.manager.stats().counters
     print(
         f"RESULT finished={drive.finished} preempted={drive.preempted} aborted={drive.aborted} resets={drive.resets} "
         f"swapped_in={worker.num_swapped_in} swapped_out={worker.num_swapped_out} lost={drive.num_lost} "
-        f"poisoned={poisoned} doubled={doubled} kept={kept.count}"
+        f"poisoned={poisoned} doubled={doubled} kept={kept.count} "
+        f"waited={counters.shared_prefill_requests} shared={counters.shared_prefill_tokens}"
     )
 
 

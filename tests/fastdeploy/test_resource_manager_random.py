@@ -26,7 +26,21 @@ def test_random_lives(release, tmp_path, host_blocks, policy):
     assert result["finished"] > 200
     assert min(result["preempted"], result["aborted"], result["resets"]) > 3
     assert min(result["lost"], result["poisoned"], result["doubled"], result["kept"]) > 3
+    assert result["waited"] > 3
+    assert result["shared"] > result["waited"] * 8, "blocks that others computed"
     assert (result["swapped_in"] > 0) == (result["swapped_out"] > 0) == (host_blocks > 0)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_equal_cold_prompts_are_computed_once(release, tmp_path):
+    """16 of 506 tokens at once, or of 500 that differ in the last 50; alone: where nobody waits."""
+    output = run_inside(release, tmp_path, HERE / "drive_shared_prefills.py")
+    results = re.findall(r"RESULT (\w+) budget=(\d+) waiting=(\d+) alone=(\d+)", output)
+    costs = {(case, int(budget)): (int(waiting), int(alone)) for case, budget, waiting, alone in results}
+    assert len(costs) == 4
+    for (case, budget), (waiting, alone) in costs.items():
+        assert waiting <= (1.1 * 506 if case == "equal" else 500 + 15 * (50 + 8))
+        assert alone > waiting if budget == 128 else alone > 3 * waiting
 
 
 @pytest.mark.parametrize("release", RELEASES)

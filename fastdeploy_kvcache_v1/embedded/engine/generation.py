@@ -96,6 +96,8 @@ class Generation:
     """While it runs: a copy of the cache manager's, kept up to date by what allocations add."""
     cached_tokens: int | None = None
     """Prompt tokens that were never computed for this request; None before it was first admitted."""
+    tokens_before_wait: int | None = None
+    """Cached tokens when it began to wait for a prefix that another request computes; None if it does not."""
     copy_failures: int = 0
     ticket: Ticket | None = None
     """Of the trace that is recorded."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ...metadata import Allocation, DeviceSlot, MatchResult, NoSpace
 from ...scheduler.cache_manager import CacheManager
+from ...scheduler.open_prefills import OpenPrefills
 from .generation import Generation, State
 
 
@@ -39,6 +40,9 @@ class Scheduler:
     requests still lack of theirs: prompts are computed in chunks, and two that do not fit together would only take
     turns in throwing each other out. So a preempted request does not take back what it was preempted for. One that
     fits the tier at all has its room at the latest when nothing else runs.
+
+    A request waits a step for blocks that the step computes for another one. It keeps its place: others pass it only
+    where seats, room and budget suffice for both, and only with all their tokens, or they would be ahead of it.
     """
 
     def __init__(
@@ -63,6 +67,9 @@ class Scheduler:
         self._num_arrivals = 0
         self._plan: dict[str, Scheduled] = {}
         self._budget = 0
+        self._prefills = OpenPrefills(block_size, manager.config.shared_prefill_tokens)
+        self._following: dict[int, int] = {}
+        """Requests that wait for blocks of this step, by arrival: blocks that they will want besides."""
         self.refused: Generation | None = None
         """Whom the last `schedule` could not admit, though it was this request's turn."""
 
@@ -81,8 +88,9 @@ class Scheduler:
 
     @property
     def head(self) -> Generation | None:
-        """Who is admitted next. O(requests before it that expect blocks from storage)."""
-        return next(filter(self._may_start, self._waiting.values()), None)
+        """Who is admitted next. O(requests before it that expect blocks from storage, or from others)."""
+        candidates = (each for each in self._waiting.values() if each.arrival not in self._following)
+        return next(filter(self._may_start, candidates), None)
 
     @property
     def num_running(self) -> int:
@@ -152,25 +160,46 @@ class Scheduler:
             self._waiting.move_to_end(arrival, last=False)
 
     def _admit_waiting(self) -> None:
+        self._following.clear()
+        self._prefills.begin()
+        for planned in self._plan.values() if self._waiting else ():
+            self._announce(planned)
         num_owed = sum(self._num_owed_blocks(generation) for generation in self._running)
-        while (generation := self.head) is not None and self._admit(generation, num_owed):
+        while (generation := self.head) is not None and self._take_turn(generation, num_owed):
             num_owed += self._num_owed_blocks(generation)
         self.refused = generation
 
-    def _admit(self, generation: Generation, num_owed: int) -> bool:
-        """Start a waiting request from what is cached, leaving room for the `num_owed` blocks of the running ones.
-
-        False, without a trace, if it has to wait on.
+    def _take_turn(self, generation: Generation, num_owed: int) -> bool:
+        """Start a waiting request from what is cached, leaving room for the `num_owed` blocks of those before it, or
+        let it wait for blocks that this step computes for another one. False, without a trace, if it can do neither.
         """
-        if len(self._running) >= self._max_num_seqs or not self._budget:
+        if len(self._running) + len(self._following) >= self._max_num_seqs or not self._budget:
             return False
         match = self._manager.match_prefix(generation.request_id, generation.hasher, resumed=generation.has_computed)
-        num_tokens = min(generation.num_tokens - match.num_tokens, self._budget)
+        has_turn = self._follow(generation, match, num_owed) or self._admit(generation, match, num_owed)
+        if generation.state is State.WAITING:
+            self._manager.release(generation.request_id)
+        return has_turn
+
+    def _follow(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
+        others = (each.hasher for each in self._waiting.values() if each is not generation)
+        num_shared = self._prefills.to_wait_for(generation.hasher, match.num_blocks, others)
+        if not num_shared or not self._has_room(generation, match, num_owed - num_shared):
+            return False
+        self._following[generation.arrival] = self._num_needed_blocks(generation, match) - num_shared
+        if generation.tokens_before_wait is None:
+            generation.tokens_before_wait = match.num_tokens
+        return True
+
+    def _admit(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
+        num_uncached = generation.num_tokens - match.num_tokens
+        num_tokens = min(num_uncached, self._budget)
+        if self._following and num_tokens < num_uncached:
+            return False
         outcome: Allocation | NoSpace | None = None
         if self._has_room(generation, match, num_owed):
             outcome = self._manager.allocate(generation.request_id, match.num_tokens + num_tokens)
         if outcome is None or isinstance(outcome, NoSpace):
-            self._manager.release(generation.request_id)
             return False
         assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
         del self._waiting[generation.arrival]
@@ -178,24 +207,38 @@ class Scheduler:
         generation.state = State.RUNNING
         generation.num_computed = match.num_tokens
         # What was found the first time may be lost since, and is computed after all.
+        if generation.tokens_before_wait is not None:
+            self._manager.count_shared_prefill(max(0, match.num_tokens - generation.tokens_before_wait))
+            generation.tokens_before_wait = None
         known = generation.cached_tokens
         generation.cached_tokens = match.num_tokens if known is None else min(known, match.num_tokens)
         generation.block_table = self._manager.block_table(generation.request_id)
-        self._add_to_plan(generation, num_tokens)
+        self._announce(self._add_to_plan(generation, num_tokens))
         return True
+
+    def _announce(self, planned: Scheduled) -> None:
+        """Others need not compute what this step computes. A decoding request computes no block worth waiting for."""
+        if planned.num_tokens > 1:
+            generation = planned.generation
+            end = generation.num_computed + planned.num_tokens
+            self._prefills.compute(generation.request_id, self._manager.uncommitted(generation.request_id, end))
 
     def _has_room(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
         """`match` is pinned: its blocks on the device are not among the available ones."""
-        num_on_device = match.num_blocks - match.num_host_blocks
-        needed = self._num_wanted_blocks(generation) - num_on_device
-        return self._manager.num_available_device_blocks >= needed + num_owed
+        return self._manager.num_available_device_blocks >= self._num_needed_blocks(generation, match) + num_owed
+
+    def _num_needed_blocks(self, generation: Generation, match: MatchResult) -> int:
+        """Device blocks that it wants beside those of `match`."""
+        return self._num_wanted_blocks(generation) - (match.num_blocks - match.num_host_blocks)
 
     def _num_wanted_blocks(self, generation: Generation) -> int:
         """For all its tokens, and one block to grow into if it may grow that far."""
         return self._num_blocks(min(generation.num_tokens + self._block_size, generation.max_computed))
 
     def _num_owed_blocks(self, generation: Generation) -> int:
-        """Wanted by a running request, and not in its block table yet."""
+        """Wanted by a request that has its turn, and not in its block table yet."""
+        if generation.arrival in self._following:
+            return self._following[generation.arrival]
         planned = self._plan.get(generation.request_id)
         num_held = generation.num_computed + (0 if planned is None else planned.num_tokens)
         return self._num_wanted_blocks(generation) - self._num_blocks(num_held)
@@ -203,6 +246,7 @@ class Scheduler:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _add_to_plan(self, generation: Generation, num_tokens: int) -> None:
-        self._plan[generation.request_id] = Scheduled(generation, num_tokens, list(generation.block_table))
+    def _add_to_plan(self, generation: Generation, num_tokens: int) -> Scheduled:
+        planned = self._plan[generation.request_id] = Scheduled(generation, num_tokens, list(generation.block_table))
         self._budget -= num_tokens
+        return planned

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -61,7 +61,7 @@ class PrefixCacheAdapter:
         self._block_size = config.block_size
         self._lock = threading.RLock()
         self._records: dict[str, Record] = {}
-        self._batch = OpenBatch()
+        self._batch = OpenBatch(config.block_size, config.shared_prefill_tokens)
         self._lent = LentIds(self.manager)
         self._kept = KeptHashes()
         self._outbox = SwapOutbox()
@@ -141,12 +141,47 @@ class PrefixCacheAdapter:
                 self._hash_ahead(line, known)
             self.manager.expect([tokens for tokens in known if tokens is not None])
 
+    def waits_for_prefill(self, task: Any, line: Iterable[Any]) -> bool:
+        """Whether a request should wait for blocks that the batch computes for another one, see `OpenPrefills`. `line`:
+        the other requests that wait. One with images starts: FastDeploy may rewrite them until its match.
+        """
+        with self._lock:
+            if not self._batch.prefills or has_items(task):
+                return False
+            tokens, others = self._tokens_of(task), (self._tokens_of(each) for each in line if not has_items(each))
+            num_cached = self.manager.count_cached(tokens.hashes)
+            if not self._batch.prefills.to_wait_for(tokens, num_cached, others):
+                return False
+            if tokens.tokens_before_wait is None:
+                tokens.tokens_before_wait = num_cached * self._block_size
+            return True
+
+    def num_uncached_tokens(self, task: Any) -> int:
+        """Tokens of a waiting request that it would compute now."""
+        with self._lock:
+            if has_items(task):
+                return int(task.num_total_tokens)
+            tokens = self._tokens_of(task)
+            return tokens.num_tokens - self.manager.count_cached(tokens.hashes) * self._block_size
+
+    def computes(self, task: Any) -> bool:
+        """Whether the batch that is being put together computes tokens of a request."""
+        with self._lock:
+            return self._batch.computes(task.request_id)
+
+    def _tokens_of(self, task: Any) -> TaskTokens:
+        """Of a waiting request without images: its hashes are kept for its match."""
+        tokens = self._kept.look(task)
+        if tokens is None:
+            tokens = TaskTokens(task, self._block_size)
+            self._kept.keep(tokens)
+        return tokens
+
     def _hash_ahead(self, line: Sequence[Any], known: list[TaskTokens | None]) -> None:
         """One with images is hashed at its match: FastDeploy may rewrite them until then."""
         for index, task in enumerate(line):
             if known[index] is None and not has_items(task):
-                tokens = known[index] = TaskTokens(task, self._block_size)
-                self._kept.keep(tokens)
+                known[index] = self._tokens_of(task)
                 return
 
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
@@ -215,11 +250,20 @@ class PrefixCacheAdapter:
             record = self._record_of(task)
             if record is None:
                 return
+            self._count_wait(record)
             record.is_scheduled = True
             if self.traced is not None:
                 self.traced.scheduled(record.tokens)
-            self._batch.compute(task.request_id)
             self._hand_over(task, record, min(num_computed_tokens, record.tokens.num_tokens - 1) // self._block_size)
+            num_tokens = 0 if record.has_hole else record.num_owned * self._block_size
+            self._batch.compute(task.request_id, self.manager.uncommitted(task.request_id, num_tokens))
+
+    def _count_wait(self, record: Record) -> None:
+        """The request may be scheduled for the first time."""
+        if record.tokens.tokens_before_wait is not None:
+            found = record.num_owned * self._block_size - record.tokens.tokens_before_wait
+            self.manager.count_shared_prefill(max(0, found))
+            record.tokens.tokens_before_wait = None
 
     def cache_output_blocks(self, task: Any, block_size: int) -> None:
         """The request is complete. Its last token was sampled and never computed."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from ...errors import InvariantError
+from ...metadata import BlockHash
+from ...scheduler.open_prefills import OpenPrefills
 
 
 class OpenBatch:
@@ -15,7 +17,9 @@ class OpenBatch:
     lock covers it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int, worth_tokens: int) -> None:
+        """See `OpenPrefills`."""
+        self.prefills = OpenPrefills(block_size, worth_tokens)
         self._matched: dict[str, Any] = {}
         self._computed: dict[str, None] = {}
 
@@ -23,8 +27,9 @@ class OpenBatch:
         """The request is pinned and has a block table, but is not part of the batch yet."""
         self._matched[task.request_id] = task
 
-    def compute(self, request_id: str) -> None:
-        """The batch computes tokens of this request."""
+    def compute(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
+        """The batch computes tokens of this request, and these blocks among them can be matched then."""
+        self.prefills.compute(request_id, hashes)
         self._matched.pop(request_id, None)
         self._computed[request_id] = None
 
@@ -33,6 +38,7 @@ class OpenBatch:
 
     def end(self, request_id: str) -> None:
         """The request is given up: what the batch computes of it never counts."""
+        self.prefills.give_up(request_id)
         self._matched.pop(request_id, None)
         self._computed.pop(request_id, None)
 
@@ -42,11 +48,13 @@ class OpenBatch:
 
     def close(self) -> list[str]:
         """The batch has reached the queue, or never will. Returns the requests of which it computes tokens."""
+        self.prefills.begin()
         computed = list(self._computed)
         self._computed.clear()
         return computed
 
     def clear(self) -> None:
+        self.prefills.begin()
         self._matched.clear()
         self._computed.clear()
 

@@ -27,6 +27,7 @@ from ..overlay import overlay
 from ..overlay.table import Where
 from .adapter import PrefixCacheAdapter
 from .copy_reports import NO_NEWS, CopyReports
+from .followers import Followers
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher, observe_storage
 from .rank_passes import RankPasses
@@ -86,6 +87,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         if trace := os.environ.get(RECORD_VARIABLE):
             self._record_trace(Path(trace))
         self.transit = Transit(self)
+        self.followers = Followers(self)
         self.held_back = HeldBack(lambda request_id: self.storage is not None and self.storage.holds(request_id))
         self.arrivals = threading.Lock()
         """One request at a time is looked for, and put, where it waits: of two with one id the second sees the first.
@@ -285,6 +287,8 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
     except Exception as error:  # FastDeploy's own loop catches it, and goes on as if nothing had been scheduled
         cache.transit.failed(error)
         raise
+    finally:
+        cache.followers.put_back(instance)
     tasks = cache.transit.depart(instance, tasks)
     cache.send_swaps(tasks)
     cache.publisher.publish()
@@ -327,6 +331,21 @@ def add_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
                 wrapped(request)
 
     add(*args, **kwargs)
+
+
+def waiting_async_process(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool | None:
+    """Wraps the question whether a waiting request is complete: True passes over it, also while the batch computes a
+    prefix of it for another one.
+    """
+
+    def process(request: Any) -> bool | None:
+        is_incomplete: bool | None = wrapped(request)
+        if is_incomplete is False:
+            cache: EnginePrefixCache = instance.cache_manager
+            return cache.followers.passes_over(instance, request)
+        return is_incomplete
+
+    return process(*args, **kwargs)
 
 
 def get_prefix_cached_blocks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:

@@ -27,6 +27,8 @@ class TaskTokens:
         self.task = task
         self.are_reusable = False
         """False with images: FastDeploy may rewrite the images of a waiting request."""
+        self.tokens_before_wait: int | None = None
+        """Cached tokens when it began to wait for a prefix that another request computes; None if it did not."""
         self._num_output = 0
         self._prompt_length = len(task.prompt_token_ids)
         self._hasher: BlockHasher | None = None

@@ -52,6 +52,7 @@ def test_random_sizes_aborts_resets_and_failures(seed):
             rng.choice([0, 1, 3, 16, 40]),
             write_policy=rng.choice(POLICIES),
             write_through_threshold=rng.choice([1, 2, 3]),
+            shared_prefill_tokens=rng.choice([0, 1, 9]),
         ),
         max_num_seqs=rng.choice([1, 2, 6, 12]),
         max_num_batched_tokens=rng.choice([1, 3, 16, 64]),

@@ -4,12 +4,14 @@ Not FastDeploy: it has the steps of ResourceManagerV1 that touch the cache, and 
 """
 
 import enum
+import threading
 import time
 from collections import deque
 from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCacheAdapter
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.followers import Followers
 from tests.fastdeploy_integration.worker.fake_worker import FakeWorker
 
 
@@ -77,7 +79,16 @@ class FakeScheduler:
         """Asked before a matched request is scheduled; True takes its match back."""
         self.worker = FakeWorker(self.block_size)
         self.waiting, self.running, self.free_idx = deque(), [], list(range(seats))
+        self.stop_flags = [True] * seats
         self.finished, self.aborting = {}, set()
+        self.followers, self.lock = Followers(cache), threading.Lock()
+        self.num_computed_tokens = 0
+        """Of prompts."""
+        self.config = SimpleNamespace(
+            cache_config=SimpleNamespace(block_size=self.block_size),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=budget),
+            speculative_config=SimpleNamespace(num_speculative_tokens=0),
+        )
 
     def add(self, task):
         self.waiting.append(task)
@@ -91,6 +102,7 @@ class FakeScheduler:
         preempted = self._schedule_running(batch)
         if not preempted:
             self._schedule_waiting(batch)
+        self.followers.put_back(self)
         self.cache.send_swaps(batch)
         if batch:
             preempted_now = self.worker.receive(batch)[0]
@@ -134,7 +146,7 @@ class FakeScheduler:
             victim.status, victim.num_computed_tokens = Status.PREEMPTED, 0
             self._free(victim)
             victim.num_cached_blocks = 0
-            self.free_idx.append(victim.idx)
+            self._leave_seat(victim)
             preempted.append(victim)
             batch.append(Control(Kind.PREEMPTED, victim))
             if victim is task:
@@ -142,10 +154,18 @@ class FakeScheduler:
         return True
 
     def _schedule_waiting(self, batch):
+        passed_over = []
+        self._admit_waiting(batch, passed_over)
+        self.waiting.extend(passed_over)
+
+    def _admit_waiting(self, batch, passed_over):
         while self.waiting and self.tokens_left > 0 and len(self.running) < self.seats:
             task = self.waiting[0]
             if task.status is Status.PREEMPTED:
                 task.need_prefill_tokens = task.num_total_tokens
+            elif self.followers.passes_over(self, task):
+                passed_over.append(self.waiting.popleft())
+                continue
             needed = -(-task.need_prefill_tokens // self.block_size)
             if self.cache.num_cpu_blocks > 0 and not self.cache.can_allocate_gpu_blocks(needed):
                 break
@@ -163,6 +183,7 @@ class FakeScheduler:
             self.waiting.popleft()
             self.running.append(task)
             task.status, task.idx = Status.RUNNING, self.free_idx.pop()
+            self.stop_flags[task.idx] = False
             self._prefill(task, tokens, blocks, batch)
 
     def _match(self, task):
@@ -184,6 +205,7 @@ class FakeScheduler:
         task.prefill_end_index = task.num_computed_tokens + tokens
         task.num_computed_tokens += tokens
         self.tokens_left -= tokens
+        self.num_computed_tokens += tokens
         batch.append(task)
         self.cache.update_cache_blocks(task, self.block_size, task.num_computed_tokens)
 
@@ -206,12 +228,16 @@ class FakeScheduler:
     def _end(self, task):
         self._free(task)
         self.running.remove(task)
-        self.free_idx.append(task.idx)
+        self._leave_seat(task)
 
     def _free(self, task):
         self.cache.release_block_ids(task)
         self.cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], task.request_id)
         task.block_tables = []
+
+    def _leave_seat(self, task):
+        self.free_idx.append(task.idx)
+        self.stop_flags[task.idx] = True
 
     def reset(self):
         """Pause: preempt everything, send that, empty the cache."""
@@ -220,7 +246,7 @@ class FakeScheduler:
             victim = self.running.pop()
             victim.status, victim.num_computed_tokens = Status.PREEMPTED, 0
             self._free(victim)
-            self.free_idx.append(victim.idx)
+            self._leave_seat(victim)
             self.waiting.insert(0, victim)
             batch.append(Control(Kind.PREEMPTED, victim))
         self.worker.receive(batch)

@@ -35,9 +35,10 @@ class FakeResourceManager(FakeScheduler):
         cache.publisher = SimpleNamespace(publish=lambda: None)
         cache.updates, cache.epoch = None, 0
         cache.transit, cache.held_back, cache.arrivals = Transit(cache), HeldBack(), threading.Lock()
+        cache.followers = self.followers
         cache.take_reports = lambda: None  # workers have no way back here
         self.lock = threading.Lock()
-        self.requests, self.tasks_list, self.stop_flags = {}, [None] * self.seats, [True] * self.seats
+        self.requests, self.tasks_list = {}, [None] * self.seats
         self.waiting_abort_req_id_set = self.aborting
         self.to_be_aborted_req_id_set, self.to_be_rescheduled_request_id_set = set(), set()
         self.num_unconfirmed = self.num_aborted = 0
@@ -95,7 +96,7 @@ class FakeResourceManager(FakeScheduler):
             victim = self.running.pop()
             victim.status, victim.num_computed_tokens = Status.PREEMPTED, 0
             self._free(victim)
-            self.free_idx.append(victim.idx)
+            self._leave_seat(victim)
             self.to_be_rescheduled_request_id_set.add(victim.request_id)
             tasks.append(Control(Kind.PREEMPTED, victim))
         return tasks
@@ -107,7 +108,7 @@ class FakeResourceManager(FakeScheduler):
 
     def _free_blocks(self, task):
         self._free(task)
-        self.free_idx.append(task.idx)
+        self._leave_seat(task)
 
     def _prepare_preempt_task(self, task):
         return Control(Kind.PREEMPTED, task)

@@ -22,7 +22,7 @@ def prompt(rng, shared=3, blocks=8):
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives(policy, host_blocks, seed):
     rng = random.Random(f"{policy} {host_blocks} {seed}")
-    cache = make_adapter(24, host_blocks, write_policy=policy)
+    cache = make_adapter(24, host_blocks, write_policy=policy, shared_prefill_tokens=seed * 4)
     scheduler = FakeScheduler(cache, chance=lambda: rng.random() < 0.1)
     for number in range(400):
         action = rng.random()
@@ -40,6 +40,7 @@ def test_random_lives(policy, host_blocks, seed):
     cache.check()
     cache.manager.check_idle()
     assert scheduler.finished
+    assert (cache.manager.stats().counters.shared_prefill_requests > 0) == (seed > 0)
     if host_blocks == 200:
         assert scheduler.worker.num_swapped_in > 0
         assert scheduler.worker.num_swapped_out > 0
