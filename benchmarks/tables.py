@@ -124,7 +124,9 @@ def storage_server(result: dict[str, Any]) -> list[Row]:
     for length, times in result["first_token"].items():
         value = f"{times['stored_over_computed']:.2f}x ({times['stored_ms']:.0f} of {times['computed_ms']:.0f} ms)"
         target = "< 1x" if int(length) >= 2000 else ""
-        rows.append((f"first token of {int(length):,} stored tokens over computing them, built-in model", value, target))
+        rows.append(
+            (f"first token of {int(length):,} stored tokens over computing them, built-in model", value, target)
+        )
     value = f"{result['hits_after_restart_over_warm']:.0%} within {result['seconds_after_restart']:.0f} s"
     rows.append(("hits after a restart over those before", value, ">= 95 % within 60 s"))
     steps = result["steps"]
