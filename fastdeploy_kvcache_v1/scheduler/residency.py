@@ -48,7 +48,7 @@ class Residency:
     @property
     def learns(self) -> bool:
         """Is `Run.kind` to be kept?"""
-        return self.device_order.learns or self.host_order.learns
+        return self.device_order.learns or (self.host_order.learns and bool(self.host_pool.size))
 
     # ---- use
 

@@ -236,7 +236,7 @@ class Tiering:
 
     def _evict_device(self, run: Run) -> None:
         """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
-        if run.host is None and self._policy.on_eviction(run):
+        if run.host is None and self._residency.host_pool.size and self._policy.on_eviction(run):
             if self._is_declined(run):
                 self._counters.backup_declined_blocks += run.length
             else:

@@ -26,6 +26,6 @@ def fast_learning() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(history, "REQUESTS_PER_REFRESH", 4)
         patch.setattr(judge, "SHORTEST", 1)
-        patch.setattr(rates, "YOUNGEST", 0)
+        patch.setattr(rates, "AGE_CLASSES", tuple(min(bits, rates.NUM_AGES - 1) for bits in range(65)))
         patch.setattr(ages, "FIRST_SPAN", 1)
         yield

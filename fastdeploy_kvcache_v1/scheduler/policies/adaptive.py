@@ -78,15 +78,17 @@ class Adaptive(EvictionPolicy):
 
     def _first(self) -> Run | None:
         worth = self._history.worth
-        first, least = None, (0.0, 0)
+        first, least, last_use = None, 0.0, 0
         for queue in self._queues:
             run = queue.oldest
-            if run is not None and ((value := (worth(run), run.last_use)) < least or first is None):
-                first, least = run, value
+            if run is not None:
+                value = worth(run)
+                if first is None or value < least or (value == least and run.last_use < last_use):
+                    first, least, last_use = run, value, run.last_use
         for kind in self._history.ripening:
             young = self._youngest_leaf(kind)
-            if young is not None and worth(young) < least[0]:
-                first, least = young, (worth(young), young.last_use)
+            if young is not None and (value := worth(young)) < least:
+                first, least = young, value
         return first
 
     def _youngest_leaf(self, kind: int) -> Run | None:

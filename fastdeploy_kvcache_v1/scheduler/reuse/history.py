@@ -7,7 +7,6 @@ prompt of n blocks, and its memory is bounded.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -51,14 +50,16 @@ class ReuseHistory:
         self._num_blocks_seen = 0
         self._lru_age = 0
         """What was used less than so long ago, an LRU order would still hold."""
-        self._watched: OrderedDict[BlockHash, tuple[int, int]] = OrderedDict()
-        """Later requests that found it computed before, and time of the last use or `IN_USE`; the oldest use first, and
-        of one prompt the deepest block first. Blocks that were used alike share their entry.
+        self._watched: dict[BlockHash, tuple[int, int]] = {}
+        """Later requests that found it computed before, and time of the last use or `IN_USE`. Blocks that were used
+        alike share their entry.
         """
+        self._watched_before: dict[BlockHash, tuple[int, int]] = {}
+        """Of the generation before: what is used again moves to this one, the rest is forgotten with it."""
 
     def __len__(self) -> int:
         """Blocks that are watched."""
-        return len(self._watched)
+        return len(self._watched) + len(self._watched_before)
 
     @property
     def rules(self) -> bool:
@@ -79,16 +80,20 @@ class ReuseHistory:
         self.now += 1
         count = len(hashes)
         self._num_blocks_seen += count
-        watched, held_since = self._watched, self.now - self._lru_age
+        watched, before, held_since = self._watched, self._watched_before, self.now - self._lru_age
         found = found_by_lru = above = begin = 0
         group = using = UNKNOWN
         for depth in DEPTHS:
-            if depth > count or (seen := watched.get(hashes[depth - 1])) is None:
+            if depth > count:
+                break
+            block = hashes[depth - 1]
+            seen = watched.get(block) or before.get(block)
+            if seen is None:
                 break
             if seen is not group:
                 self._used_again(group, above - begin)
                 group, using, begin = seen, (min(seen[0] + 1, MOST_USES), IN_USE), above
-            watched[hashes[depth - 1]] = using
+            watched[block] = using
             if seen[1] == IN_USE or seen[1] > held_since:
                 found_by_lru = depth
             if depth <= num_cached:
@@ -103,28 +108,29 @@ class ReuseHistory:
         """A request has ended whose first `num_cached` blocks are cached: they count as used now. Returns the stretches
         of these blocks, the deepest first.
         """
-        watched = self._watched
+        watched, before = self._watched, self._watched_before
         group: tuple[int, int] | None = None
         used, width = UNKNOWN, 0
         stretches: list[Stretch] = []
         for index in range(bisect_right(DEPTHS, num_cached) - 1, -1, -1):
             depth = DEPTHS[index]
-            seen = watched.pop(hashes[depth - 1], UNKNOWN)
+            block = hashes[depth - 1]
+            seen = watched.get(block) or before.get(block, UNKNOWN)
             if seen is not group:
                 self._used(group, width)
                 group, used, width = seen, (seen[0], self.now), 0
                 if not stretches or stretches[-1].kind != CLASSES[seen[0]]:
                     stretches.append(Stretch(depth, CLASSES[seen[0]]))
-            watched[hashes[depth - 1]] = used
+            watched[block] = used
             width += WIDTHS[index]
         self._used(group, width)
-        while len(watched) > self._most_blocks:
-            watched.popitem(last=False)
+        if len(watched) > self._most_blocks // 2:
+            self._watched, self._watched_before = {}, watched
         return stretches
 
     def forget(self) -> None:
         """The cache was emptied. What was learned stays."""
-        self._watched.clear()
+        self._watched, self._watched_before = {}, {}
         self._ages = LiveAges(NUM_CLASSES, self.now)
 
     def _used_again(self, group: tuple[int, int], num_blocks: int) -> None:

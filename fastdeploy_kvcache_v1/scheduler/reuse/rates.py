@@ -21,14 +21,18 @@ YOUNGEST = 3
 DECAY = 0.98
 """Per refresh: what was seen 50 refreshes ago counts a third."""
 
-RIPE = 0.8
+RIPE = 0.5
 """Of the most that a block is ever worth; a smaller difference is noise."""
 
 Table = list[list[float]]
 
 
+AGE_CLASSES = tuple(max(YOUNGEST, min(bits, NUM_AGES - 1)) for bits in range(65))
+"""By the number of bits of an age."""
+
+
 def _age_class(age: int) -> int:
-    return max(YOUNGEST, min(age.bit_length(), NUM_AGES - 1))
+    return AGE_CLASSES[age.bit_length()]
 
 
 class ReuseRates:
@@ -46,7 +50,7 @@ class ReuseRates:
 
     def worth(self, kind: int, age: int) -> float:
         """Of a block, as of the last refresh; 0 while nothing is known."""
-        return self._worth[kind][max(YOUNGEST, min(age.bit_length(), NUM_AGES - 1))]  # `_age_class`, without the call
+        return self._worth[kind][AGE_CLASSES[age.bit_length()]]
 
     def used_again(self, kind: int, age: int, num_blocks: int) -> None:
         self._used[kind][_age_class(age)] += num_blocks
