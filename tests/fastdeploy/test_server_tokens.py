@@ -1,9 +1,12 @@
 """Whatever the cache does, the real server's tokens are those of FastDeploy without a prefix cache."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
-from .server_workload import NUM_CONVERSATIONS, NUM_DOCUMENTS, TURNS, Workload, document
+from .server_workload import NUM_CONVERSATIONS, NUM_DOCUMENTS, TURNS, Workload, document, noise, user
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
@@ -38,6 +41,7 @@ def test_the_workload_says_something(expected):
 )
 def test_tokens_are_the_same_with_both_tiers(release, expected, tmp_path, blocks, policy):
     flags = ("--num-gpu-blocks-override", str(blocks), "--write-policy", policy, "--write-through-threshold", "1")
+    flags += ("--max-num-partial-prefills", "4", "--max-long-partial-prefills", "4")  # prompts fetched at once
     with started(release, tmp_path, *flags, *HOST_TIER) as server, server.client() as client:
         workload = Workload(server, client)
         workload.run()
@@ -45,7 +49,35 @@ def test_tokens_are_the_same_with_both_tiers(release, expected, tmp_path, blocks
         assert_cached(workload, selective=policy == "write_through_selective" and blocks == 16)
         if blocks < NUM_DOCUMENTS * 6:
             assert_swapped(server)
+        else:
+            assert_shared(server, client, is_certain=release != "2.5")
         assert server.stop() == 0, server.stderr
+
+
+def assert_shared(server, client, *, is_certain):
+    """Equal new prompts come while the worker stands still. FastDeploy fetches no more while one that came before them
+    waits for its batch; then it fetches two at once, which fit its limit of blocks, and the batch computes one of them.
+    The loop of 2.5 nearly always schedules the first one before the other one is in its queue.
+    """
+
+    def ask(messages):
+        return server.ask(client, messages, max_tokens=4)
+
+    worker = server.worker()
+    with ThreadPoolExecutor(8) as pool:
+        for burst in range(20 if is_certain else 1):
+            worker.suspend()
+            for busy in (200, 300):
+                pool.submit(ask, document(busy + burst))
+                time.sleep(0.3)
+            asked = [pool.submit(ask, user(noise(100 + burst, 320))) for _ in range(6)]
+            time.sleep(0.3)
+            worker.resume()
+            assert len({each.result().tokens for each in asked}) == 1
+            if server.metrics()["shared_prefill_tokens_total"]:
+                return
+    shared = lambda: server.metrics()["shared_prefill_tokens_total"]  # noqa: E731  published now and then
+    wait_until(lambda: not is_certain or shared() > 0, "a burst that came at once", 5.0)
 
 
 def assert_cached(workload, *, selective):
@@ -80,7 +112,7 @@ def test_the_smallest_device_tier_and_a_restart(release, expected, tmp_path):
     """Four blocks, each sequence needs up to two; the second server knows nothing of the first."""
     flags = ("--num-gpu-blocks-override", "4", "--max-model-len", "128", "--max-num-batched-tokens", "128", *HOST_TIER)
     outputs = []
-    for _ in range(2):
+    for _ in range(20):
         with started(release, tmp_path, *flags, "--write-policy", "write_through") as server, server.client() as client:
             asked = [server.ask(client, [{"role": "user", "content": f"{each % 6} " + "x" * 70}]) for each in range(12)]
             outputs.append([answer.tokens for answer in asked])

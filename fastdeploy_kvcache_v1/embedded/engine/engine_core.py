@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field
 
 from ...batch_request import BatchRequest
 from ...copy_totals import RankCopies
-from ...metadata import TransferReport
+from ...metadata import CacheLevel, TransferReport
 from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
+from ...scheduler.load_costs import positions
 from ...storage.engine.link import Answer
 from ...storage.engine.tier import StorageTier
 from ...trace_recorder import TraceRecorder
@@ -56,7 +57,9 @@ class EngineCore:
         *,
         storage: StorageTier | None = None,
         recorder: TraceRecorder | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._manager = manager
         self._scheduler = scheduler
         self._send = send
@@ -68,6 +71,7 @@ class EngineCore:
         self._generations: dict[str, Generation] = {}
         self._in_flight: list[Scheduled] | None = None
         self._step_in_flight = -1
+        self._sent_at = 0.0
         self._closed: Failure | None = None
         self.counters = EngineCounters()
 
@@ -146,6 +150,7 @@ class EngineCore:
             if plan or swap_step:
                 self._in_flight, self._step_in_flight = plan, swap_step.step
                 self.counters.steps += 1
+                self._sent_at = self._clock()
                 self._send(
                     BatchRequest(requests=[_task(item) for item in plan], swap_steps=[swap_step] if swap_step else [])
                 )
@@ -170,6 +175,7 @@ class EngineCore:
         plan, self._in_flight = self._in_flight, None
         if self.storage is not None:
             self.storage.pass_ended(self._step_in_flight)
+        self._measure(plan, self._clock() - self._sent_at - result.report.exposed_wait_s)
         retry = dict(result.retry)
         retry.update(self._take_transfers(result.report))
         for item in plan:
@@ -182,6 +188,12 @@ class EngineCore:
             elif request_id not in retry:
                 self._advance(item, result.tokens.get(request_id))
         self._retry(retry)
+
+    def _measure(self, plan: list[Scheduled], seconds: float) -> None:
+        """What the prompts of a step cost to compute; that of a decoding request is another matter."""
+        chunks = [(item.generation.num_computed, item.num_tokens) for item in plan if item.num_tokens > 1]
+        num_positions = sum(positions(start, start + count) for start, count in chunks)
+        self._scheduler.load_costs.computed(sum(count for _, count in chunks), num_positions, seconds)
 
     def on_report(self, report: TransferReport) -> None:
         """Take the outcome of copies that ended between two steps."""
@@ -204,7 +216,10 @@ class EngineCore:
         self.counters.copies.add(report)
         affected: dict[str, str] = {}
         for result in report.transfers:
-            if not result.ok:
+            if result.ok and result.target is CacheLevel.DEVICE:
+                num_tokens = result.num_blocks * self._manager.config.block_size
+                self._scheduler.load_costs.copied(num_tokens, result.seconds)
+            elif not result.ok:
                 reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
                 logger.warning("step %d: %s", result.step, reason)
                 affected.update(dict.fromkeys(self._manager.transfer_failed(result), reason))

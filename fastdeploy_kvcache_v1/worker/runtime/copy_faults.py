@@ -1,9 +1,9 @@
 """Test hook: make the worker's copies slow or failing, as real links are now and then.
 
 The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
-`{"seed": 1, "max_delay_ms": 5, "fail": {"input": [0, 9], "output": "all"}, "hang": {"output": [3]}}`: every copy first
-sleeps a random time; the named calls on a stream, counted from 0, fail, or never end. Streams are `input` (swap-in) and
-`output` (swap-out).
+`{"seed": 1, "max_delay_ms": 5, "delay_ms": {"input": 20}, "fail": {"input": [0, 9], "output": "all"}, "hang":
+{"output": [3]}}`: every copy first sleeps a random time, and the time of its stream; the named calls on a stream,
+counted from 0, fail, or never end. Streams are `input` (swap-in, a call per layer) and `output` (swap-out).
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ class CopyFaults:
         *,
         seed: int = 0,
         max_delay_ms: float = 0.0,
+        delay_ms: dict[str, float] | None = None,
         fail: dict[str, Any] | None = None,
         hang: dict[str, Any] | None = None,
     ) -> None:
         self._max_delay_s = max_delay_ms / 1000
+        self._delay_ms = delay_ms or {}
         self._fail = fail or {}
         self._hang = hang or {}
         self._random = random.Random(seed)
@@ -46,6 +48,7 @@ class CopyFaults:
         self._calls[stream] += 1
         if self._max_delay_s:
             time.sleep(self._random.uniform(0.0, self._max_delay_s))
+        time.sleep(self._delay_ms.get(stream, 0.0) / 1000)
         if _names(self._hang.get(stream, ()), call):
             threading.Event().wait()
         if _names(self._fail.get(stream, ()), call):

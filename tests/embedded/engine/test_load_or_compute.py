@@ -1,0 +1,225 @@
+"""A swap-in never loses to computing, on a virtual clock: a step takes as long as its copies or its compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
+from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.scheduler.load_costs import PROBE_EVERY, positions
+from tests.embedded.shadow import Harness, expected_outputs
+
+BLOCK = 8
+STEP_S = 0.5
+"""A step costs this much whatever is in it."""
+
+SWAP_OUT_S = 1000.0
+"""Per token; nobody waits for it."""
+
+
+class TimedHarness(Harness):
+    """Steps take virtual seconds: one per computed token, `copy_s` per token that is loaded meanwhile."""
+
+    def __init__(self, copy_s, **options):
+        config = KVCacheConfig(70, 400, BLOCK, write_policy=WritePolicy.WRITE_THROUGH)
+        super().__init__(config, max_num_batched_tokens=256, **options)
+        self.position_s = 0.0
+        self.copy_s, self.token_s, self.now, self.num_prompts = copy_s, 1.0, 0.0, 0
+        self.core = EngineCore(self.manager, self.scheduler, self.sent.append, clock=lambda: self.now)
+
+    def step(self):
+        self.core.step()
+        if not self.sent:
+            return None
+        batch = self.sent.pop()
+        result = self.worker.run(batch)
+        compute_s = sum(len(task.token_ids) for task in batch.requests) * self.token_s
+        compute_s += self.position_s * sum(
+            positions(task.start, task.start + len(task.token_ids)) for task in batch.requests
+        )
+        transfers, copying = [], 0.0
+        for transfer in result.report.transfers:
+            is_swap_in = transfer.target is CacheLevel.DEVICE
+            seconds = transfer.num_blocks * BLOCK * (self.copy_s if is_swap_in else SWAP_OUT_S)
+            copying += seconds if is_swap_in else 0.0
+            transfers.append(replace(transfer, seconds=seconds))
+        waited = max(0.0, copying - compute_s)
+        self.now += STEP_S + compute_s + waited
+        report = replace(result.report, transfers=tuple(transfers), exposed_wait_s=waited)
+        self.core.on_step_result(replace(result, report=report))
+        self.manager.check()
+        return batch
+
+    def serve(self, prompt):
+        """Seconds to the first token."""
+        self.num_prompts += 1
+        began, recorder = self.now, self.submit(str(self.num_prompts), prompt, 1)
+        self.run()
+        assert recorder.tokens == expected_outputs(prompt, 1)
+        return self.now - began
+
+    def cache_on_host(self, *prompts):
+        for prompt in prompts:
+            self.serve(prompt)
+        self.push_out()
+        for _ in range(100):  # rates that are known exactly
+            self.scheduler.load_costs.copied(100, 100 * self.copy_s)
+            self.scheduler.load_costs.computed(100, 0.0, 100.0)
+
+    def push_out(self):
+        """Whatever is on the device leaves it; all of it is on the host by then."""
+        self.num_prompts += 1
+        self.serve([1000 + self.num_prompts] * 555)
+
+    def learn(self):
+        for _ in range(2):
+            self.serve(range(100))
+            self.push_out()
+
+    @property
+    def num_declined(self):
+        return self.manager.stats().counters.declined_load_tokens
+
+
+def time_to_first_token(copy_s, length, num_known, choice=None):
+    """Of a prompt whose first `num_known` tokens are on the host."""
+    harness = TimedHarness(copy_s)
+    prompt = [*range(length)]
+    if choice is None:
+        harness.learn()
+    else:
+        harness.scheduler.load_costs.blocks_to_load = choice
+    harness.serve(prompt[:num_known])
+    harness.push_out()
+    return harness.serve(prompt)
+
+
+@pytest.mark.parametrize("copy_s", [0.05, 0.9, 1.3, 4.0, 50.0])
+@pytest.mark.parametrize(("length", "num_known"), [(17, 16), (100, 17), (250, 240), (400, 100), (500, 496)])
+def test_first_token_is_never_later_than_the_better_of_both(copy_s, length, num_known):
+    loading = time_to_first_token(copy_s, length, num_known, lambda num_blocks, *_, **__: num_blocks)
+    computing = time_to_first_token(copy_s, length, num_known, lambda *_, **__: 0)
+    assert time_to_first_token(copy_s, length, num_known) <= 1.05 * min(loading, computing)
+
+
+def test_declined_tokens_are_counted_once_and_their_host_copies_stay():
+    harness = TimedHarness(100.0)
+    harness.learn()
+    before = harness.num_declined
+    prompt = [*range(500, 701)]
+    harness.serve(prompt)
+    harness.push_out()
+    host_hits = harness.manager.stats().counters.host_hit_tokens
+    harness.serve(prompt)
+    counters = harness.manager.stats().counters
+    loaded = counters.host_hit_tokens - host_hits
+    assert harness.num_declined - before == 200 - loaded
+    assert harness.num_declined - before >= 190
+    harness.push_out()
+    harness.copy_s = 0.001
+    for _ in range(PROBE_EVERY + 1):
+        harness.serve(prompt)
+        harness.push_out()
+    before, host_hits = harness.num_declined, harness.manager.stats().counters.host_hit_tokens
+    harness.serve(prompt)
+    assert harness.num_declined == before
+    assert harness.manager.stats().counters.host_hit_tokens - host_hits == 200
+
+
+def test_equal_prompts_compute_declined_blocks_once():
+    harness = TimedHarness(100.0)
+    harness.learn()
+    prompt = [*range(500, 701)]
+    harness.serve(prompt)
+    harness.push_out()
+    before = harness.core.counters.computed_tokens
+    recorders = [harness.submit(name, prompt, 1) for name in "abc"]
+    harness.run()
+    assert [recorder.tokens for recorder in recorders] == [expected_outputs(prompt, 1)] * 3
+    assert harness.core.counters.computed_tokens - before <= 201 + 2
+
+
+def test_what_waits_for_room_declines_nothing():
+    harness = TimedHarness(100.0, max_num_seqs=1)
+    harness.learn()
+    harness.serve(range(500, 601))
+    harness.push_out()
+    before = harness.num_declined
+    harness.submit("long", range(2000, 2300), 9)
+    harness.step()
+    harness.submit("waiting", range(500, 601), 1)
+    for _ in range(5):
+        harness.step()
+    assert harness.num_declined == before
+    harness.run()
+    assert harness.num_declined > before
+
+
+def test_what_the_batch_computes_for_others_hides_a_copy():
+    """65 s for the second prompt alone, of which a copy of 128 s hides half."""
+    harness = TimedHarness(2.0)
+    known = [*range(500, 564)]
+    harness.cache_on_host(known)
+    harness.submit("first", range(3000, 3100), 1)
+    harness.submit("second", [*known, 0], 1)
+    assert [len(step.swap_in) for step in harness.step().swap_steps] == [64 // BLOCK]
+
+
+def test_what_the_batch_loads_for_others_delays_a_copy():
+    """Each loads 64 tokens in 122 s, while it computes 64, or computes all in 128 s. Together it is 243 s or 192 s."""
+    harness = TimedHarness(1.9)
+    prompts = [[*range(first, first + 128)] for first in (500, 700)]
+    harness.cache_on_host(*(prompt[:65] for prompt in prompts))
+    for name, prompt in zip("ab", prompts, strict=True):
+        harness.submit(name, prompt, 1)
+    (step,) = harness.step().swap_steps
+    assert 64 // BLOCK < len(step.swap_in) < 128 // BLOCK
+    harness.run()
+
+
+def test_steps_that_only_decode_say_nothing_of_prompts():
+    """70 one-token prompts are as good as decoding: they take an hour each here."""
+    harness = TimedHarness(2.0, max_num_seqs=70)
+    harness.cache_on_host(range(200))
+    harness.token_s = 3600.0
+    for index in range(70):
+        harness.submit(f"short {index}", [index], 1)
+    harness.run()
+    assert harness.scheduler.load_costs.blocks_to_load(200 // BLOCK, 0, 201, budget=256) < 200 // BLOCK
+
+
+def test_waiting_for_a_copy_is_no_computing():
+    harness = TimedHarness(2.0)
+    harness.serve(range(200))
+    harness.push_out()
+    harness.serve([*range(200), *range(900, 964)])
+    assert harness.scheduler.load_costs.blocks_to_load(200 // BLOCK, 0, 201, budget=256) < 200 // BLOCK
+
+
+def test_what_is_computed_behind_a_long_context_is_worth_a_slow_copy():
+    """80 tokens take 144 s at the beginning of a prompt, 784 s behind 400 others, and 480 s to load."""
+    harness = TimedHarness(6.0)
+    harness.position_s = 0.02
+    prompt = [*range(500, 981)]
+    harness.serve(prompt)
+    harness.push_out()
+    harness.serve(prompt[:401])
+    host_hits = harness.manager.stats().counters.host_hit_tokens
+    assert harness.scheduler.load_costs.blocks_to_load(10, 0, 81, budget=256) < 10
+    harness.serve(prompt)
+    assert harness.manager.stats().counters.host_hit_tokens - host_hits == 80
+
+
+def test_what_is_on_the_device_hides_no_copy():
+    """81 tokens are left: one block comes in 48 s, while 73 of them are computed."""
+    harness = TimedHarness(6.0)
+    prompt = [*range(500, 981)]
+    harness.serve(prompt)
+    harness.push_out()
+    harness.serve(prompt[:401])
+    host_hits = harness.manager.stats().counters.host_hit_tokens
+    harness.serve(prompt)
+    assert harness.manager.stats().counters.host_hit_tokens - host_hits == BLOCK

@@ -1,0 +1,126 @@
+"""What is loaded and what is computed, for given rates."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS, PROBE_EVERY, LoadCosts, positions
+
+BLOCK = 16
+MUCH = 10**6
+
+
+def measured(copy_s: float, compute_s: float) -> LoadCosts:
+    """Seconds per token of a swap-in, and of computing."""
+    costs = LoadCosts(BLOCK)
+    costs.copied(100, 100 * copy_s)
+    costs.computed(100, 0.0, 100 * compute_s)
+    return costs
+
+
+def chosen(costs: LoadCosts, num_blocks: int, num_uncached: int, **options: int) -> int:
+    """Of a prompt that has nothing on the device."""
+    return costs.blocks_to_load(num_blocks, 0, num_blocks * BLOCK + num_uncached, **options)
+
+
+def test_everything_is_loaded_until_both_rates_are_known() -> None:
+    unknown, no_steps, no_copies = LoadCosts(BLOCK), LoadCosts(BLOCK), LoadCosts(BLOCK)
+    no_steps.copied(100, 1000.0)
+    no_steps.computed(FEWEST_TOKENS - 1, 0.0, 0.001)
+    no_copies.computed(100, 0.0, 0.001)
+    for costs in (unknown, no_steps, no_copies):
+        assert chosen(costs, 50, 10, budget=MUCH) == 50
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 10, 1000])
+def test_copies_that_beat_computing_bring_everything(num_blocks: int) -> None:
+    assert chosen(measured(1.0, 1.0), num_blocks, 1, budget=MUCH) == num_blocks
+
+
+def test_what_is_computed_besides_hides_a_slow_copy() -> None:
+    """10 blocks take 320 s to load, and 160 s to compute."""
+    costs = measured(2.0, 1.0)
+    assert chosen(costs, 10, 160, budget=MUCH) == 10, "320 s for these 160 tokens and the blocks"
+    assert chosen(costs, 10, 60, budget=MUCH, num_planned=100) == 10, "others in the batch"
+    assert chosen(costs, 10, 159, budget=MUCH) == 6, "96 tokens in 192 s, while 223 are computed"
+    assert chosen(costs, 10, 160, budget=100) == 3, "only 100 s of it in this batch, where 50 tokens arrive"
+
+
+def test_copies_of_the_batch_come_first() -> None:
+    costs = measured(2.0, 1.0)
+    assert chosen(costs, 10, 160, budget=MUCH, num_loading=1) < 10
+    assert chosen(costs, 10, 160, budget=MUCH, num_loading=1000) == 0
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.5, 0.99, 1.0, 1.01, 1.5, 3.0, 40.0])
+@pytest.mark.parametrize("num_uncached", [1, 15, 100, 5000])
+@pytest.mark.parametrize("budget", [64, 512, MUCH])
+def test_never_later_than_loading_or_computing_everything(ratio: float, num_uncached: int, budget: int) -> None:
+    def seconds(num_loaded: int, num_tokens: int) -> float:
+        """Of the batch that loads, and of the batches behind it."""
+        to_compute = num_tokens - num_loaded
+        first = min(to_compute, budget)
+        return max(num_loaded * ratio, first) + to_compute - first
+
+    for num_blocks in (1, 2, 3, 7, 64, 500):
+        num_tokens = num_blocks * BLOCK + num_uncached
+        count = chosen(measured(ratio, 1.0), num_blocks, num_uncached, budget=budget)
+        assert 0 <= count <= num_blocks
+        best = min(seconds(num_blocks * BLOCK, num_tokens), seconds(0, num_tokens))
+        assert seconds(count * BLOCK, num_tokens) <= best
+
+
+def test_a_copy_that_costs_much_in_itself_is_worth_it_for_long_prefixes_only() -> None:
+    """100 s and 0.01 s per token, against 1 s per token."""
+    costs = measured(0.0, 1.0)
+    for num_tokens in (10, 1000, 300, 2000):
+        costs.copied(num_tokens, 100 + 0.01 * num_tokens)
+    assert [chosen(costs, num_blocks, 1, budget=MUCH) for num_blocks in (1, 3, 6)] == [0, 0, 0]
+    assert chosen(costs, 7, 1, budget=MUCH) == 7
+    assert chosen(costs, 1, 200, budget=MUCH) == 1, "hidden by its own other tokens"
+
+
+def test_computing_behind_a_long_context_costs_more() -> None:
+    """0.001 s per token before each token: 1,600 tokens take 1,281 s, the first 160 of them 13 s."""
+    costs = LoadCosts(BLOCK)
+    for start, end in ((0, 100), (0, 1000), (1000, 1200)):
+        costs.computed(end - start, positions(start, end), 0.001 * positions(start, end))
+    costs.copied(100, 30.0)
+    assert chosen(costs, 100, 1, budget=MUCH) == 100
+    assert chosen(costs, 10, 1, budget=MUCH) < 10
+    assert costs.blocks_to_load(10, 1440, 1601, budget=MUCH) == 10
+
+
+def test_one_slow_moment_does_not_end_the_tier() -> None:
+    costs = measured(0.1, 1.0)
+    costs.copied(100, 100 * 100.0)
+    declined = 0
+    while (loaded := chosen(costs, 20, 10, budget=MUCH)) < 20:
+        declined += 1
+        assert loaded > 0 or declined < 2 * PROBE_EVERY
+        costs.copied(max(loaded, 1) * BLOCK, 0.1 * max(loaded, 1) * BLOCK)
+    assert 0 < declined <= PROBE_EVERY
+
+
+def test_a_hopeless_tier_is_tried_now_and_then() -> None:
+    costs = measured(1e6, 1.0)
+    counts = [chosen(costs, 20, 10, budget=MUCH) for _ in range(3 * PROBE_EVERY)]
+    assert counts == ([0] * (PROBE_EVERY - 1) + [1]) * 3
+
+
+def test_one_probe_is_enough_to_see_that_it_is_fast_again() -> None:
+    costs = measured(1e6, 1.0)
+    while not chosen(costs, 20, 10, budget=MUCH):
+        pass
+    costs.copied(BLOCK, 0.1 * BLOCK)
+    assert chosen(costs, 20, 10, budget=MUCH) == 20
+
+
+def test_a_copy_that_was_fast_once_is_no_rate() -> None:
+    costs = measured(3.0, 1.0)
+    costs.copied(BLOCK, 0.1 * BLOCK)
+    assert chosen(costs, 20, 10, budget=MUCH) < 20
+
+
+def test_nothing_on_the_host_is_no_question() -> None:
+    assert [chosen(measured(1e6, 1.0), 0, 10, budget=MUCH) for _ in range(PROBE_EVERY)] == [0] * PROBE_EVERY
