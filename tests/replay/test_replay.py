@@ -176,7 +176,7 @@ def test_broken_trace_names_its_line(tmp_path):
         run_command(str(path))
 
 
-@pytest.mark.parametrize("policy", list(WritePolicy))
+@pytest.mark.parametrize("policy", [WritePolicy.AUTO, WritePolicy.WRITE_THROUGH_SELECTIVE])
 def test_the_whole_real_trace(real_trace, policy):
     done = play(real_trace, num_device_blocks=20_000, num_host_blocks=80_000, write_policy=policy)
     assert len(done.request_seconds) == 12_031
