@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.scheduler.reuse import ages, history, judge, rates
 from .other_policies import OTHER_POLICIES
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def other_policies() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, policy in OTHER_POLICIES.items():
@@ -20,7 +20,7 @@ def other_policies() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")
 def fast_learning() -> Iterator[None]:
     """What a server learns in thousands of requests, these tests learn in some."""
     with pytest.MonkeyPatch.context() as patch:

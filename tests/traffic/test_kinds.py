@@ -86,7 +86,7 @@ def test_a_loop_comes_back_when_all_others_have_been_asked():
 
 def test_lru_loses_a_loop_that_a_better_order_would_not(traces):
     capacity = 300 * 100 // 3
-    replay = Replay(ReplayOptions(KVCacheConfig(capacity, max_queued_events=0), window=1))
+    replay = Replay(ReplayOptions(KVCacheConfig(capacity, eviction_policy="lru", max_queued_events=0), window=1))
     requests = list(read_trace(traces / "loop.jsonl"))
     replay.run(iter(requests))
     assert replay.num_device_hit_tokens == 0
