@@ -133,3 +133,48 @@ def test_a_loaded_prefix_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
     run(cache, "56!")  # something must leave the host
     assert cached(cache, "xy") == ["host"] * 2
     cache.check_idle()
+
+
+def test_what_the_line_expects_outlasts_what_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: float(run.kind))
+    cache = manager(6, eviction_policy="adaptive")
+    for text in ("ab!", "ab!", "cd!", "cd!", "xy!"):
+        run(cache, text)
+    expect(cache, "xy")
+    run(cache, "12!")
+    assert cached(cache, "xy") == ["device"] * 2
+    assert cached(cache, "ab") == []
+    cache.check_idle()
+
+
+def test_where_blocks_ripen_the_youngest_leaves_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReuseHistory, "ripening", (0,))
+    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: float(history.now - run.last_use))
+    cache = manager(6, eviction_policy="adaptive")
+    for text in ("ab!", "cd!", "ef!", "12!"):
+        run(cache, text)
+    assert cached(cache, "ab") == cached(cache, "cd") == ["device"] * 2
+    assert cached(cache, "ef") == []
+    cache.check_idle()
+
+
+def test_a_loaded_prefix_counts_as_used_when_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: float(run.last_use))
+    cache = manager(2, 4, "auto", host_eviction="adaptive")
+    for text in ("ab!", "ab!", "12!"):  # `ab` goes to the host; it is of another class than what is loaded
+        run(cache, text)
+    sequence = prompt("xy!")
+    assert not isinstance(cache.begin_load("load", sequence.hashes[:2], 0), NoSpace)
+    assert cache.complete_load("load", 2) == 2
+    run(cache, "34!")
+    assert cached(cache, "xy") == cached(cache, "12") == ["host"] * 2
+    assert cached(cache, "ab") == []
+    cache.check_idle()
+
+
+def test_a_run_that_was_only_looked_at_is_whole_again() -> None:
+    cache = manager(8, eviction_policy="adaptive")
+    for text in ("abcd!", "abcd!"):
+        run(cache, text)
+    assert cached(cache, "ab") == ["device"] * 2
+    assert [(each.length, each.kind, each.last_use) for each in cache._tree.runs()] == [(4, 1, 2)]

@@ -26,7 +26,6 @@ RIPE = 0.5
 
 Table = list[list[float]]
 
-
 AGE_CLASSES = tuple(max(YOUNGEST, min(bits, NUM_AGES - 1)) for bits in range(65))
 """By the number of bits of an age."""
 
@@ -71,7 +70,8 @@ class ReuseRates:
                 for age in range(NUM_AGES)
             ]
             self._worth[kind] = _best_ratios(rates)
-        self.ripening = tuple(kind for kind, row in enumerate(self._worth) if row[YOUNGEST] < RIPE * max(row))
+        rows = [row[YOUNGEST:] for row in self._worth]
+        self.ripening = tuple(kind for kind, row in enumerate(rows) if row[0] < RIPE * max(row))
         for row in (*self._used, *self._exposed):
             row[:] = [DECAY * value for value in row]
 

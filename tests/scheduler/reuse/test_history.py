@@ -133,3 +133,20 @@ def test_a_new_run_is_cut_where_its_blocks_are_not_of_one_kind() -> None:
     kinds = {b"".join(block[-1:] for block in each.hashes): each.kind for each in cache._tree.runs()}
     assert kinds == {b"abcd": 1, b"wxyz": 0}
     cache.check_idle()
+
+
+def test_nothing_is_watched_for_a_host_order_without_a_host_tier() -> None:
+    cache = manager(8, device_eviction="lru", host_eviction="adaptive")
+    run(cache, "ab!")
+    assert cache.stats().watched_blocks == 0
+
+
+def test_recency_is_not_judged_before_anything_had_to_leave() -> None:
+    cache = manager(1000, eviction_policy="adaptive")
+    for number in range(100):
+        run(cache, f"{chr(256 + number)}b!")
+    assert cache.stats().recency_rules
+    small = manager(10, eviction_policy="adaptive")
+    for number in range(100):
+        run(small, f"{chr(256 + number)}b!")
+    assert not small.stats().recency_rules

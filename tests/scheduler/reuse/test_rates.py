@@ -78,3 +78,9 @@ def test_old_lessons_fade() -> None:
         rates.exposed(10, [10_000] + [0] * (NUM_CLASSES - 1), 1)
         rates.refresh(1.0)
     assert rates.worth(0, 10) < before / 50
+
+
+def test_a_class_that_comes_back_after_a_while_ripens_and_others_do_not() -> None:
+    lessons = [(0, age, 0, 10_000) for age in (1, 10, 100)] + [(0, 300, 5_000, 10_000)]
+    assert 0 in taught(*lessons).ripening
+    assert taught((0, 4, 5_000, 10_000), (0, 10, 500, 10_000), (0, 100, 50, 10_000)).ripening == ()
