@@ -1,0 +1,535 @@
+"""Both desks in one process, with real sockets between them: what is read when, and how everything ends."""
+
+import dataclasses
+import socket
+import threading
+from collections import Counter
+
+import msgspec
+import pytest
+
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
+from fastdeploy_kvcache_v1.transfer import control_link, messages
+from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
+from fastdeploy_kvcache_v1.worker.hazards import Actor
+from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
+from tests.fault_proxy import Fault, FaultProxy
+from tests.transfer.peer import HOST, SECRET
+from tests.transfer.ranks import LAYERS, NUM_BLOCKS, DecodeRank, PrefillRank, geometry, until
+
+
+@pytest.fixture
+def ranks():
+    """Makes ranks that are closed, and found idle, at the end."""
+    made = []
+
+    def make(kind, **arguments):
+        made.append(kind(**arguments))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def pair(ranks):
+    return ranks(PrefillRank), ranks(DecodeRank)
+
+
+def result_of(decode, request="r"):
+    (result,) = [each for each in decode.done if each.request_id == request]
+    return result
+
+
+def both_ended(prefill, decode, fetches=1, leases=1):
+    return lambda: len(decode.done) >= fetches and len(prefill.done) >= leases
+
+
+@pytest.mark.parametrize("order", ["offer first", "fetch first"])
+def test_an_offered_request_arrives_whole_and_the_lease_ends(pair, order):
+    prefill, decode = pair
+    source, target = [5, 6, 7, 60, 2], [10, 11, 3, 4, 50]
+    if order == "fetch first":
+        decode.desk.fetch("r", target)
+        decode.turn()
+    prefill.offer("l", source, decode.port, request="r")
+    prefill.all_there("l", 5)
+    if order == "offer first":
+        until(lambda: decode.desk.num_offers, prefill, decode)
+        decode.desk.fetch("r", target)
+    until(both_ended(prefill, decode), prefill, decode)
+    result = result_of(decode)
+    assert (result.error, result.failed_slots) == (None, ())
+    assert result.num_bytes == 5 * sum(role.block_bytes for role in geometry().roles) * LAYERS
+    assert decode.holds(target, 1, source)
+    assert decode.touched() == set(target)
+    assert prefill.done == [("l", "r", None)]
+
+
+def test_nothing_is_read_before_it_is_told_readable(pair):
+    """Chunk by chunk and layer group by layer group: what was not told stays a canary, what was told arrives."""
+    prefill, decode = pair
+    prefill.offer("l", [0, 1, 2, 3, 4], decode.port, request="r")
+    decode.desk.fetch("r", [10, 11, 12, 13, 14])
+    told = [(3, 1), (3, 4), (5, 2), (5, 4)]
+    layer_bytes = sum(role.block_bytes for role in geometry().roles)
+    expected = 0
+    for (end_block, end_layer), blocks, layers in zip(told, [3, 3, 2, 2], [1, 3, 2, 2], strict=True):
+        prefill.desk.progress("l", end_block, end_layer)
+        expected += blocks * layers * layer_bytes
+        fetch = decode.desk._fetches["r"]
+        until(lambda now=fetch, want=expected: now.num_bytes >= want, prefill, decode)
+        assert fetch.num_bytes == expected
+        for layer in range(LAYERS):
+            arrived = {slot for slot in range(NUM_BLOCKS) if (decode.tensors[2 * layer][slot] != 0xEE).any()}
+            first_chunk, second_chunk = {10, 11, 12}, {13, 14}
+            if end_block == 3:
+                assert arrived == (first_chunk if layer < end_layer else set())
+            else:
+                assert arrived == first_chunk | (second_chunk if layer < end_layer else set())
+    until(both_ended(prefill, decode), prefill, decode)
+    assert decode.holds([10, 11, 12, 13, 14], 1, [0, 1, 2, 3, 4])
+
+
+def test_only_the_missing_tail_is_read(pair):
+    prefill, decode = pair
+    prefill.offer("l", [8, 9, 10, 11, 12], decode.port, request="r")
+    prefill.desk.progress("l", 2, LAYERS)
+    prefill.desk.progress("l", 4, LAYERS)
+    prefill.desk.progress("l", 5, LAYERS)
+    decode.desk.fetch("r", [1, 2], first_block=3)
+    until(both_ended(prefill, decode), prefill, decode)
+    assert result_of(decode).error is None
+    assert decode.holds([1, 2], 1, [11, 12])
+    assert decode.touched() == {1, 2}
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (2, 4), (4, 2), (8, 2), (2, 8)])
+def test_ranks_of_other_numbers_read_the_heads_they_need(ranks, prefill_tp, decode_tp):
+    """There are 4 heads: with 8 ranks each head is there twice."""
+    prefills = [ranks(PrefillRank, rank_geometry=geometry(prefill_tp, rank)) for rank in range(prefill_tp)]
+    decodes = [ranks(DecodeRank, rank_geometry=geometry(decode_tp, rank)) for rank in range(decode_tp)]
+    slots = [3, 1, 2]
+    for number, decode in enumerate(decodes):
+        decode.desk.fetch("r", [7, 8, 20])
+        for prefill in prefills:
+            prefill.offer(f"l{number}", slots, decode.port, request="r")
+            prefill.all_there(f"l{number}", 3)
+    until(lambda: all(decode.done for decode in decodes), *prefills, *decodes)
+    for decode in decodes:
+        assert result_of(decode).error is None
+        assert decode.holds([7, 8, 20], 1, slots)
+
+
+def test_two_thousand_blocks_cost_one_message_a_chunk_and_layer_group(monkeypatch, pair):
+    """2,048 blocks in four chunks, each told in two layer groups."""
+    prefill, decode = pair
+    sent = Counter()
+    encode = control_link.encode
+
+    def counted(message):
+        sent[type(message).__name__] += 1
+        return encode(message)
+
+    monkeypatch.setattr(control_link, "encode", counted)
+    slots = [number % NUM_BLOCKS for number in range(2048)]
+    prefill.offer("l", slots, decode.port, request="r")
+    for end_block in range(512, 2049, 512):
+        for end_layer in (2, 4):
+            prefill.desk.progress("l", end_block, end_layer)
+    decode.desk.fetch("r", [3, 5], first_block=2046)
+    until(both_ended(prefill, decode), prefill, decode)
+    assert result_of(decode).error is None
+    del sent["Ping"]
+    assert sent == {"Hello": 1, "Welcome": 1, "Offer": 1, "Progress": 8, "Done": 1, "Settled": 1}
+
+
+def test_a_fetch_waits_for_its_step_and_for_the_uses_of_its_slots(ranks):
+    prefill, plane = ranks(PrefillRank), Held()
+    decode = ranks(DecodeRank, plane=plane)
+    running = CpuEvent()
+    decode.hazards.after(Actor.COMPUTE, running, writes=[4])
+    decode.desk.fetch("r", [4, 5], after_step=7)
+    prefill.offer("l", [0, 1], decode.port, request="r")
+    prefill.all_there("l", 2)
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    for decode.step in (6, 7):
+        for _ in range(20):
+            decode.turn()
+        assert plane.num_reads == 0
+    running.finish()
+    until(lambda: plane.num_reads, prefill, decode)
+    waits = decode.hazards.before(Actor.OUTPUT, reads=[5])
+    assert [(wait.earlier, wait.needs_data) for wait in waits] == [(Actor.REMOTE, True)]
+    plane.gate.set()
+    until(both_ended(prefill, decode), prefill, decode)
+    assert decode.holds([4, 5], 1, [0, 1])
+    assert waits[0].event.done()
+    assert decode.hazards.before(Actor.OUTPUT, reads=[4, 5]) == []
+
+
+def test_a_fetch_that_is_cancelled_early_does_not_hide_what_still_uses_its_slots(pair):
+    _, decode = pair
+    running = CpuEvent()
+    decode.hazards.after(Actor.COMPUTE, running, writes=[4])
+    decode.desk.fetch("r", [4, 5])
+    decode.turn()
+    decode.desk.cancel("r")
+    decode.turn()
+    assert [wait.earlier for wait in decode.hazards.before(Actor.INPUT, writes=[4])] == [Actor.COMPUTE]
+    running.finish()
+
+
+def test_two_leases_over_one_block_hold_it_until_both_have_ended(pair):
+    """A shared prefix: whichever ends first, the other one still holds it."""
+    prefill, decode = pair
+    for first, last in (("a", "b"), ("d", "c")):
+        prefill.offer(min(first, last), [0, 1], decode.port)
+        prefill.offer(max(first, last), [1, 2], decode.port)
+        prefill.desk.withdraw(first, "aborted")
+        prefill.turn()
+        prefill.hazards.prune()
+        assert len(prefill.hazards.before(Actor.INPUT, writes=[1])) == 1
+        prefill.desk.withdraw(last, "aborted")
+        assert prefill.hazards.before(Actor.INPUT, writes=[1]) == []
+        prefill.hazards.check()
+
+
+def test_a_lease_keeps_its_slots_from_being_overwritten(pair):
+    prefill, decode = pair
+    prefill.offer("l", [0, 1], decode.port, request="r")
+    assert [wait.earlier for wait in prefill.hazards.before(Actor.INPUT, writes=[1])] == [Actor.REMOTE]
+    assert prefill.hazards.before(Actor.INPUT, writes=[2]) == []
+    assert prefill.hazards.before(Actor.OUTPUT, reads=[1]) == []
+    prefill.desk.withdraw("l", "aborted")
+    assert prefill.hazards.before(Actor.INPUT, writes=[1]) == []
+    prefill.desk.withdraw("l", "aborted again")
+    prefill.turn()
+    assert prefill.done == [("l", "r", "aborted")]
+
+
+class Held(SocketPlane):
+    """Reads stop at a gate, before their first byte."""
+
+    def __init__(self):
+        super().__init__(HOST, SECRET, checksums=True)
+        self.gate = threading.Event()
+        self.num_reads = 0
+
+    def open(self, address, deadline):
+        source = super().open(address, deadline)
+        read = source.read
+
+        def held(*arguments):
+            self.num_reads += 1
+            assert self.gate.wait(30)
+            read(*arguments)
+
+        source.read = held
+        return source
+
+
+def held_fetch(ranks, **settings):
+    """A fetch whose read stands before its first byte."""
+    prefill, plane = ranks(PrefillRank, **settings), Held()
+    decode = ranks(DecodeRank, plane=plane)
+    decode.desk.fetch("r", [4, 5])
+    prefill.offer("l", [0, 1], decode.port, request="r")
+    prefill.all_there("l", 2)
+    until(lambda: plane.num_reads, prefill, decode)
+    return prefill, decode, plane
+
+
+@pytest.mark.parametrize("event", ["cancel", "withdraw", "link"])
+def test_no_byte_arrives_after_a_fetch_ended(ranks, event):
+    """It ends while its read stands before the first byte; its slots are given out again, and the read goes on."""
+    prefill, decode, plane = held_fetch(ranks)
+    if event == "cancel":
+        # The gate opens while cancel waits for the read to stop.
+        threading.Timer(0.2, plane.gate.set).start()
+        decode.desk.cancel("r")
+    else:
+        if event == "withdraw":
+            prefill.desk.withdraw("l", "aborted")
+        else:
+            next(iter(prefill.desk._opened)).close("it ends")
+        threading.Timer(0.2, plane.gate.set).start()
+        until(lambda: decode.done, prefill, decode)
+    assert plane.gate.is_set(), "the fetch ended while its read could still begin"
+    assert not decode.touched()
+    decode.turn()
+    result = result_of(decode)
+    assert result.failed_slots == (4, 5)
+    assert {"cancel": "cancelled", "withdraw": "aborted", "link": "link"}[event] in result.error
+    assert decode.hazards.failed([4, 5, 6]) == [4, 5]
+    until(lambda: prefill.done, prefill, decode)
+    decode.desk.fetch("next", [4, 5])
+    prefill.offer("l2", [6, 7], decode.port, request="next")
+    prefill.all_there("l2", 2)
+    until(lambda: len(decode.done) == 2, prefill, decode)
+    assert decode.holds([4, 5], 1, [6, 7])
+    assert decode.touched() == {4, 5}
+
+
+def test_a_cancel_of_one_fetch_leaves_the_others_of_its_peer_alone(ranks):
+    prefill, decode, plane = held_fetch(ranks)
+    decode.desk.fetch("other", [8, 9])
+    prefill.offer("m", [2, 3], decode.port, request="other")
+    prefill.all_there("m", 2)
+    until(lambda: decode.desk.num_offers == 2, prefill, decode)
+    until(lambda: decode.desk._by_request["other"][0].num_open_reads, prefill, decode)
+    decode.desk.cancel("nobody")
+    threading.Timer(0.2, plane.gate.set).start()
+    decode.desk.cancel("r")
+    until(lambda: len(decode.done) == 2 and len(prefill.done) == 2, prefill, decode)
+    assert result_of(decode, "other").error is None
+    assert decode.holds([8, 9], 1, [2, 3])
+    assert decode.touched() == {8, 9}
+    assert sorted((end.lease, end.error) for end in prefill.done) == [("l", "it was cancelled"), ("m", None)]
+
+
+def test_an_offer_that_nobody_wants_any_more_is_refused(pair):
+    prefill, decode = pair
+    prefill.offer("l", [0], decode.port, request="r")
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    decode.desk.cancel("r", "the client is gone")
+    until(lambda: prefill.done, prefill, decode)
+    assert prefill.done == [("l", "r", "the client is gone")]
+    assert decode.done == []
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_a_lease_that_is_not_asked_for_ends_and_one_that_is_does_not(ranks):
+    clock = Clock()
+    prefill, decode = ranks(PrefillRank, clock=clock), ranks(DecodeRank)
+    decode.desk.fetch("wanted", [4])
+    prefill.offer("wanted", [0], decode.port)
+    prefill.offer("unwanted", [1], decode.port)
+    until(lambda: decode.desk.num_offers == 2, prefill, decode)
+    for _ in range(4):
+        clock.now += 25.0
+        lease = prefill.desk._leases["wanted"]
+        until(lambda each=lease: each.last_sign == clock.now, prefill, decode)
+    prefill.turn()
+    assert [end.lease for end in prefill.done] == ["unwanted"]
+    assert "did not ask for it for 60 s" in prefill.done[0].error
+    until(lambda: decode.desk.num_offers == 1, prefill, decode)
+    prefill.all_there("wanted", 1)
+    until(lambda: decode.done, prefill, decode)
+    assert decode.done[0].error is None
+
+
+@pytest.mark.parametrize("phase", ["no offer", "no progress", "no step"])
+def test_a_fetch_that_hears_nothing_new_fails(ranks, phase):
+    clock = Clock()
+    prefill, decode = ranks(PrefillRank), ranks(DecodeRank, clock=clock)
+    decode.desk.fetch("r", [4], after_step=9 if phase == "no step" else -1)
+    if phase != "no offer":
+        prefill.offer("l", [0], decode.port, request="r")
+        until(lambda: decode.desk.num_offers, prefill, decode)
+    clock.now += 119.0
+    decode.turn()
+    assert decode.done == []
+    clock.now += 2.0
+    decode.turn()
+    assert "nothing new" in result_of(decode).error
+    if phase != "no offer":
+        until(lambda: prefill.done, prefill, decode)
+        assert "nothing new" in prefill.done[0].error
+
+
+def test_late_progress_does_not_bring_a_failed_fetch_back(pair):
+    prefill, decode = pair
+    decode.desk.fetch("r", [4])
+    prefill.offer("l", [0], decode.port, request="r")
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    decode.desk.cancel("r")
+    prefill.all_there("l", 1)
+    until(lambda: prefill.done and decode.done, prefill, decode)
+    for _ in range(20):
+        prefill.turn()
+        decode.turn()
+    assert not decode.touched()
+    assert len(decode.done) == 1
+
+
+@pytest.mark.parametrize(
+    "told", [[(6, 1)], [(3, LAYERS + 1)], [(3, 2), (5, 4)], [(3, 2), (3, 2)], [(3, 4), (2, 4)], [(3, 0)]]
+)
+def test_impossible_progress_fails_the_fetch(pair, told):
+    """More blocks than offered, more layers than there are, a chunk before the last one is complete, and back."""
+    prefill, decode = pair
+    decode.desk.fetch("r", [4, 5, 6, 7, 8])
+    prefill.offer("l", [0, 1, 2, 3, 4], decode.port, request="r")
+    for each in told:
+        prefill.desk.progress("l", *each)
+    until(both_ended(prefill, decode), prefill, decode)
+    assert "the prefill server says that" in result_of(decode).error
+
+
+def test_fewer_blocks_than_wanted_fail_the_fetch(pair):
+    prefill, decode = pair
+    decode.desk.fetch("r", [4, 5, 6])
+    prefill.offer("l", [0, 1], decode.port, request="r")
+    until(both_ended(prefill, decode), prefill, decode)
+    assert "3 blocks are wanted, 2 are offered" in result_of(decode).error
+
+
+def test_the_same_request_offered_twice_is_refused_once(pair):
+    prefill, decode = pair
+    prefill.offer("l", [0], decode.port, request="r")
+    prefill.offer("again", [1], decode.port, request="r")
+    until(lambda: prefill.done, prefill, decode)
+    assert [end.lease for end in prefill.done] == ["again"]
+    assert "offered already" in prefill.done[0].error
+    assert decode.desk.num_refused_offers == 1
+    prefill.all_there("l", 1)
+    decode.desk.fetch("r", [4])
+    until(lambda: decode.done, prefill, decode)
+    assert decode.holds([4], 1, [0])
+
+
+def test_bugs_of_the_caller_are_refused_and_change_nothing(pair):
+    prefill, decode = pair
+    decode.desk.fetch("r", [4, 5])
+    for request, slots in (("r", [6]), ("s", [5, 6]), ("s", [6, 6])):
+        with pytest.raises(CacheStateError):
+            decode.desk.fetch(request, slots)
+    prefill.offer("l", [0], decode.port)
+    for lease, request in (("l", "l"), ("n" * 129, "r"), ("", "r"), ("m", "r" * 513), ("m", "\ud800")):
+        with pytest.raises(CacheStateError):
+            prefill.offer(lease, [0], decode.port, request=request)
+    assert len(prefill.desk) == 1
+    assert len(decode.desk) == 1
+
+
+def test_bytes_that_change_under_a_lease_are_found_by_the_digest(ranks):
+    """The prefill rank writes to a block between the read and its end: a transport without checksums sees nothing."""
+    prefill, decode = ranks(PrefillRank), ranks(DecodeRank)
+    decode.desk.fetch("r", [4, 5])
+    prefill.offer("l", [0, 1], decode.port, request="r")
+    prefill.desk.progress("l", 2, 2)
+    until(lambda: decode.touched() and decode.desk._fetches["r"].num_bytes, prefill, decode)
+    prefill.tensors[0][1][7] ^= 1
+    prefill.desk.progress("l", 2, LAYERS)
+    until(both_ended(prefill, decode), prefill, decode)
+    assert "the digest is wrong" in result_of(decode).error
+    assert result_of(decode).failed_slots == (4, 5)
+    assert decode.hazards.failed([4, 5]) == [4, 5]
+    assert "the digest is wrong" in prefill.done[0].error
+
+
+def test_flipped_bytes_on_the_way_fail_the_fetch(ranks):
+    plane = SocketPlane(HOST, SECRET, checksums=True)
+    kind, host, port, nonce = msgspec.msgpack.decode(plane.address())
+    proxy = FaultProxy(port)
+    proxy.fault = Fault.FLIP
+    address = msgspec.msgpack.encode([kind, host, int(proxy.address.rpartition(":")[2]), nonce])
+    prefill, decode = ranks(PrefillRank, plane=plane, address=address), ranks(DecodeRank)
+    decode.desk.fetch("r", [4, 5])
+    prefill.offer("l", [0, 1], decode.port, request="r")
+    prefill.all_there("l", 2)
+    until(both_ended(prefill, decode), prefill, decode)
+    assert "checksum" in result_of(decode).error
+    assert proxy.faults_met
+    proxy.close()
+
+
+def test_an_unequal_cache_is_refused_and_the_lease_ends_with_the_reason(ranks):
+    prefill, decode = ranks(PrefillRank, rank_geometry=geometry(model="other")), ranks(DecodeRank)
+    prefill.offer("l", [0], decode.port)
+    until(lambda: prefill.done, prefill, decode)
+    assert "the model is 'm' here and 'other' on the peer" in prefill.done[0].error
+    assert decode.desk.num_links == 0
+    assert decode.desk._server.num_refused == 1
+
+
+def test_another_secret_is_refused(ranks):
+    prefill = ranks(PrefillRank, settings={"secret": b"another secret of sixteen bytes"})
+    decode = ranks(DecodeRank)
+    prefill.offer("l", [0], decode.port)
+    until(lambda: prefill.done, prefill, decode)
+    assert "shared secret" in prefill.done[0].error
+
+
+def test_a_peer_that_is_not_there_ends_the_lease_and_a_later_one_is_tried_again(ranks):
+    prefill = ranks(PrefillRank)
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    prefill.offer("l", [0], port)
+    until(lambda: prefill.done, prefill)
+    assert "no link to" in prefill.done[0].error
+    decode = ranks(DecodeRank, port=port)
+    decode.desk.fetch("m", [4])
+    prefill.offer("m", [0], port)
+    prefill.all_there("m", 1)
+    until(lambda: decode.done, prefill, decode)
+    assert decode.done[0].error is None
+
+
+def test_a_peer_that_says_nothing_ends_the_lease_by_the_deadline(ranks):
+    prefill = ranks(PrefillRank, settings={"handshake_s": 0.2})
+    with socket.create_server((HOST, 0)) as silent:
+        prefill.offer("l", [0], silent.getsockname()[1])
+        until(lambda: prefill.done, prefill)
+    assert "in time" in prefill.done[0].error
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\xc1",
+        messages.encode(messages.Welcome(geometry(), "x")),
+        messages.encode(messages.Done("l")),
+        messages.encode(messages.Offer("l", "r", [1], 1)),
+    ],
+    ids=["garbage", "welcome", "done", "offer twice"],
+)
+def test_a_prefill_peer_that_breaks_the_protocol_loses_its_link_only(ranks, message):
+    prefill, decode = ranks(PrefillRank), ranks(DecodeRank)
+    deadline = control_link.time.monotonic() + 20
+    channel = control_link.connect(HOST, decode.port, deadline)
+    control_link.prove_to_peer(channel, SECRET, b"control", deadline)
+    hello = messages.Hello(geometry(), b"", "stranger")
+    channel.send_frame(messages.encode(hello), deadline)
+    assert isinstance(messages.decode(channel.receive_frame(deadline)), messages.Welcome)
+    until(lambda: decode.desk.num_links == 1, decode)
+    channel.send_frame(messages.encode(messages.Offer("l", "stranger's", [1], 1)), deadline)
+    channel.send_frame(message, deadline)
+    until(lambda: decode.desk.num_links == 0, decode)
+    channel.close()
+    assert decode.desk.num_offers == 0
+    decode.desk.fetch("r", [4])
+    prefill.offer("l", [0], decode.port, request="r")
+    prefill.all_there("l", 1)
+    until(lambda: decode.done, prefill, decode)
+    assert decode.done[0].error is None
+
+
+def test_a_connection_that_says_nothing_holds_up_nobody(ranks):
+    prefill, decode = ranks(PrefillRank), ranks(DecodeRank)
+    silent = [socket.create_connection((HOST, decode.port)) for _ in range(8)]
+    decode.desk.fetch("r", [4])
+    prefill.offer("l", [0], decode.port, request="r")
+    prefill.all_there("l", 1)
+    until(lambda: decode.done, prefill, decode)
+    assert decode.done[0].error is None
+    for each in silent:
+        each.close()
+
+
+def test_settings_that_cannot_work_are_refused():
+    for changes in ({"secret": b"short"}, {"lease_s": 0}, {"ping_s": 10.0}, {"wait_s": -1}):
+        with pytest.raises(ConfigError):
+            TransferSettings(**{"secret": SECRET, **changes})
+    assert dataclasses.replace(TransferSettings(secret=SECRET)).instance != TransferSettings(secret=SECRET).instance
+    assert SECRET.decode() not in repr(TransferSettings(secret=SECRET))

@@ -1,0 +1,158 @@
+"""Head ranges against a model that is split by hand, and what a handshake refuses."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.attention.dsa import DSACacheBackend
+from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.attention.mla import MLACacheBackend
+from fastdeploy_kvcache_v1.errors import ConfigError, PeerRefusedError
+from fastdeploy_kvcache_v1.transfer.geometry import Geometry, pieces, require_compatible, source_ranks
+
+LAYERS, BLOCK, DIM = 2, 4, 8
+
+
+def gqa(heads, tp_size, tp_rank, *, scales=False, dtype="float16"):
+    own = max(1, heads // tp_size)
+    layout = GQACacheBackend(LAYERS, own, DIM, BLOCK, dtype, scale_dtype="bfloat16" if scales else None).layout
+    return Geometry.of(layout, model="m", block_size=BLOCK, tp_size=tp_size, tp_rank=tp_rank, num_kv_heads=heads)
+
+
+def whole(layout, tp_size, tp_rank):
+    return Geometry.of(layout, model="m", block_size=BLOCK, tp_size=tp_size, tp_rank=tp_rank)
+
+
+def gathered(sources, target, blocks):
+    """Target's block of each role, byte by byte from `blocks[rank][role]`; counts how often each byte is written."""
+    made = [np.zeros(role.block_bytes, np.uint8) for role in target.roles]
+    written = [np.zeros(role.block_bytes, int) for role in target.roles]
+    for rank, source in enumerate(sources):
+        for piece in pieces(source, target):
+            place = slice(piece.target_offset, piece.target_offset + piece.num_bytes)
+            taken = blocks[rank][piece.role][piece.source_offset : piece.source_offset + piece.num_bytes]
+            assert len(taken) == piece.num_bytes, "a piece ends behind the source's block"
+            made[piece.role][place] = taken
+            written[piece.role][place] += 1
+    return made, written
+
+
+SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (4, 4), (8, 2), (3, 2), (1, 8)]
+
+
+EVEN = [
+    (*sizes, heads)
+    for sizes in SIZES
+    for heads in (1, 2, 4, 8, 6, 24)
+    if all(max(heads, tp) % min(heads, tp) == 0 for tp in sizes)
+]
+
+
+@pytest.mark.parametrize("scales", [False, True], ids=["plain", "scales"])
+@pytest.mark.parametrize(("source_tp", "target_tp", "heads"), EVEN)
+def test_head_ranges_give_each_rank_the_heads_of_the_model(source_tp, target_tp, heads, scales):
+    sources = [gqa(heads, source_tp, rank, scales=scales) for rank in range(source_tp)]
+    rng = np.random.default_rng(0)
+    model = [rng.integers(0, 256, (heads, role.unit_bytes), np.uint8) for role in sources[0].roles]
+
+    def of_rank(tp_size, rank):
+        """As a model loader splits it: the own heads, one behind the other."""
+        first = rank * heads // tp_size
+        return [role[first : first + max(1, heads // tp_size)].reshape(-1) for role in model]
+
+    blocks = [of_rank(source_tp, rank) for rank in range(source_tp)]
+    for rank in range(target_tp):
+        target = gqa(heads, target_tp, rank, scales=scales)
+        for source in sources:
+            require_compatible(target, source)
+        made, written = gathered(sources, target, blocks)
+        for got, expected, times in zip(made, of_rank(target_tp, rank), written, strict=True):
+            assert np.array_equal(got, expected)
+            assert set(times.tolist()) == {1}
+        assert [number for number in range(source_tp) if pieces(sources[number], target)] == source_ranks(
+            target, source_tp
+        )
+
+
+def test_replicated_heads_are_read_from_different_ranks():
+    targets = [gqa(2, 8, rank) for rank in range(8)]
+    assert [source_ranks(target, 8) for target in targets] == [[rank] for rank in range(8)]
+    assert [source_ranks(target, 4) for target in targets] == [[0], [1], [0], [1], [2], [3], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [MLACacheBackend(LAYERS, 16, 8, BLOCK, "float16").layout, DSACacheBackend(LAYERS, 128, 64, 128, BLOCK).layout],
+    ids=["mla", "dsa"],
+)
+@pytest.mark.parametrize(("source_tp", "target_tp"), SIZES)
+def test_a_latent_block_comes_whole_from_one_rank(layout, source_tp, target_tp):
+    sources = [whole(layout, source_tp, rank) for rank in range(source_tp)]
+    block = [np.random.default_rng(1).integers(0, 256, role.block_bytes, np.uint8) for role in layout.roles]
+    for rank in range(target_tp):
+        target = whole(layout, target_tp, rank)
+        made, written = gathered(sources, target, [block] * source_tp)
+        assert all(np.array_equal(got, expected) for got, expected in zip(made, block, strict=True))
+        assert all(set(times.tolist()) == {1} for times in written)
+        assert source_ranks(target, source_tp) == [rank % source_tp]
+
+
+OURS = gqa(4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "both"),
+    [
+        (dataclasses.replace(OURS, version=7), ("1", "7")),
+        (dataclasses.replace(OURS, model="other"), ("'m'", "'other'")),
+        (dataclasses.replace(OURS, block_size=16), ("4", "16")),
+        (dataclasses.replace(OURS, num_layers=3), ("2", "3")),
+        (gqa(8, 2, 1), ("4", "8")),
+        (gqa(4, 2, 1, dtype="bfloat16"), ("'float16'", "'bfloat16'")),
+        (gqa(4, 2, 1, scales=True), ("['key', 'value']", "['key', 'value', 'key_scale', 'value_scale']")),
+        (whole(GQACacheBackend(LAYERS, 2, DIM, BLOCK, "float16").layout, 2, 1), ("4", "None")),
+    ],
+    ids=["version", "model", "block size", "layers", "heads", "dtype", "roles", "split"],
+)
+def test_an_unequal_cache_is_refused_with_both_values(theirs, both):
+    with pytest.raises(PeerRefusedError) as refused:
+        require_compatible(OURS, theirs)
+    text = str(refused.value)
+    assert f"{both[0]} here" in text
+    assert f"{both[1]} on the peer" in text
+    assert "\n" not in text
+
+
+def test_a_forged_geometry_is_refused():
+    """What a peer says about itself decides which bytes are read: it must be possible."""
+    forged = [
+        dataclasses.replace(OURS, tp_rank=2),
+        dataclasses.replace(OURS, tp_rank=-1),
+        dataclasses.replace(OURS, tp_size=3),
+        dataclasses.replace(OURS, tp_size=0),
+        dataclasses.replace(OURS, tp_size=1, tp_rank=0),
+        dataclasses.replace(OURS, roles=tuple(dataclasses.replace(each, num_heads=0) for each in OURS.roles)),
+        dataclasses.replace(OURS, roles=tuple(dataclasses.replace(each, block_bytes=1) for each in OURS.roles)),
+    ]
+    for each in forged:
+        with pytest.raises(PeerRefusedError):
+            require_compatible(OURS, each)
+
+
+def test_tp_sizes_may_differ_where_heads_can_be_cut():
+    for source_tp, target_tp in itertools.product((1, 2, 4), repeat=2):
+        require_compatible(gqa(4, target_tp, 0), gqa(4, source_tp, source_tp - 1))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp_size", "tp_rank", "shape"),
+    [(4, 3, 0, (1, 4, 8)), (4, 2, 2, (2, 4, 8)), (4, 2, 0, (4, 4, 8))],
+    ids=["uneven", "rank", "shape"],
+)
+def test_a_layout_that_is_no_part_of_the_model_is_refused(heads, tp_size, tp_rank, shape):
+    layout = CacheLayout(1, (RoleSpec("key", shape, "float16"),))
+    with pytest.raises(ConfigError):
+        Geometry.of(layout, model="m", block_size=4, tp_size=tp_size, tp_rank=tp_rank, num_kv_heads=heads)
