@@ -5,8 +5,8 @@
     paddle  _paddle_ops.so  the operators for Paddle, linked to _core.so; needs an installed Paddle
 
 Without names it builds what this machine can. `setup.py`, `scripts/build_ops.sh` and the tests use this file.
-Environment: `CXX`, `NVCC`, `FASTDEPLOY_KVCACHE_CUDA_ARCHS` ("80,90,100"), `FASTDEPLOY_KVCACHE_BUILD` (what to build;
-"none": nothing).
+Environment: `CXX`, `NVCC`, `FASTDEPLOY_KVCACHE_CUDA_ARCHS` ("80,90,100"; "90-real": machine code for that GPU alone, no
+PTX), `FASTDEPLOY_KVCACHE_BUILD` (what to build; "none": nothing).
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ PACKAGE_OPS = HERE.parent / "fastdeploy_kvcache_v1" / "worker" / "ops"
 
 TARGETS = {"core": "_core.so", "cuda": "_core_cuda.so", "paddle": "_paddle_ops.so"}
 DEFAULT_ARCHS = "80,90,100"
+REAL = "-real"
+"""Behind an architecture: no PTX, which a driver older than the toolkit cannot compile."""
+
 CXX_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wshadow"]
 PADDLE_LIBRARIES = ("libphi_core.so", "libphi.so", "libcommon.so")
 LINK_FLAGS = ["-shared", "-Wl,-z,defs", "-Wl,-O1"]
@@ -79,6 +82,13 @@ def paddle_root() -> Path:
     raise BuildError("no Paddle with headers is installed for this Python")
 
 
+def paddle_version(root: Path) -> str:
+    """Release and commit of the Paddle at `root`, as its own version file says."""
+    text = (root / "version" / "__init__.py").read_text(encoding="utf-8")
+    found = {name: re.search(rf"^{name}\s*=\s*'([^']*)'", text, re.MULTILINE) for name in ("full_version", "commit")}
+    return "+".join(match[1] if match else "unknown" for match in found.values())
+
+
 def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     sys.stderr.write(done.stderr)
@@ -108,7 +118,11 @@ def build_core(directory: Path, flags: Iterable[str] = ()) -> Path:
 def supported_archs(compiler: str, wanted: str) -> list[str]:
     """Those of the comma-separated architectures that this nvcc knows. Raises `BuildError` when it knows none."""
     known = subprocess.run([compiler, "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
-    archs = [arch for arch in re.split(r"[,;\s]+", wanted) if f"compute_{arch.rstrip('af')}" in known.split()]
+    archs = [
+        arch
+        for arch in re.split(r"[,;\s]+", wanted)
+        if f"compute_{arch.removesuffix(REAL).rstrip('af')}" in known.split()
+    ]
     if not archs:
         raise BuildError(f"{compiler} supports none of the architectures {wanted}")
     return archs
@@ -118,12 +132,13 @@ def build_cuda(directory: Path, archs: str | None = None) -> Path:
     compiler = nvcc()
     wanted = archs or os.environ.get("FASTDEPLOY_KVCACHE_CUDA_ARCHS") or DEFAULT_ARCHS
     codes = supported_archs(compiler, wanted)
-    newest = codes[-1]
     command = [compiler, "-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler"]
     command += ["-fPIC,-fvisibility=hidden,-Wall,-Wextra"]
-    for code in codes:
-        command += ["-gencode", f"arch=compute_{code},code=sm_{code}"]
-    command += ["-gencode", f"arch=compute_{newest},code=compute_{newest}"]  # for GPUs newer than all of them
+    for number in [code.removesuffix(REAL) for code in codes]:
+        command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
+    newest = codes[-1]
+    if not newest.endswith(REAL):
+        command += ["-gencode", f"arch=compute_{newest},code=compute_{newest}"]  # for GPUs newer than all of them
     return install([*command, str(HERE / "cuda" / "kernel.cu")], directory / TARGETS["cuda"])
 
 
@@ -136,6 +151,7 @@ def build_paddle(directory: Path) -> Path:
     candidates = [*sorted((root / "base").glob("libpaddle*.so")), *(root / "libs" / name for name in PADDLE_LIBRARIES)]
     libraries = [path for path in candidates if path.exists()]
     command = [*cxx(), *CXX_FLAGS, "-Wno-unused-parameter", "-Wno-shadow", "-shared", "-Wl,-z,defs"]
+    command += [f'-DKVSWAP_PADDLE="{paddle_version(root)}"']
     command += [f"-isystem{root}/include", f"-isystem{root}/include/third_party", str(HERE / "paddle" / "ops.cc")]
     command += [f"-L{directory}", f"-l:{core.name}", f"-L{root}/base", f"-L{root}/libs", f"-Wl,-rpath-link,{root}/libs"]
     command += ["-Wl,--as-needed", *(f"-l:{path.name}" for path in libraries), "-Wl,-rpath,$ORIGIN"]

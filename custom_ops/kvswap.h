@@ -20,7 +20,7 @@ extern "C" {
 #define KVSWAP_API __attribute__((visibility("default")))
 
 /* Raised with every incompatible change of this file. */
-#define KVSWAP_ABI 2
+#define KVSWAP_ABI 3
 
 enum {
   KVSWAP_OK = 0,
@@ -31,15 +31,16 @@ enum {
   KVSWAP_INTERNAL = 5       /* a bug */
 };
 
-/* How bytes move. AUTO chooses by size, contiguity and count; any other value forces one path, and is refused where
- * that path cannot do the copy. */
+/* How bytes move. AUTO chooses the cheapest; any other value forces one path, and is refused where that path cannot do
+ * the copy. */
 enum {
   KVSWAP_PATH_AUTO = 0,
   KVSWAP_PATH_MEMCPY = 1, /* CPU: memcpy of each contiguous range */
   KVSWAP_PATH_STREAM = 2, /* CPU: non-temporal stores, which leave the target out of the caches */
-  KVSWAP_PATH_RUNS = 3,   /* CUDA: one cuMemcpyAsync or cuMemcpy2DAsync per run */
+  KVSWAP_PATH_RUNS = 3,   /* CUDA: one cuMemcpyAsync or cuMemcpy2DAsync per run, or per row of runs */
   KVSWAP_PATH_BATCH = 4,  /* CUDA: cuMemcpyBatchAsync */
-  KVSWAP_PATH_KERNEL = 5  /* CUDA: a kernel with 16-byte accesses; needs 16-byte aligned rows */
+  KVSWAP_PATH_KERNEL = 5, /* CUDA: a kernel reads one side and writes the other; page-locked host memory only */
+  KVSWAP_PATH_STAGED = 6  /* CUDA, to the host: the kernel gathers in device memory, one DMA per host block */
 };
 
 /* `num_rows` rows of `row_bytes` bytes, `pitch` bytes apart: all blocks of one layer's tensor of one role. */
@@ -123,12 +124,48 @@ KVSWAP_API int kvswap_host_free(void* address, int64_t nbytes);
 
 /* KVSWAP_OK where a driver library with all we need is present; says nothing about a GPU. */
 KVSWAP_API int kvswap_cuda_available(void);
-/* Whether AUTO may choose `path`: 1 or 0. */
+/* Whether this process has `path`: 1 or 0. STAGED needs `kvswap_cuda_set_staging`. */
 KVSWAP_API int kvswap_cuda_has_path(int path);
+/* The paths AUTO may choose from now on, a bit (1 << path) each; RUNS stays the last resort. A path that turns out not
+ * to work on this GPU leaves the set by itself. */
+KVSWAP_API int kvswap_cuda_allow(int paths);
+KVSWAP_API int kvswap_cuda_allowed(void);
 /* Enqueues on the raw `stream`, which must not be the legacy NULL stream. One side of the rows is page-locked host
  * memory, the other device memory; `to_device` says which. */
 KVSWAP_API int kvswap_cuda_copy(const kvswap_rows* targets, const kvswap_rows* sources, int64_t entries,
                                 const kvswap_plan* plan, int to_device, int path, uint64_t stream);
+
+/* What the parts of a copy in one direction cost: nanoseconds, and bytes per nanosecond. */
+typedef struct kvswap_costs {
+  double call_ns;         /* of the thread: one cuMemcpyAsync or cuMemcpy2DAsync */
+  double copy_ns;         /* of the GPU: starting one of them */
+  double row_ns;          /* of the GPU: each row of a 2D copy */
+  double engine_rate;     /* of a copy engine */
+  double batch_ns;        /* of the thread: one cuMemcpyBatchAsync */
+  double descriptor_ns;   /* of the thread: each of its copies */
+  double batch_copy_ns;   /* of the GPU: starting each of its copies */
+  double launch_ns;       /* of the thread: one kernel */
+  double kernel_start_ns; /* of the GPU: one kernel */
+  double kernel_rate;     /* of the kernel between host and device */
+  double gather_rate;     /* of the kernel inside the device */
+} kvswap_costs;
+KVSWAP_API int kvswap_cuda_costs(int to_device, kvswap_costs* costs);
+/* Refuses numbers that are not positive; nothing is changed then. For later copies of the process. */
+KVSWAP_API int kvswap_cuda_set_costs(int to_device, const kvswap_costs* costs);
+
+typedef struct kvswap_estimate {
+  int64_t calls;       /* driver calls and kernel launches */
+  int64_t descriptors; /* copies inside batches */
+  double thread_ns;    /* of the submitting thread */
+  double gpu_ns;
+  double cost; /* what AUTO compares; infinite where the path cannot do the copy */
+} kvswap_estimate;
+/* What `path` would take for a copy, and (AUTO) of which path it would be; moves nothing. `chosen` may be null. */
+KVSWAP_API int kvswap_cuda_estimate(const kvswap_rows* targets, const kvswap_rows* sources, int64_t entries,
+                                    const kvswap_plan* plan, int to_device, int path, kvswap_estimate* estimate,
+                                    int* chosen);
+/* Device memory for STAGED, valid until it is replaced; 0 bytes: none. Copies that use it must have run. */
+KVSWAP_API int kvswap_cuda_set_staging(uint64_t address, int64_t nbytes);
 /* Blocks until everything on `stream` has run. */
 KVSWAP_API int kvswap_cuda_synchronize(uint64_t stream);
 /* Page-locked memory of the driver's own, and page-locking of memory that is there already. */

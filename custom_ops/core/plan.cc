@@ -28,6 +28,15 @@ void check_targets(const std::vector<kvswap_run>& runs) {
   }
 }
 
+// Copies with two pitches go forwards, and their rows do not meet.
+bool continues(const Grid& grid, const kvswap_run& run) {
+  if (run.blocks != grid.blocks) return false;
+  const int64_t source_step = run.source - (grid.source + (grid.count - 1) * grid.source_step);
+  const int64_t target_step = run.target - (grid.target + (grid.count - 1) * grid.target_step);
+  if (grid.count > 1) return source_step == grid.source_step && target_step == grid.target_step;
+  return source_step >= run.blocks && target_step >= run.blocks;
+}
+
 }  // namespace
 
 Plan checked_plan(std::vector<kvswap_run> runs) {
@@ -39,8 +48,26 @@ Plan checked_plan(std::vector<kvswap_run> runs) {
   }
   check_targets(runs);
   for (const auto& run : runs) plan.blocks += run.blocks;  // of runs that do not overlap: no overflow
+  plan.grids = grids_of(runs);
   plan.runs = std::move(runs);
   return plan;
+}
+
+std::vector<Grid> grids_of(const std::vector<kvswap_run>& runs) {
+  std::vector<Grid> grids;
+  for (const auto& run : runs) {
+    if (!grids.empty() && continues(grids.back(), run)) {
+      Grid& last = grids.back();
+      if (last.count == 1) {
+        last.source_step = run.source - last.source;
+        last.target_step = run.target - last.target;
+      }
+      ++last.count;
+    } else {
+      grids.push_back({run.source, run.target, run.blocks, 1, 0, 0});
+    }
+  }
+  return grids;
 }
 
 std::vector<kvswap_run> coalesce(const int64_t* sources, const int64_t* targets, int64_t count) {

@@ -9,8 +9,15 @@
 
 namespace kvswap {
 
+// `count` runs of `blocks` blocks each: their sources lie `source_step` slots apart, their targets `target_step`.
+struct Grid {
+  int64_t source, target, blocks;
+  int64_t count, source_step, target_step;
+};
+
 struct Plan {
   std::vector<kvswap_run> runs;
+  std::vector<Grid> grids;  // the same copies: runs at equal distances are one
   int64_t blocks = 0;
   int64_t source_end = 0;  // one past the last row that is read
   int64_t target_end = 0;  // one past the last row that is written
@@ -32,6 +39,8 @@ using PlanPointer = std::shared_ptr<const Plan>;
 
 // Throws for negative or huge numbers, empty runs and targets that are written twice.
 Plan checked_plan(std::vector<kvswap_run> runs);
+// Joins runs of one length that follow each other at equal distances on both sides. O(runs).
+std::vector<Grid> grids_of(const std::vector<kvswap_run>& runs);
 // The fewest runs that copy sources[i] to targets[i], in the order of their sources.
 std::vector<kvswap_run> coalesce(const int64_t* sources, const int64_t* targets, int64_t count);
 

@@ -7,8 +7,6 @@
 namespace kvswap::cuda {
 namespace {
 
-constexpr size_t kBatchCopies = 4096;
-
 struct Copies {
   std::vector<DevicePointer> targets, sources;
   std::vector<size_t> sizes;
@@ -33,19 +31,19 @@ Copies list_copies(const Entries& entries, const Plan& plan) {
 
 }  // namespace
 
-bool copy_by_batch(const Driver& driver, const Entries& entries, const Plan& plan, Stream stream) {
-  Copies copies = list_copies(entries, plan);
+bool copy_by_batch(const Copy& copy) {
+  Copies copies = list_copies(copy.entries, copy.plan);
   MemcpyAttributes attributes{};
   attributes.source_access = kInStreamOrder;
   size_t attributes_from = 0;
   for (size_t first = 0; first < copies.sizes.size(); first += kBatchCopies) {
-    const size_t count = std::min(kBatchCopies, copies.sizes.size() - first);
+    const size_t count = std::min<size_t>(kBatchCopies, copies.sizes.size() - first);
     size_t failed = 0;
-    const Result result =
-        driver.copy_batch(copies.targets.data() + first, copies.sources.data() + first, copies.sizes.data() + first,
-                          count, &attributes, &attributes_from, 1, &failed, stream);
+    const Result result = copy.driver.copy_batch(copies.targets.data() + first, copies.sources.data() + first,
+                                                 copies.sizes.data() + first, count, &attributes, &attributes_from, 1,
+                                                 &failed, copy.stream);
     if (result == kNotSupported && first == 0) return false;
-    check(driver, result, "cuMemcpyBatchAsync");
+    check(copy.driver, result, "cuMemcpyBatchAsync");
   }
   return true;
 }

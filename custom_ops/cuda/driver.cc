@@ -2,6 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <iterator>
+
 namespace kvswap::cuda {
 namespace {
 
@@ -53,7 +56,17 @@ Loaded load() {
                         find(get, "cuMemHostUnregister", kBaseVersion, driver.host_unregister);
   if (!complete) loaded.problem = "the CUDA driver lacks a function";
   find(get, "cuMemcpyBatchAsync", kBatchVersion, driver.copy_batch);
+  find(get, "cuEventCreate", kBaseVersion, driver.event_create);
+  find(get, "cuEventRecord", kBaseVersion, driver.event_record);
+  find(get, "cuStreamWaitEvent", kBaseVersion, driver.wait_event);
   return loaded;
+}
+
+// Errors after which the context is gone, and with it every later call: broken accesses and launches, a GPU that fell
+// off the bus, uncorrectable memory.
+bool is_sticky(Result result) {
+  constexpr Result kSticky[] = {4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 720, 721};
+  return std::find(std::begin(kSticky), std::end(kSticky), result) != std::end(kSticky);
 }
 
 }  // namespace
@@ -79,7 +92,8 @@ void check(const Driver& driver, Result result, const char* call) {
   const char* name = nullptr;
   if (driver.get_error_name(result, &name) != kSuccess || name == nullptr) name = "unknown";
   throw Error(result == kOutOfMemory ? KVSWAP_OUT_OF_MEMORY : KVSWAP_DRIVER,
-              format("%s: CUDA error %d (%s)", call, result, name));
+              format("%s: CUDA error %d (%s)%s", call, result, name,
+                     is_sticky(result) ? "; the CUDA context of this process is lost: restart the worker" : ""));
 }
 
 }  // namespace kvswap::cuda

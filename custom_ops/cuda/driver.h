@@ -20,13 +20,17 @@ struct Driver {
   Result (*host_free)(void*) = nullptr;
   Result (*host_register)(void*, size_t, unsigned int) = nullptr;
   Result (*host_unregister)(void*) = nullptr;
+  // For STAGED only, which is left where one of them is missing.
+  Result (*event_create)(Event*, unsigned int) = nullptr;
+  Result (*event_record)(Event, Stream) = nullptr;
+  Result (*wait_event)(Stream, Event, unsigned int) = nullptr;
 };
 
 // Throws KVSWAP_UNAVAILABLE, with the reason, where there is none.
 const Driver& driver();
 // Throws KVSWAP_UNAVAILABLE when this thread has no current context.
 const Driver& driver_with_context();
-// Throws KVSWAP_DRIVER, or KVSWAP_OUT_OF_MEMORY, naming the call and CUDA's error.
+// Throws KVSWAP_DRIVER, or KVSWAP_OUT_OF_MEMORY, naming the call and CUDA's error, and whether the context is lost.
 void check(const Driver& driver, Result result, const char* call);
 
 }  // namespace kvswap::cuda

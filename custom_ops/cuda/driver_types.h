@@ -10,12 +10,14 @@ namespace kvswap::cuda {
 using Result = int;
 using Stream = void*;
 using Context = void*;
+using Event = void*;
 using DevicePointer = unsigned long long;
 
 constexpr Result kSuccess = 0;
 constexpr Result kNotSupported = 801;
 
-enum MemoryType : int { kHost = 1, kDevice = 2 };
+// kUnified: an address that says by itself which memory it means.
+enum MemoryType : int { kHost = 1, kDevice = 2, kUnified = 4 };
 
 // CUDA_MEMCPY2D
 struct Memcpy2D {
@@ -53,6 +55,8 @@ constexpr int kDevicePointerAttribute = 3;
 
 // What every GPU takes as a pitch of a 2D copy (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
 constexpr int64_t kMaxPitch = INT32_MAX;
+
+constexpr unsigned int kEventWithoutTiming = 2;
 
 constexpr unsigned int kRegisterPortable = 1;
 constexpr unsigned int kRegisterMapped = 2;

@@ -5,10 +5,13 @@
 
 namespace {
 
-__global__ void __launch_bounds__(kvswap::cuda::kKernelThreads)
+__global__ void __launch_bounds__(kvswap::cuda::kLanes* kvswap::cuda::kKernelWarps)
     copy_kernel(const __grid_constant__ kvswap::cuda::KernelArguments arguments) {
-  kvswap::cuda::copy_rows(arguments, {static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x),
-                                      static_cast<int32_t>(threadIdx.x), static_cast<int32_t>(blockDim.x)});
+  constexpr int kLanes = kvswap::cuda::kLanes;
+  const int warps = static_cast<int>(blockDim.x) / kLanes;
+  const int warp = static_cast<int>(blockIdx.x) * warps + static_cast<int>(threadIdx.x) / kLanes;
+  kvswap::cuda::copy_rows(arguments,
+                          {warp, static_cast<int>(gridDim.x) * warps, static_cast<int>(threadIdx.x) % kLanes});
 }
 
 }  // namespace

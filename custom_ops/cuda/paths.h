@@ -10,20 +10,40 @@ namespace kvswap::cuda {
 // The kernel's launch, null where _core_cuda.so is missing, does not load or comes from other sources.
 KernelLaunch kernel_launch();
 
-// Whether every row starts and ends on a 16-byte border and the slots fit 32 bits.
-bool fits_kernel(const Entries& entries, const Plan& plan);
-// What AUTO chooses.
-int choose_path(const Entries& entries, const Plan& plan, bool has_batch, bool has_kernel);
+// One checked copy of at least one block, before it is known how its bytes move.
+struct Copy {
+  const Driver& driver;
+  KernelLaunch launch;  // may be null
+  Entries entries;      // the host side by the address that the GPU knows it by
+  const Plan& plan;
+  bool to_device;
+  bool is_page_locked;  // kernels can reach the host side
+  bool has_alias;       // the GPU's address of some host memory is not the host's
+  Stream stream;
+};
 
-void copy_by_runs(const Driver& driver, const Entries& entries, const Plan& plan, bool to_device, Stream stream);
-// False, nothing submitted, when this driver does not do batches after all.
-bool copy_by_batch(const Driver& driver, const Entries& entries, const Plan& plan, Stream stream);
-// False, nothing submitted, when this GPU cannot run the kernel, or not on this host memory (it is not page-locked).
-bool copy_by_kernel(const Driver& driver, KernelLaunch launch, const Entries& entries, const Plan& plan, bool to_device,
-                    Stream stream);
+// Page-locked memory may have another address on the GPU. Where it has none, the copy keeps the host's.
+Copy make_copy(const Driver& driver, KernelLaunch launch, const Entries& entries, const Plan& plan, bool to_device,
+               Stream stream);
 
-// A checked copy of at least one block on `path`, or on what AUTO chooses; `launch` may be null.
-void enqueue(const Driver& driver, KernelLaunch launch, const Entries& entries, const Plan& plan, bool to_device,
-             int path, Stream stream);
+// Whether the kernel can do this copy: it exists, reaches the memory, and the slots fit 32 bits.
+bool fits_kernel(const Copy& copy);
+// Whether the entries of a host block are one range, and some blocks of it fit the staging memory.
+bool fits_staging(const Copy& copy);
+int64_t blocks_in_staging(int64_t block_bytes);
+int64_t block_bytes(const Entries& entries);  // of all entries together
+int access_bytes(const Entry& entry);         // of the kernel: the widest that both sides allow
+
+constexpr int64_t kBatchCopies = 4096;  // drivers were seen to crash at 51,828
+
+void copy_by_runs(const Copy& copy);
+// These three are false, nothing submitted, when this driver or GPU does not do it after all.
+bool copy_by_batch(const Copy& copy);
+bool copy_by_kernel(const Copy& copy);
+bool copy_staged(const Copy& copy);
+int kernel_refusal();  // the CUDA error with which a launch was refused last; 0: none was
+
+// Copies on `path`, or on what AUTO chooses.
+void enqueue(const Copy& copy, int path);
 
 }  // namespace kvswap::cuda

@@ -1,51 +1,44 @@
-// One cuMemcpyAsync per run whose rows are neighbours on both sides, one cuMemcpy2DAsync for any other. Rows further
-// apart than a 2D copy allows go one by one.
+// One cuMemcpyAsync per plain range, one cuMemcpy2DAsync per rectangle.
 #include "paths.h"
+#include "rectangles.h"
 
 namespace kvswap::cuda {
 namespace {
 
-Memcpy2D strided(const Entry& entry, const kvswap_run& run, bool to_device) {
-  Memcpy2D copy{};
-  copy.source_type = to_device ? kHost : kDevice;
-  copy.target_type = to_device ? kDevice : kHost;
-  const uint64_t source = entry.source_row(run.source), target = entry.target_row(run.target);
-  if (to_device) {
-    copy.source_host = reinterpret_cast<const void*>(source);
-    copy.target_device = target;
+Memcpy2D strided(const Copy& copy, const Rectangle& rectangle) {
+  Memcpy2D made{};
+  made.source_device = rectangle.source;
+  made.target_device = rectangle.target;
+  if (copy.has_alias) {
+    made.source_type = made.target_type = kUnified;
+  } else if (copy.to_device) {
+    made.source_type = kHost, made.target_type = kDevice;
+    made.source_host = reinterpret_cast<const void*>(rectangle.source);
   } else {
-    copy.source_device = source;
-    copy.target_host = reinterpret_cast<void*>(target);
+    made.source_type = kDevice, made.target_type = kHost;
+    made.target_host = reinterpret_cast<void*>(rectangle.target);
   }
-  copy.source_pitch = static_cast<size_t>(entry.source.pitch);
-  copy.target_pitch = static_cast<size_t>(entry.target.pitch);
-  copy.width = static_cast<size_t>(entry.row_bytes());
-  copy.height = static_cast<size_t>(run.blocks);
-  return copy;
+  made.source_pitch = static_cast<size_t>(rectangle.source_pitch);
+  made.target_pitch = static_cast<size_t>(rectangle.target_pitch);
+  made.width = static_cast<size_t>(rectangle.width);
+  made.height = static_cast<size_t>(rectangle.rows);
+  return made;
 }
-
-void copy_range(const Driver& driver, const Entry& entry, int64_t source, int64_t target, int64_t blocks,
-                Stream stream) {
-  const auto nbytes = static_cast<size_t>(blocks * entry.row_bytes());
-  check(driver, driver.copy(entry.target_row(target), entry.source_row(source), nbytes, stream), "cuMemcpyAsync");
-}
-
-bool fits_2d(const Entry& entry) { return entry.source.pitch <= kMaxPitch && entry.target.pitch <= kMaxPitch; }
 
 }  // namespace
 
-void copy_by_runs(const Driver& driver, const Entries& entries, const Plan& plan, bool to_device, Stream stream) {
-  for (const auto& entry : entries) {
-    for (const auto& run : plan.runs) {
-      if (run.blocks == 1 || entry.is_dense()) {
-        copy_range(driver, entry, run.source, run.target, run.blocks, stream);
-      } else if (!fits_2d(entry)) {
-        for (int64_t i = 0; i < run.blocks; ++i) copy_range(driver, entry, run.source + i, run.target + i, 1, stream);
+void copy_by_runs(const Copy& copy) {
+  const Driver& driver = copy.driver;
+  for (const auto& entry : copy.entries) {
+    for_each_rectangle(entry, copy.plan, [&](const Rectangle& rectangle) {
+      if (rectangle.rows == 1) {
+        const auto nbytes = static_cast<size_t>(rectangle.width);
+        check(driver, driver.copy(rectangle.target, rectangle.source, nbytes, copy.stream), "cuMemcpyAsync");
       } else {
-        const Memcpy2D copy = strided(entry, run, to_device);
-        check(driver, driver.copy_2d(&copy, stream), "cuMemcpy2DAsync");
+        const Memcpy2D made = strided(copy, rectangle);
+        check(driver, driver.copy_2d(&made, copy.stream), "cuMemcpy2DAsync");
       }
-    }
+    });
   }
 }
 

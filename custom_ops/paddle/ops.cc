@@ -9,6 +9,10 @@
 #include "../kvswap.h"
 #include "paddle/phi/api/ext/op_meta_info.h"
 
+#ifndef KVSWAP_PADDLE
+#define KVSWAP_PADDLE ""
+#endif
+
 namespace {
 
 using paddle::Tensor;
@@ -65,23 +69,28 @@ int64_t let_go(void* tensors, int) {
   return 0;
 }
 
-void copy(const std::vector<Tensor>& caches, const Rows& rows, const std::vector<int64_t>& device_slots,
-          const std::vector<int64_t>& host_slots, bool to_device, int64_t stream) {
-  const Plan plan(to_device ? host_slots : device_slots, to_device ? device_slots : host_slots);
+void enqueue(const std::vector<Tensor>& caches, const Rows& rows, const kvswap_plan* plan, bool to_device,
+             int64_t stream) {
   const auto* targets = (to_device ? rows.device : rows.host).data();
   const auto* sources = (to_device ? rows.host : rows.device).data();
   const auto entries = static_cast<int64_t>(rows.device.size());
   const auto queue = static_cast<uint64_t>(stream);
   if (rows.on_gpu) {
-    check(kvswap_cuda_copy(targets, sources, entries, plan.get(), to_device, KVSWAP_PATH_AUTO, queue));
+    check(kvswap_cuda_copy(targets, sources, entries, plan, to_device, KVSWAP_PATH_AUTO, queue));
   } else if (stream != 0) {
     // The tensors' memory must outlive the copy, also where the queue is closed between the two calls.
     auto kept = std::make_unique<std::vector<Tensor>>(caches);
-    check(kvswap_queue_copy(queue, targets, sources, entries, plan.get(), KVSWAP_PATH_AUTO));
+    check(kvswap_queue_copy(queue, targets, sources, entries, plan, KVSWAP_PATH_AUTO));
     check(kvswap_queue_call(queue, let_go, kept.release()));
   } else {
-    check(kvswap_copy(targets, sources, entries, plan.get(), KVSWAP_PATH_AUTO));
+    check(kvswap_copy(targets, sources, entries, plan, KVSWAP_PATH_AUTO));
   }
+}
+
+void copy(const std::vector<Tensor>& caches, const Rows& rows, const std::vector<int64_t>& device_slots,
+          const std::vector<int64_t>& host_slots, bool to_device, int64_t stream) {
+  const Plan plan(to_device ? host_slots : device_slots, to_device ? device_slots : host_slots);
+  enqueue(caches, rows, plan.get(), to_device, stream);
 }
 
 void synchronize(bool on_gpu, int64_t stream) {
@@ -118,6 +127,27 @@ void swap_all_layers(std::vector<Tensor>& caches, int64_t host_pool, int64_t hos
                      const std::vector<int64_t>& host_slots, bool to_device, int64_t stream) {
   const Rows rows = rows_of(caches, host_pool, host_blocks, block_bytes, 0);
   copy(caches, rows, device_slots, host_slots, to_device, stream);
+}
+
+// The same for rows and a plan that the caller has already: `host_rows` holds an address, a number of rows, a row's
+// bytes and a pitch per tensor; `plan` is a kvswap_plan, kept until the call returns.
+void swap_rows(std::vector<Tensor>& caches, const std::vector<int64_t>& host_rows, int64_t plan,  // NOLINT: in place
+               bool to_device, int64_t stream) {
+  PD_CHECK(!caches.empty() && host_rows.size() == 4 * caches.size() && plan != 0,
+           "a copy needs cache tensors, the host rows of each, and a plan");
+  Rows rows;
+  rows.on_gpu = caches.front().is_gpu();
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const auto& cache = caches[i];
+    const int64_t* host = &host_rows[4 * i];
+    PD_CHECK(cache.initialized() && cache.numel() > 0 && cache.is_gpu() == rows.on_gpu,
+             "cache tensors must have memory, all on the GPU or all on the CPU");
+    const int64_t nbytes = cache.numel() * static_cast<int64_t>(phi::SizeOf(cache.dtype()));
+    PD_CHECK(host[2] > 0 && nbytes % host[2] == 0, "a cache tensor is not a number of whole rows");
+    rows.device.push_back({reinterpret_cast<uint64_t>(cache.data()), nbytes / host[2], host[2], host[2]});
+    rows.host.push_back({static_cast<uint64_t>(host[0]), host[1], host[2], host[3]});
+  }
+  enqueue(caches, rows, reinterpret_cast<const kvswap_plan*>(plan), to_device, stream);
 }
 
 // Who gave which memory, so that it goes back the same way, once.
@@ -165,6 +195,9 @@ void host_free(Tensor& address) {  // NOLINT: in place
 
 }  // namespace
 
+// The Paddle that this was built against, "" for a build that does not say.
+extern "C" KVSWAP_API const char* kvswap_paddle_version(void) { return KVSWAP_PADDLE; }
+
 PD_BUILD_OP(swap_cache_per_layer)
     .Inputs({paddle::Vec("caches")})
     .Outputs({paddle::Vec("caches_out")})
@@ -190,6 +223,13 @@ PD_BUILD_OP(swap_cache_all_layers)
     .Attrs({"host_pool: int64_t", "host_blocks: int64_t", "block_bytes: int64_t", "device_slots: std::vector<int64_t>",
             "host_slots: std::vector<int64_t>", "to_device: bool", "stream: int64_t"})
     .SetKernelFn(PD_KERNEL(swap_all_layers));
+
+PD_BUILD_OP(swap_cache_rows)
+    .Inputs({paddle::Vec("caches")})
+    .Outputs({paddle::Vec("caches_out")})
+    .SetInplaceMap({{paddle::Vec("caches"), paddle::Vec("caches_out")}})
+    .Attrs({"host_rows: std::vector<int64_t>", "plan: int64_t", "to_device: bool", "stream: int64_t"})
+    .SetKernelFn(PD_KERNEL(swap_rows));
 
 PD_BUILD_OP(cuda_host_alloc)
     .Inputs({"address"})

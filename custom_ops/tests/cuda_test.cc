@@ -1,8 +1,9 @@
 // The host side of GPU copies against a fake driver, and the kernel's body on the CPU. Shows nothing about a GPU.
 #include <dlfcn.h>
 
-#include "../cuda/paths.h"
+#include "../cuda/costs.h"
 #include "case.h"
+#include "cpu_launch.h"
 #include "fake_libcuda.h"
 
 using namespace kvswap::cuda;
@@ -10,24 +11,6 @@ using namespace kvswap::cuda;
 namespace {
 
 FakeCuda* fake = nullptr;
-int launches = 0;
-
-constexpr uint64_t kStream = 0x1000;
-
-// A GPU would run the groups and threads in any order: so forwards and backwards.
-int launch_on_cpu(const KernelArguments* arguments, int groups, int threads, void* stream) {
-  EXPECT(reinterpret_cast<uint64_t>(stream) == kStream);
-  EXPECT(groups >= 1 && groups <= kKernelGroups && threads == kKernelThreads);
-  ++launches;
-  for (int i = 0; i < groups; ++i) {
-    for (int j = 0; j < threads; ++j) {
-      const bool backwards = launches % 2 == 0;
-      copy_rows(*arguments, {backwards ? groups - 1 - i : i, groups, backwards ? threads - 1 - j : j, threads});
-    }
-  }
-  return kSuccess;
-}
-
 int copy(Case& made, bool to_device, int path, uint64_t stream = kStream) {
   kvswap_plan* plan = make_plan(made);
   const int code = kvswap_cuda_copy(made.target.rows.data(), made.source.rows.data(), made.entries(), plan,
@@ -49,19 +32,46 @@ void every_path_moves_every_byte(Random& random) {
 }
 
 void the_kernel_moves_every_byte(Random& random) {
-  for (int i = 0; i < 40; ++i) {
-    Case made = make_case(random, i % 2 == 0, true, i % 8 == 0 ? 40000 : 700);
+  int copied = 0, narrow = 0;
+  for (int i = 0; i < 60; ++i) {
+    Case made = make_case(random, i % 2 == 0, i % 3 != 0, i % 8 == 0 ? 40000 : 700);
     kvswap_plan* plan = make_plan(made);
     const auto& runs = *plan->plan;
     const auto rows = kvswap::checked_entries(made.target.rows.data(), made.source.rows.data(), made.entries(), runs);
-    const bool aligned = fits_kernel(rows, runs);
-    if (aligned && !runs.runs.empty()) {
-      EXPECT(copy_by_kernel(driver(), launch_on_cpu, rows, runs, i % 2 != 0, reinterpret_cast<void*>(kStream)));
+    for (const auto& row : rows) narrow += access_bytes(row) < kVectorBytes ? 1 : 0;
+    if (!runs.runs.empty()) {
+      ++copied;
+      EXPECT(copy_by_kernel(copy_of(launch_on_cpu, rows, runs, i % 2 != 0)));
       made.check();
     }
     kvswap_plan_free(plan);
   }
-  EXPECT(launches > 20);
+  EXPECT(launches > 20 && copied > 20 && narrow > 20);
+}
+
+// Every width of access, and rows that end inside a piece, at its end, and just behind it.
+void rows_of_every_alignment_are_copied() {
+  constexpr int64_t kPiece = kLanes * kLoads;
+  alignas(16) static uint8_t target[3 * 40000 + 16], source[3 * 40000 + 16];
+  for (size_t i = 0; i < sizeof(source); ++i) source[i] = static_cast<uint8_t>(i % 251);
+  const std::vector<kvswap_run> list{{0, 2, 1}, {1, 0, 2}};
+  const kvswap::Plan plan = kvswap::checked_plan(list);
+  for (int unit = 1; unit <= kVectorBytes; unit *= 2) {
+    for (int64_t units : {int64_t{1}, kPiece - 1, kPiece, kPiece + 1, 2 * kPiece + 33}) {
+      const int64_t width = unit * units, shift = unit % kVectorBytes;
+      const kvswap_rows to{reinterpret_cast<uint64_t>(target) + shift, 3, width, width};
+      const kvswap_rows of{reinterpret_cast<uint64_t>(source) + shift, 3, width, width};
+      std::memset(target, 0xEE, sizeof(target));
+      const auto rows = kvswap::checked_entries(&to, &of, 1, plan);
+      EXPECT(access_bytes(rows[0]) == unit);
+      EXPECT(copy_by_kernel(copy_of(launch_on_cpu, rows, plan, true)));
+      for (const auto& run : list) {
+        const auto nbytes = static_cast<size_t>(run.blocks * width);
+        EXPECT(std::memcmp(target + shift + run.target * width, source + shift + run.source * width, nbytes) == 0);
+      }
+      for (int64_t i = shift + 3 * width; i < static_cast<int64_t>(sizeof(target)); ++i) EXPECT(target[i] == 0xEE);
+    }
+  }
 }
 
 // More runs than one launch has room for, and more copies than one batch may have.
@@ -80,7 +90,7 @@ void long_lists_are_cut() {
   const kvswap_rows of{reinterpret_cast<uint64_t>(source), kSlots, kWidth, kWidth};
   const auto rows = kvswap::checked_entries(&to, &of, 1, *plan->plan);
   launches = 0;
-  EXPECT(copy_by_kernel(driver(), launch_on_cpu, rows, *plan->plan, true, reinterpret_cast<void*>(kStream)));
+  EXPECT(copy_by_kernel(copy_of(launch_on_cpu, rows, *plan->plan, true)));
   EXPECT(launches == (kSlots + kKernelRuns - 1) / kKernelRuns);
   for (int64_t i = 0; i < kSlots; ++i) EXPECT(target[(kSlots - 1 - i) * kWidth] == i % 251);
   fake->batches = 0;
@@ -111,8 +121,8 @@ void without_a_usable_kernel_auto_falls_back() {
   const auto rows = kvswap::checked_entries(&to, &of, 1, plan);
   const auto enqueue_on = [&](KernelLaunch launch, int path, bool to_device) {
     std::memset(target, 0, sizeof(target));
-    return kvswap::guarded(
-        [&] { enqueue(driver(), launch, rows, plan, to_device, path, reinterpret_cast<void*>(kStream)); });
+    allow_paths(1 << KVSWAP_PATH_KERNEL | 1 << KVSWAP_PATH_RUNS);
+    return kvswap::guarded([&] { enqueue(copy_of(launch, rows, plan, to_device), path); });
   };
   const auto is_copied = [&] {
     for (int64_t i = 0; i < kSlots; ++i) {
@@ -122,18 +132,35 @@ void without_a_usable_kernel_auto_falls_back() {
   };
   launches = 0;
   EXPECT(enqueue_on(launch_without_code, KVSWAP_PATH_AUTO, true) == KVSWAP_OK && is_copied());
-  EXPECT(launches == 1);
+  EXPECT(launches == 1 && allowed_paths() == 1 << KVSWAP_PATH_RUNS);  // it is not tried again
   EXPECT_REFUSED(enqueue_on(launch_without_code, KVSWAP_PATH_KERNEL, true), KVSWAP_UNAVAILABLE, "copy kernel");
-  EXPECT_REFUSED(enqueue_on(launch_that_fails, KVSWAP_PATH_AUTO, true), KVSWAP_DRIVER, "CUDA error 700");
+  EXPECT_REFUSED(enqueue_on(launch_that_fails, KVSWAP_PATH_AUTO, true), KVSWAP_DRIVER, "restart the worker");
   fake->is_pageable = 1;
   EXPECT(enqueue_on(launch_that_fails, KVSWAP_PATH_AUTO, true) == KVSWAP_OK && is_copied());
   EXPECT_REFUSED(enqueue_on(launch_that_fails, KVSWAP_PATH_KERNEL, false), KVSWAP_UNAVAILABLE, "host memory");
   fake->is_pageable = 0;
-  fake->kernel_offset = 4096;
+  fake->kernel_offset = uint64_t{1} << 60;
   EXPECT(enqueue_on(launch_that_looks, KVSWAP_PATH_KERNEL, true) == KVSWAP_OK);
-  EXPECT(seen.source == of.address + 4096 && seen.target == to.address);
+  EXPECT(seen.source == of.address + fake->kernel_offset && seen.target == to.address);
   EXPECT(enqueue_on(launch_that_looks, KVSWAP_PATH_KERNEL, false) == KVSWAP_OK);
-  EXPECT(seen.source == of.address && seen.target == to.address + 4096);
+  EXPECT(seen.source == of.address && seen.target == to.address + fake->kernel_offset);
+  fake->kernel_offset = 0;
+  allow_paths(kAll);
+}
+
+// Registered memory may have an address of its own on the GPU: every path uses it, and the bytes are the same.
+void memory_is_addressed_as_the_gpu_knows_it(Random& random) {
+  fake->kernel_offset = uint64_t{1} << 60;
+  fake->unified_2d = 0;
+  const int copies_2d = fake->copies_2d;
+  for (int path : {KVSWAP_PATH_RUNS, KVSWAP_PATH_BATCH}) {
+    for (int i = 0; i < 40; ++i) {
+      Case made = make_case(random, i % 2 == 0, false, 200);
+      EXPECT(copy(made, i % 2 != 0, path) == KVSWAP_OK);
+      made.check();
+    }
+  }
+  EXPECT(fake->unified_2d > 0 && fake->unified_2d == fake->copies_2d - copies_2d);
   fake->kernel_offset = 0;
 }
 
@@ -155,22 +182,6 @@ void rows_further_apart_than_a_2d_copy_may_go_one_by_one() {
   EXPECT(kvswap_host_free(pool, kBytes) == KVSWAP_OK);
 }
 
-void paths_are_chosen_by_size_count_and_contiguity() {
-  const auto choose = [](int64_t width, int64_t runs, int64_t blocks_per_run, bool has_batch, bool has_kernel) {
-    kvswap::Entries entries{{{4096, 1 << 20, width, width}, {uint64_t{1} << 50, 1 << 20, width, 4 * width}}};
-    std::vector<kvswap_run> list;
-    for (int64_t i = 0; i < runs; ++i) list.push_back({2 * i * blocks_per_run, i * blocks_per_run, blocks_per_run});
-    return choose_path(entries, kvswap::checked_plan(list), has_batch, has_kernel);
-  };
-  EXPECT(choose(4096, 2, 1, true, true) == KVSWAP_PATH_RUNS);
-  EXPECT(choose(4096, 200, 1, true, true) == KVSWAP_PATH_KERNEL);
-  EXPECT(choose(4096, 200, 8, true, true) == KVSWAP_PATH_BATCH);
-  EXPECT(choose(4096, 200, 1, true, false) == KVSWAP_PATH_BATCH);
-  EXPECT(choose(4098, 200, 1, true, true) == KVSWAP_PATH_BATCH);
-  EXPECT(choose(65536, 200, 1, true, true) == KVSWAP_PATH_BATCH);
-  EXPECT(choose(65536, 200, 1, false, true) == KVSWAP_PATH_RUNS);
-}
-
 void wrong_arguments_submit_nothing(Random& random) {
   Case made = make_case(random, false, true, 64);
   while (made.targets.size() < 2) made = make_case(random, false, true, 64);
@@ -190,7 +201,8 @@ void driver_errors_are_named(Random& random) {
   Case made = make_case(random, false, true, 64);
   while (made.targets.empty()) made = make_case(random, false, true, 64);
   fake->fail_copy_number = fake->copies + 1;
-  EXPECT_REFUSED(copy(made, true, KVSWAP_PATH_RUNS), KVSWAP_DRIVER, "CUDA error 700 (CUDA_ERROR_ILLEGAL_ADDRESS)");
+  EXPECT_REFUSED(copy(made, true, KVSWAP_PATH_RUNS), KVSWAP_DRIVER, "CUDA error 700 (CUDA_ERROR_ILLEGAL_ADDRESS); ");
+  EXPECT(std::string(kvswap_last_error()).find("context of this process is lost: restart") != std::string::npos);
   fake->fail_copy_number = fake->copies + 1;
   EXPECT_REFUSED(copy(made, true, KVSWAP_PATH_BATCH), KVSWAP_DRIVER, "cuMemcpyBatchAsync: CUDA error 700");
   fake->fail_copy_number = 0;
@@ -207,6 +219,7 @@ void a_gpu_without_batches_falls_back(Random& random) {
     }
   }
   fake->batch_result = kSuccess;
+  allow_paths(kAll);
 }
 
 void host_memory_is_the_drivers() {
@@ -251,7 +264,8 @@ int main(int argc, char** argv) {
   long_lists_are_cut();
   without_a_usable_kernel_auto_falls_back();
   rows_further_apart_than_a_2d_copy_may_go_one_by_one();
-  paths_are_chosen_by_size_count_and_contiguity();
+  rows_of_every_alignment_are_copied();
+  memory_is_addressed_as_the_gpu_knows_it(random);
   wrong_arguments_submit_nothing(random);
   driver_errors_are_named(random);
   a_gpu_without_batches_falls_back(random);

@@ -2,6 +2,8 @@
 // copies happen at once. It is strict about what the documentation demands of a caller.
 #include "fake_libcuda.h"
 
+#include <unistd.h>
+
 #include <cstdlib>
 #include <cstring>
 
@@ -11,7 +13,7 @@ using namespace kvswap::cuda;
 
 namespace {
 
-FakeCuda state{1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+FakeCuda state;
 
 constexpr Result kInvalidValue = 1, kIllegalAddress = 700;
 
@@ -23,9 +25,14 @@ bool note(Stream stream) {
   return true;
 }
 
+void* real(DevicePointer address) {
+  const bool is_alias = state.kernel_offset != 0 && address >= state.kernel_offset;
+  return reinterpret_cast<void*>(is_alias ? address - state.kernel_offset : address);
+}
+
 Result copy_one(DevicePointer to, DevicePointer of, size_t nbytes) {
   if (++state.copies == state.fail_copy_number) return kIllegalAddress;
-  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(of), nbytes);
+  if (state.count_only == 0) std::memcpy(real(to), real(of), nbytes);
   return kSuccess;
 }
 
@@ -46,11 +53,13 @@ Result pointer_attribute(void* found, int attribute, DevicePointer address) {
 }
 
 Result copy_async(DevicePointer to, DevicePointer of, size_t nbytes, Stream stream) {
+  ++state.calls;
   return note(stream) ? copy_one(to, of, nbytes) : kInvalidValue;
 }
 
 Result copy_2d(const Memcpy2D* copy, Stream stream) {
-  if (!note(stream) || copy->source_type == copy->target_type || copy->source_pitch < copy->width ||
+  const bool is_unified = copy->source_type == kUnified && copy->target_type == kUnified;
+  if (!note(stream) || (copy->source_type == copy->target_type && !is_unified) || copy->source_pitch < copy->width ||
       copy->target_pitch < copy->width || copy->source_pitch > size_t{kMaxPitch} ||
       copy->target_pitch > size_t{kMaxPitch}) {
     return kInvalidValue;
@@ -58,6 +67,8 @@ Result copy_2d(const Memcpy2D* copy, Stream stream) {
   const auto of = copy->source_type == kHost ? reinterpret_cast<uint64_t>(copy->source_host) : copy->source_device;
   const auto to = copy->target_type == kHost ? reinterpret_cast<uint64_t>(copy->target_host) : copy->target_device;
   ++state.copies_2d;
+  ++state.calls;
+  if (is_unified) ++state.unified_2d;
   for (size_t row = 0; row < copy->height; ++row) {
     const Result result = copy_one(to + row * copy->target_pitch, of + row * copy->source_pitch, copy->width);
     if (result != kSuccess) return result;
@@ -69,13 +80,17 @@ Result copy_2d(const Memcpy2D* copy, Stream stream) {
 Result copy_batch(DevicePointer* to, DevicePointer* of, size_t* sizes, size_t count, MemcpyAttributes* attributes,
                   size_t* attributes_from, size_t attribute_count, size_t* failed, Stream stream) {
   if (state.batch_result != kSuccess) return state.batch_result;
+  while (state.batch_fault == 2) pause();
   if (!note(stream) || count == 0 || attribute_count != 1 || attributes_from[0] != 0 || failed == nullptr ||
       attributes->source_access != kInStreamOrder || attributes->flags != 0) {
     return kInvalidValue;
   }
   ++state.batches;
+  ++state.calls;
+  state.descriptors += static_cast<int>(count);
   if (count > state.largest_batch) state.largest_batch = count;
   for (size_t i = count; i-- > 0;) {
+    if (state.batch_fault == 1 && i == 0) continue;
     const Result result = copy_one(to[i], of[i], sizes[i]);
     if (result != kSuccess) {
       *failed = i;
@@ -109,6 +124,22 @@ Result host_unregister(void*) {
   return kSuccess;
 }
 
+Result event_create(Event* event, unsigned int flags) {
+  static int made = 0;
+  *event = reinterpret_cast<void*>(static_cast<uint64_t>(++made));
+  return flags == kEventWithoutTiming ? kSuccess : kInvalidValue;
+}
+
+Result event_record(Event event, Stream stream) {
+  ++state.event_records;
+  return event != nullptr && note(stream) ? kSuccess : kInvalidValue;
+}
+
+Result wait_event(Stream stream, Event event, unsigned int flags) {
+  ++state.event_waits;
+  return event != nullptr && flags == 0 && note(stream) ? kSuccess : kInvalidValue;
+}
+
 struct Entry {
   const char* name;
   int since;
@@ -125,6 +156,9 @@ const Entry entries[] = {
     {"cuMemHostAlloc", 2020, reinterpret_cast<void*>(host_alloc)},
     {"cuMemFreeHost", 2000, reinterpret_cast<void*>(host_free)},
     {"cuMemHostRegister", 6050, reinterpret_cast<void*>(host_register)},
+    {"cuEventCreate", 2000, reinterpret_cast<void*>(event_create)},
+    {"cuEventRecord", 2000, reinterpret_cast<void*>(event_record)},
+    {"cuStreamWaitEvent", 3020, reinterpret_cast<void*>(wait_event)},
     {"cuMemHostUnregister", 4000, reinterpret_cast<void*>(host_unregister)},
 };
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from ..attention.base import AttentionCacheBackend, CacheLayout
 from ..errors import CacheStateError, ConfigError, InvariantError
-from ..metadata import CacheLevel, SwapStep, TransferReport, TransferResult
+from ..metadata import SWAP_IN, CacheLevel, SwapStep, TransferReport, TransferResult
 from . import ops
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
+from .layer_waits import LayerWaits
 from .ops import LayerRows
 from .runtime import Event, Runtime
+from .slot_set import SlotSet
 from .transfer_manager import CacheTransferManager, CopyProgress
 
 __all__ = ["CacheController"]
@@ -157,8 +159,10 @@ class CacheController:
             raise CacheStateError("there are no caches: call initialize_kv_cache() first")
         return self._transfer_manager
 
-    def submit_swap_tasks(self, step: SwapStep) -> LayerDoneCounter | None:
-        """Start the copies of `step`, in its order where their slots meet.
+    def submit_swap_tasks(self, step: SwapStep, *, overwritten: SlotSet | None = None) -> LayerDoneCounter | None:
+        """Start the copies of `step`, in its order where their slots meet. `overwritten`: device slots that are written
+        soon after. An eviction of one of them, or of one that the step's swap-in fills, goes layer by layer then, and
+        the write can follow it so. With None evictions take the fastest way.
 
         Never blocks. Returns the counter of the transfer that fills the device layer by layer, None when there is none.
         Raises `CacheStateError`, nothing started, for foreign slots, a target written twice, tiers that no copy path
@@ -170,8 +174,12 @@ class CacheController:
         planned = [(metadata, transfers.plan(metadata)) for metadata in step.transfers]
         self._last_step = step.step
         counter: LayerDoneCounter | None = None
+        soon = SlotSet() if overwritten is None else overwritten
         for metadata, runs in planned:
-            counter = transfers.submit(step.step, metadata, runs) or counter
+            if overwritten is not None and metadata.kind == SWAP_IN:
+                soon |= runs.targets
+        for metadata, runs in planned:
+            counter = transfers.submit(step.step, metadata, runs, soon) or counter
         return counter
 
     def before_compute(
@@ -180,7 +188,8 @@ class CacheController:
         written_slots: Collection[int] | None,
         *,
         counter: LayerDoneCounter | None = None,
-    ) -> None:
+        by_layer: bool = False,
+    ) -> LayerDoneCounter | LayerWaits | None:
         """Compute will read and write these device slots: it waits for copies that read what it writes, and for
         copies that write what it touches. None stands for "any slot".
 
@@ -188,11 +197,14 @@ class CacheController:
         swap-in is waited for here, so one whose counter was dropped is safe. A slot that is read and written counts as
         written: its old content is not required to be valid.
 
+        With `by_layer` evictions that go layer by layer are left out, too. Returns what the forward pass has to wait
+        for itself: `counter`, or one that stands for it and those evictions.
+
         Raises `TransferError` when the copy that should have filled a read slot failed, `LayerSwapTimeoutError` when a
         copy takes longer than `layer_timeout_s` (CPU only); `failed_slots` then names the slots without content, and
         compute must not run with those. `CacheStateError` if the swap-in of `counter` fills a written slot.
         """
-        self._transfers.before_compute(read_slots, written_slots, counter)
+        return self._transfers.before_compute(read_slots, written_slots, counter, by_layer=by_layer)
 
     def after_compute(self, read_slots: Iterable[int] | None, written_slots: Collection[int] | None) -> Event:
         """Compute on these slots has been submitted (None: any slots): later copies that conflict wait for it. Returns

@@ -2,7 +2,8 @@
 
 There is one rule: a use waits for every earlier use of the same slot that conflicts with it, where reads conflict with
 writes and writes with everything. All cases of a D2H meeting compute, an H2D meeting a D2H, and so on, follow from it.
-The table only names events; streams do the waiting.
+The table only names events; streams do the waiting. A use is one event and two bitmaps of slots, so what a question
+costs goes by the uses in flight, not by their slots.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from ..errors import CacheStateError, InvariantError
 from .runtime import Event
+from .slot_set import bitmap, slots_of
 
 
 class Actor(enum.Enum):
@@ -21,6 +23,13 @@ class Actor(enum.Enum):
     INPUT = "input"
     OUTPUT = "output"
     COMPUTE = "compute"
+    REMOTE = "remote"
+    """A lease or a fetch of `transfer/`: no stream. They end in any order, so none stands for another."""
+
+    @property
+    def is_fifo(self) -> bool:
+        """Whether a use that has ended says that the earlier ones of this actor have."""
+        return self is not Actor.REMOTE
 
 
 class Hazard(enum.Enum):
@@ -48,47 +57,54 @@ class Dependency(NamedTuple):
         return self.event.done() and not (self.needs_data and self.event.error is not None)
 
 
-class _Use(NamedTuple):
-    actor: Actor
-    event: Event
+class _Use:
+    """One operation on a stream, and the slots for which it still counts: bitmaps, see `SlotSet`."""
+
+    __slots__ = ("actor", "event", "given_up", "reads", "writes")
+
+    def __init__(self, actor: Actor, event: Event, reads: int, writes: int) -> None:
+        self.actor = actor
+        self.event = event
+        self.reads = reads
+        self.writes = writes
+        self.given_up = 0
+        """Those of `writes` that nobody counts on any more."""
+
+    def without_data(self) -> int:
+        """Those of `writes` that failed or were given up."""
+        return self.writes if self.event.error is not None else self.given_up
+
+    def forget(self, slots: int) -> None:
+        if self.reads & slots:  # mostly not: looking costs a fraction of making new bitmaps
+            self.reads &= ~slots
+        if self.writes & slots:
+            self.writes &= ~slots
+            self.given_up &= ~slots
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.reads | self.writes
 
 
-class _SlotUses:
-    """Uses of one slot since its last write. A write waits for all before it, so it stands for them."""
-
-    __slots__ = ("failed", "readers", "writer")
-
-    def __init__(self) -> None:
-        self.writer: _Use | None = None
-        self.readers: list[_Use] = []
-        self.failed = False
-
-    def holds_no_data(self) -> bool:
-        return self.failed or (self.writer is not None and self.writer.event.error is not None)
-
-    def is_over(self) -> bool:
-        # In this order: a writer that fails meanwhile has to be seen.
-        if (self.writer is not None and not self.writer.event.done()) or self.holds_no_data():
-            return False
-        return all(use.event.done() for use in self.readers)
-
-
-_FIRST_PRUNE = 64
+_EVERY_SLOT = -1
+"""As a bitmap."""
 
 
 class HazardTable:
     """Unfinished uses of the slots `0..num_slots-1` of one tier, and failed writes nobody has repaired yet.
 
     The caller asks `before`, makes its stream wait, submits, records an event and tells it to `after`. Not
-    thread-safe; events finish on other threads. Memory is bounded by the slots in use: finished uses are pruned.
+    thread-safe; events finish on other threads. Each slot counts for its last writer and for the readers since, and
+    there only for the last one of each actor: streams are FIFO, so that one stands for those before it. Each call costs
+    at most one question per event and a few words per thousand slots and use in flight, and finished uses go.
     """
 
     def __init__(self, name: str, num_slots: int) -> None:
         self.name = name
         self.num_slots = num_slots
-        self._slots: dict[int, _SlotUses] = {}
-        self._anywhere: _Use | None = None  # latest use whose slots are unknown: reads and writes everything
-        self._prune_at = _FIRST_PRUNE
+        self._uses: list[_Use] = []
+        """In the order in which they were recorded."""
+        self._anywhere: tuple[Actor, Event] | None = None  # latest use whose slots are unknown: reads and writes all
 
     def before(
         self, actor: Actor, *, reads: Iterable[int] | None = (), writes: Collection[int] | None = ()
@@ -96,7 +112,7 @@ class HazardTable:
         """What a use by `actor` must wait for, each event once. None stands for "any slot".
 
         A slot that is both read and written counts as written: its old content need not be valid. With unknown reads
-        nothing needs data, because most slots are not read. O(slots named), O(1) when nothing is unfinished.
+        nothing needs data, because most slots are not read. A `SlotSet` costs nothing to look at.
         """
         found: dict[int, Dependency] = {}
         for dependency in self.conflicts(actor, reads, writes):
@@ -111,103 +127,122 @@ class HazardTable:
         """Record a use that `before` was asked about and whose stream waits as told. None stands for "any slot"."""
         if reads is None or writes is None:
             # Streams are FIFO: the latest such event stands for the earlier ones. Failed writes stay failed.
-            self._anywhere = _Use(actor, event)
-        written = frozenset(writes or ())
-        over = event.done()
-        if self._slots or not over or event.error is not None:  # one that failed at once is not forgotten
-            self._record(_Use(actor, event), [slot for slot in reads or () if slot not in written], written, over)
-        if len(self._slots) >= self._prune_at:
-            self.prune()
+            self._anywhere = actor, event
+        written = bitmap(writes or ())
+        read = bitmap(reads or ()) & ~written
+        for use in self._uses:
+            use.forget(written)  # the write has waited for it
+            if use.actor is actor and actor.is_fifo and use.reads & read:
+                use.reads &= ~read
+        self._uses.append(_Use(actor, event, read, written))
+        self.prune()
 
     def fail(self, slots: Iterable[int], event: Event) -> None:
         """The write recorded with `event` was given up, though it may still happen: its slots hold no data."""
-        for number in slots:
-            slot = self._slots.get(number)
-            if slot is not None and slot.writer is not None and slot.writer.event is event:
-                slot.failed = True
+        given_up = bitmap(slots)
+        for use in self._uses:
+            if use.event is event:
+                use.given_up |= use.writes & given_up
 
     def failed(self, slots: Iterable[int]) -> list[int]:
         """Those of `slots` whose last write failed or was given up."""
-        return [slot for slot in slots if slot in self._slots and self._slots[slot].holds_no_data()]
+        without_data = 0
+        for use in self._uses:
+            without_data |= use.without_data()
+        return [slot for slot in slots if without_data >> slot & 1] if without_data else []
 
     def refilled(self, slots: Iterable[int]) -> None:
         """What is no stream has filled `slots`, after every earlier use of them: a failed write is repaired."""
-        for number in slots:
-            slot = self._slots.get(number)
-            if slot is not None and slot.holds_no_data():
-                del self._slots[number]
+        filled, repaired = bitmap(slots), 0
+        for use in self._uses:
+            repaired |= use.without_data() & filled
+        if repaired:
+            for use in self._uses:
+                use.forget(repaired)
+            self._drop_empty()
 
     def prune(self) -> None:
-        """Forget finished uses. Runs by itself."""
-        self._slots = {number: slot for number, slot in self._slots.items() if not slot.is_over()}
-        self._prune_at = max(_FIRST_PRUNE, 2 * len(self._slots))
-        if self._anywhere is not None and self._anywhere.event.done():
+        """Forget finished uses. Runs by itself. A stream is FIFO: behind a use that is not done it is not asked."""
+        busy: set[Actor] = set()
+        for use in self._uses:
+            if use.actor in busy:
+                continue
+            if not use.event.done():
+                if use.actor.is_fifo:
+                    busy.add(use.actor)
+            else:  # in this order: a writer that fails meanwhile has to be seen
+                use.reads, use.writes = 0, use.without_data()
+        self._drop_empty()
+        if self._anywhere is not None and self._anywhere[0] not in busy and self._anywhere[1].done():
             self._anywhere = None
+
+    def _drop_empty(self) -> None:
+        self._uses = [use for use in self._uses if not use.is_empty]
 
     def clear(self) -> None:
         """Forget everything, failed writes too. Only when no copy is in flight."""
         self.prune()
-        busy = [number for number, slot in self._slots.items() if not slot.holds_no_data()]
+        busy = 0
+        for use in self._uses:
+            busy |= use.reads | (use.writes & ~use.without_data())
         if busy:
-            raise CacheStateError(f"{self.name} slots {busy} are still in use by copies")
-        self._slots.clear()
+            raise CacheStateError(f"{self.name} slots {slots_of(busy)} are still in use by copies")
+        self._uses.clear()
 
     def __len__(self) -> int:
         """Slots the table remembers anything about."""
-        return len(self._slots)
+        slots = 0
+        for use in self._uses:
+            slots |= use.reads | use.writes
+        return slots.bit_count()
+
+    @property
+    def num_uses(self) -> int:
+        """Operations the table remembers."""
+        return len(self._uses)
 
     def conflicts(
         self, actor: Actor, reads: Iterable[int] | None, writes: Collection[int] | None
     ) -> Iterator[Dependency]:
-        """Every earlier use by somebody else that conflicts, finished ones and duplicates included."""
-        if self._anywhere is not None and self._anywhere.actor is not actor:
-            yield Dependency(self._anywhere.event, self._anywhere.actor, actor, Hazard.WRITE_AFTER_WRITE)
-        if not self._slots:
-            return
-        written = self._slots.keys() if writes is None else frozenset(writes)
-        for number in written:
-            slot = self._slots.get(number)
-            if slot is not None:
-                yield from _before_write(slot, actor)
-        hazard = Hazard.WRITE_AFTER_WRITE if reads is None else Hazard.READ_AFTER_WRITE
-        for number in self._slots if reads is None else reads:
-            slot = self._slots.get(number)
-            if slot is not None and number not in written and slot.writer and slot.writer.actor is not actor:
-                yield Dependency(slot.writer.event, slot.writer.actor, actor, hazard)
-
-    def _record(self, use: _Use, reads: Iterable[int], writes: Iterable[int], over: bool) -> None:
-        for number in reads:
-            if over:
+        """Every remembered use by another actor that conflicts, once per hazard, finished ones included."""
+        written = _EVERY_SLOT if writes is None else bitmap(writes)
+        read = (_EVERY_SLOT if reads is None else bitmap(reads)) & ~written
+        after_write = Hazard.WRITE_AFTER_WRITE if reads is None else Hazard.READ_AFTER_WRITE
+        if self._anywhere is not None and self._anywhere[0] is not actor:
+            earlier, event = self._anywhere
+            yield Dependency(event, earlier, actor, Hazard.WRITE_AFTER_WRITE)
+        for use in self._uses:
+            if use.actor is actor:
                 continue
-            slot = self._slots.setdefault(number, _SlotUses())
-            slot.readers = [reader for reader in slot.readers if not reader.event.done()]
-            slot.readers.append(use)
-        for number in writes:
-            if over and use.event.error is None:
-                self._slots.pop(number, None)
-                continue
-            slot = self._slots[number] = _SlotUses()
-            slot.writer = use
+            if use.writes & written:
+                yield Dependency(use.event, use.actor, actor, Hazard.WRITE_AFTER_WRITE)
+            if use.writes & read:
+                yield Dependency(use.event, use.actor, actor, after_write)
+            if use.reads & written:
+                yield Dependency(use.event, use.actor, actor, Hazard.WRITE_AFTER_READ)
 
     def check(self) -> None:
         """Raises `InvariantError`."""
-        for number, slot in self._slots.items():
+        written = 0
+        readers: dict[Actor, int] = dict.fromkeys(Actor, 0)
+        for use in self._uses:
             # Only slots of this tier are remembered, and only for a use.
-            if not 0 <= number < self.num_slots:
-                raise InvariantError(f"{self.name} hazards name slot {number} of {self.num_slots}")
-            if slot.writer is None and not slot.readers:
-                raise InvariantError(f"{self.name} slot {number} is remembered without a use")
+            if (use.reads | use.writes).bit_length() > self.num_slots:
+                highest = (use.reads | use.writes).bit_length() - 1
+                raise InvariantError(f"{self.name} hazards name slot {highest} of {self.num_slots}")
+            if use.is_empty:
+                raise InvariantError(f"{self.name} hazards remember a use of no slot")
+            # A slot has one last writer, and since then one last reader of each actor that is a stream.
+            if use.writes & written or use.reads & readers[use.actor]:
+                doubled = slots_of(use.writes & written | use.reads & readers[use.actor])
+                raise InvariantError(f"{self.name} slots {doubled} have two last uses of one kind")
+            if any(use.writes & of_actor for of_actor in readers.values()):
+                raise InvariantError(f"{self.name} hazards remember a reader from before a write")
             # A given-up write is a write.
-            if slot.failed and slot.writer is None:
-                raise InvariantError(f"{self.name} slot {number} failed without a writer")
-        # Pruning keeps the table near the number of slots really in use.
-        if len(self._slots) > min(self.num_slots, self._prune_at):
-            raise InvariantError(f"{self.name} hazards remember {len(self._slots)} slots, prune at {self._prune_at}")
-
-
-def _before_write(slot: _SlotUses, actor: Actor) -> Iterator[Dependency]:
-    if slot.writer is not None and slot.writer.actor is not actor:
-        yield Dependency(slot.writer.event, slot.writer.actor, actor, Hazard.WRITE_AFTER_WRITE)
-    for reader in slot.readers:
-        if reader.actor is not actor:
-            yield Dependency(reader.event, reader.actor, actor, Hazard.WRITE_AFTER_READ)
+            if use.given_up & ~use.writes:
+                raise InvariantError(
+                    f"{self.name} slots {slots_of(use.given_up & ~use.writes)} failed without a writer"
+                )
+            written |= use.writes
+            if use.actor.is_fifo:
+                readers[use.actor] |= use.reads

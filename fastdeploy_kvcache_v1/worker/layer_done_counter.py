@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, TransferError
 from .runtime import Event, Stream
 from .runtime.base import describe
+from .slot_set import SlotSet
 
 
 class WaitMeter:
@@ -28,7 +29,7 @@ class LayerDoneCounter:
         self,
         layer_events: Sequence[Event],
         compute_stream: Stream,
-        target_slots: tuple[int, ...],
+        target_slots: SlotSet,
         *,
         timeout_s: float,
         meter: WaitMeter,

@@ -6,18 +6,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from ..errors import CacheStateError, InvariantError, LayerSwapTimeoutError, UnsupportedCopyError
 from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, CopyKind, TransferReport, TransferResult
 from . import ops
-from .hazards import Actor, Dependency, HazardTable
+from .hazards import Actor, Dependency, Hazard, HazardTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter, WaitMeter
+from .layer_waits import LayerWaits
 from .ops import CopyRuns, LayerRows
 from .runtime import Event, Runtime, Stream
 from .runtime.base import describe
+from .slot_set import SlotSet
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class Transfer:
         self.num_bytes = num_bytes
         self.started = started
         self.finished = finished
+        self.layer_events: tuple[Event, ...] = ()
+        """One per layer, when an eviction's target waits for it layer by layer; else none."""
         self.given_up: str | None = None
         """Why it was declared failed while still running."""
 
@@ -69,9 +72,14 @@ class _Tier(NamedTuple):
     layers: tuple[LayerRows, ...]
 
 
+_Slots = tuple[SlotSet, SlotSet]
+"""Sources and targets of a copy."""
+
+
 class CacheTransferManager:
-    """H2D layer by layer on the input stream, D2H of all layers on the output stream, each independent of the other
-    and of compute but for the waits that the hazard tables ask for.
+    """H2D layer by layer on the input stream; D2H on the output stream, of all layers at once or, where something waits
+    to write what is read, layer by layer. Each is independent of the other and of compute but for the waits that the
+    hazard tables ask for.
 
     Never blocks the submitting thread. Not thread-safe: one thread submits, computes and takes results. Streams are
     made at the first copy, so a process may fork before.
@@ -88,9 +96,9 @@ class CacheTransferManager:
             CacheLevel.DEVICE: _Tier(self._device_hazards, tuple(device_layers)),
             CacheLevel.HOST: _Tier(HazardTable("host", host.num_blocks), host.layers),
         }
-        self._paths: dict[CopyKind, Callable[[int, CacheSwapMetadata, CopyRuns], LayerDoneCounter | None]] = {
-            EVICT: partial(self._copy_whole, Actor.OUTPUT),
-            SWAP_IN: partial(self._copy_by_layer, Actor.INPUT),
+        self._paths: dict[CopyKind, Callable[[int, CacheSwapMetadata, CopyRuns, SlotSet], LayerDoneCounter | None]] = {
+            EVICT: self._evict,
+            SWAP_IN: self._swap_in,
         }
         self._streams: dict[Actor, Stream] = {}
         self._unreported: list[Transfer] = []
@@ -113,53 +121,87 @@ class CacheTransferManager:
             num_targets=self._tiers[metadata.target].hazards.num_slots,
         )
 
-    def submit(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns) -> LayerDoneCounter | None:
-        """Start what `plan` made `runs` of. Returns a counter when layers arrive one by one."""
-        return self._paths[metadata.kind](step, metadata, runs)
+    def submit(
+        self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, overwritten: SlotSet
+    ) -> LayerDoneCounter | None:
+        """Start what `plan` made `runs` of. Returns a counter when layers arrive one by one. `overwritten`: see
+        `CacheController.submit_swap_tasks`.
+        """
+        return self._paths[metadata.kind](step, metadata, runs, overwritten)
 
-    def _copy_whole(self, actor: Actor, step: int, metadata: CacheSwapMetadata, runs: CopyRuns) -> None:
-        """All layers in one call, one event."""
-        stream = self._begin(actor, metadata)
+    def _evict(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, overwritten: SlotSet) -> None:
+        """All layers in one call, or one by one where something waits to write them."""
+        actor, sources = Actor.OUTPUT, SlotSet.of(runs.sources)
+        slots = sources, SlotSet.of(runs.targets)
+        stream, _ = self._begin(actor, metadata, slots)
         started = stream.record_event(timed=True)
-        targets, sources = self._tiers[metadata.target].layers, self._tiers[metadata.source].layers
-        stream.enqueue(ops.swap_cache_all_layers, targets, sources, runs)
-        self._track(actor, step, metadata, started, stream.record_event(timed=True))
+        to, of = self._tiers[metadata.target].layers, self._tiers[metadata.source].layers
+        layer_events: list[Event] = []
+        if sources.isdisjoint(overwritten):
+            stream.enqueue(ops.swap_cache_all_layers, to, of, runs)
+        else:
+            for layer_to, layer_of in zip(to, of, strict=True):
+                stream.enqueue(ops.swap_cache_per_layer, layer_to, layer_of, runs)
+                layer_events.append(stream.record_event())
+        transfer = self._track(actor, step, metadata, slots, started, stream.record_event(timed=True))
+        transfer.layer_events = tuple(layer_events)
 
-    def _copy_by_layer(self, actor: Actor, step: int, metadata: CacheSwapMetadata, runs: CopyRuns) -> LayerDoneCounter:
+    def _swap_in(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, _: SlotSet) -> LayerDoneCounter:
         """One call and one event per layer, so that compute can start before the last one has arrived."""
-        stream = self._begin(actor, metadata)
+        actor, slots = Actor.INPUT, (SlotSet.of(runs.sources), SlotSet.of(runs.targets))
+        stream, evictions = self._begin(actor, metadata, slots)
         started = stream.record_event(timed=True)
         layer_events = []
-        for targets, sources in zip(
-            self._tiers[metadata.target].layers, self._tiers[metadata.source].layers, strict=True
-        ):
+        tiers = self._tiers[metadata.target].layers, self._tiers[metadata.source].layers
+        for layer, (targets, sources) in enumerate(zip(*tiers, strict=True)):
+            for eviction in evictions:
+                stream.wait_event(eviction[layer])
             stream.enqueue(ops.swap_cache_per_layer, targets, sources, runs)
             layer_events.append(stream.record_event())
-        transfer = self._track(actor, step, metadata, started, stream.record_event(timed=True))
+        transfer = self._track(actor, step, metadata, slots, started, stream.record_event(timed=True))
         return LayerDoneCounter(
             layer_events,
             self._runtime.compute_stream,
-            metadata.target_slots,
+            slots[1],
             timeout_s=self._layer_timeout_s,
             meter=self._meter,
             on_failure=lambda reason: self._give_up(transfer, reason),
         )
 
-    def _begin(self, actor: Actor, metadata: CacheSwapMetadata) -> Stream:
+    def _begin(
+        self, actor: Actor, metadata: CacheSwapMetadata, slots: _Slots
+    ) -> tuple[Stream, list[tuple[Event, ...]]]:
+        """The stream, which waits for what the copy conflicts with; the evictions that each layer waits for itself."""
         stream = self._streams.get(actor)
         if stream is None:
             stream = self._streams[actor] = self._runtime.new_stream(f"kv-{actor.value}")
         stream.begin()
         self._take_refilled()
-        waits = self._tiers[metadata.source].hazards.before(actor, reads=metadata.source_slots)
-        waits += self._tiers[metadata.target].hazards.before(actor, writes=metadata.target_slots)
-        for wait in waits:
+        waits = self._tiers[metadata.source].hazards.before(actor, reads=slots[0])
+        waits += self._tiers[metadata.target].hazards.before(actor, writes=slots[1])
+        whole, by_layer = self._by_layer(waits)
+        for wait in whole:
             stream.wait_event(wait.event, needs_data=wait.needs_data)
-        return stream
+        return stream, by_layer
 
-    def _track(self, actor: Actor, step: int, metadata: CacheSwapMetadata, started: Event, finished: Event) -> Transfer:
-        self._tiers[metadata.source].hazards.after(actor, finished, reads=metadata.source_slots)
-        self._tiers[metadata.target].hazards.after(actor, finished, writes=metadata.target_slots)
+    def _by_layer(self, waits: list[Dependency]) -> tuple[list[Dependency], list[tuple[Event, ...]]]:
+        """Waits for evictions to read what is overwritten: per-layer events where there are some. And all others."""
+        layered = {id(each.finished): each.layer_events for each in self._unreported if each.layer_events}
+        overwrites = [each.hazard is Hazard.WRITE_AFTER_READ and id(each.event) in layered for each in waits]
+        whole = [wait for wait, is_layered in zip(waits, overwrites, strict=True) if not is_layered]
+        return whole, [layered[id(wait.event)] for wait, each in zip(waits, overwrites, strict=True) if each]
+
+    def _track(
+        self,
+        actor: Actor,
+        step: int,
+        metadata: CacheSwapMetadata,
+        slots: _Slots,
+        started: Event,
+        finished: Event,
+    ) -> Transfer:
+        self._tiers[metadata.source].hazards.after(actor, finished, reads=slots[0])
+        self._tiers[metadata.target].hazards.after(actor, finished, writes=slots[1])
         transfer = Transfer(step, metadata, len(metadata) * self._block_bytes, started, finished)
         self._unreported.append(transfer)
         self._num_submitted += 1
@@ -168,22 +210,31 @@ class CacheTransferManager:
     # ---- compute
 
     def before_compute(
-        self, reads: Iterable[int] | None, writes: Collection[int] | None, counter: LayerDoneCounter | None
-    ) -> None:
+        self,
+        reads: Iterable[int] | None,
+        writes: Collection[int] | None,
+        counter: LayerDoneCounter | None,
+        *,
+        by_layer: bool,
+    ) -> LayerDoneCounter | LayerWaits | None:
         """See `CacheController.before_compute`."""
-        skipped: frozenset[int] = frozenset()
         if counter is not None:
-            skipped = frozenset(counter.target_slots)
-            overlap = skipped.intersection(writes or ())
+            skipped = counter.target_slots
+            overlap = skipped & (writes or ())
             if overlap:
-                raise CacheStateError(f"slots {sorted(overlap)} are written while they are being swapped in")
+                raise CacheStateError(f"slots {list(overlap)} are written while they are being swapped in")
             if reads is not None:
-                reads = [slot for slot in reads if slot not in skipped]
+                reads = SlotSet.of(reads) - skipped
         self._take_refilled()
         compute = self._runtime.compute_stream
         compute.begin()
-        for wait in self._device_hazards.before(Actor.COMPUTE, reads=reads, writes=writes):
+        waits = self._device_hazards.before(Actor.COMPUTE, reads=reads, writes=writes)
+        whole, evictions = self._by_layer(waits) if by_layer else (waits, [])
+        for wait in whole:
             self._compute_waits(compute, wait)
+        if not evictions:
+            return counter
+        return LayerWaits(counter, evictions, compute, timeout_s=self._layer_timeout_s, meter=self._meter)
 
     def _compute_waits(self, compute: Stream, wait: Dependency) -> None:
         start = time.perf_counter()

@@ -1,10 +1,13 @@
-"""Memory, streams and kernels of a GPU for the suite and the benchmark: CuPy, NumPy and this package, no Paddle."""
+"""Memory of a GPU and ways to copy, for the suite and the benchmark: CuPy, NumPy and this package, no Paddle.
+
+The files of this folder import each other by their bare names: a package `tests` of another project may come first.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -13,29 +16,14 @@ from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, cupy_copies
 from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 
+PATHS = (Path.RUNS, Path.BATCH, Path.KERNEL, Path.STAGED)
+CUPY = "cupy"
+
 Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], CopyRuns, int], None]
 """Enqueues the copy of all layers on a raw stream."""
 
-WORK = r"""
-extern "C" __global__ void spin(long long cycles) {
-  const long long start = clock64();
-  while (clock64() - start < cycles) {}
-}
-extern "C" __global__ void fill(unsigned char* bytes, long long count, int value) {
-  const long long step = gridDim.x * (long long)blockDim.x;
-  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < count; i += step)
-    bytes[i] = (unsigned char)value;
-}
-extern "C" __global__ void compute(float* out, int rounds) {
-  float a = threadIdx.x, b = blockIdx.x;
-  for (int i = 0; i < rounds; ++i) { a = fmaf(a, 0.5f, b); b = fmaf(b, 0.5f, a); }
-  out[blockIdx.x * blockDim.x + threadIdx.x] = a + b;
-}
-"""
-
-
-def kernel(name: str) -> Any:
-    return cupy.RawKernel(WORK, name)
+LayerCopy = Callable[[LayerRows, LayerRows, CopyRuns, int], None]
+"""That of one layer."""
 
 
 def core() -> CompiledOps:
@@ -46,18 +34,58 @@ def core() -> CompiledOps:
     return ops.COMPILED
 
 
-def implementations() -> dict[str, Copy]:
-    """Every way to copy that this machine has."""
-    compiled = core()
-    copies: dict[str, Copy] = {"cupy": cupy_copies.swap_cache_all_layers, "auto": compiled.swap_cache_all_layers}
-    for path in (Path.RUNS, Path.BATCH, Path.KERNEL):
-        if compiled.library.raw.kvswap_cuda_has_path(int(path)):
-            copies[path.name.lower()] = _forced(compiled, path)
-    return copies
+def land() -> ops.Landing:
+    """As a worker does when it page-locks its pool: tries every path, times them, gives STAGED its memory."""
+    buffer = ops.host_alloc(8 << 20)
+    cupy.cuda.runtime.hostRegister(buffer.address, buffer.nbytes, 0)
+    try:
+        return ops.land(cupy, 0, buffer)
+    finally:
+        cupy.cuda.runtime.hostUnregister(buffer.address)
 
 
-def _forced(compiled: CompiledOps, path: Path) -> Copy:
-    return lambda targets, sources, runs, stream: compiled.swap_cache_all_layers(targets, sources, runs, stream, path)
+class Way(NamedTuple):
+    """One way to copy."""
+
+    all_layers: Copy
+    per_layer: LayerCopy
+
+
+def ways() -> dict[str, Way]:
+    """Every way to copy that lives on this machine."""
+    compiled, live = core(), land().live
+    found = {
+        CUPY: Way(cupy_copies.swap_cache_all_layers, cupy_copies.swap_cache_per_layer),
+        "auto": Way(compiled.swap_cache_all_layers, compiled.swap_cache_per_layer),
+    }
+    return found | {path.name.lower(): _forced(compiled, path) for path in PATHS if path.name.lower() in live}
+
+
+def _forced(compiled: CompiledOps, path: Path) -> Way:
+    """STAGED goes to the host only; into the device its kernel copies."""
+
+    def by(target: BlockRows) -> Path:
+        return Path.KERNEL if path is Path.STAGED and target.on_gpu else path
+
+    def all_layers(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns, stream: int) -> None:
+        compiled.swap_cache_all_layers(targets, sources, runs, stream, by(targets[0][0]))
+
+    def per_layer(targets: LayerRows, sources: LayerRows, runs: CopyRuns, stream: int) -> None:
+        compiled.swap_cache_per_layer(targets, sources, runs, stream, by(targets[0]))
+
+    return Way(all_layers, per_layer)
+
+
+@contextmanager
+def copies_by(way: Way) -> Iterator[None]:
+    """What the package copies meanwhile goes this way."""
+    chosen = {"swap_cache_all_layers": way.all_layers, "swap_cache_per_layer": way.per_layer}
+    before = {op: ops.install(op, "cuda", ops.Implementation("chosen", run)) for op, run in chosen.items()}
+    try:
+        yield
+    finally:
+        for op, one in before.items():
+            ops.install(op, "cuda", one)
 
 
 @contextmanager

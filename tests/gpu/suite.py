@@ -1,173 +1,69 @@
-"""The CUDA suite: every path, every byte, order on streams. `scripts/test-gpu` runs it; pytest is not needed.
+"""The CUDA suite: every way to copy, and what the worker makes of them. `scripts/test-gpu` runs it; it needs no pytest.
 
 Each check prints one line. Exit status 1 when one failed.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from importlib import import_module
+from types import ModuleType
 
-import cupy
-import numpy as np
+import copy_checks
+from device import Way, copies_by, core, land, ways
 
-from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.worker.ops import CopyRun, CopyRuns, LayerRows, plan_runs
-from tests.gpu.device import Copy, core, device_rows, host_rows, implementations, kernel, page_locked
-
-DELAY_CYCLES = 100_000_000
-"""About 50 ms: whoever does not wait is early for certain."""
+SIMULATED_STEPS = 200
 
 
-class Tiers:
-    """Both tiers, poisoned, with what they hold as NumPy arrays."""
-
-    def __init__(self, pool: np.ndarray, widths: list[list[int]], slots: tuple[int, int], seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        self.widths = widths
-        self.num_device, self.num_host = slots
-        pool[:] = rng.integers(0, 256, pool.size, dtype=np.uint8)
-        self.pool = pool.reshape(self.num_host, -1)
-        contents = [
-            [rng.integers(0, 256, (self.num_device, width), dtype=np.uint8) for width in roles] for roles in widths
-        ]
-        self.device = [[cupy.asarray(array) for array in roles] for roles in contents]
-        cupy.cuda.Device().synchronize()
-
-    @property
-    def device_rows(self) -> list[LayerRows]:
-        return [device_rows(roles) for roles in self.device]
-
-    @property
-    def host_rows(self) -> list[LayerRows]:
-        return host_rows(self.pool, self.num_host, self.widths)
-
-    def on_device(self) -> np.ndarray:
-        """All layers and roles of all slots, laid out like the host pool."""
-        cupy.cuda.Device().synchronize()
-        return np.concatenate([cupy.asnumpy(array) for roles in self.device for array in roles], axis=1)
+def checks() -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Which way the copies go, what is checked, and how."""
+    simulation = optional("simulation")
+    for seed, (name, way) in enumerate(ways().items()):
+        for check in copy_checks.CHECKS:
+            yield name, check.__name__, partial(check, name, way)
+        if simulation is not None:
+            yield name, "simulated_worker", partial(simulated_worker, simulation, way, seed)
+    for module in filter(None, map(optional, ("worker_checks", "serving_checks"))):
+        for title, alone in module.CHECKS.items():
+            yield "auto", title, alone
 
 
-@contextmanager
-def tiers(widths: list[list[int]], slots: tuple[int, int], seed: int) -> Iterator[Tiers]:
-    with page_locked(slots[1] * sum(map(sum, widths))) as pool:
-        yield Tiers(pool, widths, slots, seed)
+def optional(name: str) -> ModuleType | None:
+    """A file of checks that needs more packages than NumPy and CuPy."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        print(f"left out: {name}: {error}")
+        return None
 
 
-def copy_and_compare(copy: Copy, memory: Tiers, device: list[int], host: list[int], *, to_host: bool) -> None:
-    stream = cupy.cuda.Stream(non_blocking=True)
-    expected_device, expected_host = memory.on_device(), memory.pool.copy()
-    sizes = (memory.num_device, memory.num_host)
-    if to_host:
-        expected_host[host] = expected_device[device]
-        runs = plan_runs(device, host, num_sources=sizes[0], num_targets=sizes[1])
-        copy(memory.host_rows, memory.device_rows, runs, stream.ptr)
-    else:
-        expected_device[device] = expected_host[host]
-        runs = plan_runs(host, device, num_sources=sizes[1], num_targets=sizes[0])
-        copy(memory.device_rows, memory.host_rows, runs, stream.ptr)
-    stream.synchronize()
-    assert (memory.pool == expected_host).all(), "host pool"
-    assert (memory.on_device() == expected_device).all(), "device"
-
-
-def random_copies(name: str, copy: Copy) -> None:
-    rng = np.random.default_rng(5)
-    for number in range(40):
-        step = 16 if name == "kernel" or number % 2 else 1
-        roles = int(rng.integers(1, 6))
-        widths = [[int(width) * step for width in rng.integers(1, 2000, roles)]] * int(rng.integers(1, 4))
-        slots = (int(rng.integers(2, 80)), int(rng.integers(2, 80)))
-        count = int(rng.integers(0, min(slots) + 1))
-        with tiers(widths, slots, number) as memory:
-            device = [int(slot) for slot in rng.permutation(slots[0])[:count]]
-            host = [int(slot) for slot in rng.permutation(slots[1])[:count]]
-            if number % 3 == 0:
-                device, host = sorted(device), sorted(host)
-            copy_and_compare(copy, memory, device, host, to_host=bool(number % 2))
-
-
-def a_hundred_thousand_blocks(name: str, copy: Copy) -> None:
-    order = [int(slot) for slot in np.random.default_rng(2).permutation(100_000)]
-    with tiers([[32, 16]], (100_000, 100_000), 1) as memory:
-        copy_and_compare(copy, memory, order, list(range(100_000)), to_host=True)
-        copy_and_compare(copy, memory, list(range(100_000)), order, to_host=False)
-
-
-def order_is_kept(name: str, copy: Copy) -> None:
-    """Slow writer on the compute stream; D2H waits for its event; H2D into other slots waits for the D2H's."""
-    compute, out, into = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
-    spin, fill = kernel("spin"), kernel("fill")
-    spin.compile()  # else the writer would be compiled while the delay runs out
-    fill.compile()
-    with tiers([[1 << 16, 1 << 16]], (32, 32), 3) as memory:
-        array = memory.device[0][0]
-        before = memory.pool.copy()
-        with compute:
-            spin((1,), (1,), (np.int64(DELAY_CYCLES),))
-            fill((64,), (256,), (array, np.int64(array.size), np.int32(0x5A)))
-        written = compute.record()
-        out.wait_event(written)
-        copy(memory.host_rows, memory.device_rows, CopyRuns.of([CopyRun(0, 16, 8), CopyRun(20, 3, 1)]), out.ptr)
-        copied = out.record()
-        into.wait_event(copied)
-        copy(memory.device_rows, memory.host_rows, CopyRuns.of([CopyRun(16, 24, 8)]), into.ptr)
-        returned = into.record()
-        early = returned.done or copied.done
-        assert early or (memory.pool == before).all(), "the copy was made before its stream was there"
-        returned.synchronize()
-        assert (memory.pool[[*range(16, 24), 3], : 1 << 16] == 0x5A).all(), "D2H read before the writer was done"
-        assert (cupy.asnumpy(array)[24:] == 0x5A).all(), "H2D read before the D2H was done"
-        assert not early, "an event was done before the work of the stream it waits for"
-
-
-def wrong_arguments_are_refused(name: str, copy: Copy) -> None:
-    if name == "cupy":
-        return  # relies on the checks of the face above it
-    with tiers([[64]], (4, 4), 4) as memory:
-        stream = cupy.cuda.Stream(non_blocking=True)
-        before = memory.on_device(), memory.pool.copy()
-        rows = (memory.host_rows, memory.device_rows)
-        for runs, handle in (
-            ([CopyRun(0, 0, 1)], 0),
-            ([CopyRun(3, 0, 2)], stream.ptr),
-            ([CopyRun(0, 3, 2)], stream.ptr),
-            ([CopyRun(0, 1, 1), CopyRun(2, 1, 1)], stream.ptr),
-        ):
-            try:
-                copy(*rows, CopyRuns.of(runs), handle)
-            except CacheStateError:
-                continue
-            raise AssertionError(f"{runs} on stream {handle} was not refused")
-        stream.synchronize()
-        assert (memory.pool == before[1]).all()
-        assert (memory.on_device() == before[0]).all()
-
-
-CHECKS: list[Callable[[str, Copy], Any]] = [
-    random_copies,
-    a_hundred_thousand_blocks,
-    order_is_kept,
-    wrong_arguments_are_refused,
-]
+def simulated_worker(simulation: ModuleType, way: Way, seed: int) -> None:
+    """Random steps of a worker, every read checked on the device (simulation.py)."""
+    with copies_by(way):
+        one = simulation.Simulation(seed)
+        seen = one.run(SIMULATED_STEPS)
+        one.worker.close()
+    assert seen.passes > SIMULATED_STEPS // 2
+    assert seen.copies > SIMULATED_STEPS // 2
 
 
 def main() -> int:
-    copies = implementations()
-    missing = sorted({"runs", "batch", "kernel"} - set(copies))
-    print(f"core {core().library.sources}, paths: {', '.join(copies)}" + (f"; missing: {missing}" if missing else ""))
+    logging.disable()  # copies that are made to fail say so; what was left out is printed here
+    print(f"core {core().library.sources}, paths: {', '.join(land().live)}")
+    for name, reason in land().left.items():
+        print(f"left out: {name}: {reason}")
     failed = 0
-    for name, copy in copies.items():
-        for check in CHECKS:
-            try:
-                check(name, copy)
-                print(f"ok      {name:8} {check.__name__}")
-            except Exception:  # the edge of one check: the others still run
-                failed += 1
-                print(f"FAILED  {name:8} {check.__name__}\n{traceback.format_exc()}")
+    for way, name, check in checks():
+        try:
+            check()
+            print(f"ok      {way:8} {name}", flush=True)
+        except Exception:  # the edge of one check: the others still run
+            failed += 1
+            print(f"FAILED  {way:8} {name}\n{traceback.format_exc()}", flush=True)
     print(f"{failed} failed" if failed else "all passed")
     return 1 if failed else 0
 

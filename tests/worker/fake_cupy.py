@@ -86,8 +86,7 @@ def make_cupy(gpu: FakeGpu) -> dict[str, types.ModuleType]:
             gpu.log.append(("stream", self.ptr, "non-blocking" if non_blocking else "blocking"))
 
         def wait_event(self, event: Event) -> None:
-            gpu.log.append(("wait", self.ptr, event.ptr))
-            gpu.queues[self.ptr].append(lambda: gpu.events_done[event.ptr])
+            wait_event(self.ptr, event.ptr)
 
         def synchronize(self) -> None:
             gpu.run_all()
@@ -133,7 +132,13 @@ def make_cupy(gpu: FakeGpu) -> dict[str, types.ModuleType]:
             raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
         gpu.registered[address] = nbytes
 
+    def wait_event(stream: int, event: int) -> None:
+        gpu.log.append(("wait", stream, event))
+        gpu.queues[stream].append(lambda: gpu.events_done[event])
+
     contents = {
+        "streamWaitEvent": wait_event,
+        "streamSynchronize": lambda stream: gpu.run_all(),
         "memcpyHostToDevice": 1,
         "memcpyDeviceToHost": 2,
         "memcpyAsync": memcpy,
@@ -149,7 +154,6 @@ def make_cupy(gpu: FakeGpu) -> dict[str, types.ModuleType]:
     vars(cuda).update(
         runtime=runtime,
         Stream=Stream,
-        ExternalStream=lambda ptr: Stream(ptr=ptr),
         Event=Event,
         Device=Device,
         get_elapsed_time=elapsed,

@@ -20,15 +20,26 @@ class OpenBatch:
     def __init__(self, block_size: int, worth_tokens: int) -> None:
         """See `OpenPrefills`."""
         self.prefills = OpenPrefills(block_size, worth_tokens)
+        self.num_tokens = 0
+        """Of prompts, that the batch computes."""
+        self._loading: dict[str, int] = {}
         self._matched: dict[str, Any] = {}
         self._computed: dict[str, None] = {}
 
-    def match(self, task: Any) -> None:
+    @property
+    def num_loading_tokens(self) -> int:
+        """That come from the host for the requests of the batch. O(requests)."""
+        return sum(self._loading.values())
+
+    def match(self, task: Any, *, num_loading_tokens: int = 0) -> None:
         """The request is pinned and has a block table, but is not part of the batch yet."""
         self._matched[task.request_id] = task
+        if num_loading_tokens:
+            self._loading[task.request_id] = num_loading_tokens
 
-    def compute(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
-        """The batch computes tokens of this request, and these blocks among them can be matched then."""
+    def compute(self, request_id: str, hashes: Sequence[BlockHash], num_tokens: int) -> None:
+        """The batch computes `num_tokens` tokens of this request; these blocks among them can be matched then."""
+        self.num_tokens += num_tokens
         self.prefills.compute(request_id, hashes)
         self._matched.pop(request_id, None)
         self._computed[request_id] = None
@@ -39,6 +50,7 @@ class OpenBatch:
     def end(self, request_id: str) -> None:
         """The request is given up: what the batch computes of it never counts."""
         self.prefills.give_up(request_id)
+        self._loading.pop(request_id, None)
         self._matched.pop(request_id, None)
         self._computed.pop(request_id, None)
 
@@ -48,14 +60,18 @@ class OpenBatch:
 
     def close(self) -> list[str]:
         """The batch has reached the queue, or never will. Returns the requests of which it computes tokens."""
-        self.prefills.begin()
         computed = list(self._computed)
-        self._computed.clear()
+        self._begin()
         return computed
 
     def clear(self) -> None:
-        self.prefills.begin()
+        self._begin()
         self._matched.clear()
+
+    def _begin(self) -> None:
+        self.prefills.begin()
+        self.num_tokens = 0
+        self._loading.clear()
         self._computed.clear()
 
     def check(self, scheduled: Set[str], unscheduled: Set[str]) -> None:

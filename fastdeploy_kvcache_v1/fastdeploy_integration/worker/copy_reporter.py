@@ -11,7 +11,8 @@ from pathlib import Path
 import zmq
 
 from ...copy_totals import RankCopies
-from ...metadata import PassProgress, TransferReport, TransferResult
+from ...metadata import CacheLevel, PassProgress, TransferReport, TransferResult
+from ...timings import LoadTime, PrefillTime, Timings
 from ..copy_report import CopyReport
 
 MAX_UNSENT_REPORTS = 64
@@ -19,6 +20,9 @@ MAX_UNSENT_REPORTS = 64
 
 MAX_UNTOLD_FAILURES = 64
 """Failed copies that wait for a report that can be sent. The engine can do without older ones: docs/fastdeploy.md."""
+
+MAX_UNTOLD_TIMES = 32
+"""Of either kind. The latest say most."""
 
 
 class CopyReporter:
@@ -36,6 +40,8 @@ class CopyReporter:
         self._number = 0
         self._copies = RankCopies()
         self._untold: deque[TransferResult] = deque()
+        self._loads: deque[LoadTime] = deque(maxlen=MAX_UNTOLD_TIMES)
+        self._prefills: deque[PrefillTime] = deque(maxlen=MAX_UNTOLD_TIMES)
         self._unlisted_through = -1
         self._ended_through = -1
         self._passes: PassProgress | None = None
@@ -43,23 +49,31 @@ class CopyReporter:
         self._socket: zmq.Socket[bytes] | None = None
 
     def tell(self, report: TransferReport) -> None:
-        """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended."""
+        """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended; what only passes took
+        waits for a report that says more.
+        """
         self._copies.add(report)
+        self._prefills.extend(report.prefills)
         if not report.transfers and report.ended_through <= self._ended_through and report.passes is None:
             return
         self._passes = report.passes or self._passes
         self._ended_through = max(self._ended_through, report.ended_through)
         self._untold.extend(result for result in report.transfers if not result.ok)
+        brought = (each for each in report.transfers if each.ok and each.target is CacheLevel.DEVICE)
+        self._loads.extend(LoadTime(each.num_blocks, each.seconds) for each in brought)
         while len(self._untold) > MAX_UNTOLD_FAILURES:
             self._unlisted_through = max(self._unlisted_through, self._untold.popleft().step)
         if self._socket is None:
             self._socket = self._connect()
         steps = self._ended_through, self._unlisted_through, self._passes
-        message = CopyReport(self._rank, self._worker, self._number, self._copies, tuple(self._untold), *steps).dumps()
+        timings = Timings(tuple(self._loads), tuple(self._prefills))
+        untold = tuple(self._untold), *steps, timings
+        message = CopyReport(self._rank, self._worker, self._number, self._copies, *untold).dumps()
         self._number += 1
         with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers
             self._socket.send(message, zmq.NOBLOCK)
-            self._untold.clear()
+            for told in (self._untold, self._loads, self._prefills):
+                told.clear()
 
     def _connect(self) -> zmq.Socket[bytes]:
         self._context = zmq.Context()

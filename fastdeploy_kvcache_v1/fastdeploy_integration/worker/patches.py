@@ -11,7 +11,7 @@ from ..backends import DSA, MLA, cache_backend
 from ..copy_report import socket_path
 from ..overlay import overlay
 from ..overlay.table import Where
-from ..swap_space import has_draft_layer
+from ..swap_space import draft_tokens, has_draft_layer
 from .copy_reporter import CopyReporter
 from .storage import rank_storage
 from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
@@ -46,6 +46,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         block_size=int(cache.block_size),
         make_runtime=_current_gpu,
         parts=(MAIN, DRAFT) if has_draft_layer(config) else (MAIN,),
+        draft_tokens=draft_tokens(config),
         expected_block_bytes=settings.host_block_bytes(),
         keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         tell_copies=reporter.tell,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,14 @@ from ...errors import CacheStateError, ConfigError, TransferError
 from ...metadata import CacheLevel, TransferReport
 from ...worker.cache_controller import CacheController
 from ...worker.layer_done_counter import LayerDoneCounter
+from ...worker.layer_waits import LayerWaits
 from ...worker.runtime import Runtime
+from ...worker.slot_set import SlotSet
 from ..swap_space import compare
-from ..task_kind import TaskKind
-from ..transport import SwapInbox
+from ..transport import SwapInbox, take_running
 from .pass_tracker import PassTracker
+from .prefill_timer import PrefillTimer
+from .running_tables import RunningTables
 from .storage import RankStorage
 
 logger = logging.getLogger(__name__)
@@ -24,47 +27,10 @@ logger = logging.getLogger(__name__)
 MAIN, DRAFT = "main", "draft"
 
 
-class RunningTables:
-    """Block tables of the rows of the running batch: which device slots a forward pass may write.
-
-    A row that finished is not announced; its slots stay named until a swap-in or another row takes them, which only
-    makes a pass wait for more than it must.
-    """
-
-    def __init__(self, spare_blocks: int = 3) -> None:
-        self._rows: dict[int, tuple[list[int], int]] = {}
-        self._spare_blocks = spare_blocks
-        """FastDeploy extends a table when the current block is nearly full: writes reach back this many blocks."""
-
-    def update(self, tasks: Iterable[Any], block_size: int) -> None:
-        """Take over what a batch says."""
-        for task in tasks:
-            kind = task.task_type.value
-            if kind == TaskKind.PREFILL:
-                self._rows[task.idx] = (list(task.block_tables), task.prefill_start_index // block_size)
-            elif kind == TaskKind.DECODE:
-                before, first = self._rows.get(task.idx, ([], 0))
-                grown = len(before) - self._spare_blocks
-                self._rows[task.idx] = (list(task.block_tables), max(first, grown))
-            elif kind == TaskKind.EXTEND:
-                before, first = self._rows.get(task.idx, ([], 0))
-                self._rows[task.idx] = ([*before, *task.extend_block_tables], first)
-            else:
-                self._rows.pop(task.idx, None)
-
-    def written(self, without: Iterable[int] = ()) -> set[int]:
-        """Slots that the next pass may write, but for `without`: slots being swapped in belong to no old row."""
-        slots = {int(slot) for table, first in self._rows.values() for slot in table[first:]}
-        return slots.difference(without)
-
-    def clear(self) -> None:
-        self._rows.clear()
-
-
 class OffsetCounter:
-    """A `LayerDoneCounter` for a draft model, whose layers count from 0 again."""
+    """What a pass waits for, for a draft model, whose layers count from 0 again."""
 
-    def __init__(self, counter: LayerDoneCounter, first_layer: int) -> None:
+    def __init__(self, counter: LayerDoneCounter | LayerWaits, first_layer: int) -> None:
         self._counter = counter
         self._first_layer = first_layer
 
@@ -90,7 +56,7 @@ class WorkerCache:
     controller is made when the last part is there, and with it the host tier. `make_runtime` is called then, in the
     process that computes. `keep_host_memory`: it stays allocated, its content void, while tensors are dropped and made
     again.
-    `expected_block_bytes`: what the engine sized the host tier by.
+    `expected_block_bytes`: what the engine sized the host tier by. `draft_tokens`: see `RunningTables`.
     `tell_copies` takes what became of copies, once per step. `storage` moves blocks to and from the store; where these
     are device blocks, there is a controller without a host tier as well, and it is told how far passes are.
     """
@@ -107,9 +73,9 @@ class WorkerCache:
         keep_host_memory: bool = False,
         tell_copies: Callable[[TransferReport], None] = lambda report: None,
         storage: RankStorage | None = None,
+        draft_tokens: int = 0,
     ) -> None:
         self._num_host_blocks = num_host_blocks
-        self._block_size = block_size
         self._make_runtime = make_runtime
         self._layer_timeout_s = layer_timeout_s
         self._parts = tuple(parts)
@@ -118,16 +84,21 @@ class WorkerCache:
         self._tell_copies = tell_copies
         self._storage = storage
         self._passes = PassTracker() if storage is not None and storage.uses_device_tier else None
+        self._timer = PrefillTimer() if num_host_blocks else None
+        """What it measures decides what is loaded from the host."""
         self._registered: dict[str, tuple[CacheLayout, dict[str, Any], int]] = {}
         self._runtime: Runtime | None = None
         self._controller: CacheController | None = None
         self._idle: CacheController | None = None
         """A controller whose tensors are gone, kept because it keeps host memory."""
         self._inbox = SwapInbox()
-        self._tables = RunningTables()
+        self._tables = RunningTables(block_size, draft_tokens)
         self._counters: list[LayerDoneCounter] = []
-        self._began = False
-        self.current_counter: LayerDoneCounter | None = None
+        self._latest: LayerDoneCounter | None = None
+        """Of the step that arrived last. The slots of an earlier swap-in may have been evicted and given away since."""
+        self._running: tuple[SlotSet, SlotSet] | None = None
+        """Slots that the pass which has begun reads and writes."""
+        self.current_counter: LayerDoneCounter | LayerWaits | None = None
         """What the running pass waits for layer by layer."""
 
     # ---- tensors
@@ -145,13 +116,14 @@ class WorkerCache:
         """FastDeploy is about to drop the tensors of one model: copies end first. The host tier's content is void."""
         self._registered.pop(part, None)
         self._counters.clear()
-        self.current_counter = None
+        self._latest = self.current_counter = self._running = None
         self._tables.clear()
         if self._controller is not None:
             is_in_use = self._storage is not None and not self._storage.let_go()
             self._controller.free(keep_host_memory=self._keep_host_memory or is_in_use)
-            if self._passes is not None:
-                self._passes.forget()
+            for passes in (self._passes, self._timer):
+                if passes is not None:
+                    passes.forget()
             self._controller, self._idle = None, self._controller
 
     def _build(self) -> None:
@@ -202,34 +174,48 @@ class WorkerCache:
 
     def receive(self, tasks: Sequence[Any]) -> None:
         """A batch has arrived: start its copies. Raises `TransferError` when a batch before it was lost."""
-        steps = self._inbox.take(tasks)
-        self._tables.update(tasks, self._block_size)
+        steps, running = self._inbox.take(tasks), take_running(tasks)
+        self._tables.update(tasks)
+        if running is not None:
+            self._tables.hear(running)
+        if self._timer is not None:
+            self._timer.received(tasks)
         for step in steps:
             if self._controller is None and step:
                 raise CacheStateError(f"swap step {step.step} arrived while there are no caches")
-            counter = None if self._controller is None else self._controller.submit_swap_tasks(step)
-            if counter is not None:
-                self._counters.append(counter)
+            self._latest = None
+            if self._controller is not None:
+                overwritten = self._tables.written() if step.evict else None
+                self._latest = self._controller.submit_swap_tasks(step, overwritten=overwritten)
+                self._counters += [] if self._latest is None else [self._latest]
         if self._passes is not None and steps:
             self._passes.taken(steps[-1].step)
 
-    def begin_forward(self, *, layer_by_layer: bool) -> LayerDoneCounter | None:
+    def begin_forward(self, *, layer_by_layer: bool) -> LayerDoneCounter | LayerWaits | None:
         """Before a forward pass: what it writes waits for copies that read it, and so do earlier swap-ins.
 
-        Returns the counter whose layers the pass waits for itself, or None when nothing is left to wait for.
+        Returns what the pass waits for itself, layer by layer, or None when nothing is left to wait for.
         """
         if self._controller is None:
             return None
-        self._began = True
-        layered = self._counters[-1] if self._counters and layer_by_layer else None
+        writes = self._tables.written()
+        reads = self._tables.read()
+        if self._running is not None:  # a pass that was begun and never ended may have been submitted all the same
+            reads, writes = reads | self._running[0], writes | self._running[1]
+        self._running = reads, writes
+        layered = self._latest if layer_by_layer else None
         for counter in self._counters:
             if counter is not layered:
                 counter.wait_all()
+        waits: LayerDoneCounter | LayerWaits | None = layered
         if self._controller.num_unreported_copies:
-            arriving = () if layered is None else layered.target_slots
-            self._controller.before_compute((), self._tables.written(without=arriving), counter=layered)
-        self.current_counter = layered
-        return layered
+            # A slot that is swapped in for this pass may be one that a row wrote whose end is not known yet.
+            late = writes if layered is None else writes - layered.target_slots
+            waits = self._controller.before_compute((), late, counter=layered, by_layer=layer_by_layer)
+        if self._timer is not None and self._runtime is not None:
+            self._timer.begin(self._runtime.compute_stream, waits_inside=waits is not None)
+        self.current_counter = waits
+        return waits
 
     def end_forward(self, *, is_idle: bool = False) -> None:
         """After a step: later copies wait for what it computes. `is_idle`: it had no row to compute, and none will have
@@ -241,15 +227,20 @@ class WorkerCache:
         """
         if self._controller is None:
             return
-        if self._began:
-            self._began = False
+        if self._running is not None:
+            (reads, writes), self._running = self._running, None
             layered, self.current_counter = self.current_counter, None
             self._counters.clear()
+            self._latest = None
             if layered is not None:  # a step without tokens, or without its draft model, runs no layer that waits
                 layered.wait_all()
-            event = self._controller.after_compute(None, None)
-            if self._passes is not None and not is_idle:
-                self._passes.submitted(event)
+            if self._timer is not None and self._runtime is not None:
+                self._timer.end(self._runtime.compute_stream)
+            event = self._controller.after_compute(reads, writes)
+            if not is_idle:
+                self._tables.pass_submitted()
+                if self._passes is not None:
+                    self._passes.submitted(event)
         self._report(is_idle)
 
     def report_while_idle(self, *, is_idle: bool = True) -> None:
@@ -264,6 +255,8 @@ class WorkerCache:
         report = self._controller.take_report()
         if self._passes is not None:
             report = replace(report, passes=self._passes.news(is_idle=is_idle))
+        if self._timer is not None and (prefills := self._timer.take()):
+            report = replace(report, prefills=prefills)
         self._tell_copies(report)
         failed = [each for each in report.transfers if not each.ok]
         for each in failed:

@@ -10,10 +10,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ...errors import CacheStateError
-from . import cupy_copies, host_memory, library, numpy_twin, queues
+from ...errors import CacheStateError, ConfigError
+from . import cupy_copies, host_memory, landing, library, numpy_twin, queues
 from .compiled import CompiledOps
-from .host_memory import HostBuffer, host_alloc_shared
+from .host_memory import HostBuffer, host_alloc_shared, keep_to_this_process
+from .landing import Landing
 from .rows import BlockRows, CopyRun, CopyRuns, LayerRows, plan_runs, tensor_rows
 
 __all__ = [
@@ -24,16 +25,21 @@ __all__ = [
     "CopyRuns",
     "HostBuffer",
     "Implementation",
+    "Landing",
     "LayerRows",
     "host_alloc",
     "host_alloc_shared",
     "host_free",
     "install",
+    "keep_to_this_process",
+    "land",
+    "landed",
     "live",
     "plan_runs",
     "swap_cache_all_layers",
     "swap_cache_per_layer",
     "tensor_rows",
+    "use_paddle",
 ]
 
 
@@ -104,6 +110,57 @@ def install(op: str, platform: str, implementation: Implementation) -> Implement
     return previous
 
 
+def use_paddle() -> str:
+    """Let the ops between device and host go through Paddle's operators, where these were built against the very Paddle
+    that runs; the core copies either way. Returns what is live and, where it is the core by ctypes, why."""
+    from . import paddle_ops
+
+    if COMPILED is None or live()["swap_cache_per_layer.cuda"] not in _OF_THE_CORE:
+        return "not used: the compiled core is not live for CUDA"
+    try:
+        operators = paddle_ops.PaddleOps(COMPILED)
+    except (ImportError, ConfigError) as error:
+        logger.info("copies go to the core by ctypes, not through Paddle's operators: %s", error)
+        return f"not used: {error}"
+    install("swap_cache_per_layer", "cuda", Implementation("paddle", operators.swap_cache_per_layer))
+    install("swap_cache_all_layers", "cuda", Implementation("paddle", operators.swap_cache_all_layers))
+    logger.info("copies go through Paddle's operators, built for %s", paddle_ops.installed_paddle())
+    return f"live, built for {paddle_ops.installed_paddle()}"
+
+
+_OF_THE_CORE = {"compiled", "paddle"}
+"""Implementations behind which the compiled core copies."""
+
+_landed: Landing | None = None
+
+
+def land(cupy: Any, device: int, host: HostBuffer) -> Landing:
+    """Try the ways to copy between GPU `device` and the page-locked `host`, whose bytes are zero afterwards, and use
+    those that work. Once per process: later calls return what the first one found. Raises `ConfigError` for a
+    `FASTDEPLOY_KVCACHE_CUDA_PATH` that names no path, or one that this build lacks."""
+    global _landed
+    if _landed is None:
+        _landed = _land(cupy, device, host)
+        if not _landed.works:
+            for op in ("swap_cache_per_layer", "swap_cache_all_layers"):
+                install(op, "cuda", TWINS[op, "cuda"])
+    return _landed
+
+
+def _land(cupy: Any, device: int, host: HostBuffer) -> Landing:
+    choice = landing.read_choice()
+    if COMPILED is not None and live()["swap_cache_per_layer.cuda"] in _OF_THE_CORE:
+        return landing.land(COMPILED, cupy, device, host, choice)
+    if choice.forced not in (None, landing.CUPY):
+        raise ConfigError(f"{landing.CHOICE}={choice.forced} needs the compiled core: run scripts/build_ops.sh")
+    return Landing((landing.CUPY,))
+
+
+def landed() -> Landing | None:
+    """What `land` found in this process, None before."""
+    return _landed
+
+
 def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[CopyRun], *, stream: int = 0) -> None:
     """Copy `runs` (from `plan_runs`) of one layer, all roles.
 
@@ -149,15 +206,21 @@ def _platform(targets: LayerRows, sources: LayerRows) -> str:
 
 
 def _check_fit(targets: LayerRows, sources: LayerRows, runs: CopyRuns) -> None:
-    if [rows.row_bytes for rows in targets] != [rows.row_bytes for rows in sources] or not targets:
+    """Plain loops: this runs per layer, on the thread that computes."""
+    if len(targets) != len(sources) or not targets:
         raise CacheStateError("a swap needs the same roles of the same size on both sides")
-    if len({rows.on_gpu for rows in targets}) != 1 or len({rows.on_gpu for rows in sources}) != 1:
-        raise CacheStateError("the roles of one side of a swap must be in one kind of memory")
-    if targets[0].on_gpu and sources[0].on_gpu:
+    to_gpu, of_gpu = targets[0].on_gpu, sources[0].on_gpu
+    source_end, target_end = (runs.source_end, runs.target_end) if runs else (0, 0)
+    for to, of in zip(targets, sources, strict=True):
+        if to.row_bytes != of.row_bytes:
+            raise CacheStateError("a swap needs the same roles of the same size on both sides")
+        if to.on_gpu is not to_gpu or of.on_gpu is not of_gpu:
+            raise CacheStateError("the roles of one side of a swap must be in one kind of memory")
+        if source_end > of.num_rows:
+            raise CacheStateError(f"a swap reads row {source_end - 1} of {of.num_rows}")
+        if target_end > to.num_rows:
+            raise CacheStateError(f"a swap writes row {target_end - 1} of {to.num_rows}")
+    if to_gpu and of_gpu:
         raise CacheStateError("a swap copies between GPU and host memory, not between two places on the GPU")
-    if not runs:
-        return
-    if runs.lowest < 0 or any(runs.source_end > rows.num_rows for rows in sources):
-        raise CacheStateError(f"a swap reads row {runs.source_end - 1} of {sources[0].num_rows}")
-    if any(runs.target_end > rows.num_rows for rows in targets):
-        raise CacheStateError(f"a swap writes row {runs.target_end - 1} of {targets[0].num_rows}")
+    if runs and runs.lowest < 0:
+        raise CacheStateError(f"a swap has a negative row: {runs.lowest}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from itertools import chain
 
@@ -25,6 +25,35 @@ class Path(IntEnum):
     RUNS = 3
     BATCH = 4
     KERNEL = 5
+    STAGED = 6
+
+
+CUDA_PATHS = (Path.KERNEL, Path.STAGED, Path.BATCH, Path.RUNS)
+"""In the order in which one stands in for another that fails."""
+
+
+class Costs(ctypes.Structure):
+    """What the parts of a copy in one direction cost, `kvswap_costs`: nanoseconds, and bytes per nanosecond (GB/s)."""
+
+    _fields_ = [
+        (name, ctypes.c_double)
+        for name in (
+            "call_ns",
+            "copy_ns",
+            "row_ns",
+            "engine_rate",
+            "batch_ns",
+            "descriptor_ns",
+            "batch_copy_ns",
+            "launch_ns",
+            "kernel_start_ns",
+            "kernel_rate",
+            "gather_rate",
+        )
+    ]
+
+    def by_name(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name, *_ in self._fields_}
 
 
 class Plan:
@@ -67,7 +96,7 @@ class CompiledOps:
         path: Path,
     ) -> None:
         to, of = _descriptors(targets), _descriptors(sources)
-        plan = CopyRuns.of(runs).prepared(self._plan)
+        plan = self.plan(runs)
         rows = (to.ctypes.data, of.ctypes.data, len(targets), plan.handle)
         if targets[0].on_gpu or sources[0].on_gpu:
             self.library.call("kvswap_cuda_copy", *rows, int(targets[0].on_gpu), int(path), stream)
@@ -75,6 +104,37 @@ class CompiledOps:
             self.library.call("kvswap_queue_copy", stream, *rows, int(path))
         else:
             self.library.call("kvswap_copy", *rows, int(path))
+
+    def has_cuda_path(self, path: Path) -> bool:
+        """Whether this build and driver have it; says nothing about whether it works."""
+        return bool(self.library.raw.kvswap_cuda_has_path(int(path)))
+
+    @property
+    def cuda_paths(self) -> frozenset[Path]:
+        """What AUTO may choose. A path that turns out not to work leaves it by itself."""
+        allowed = self.library.raw.kvswap_cuda_allowed()
+        return frozenset(path for path in CUDA_PATHS if allowed & 1 << path)
+
+    def allow_cuda_paths(self, paths: Collection[Path]) -> None:
+        """What AUTO may choose from now on; RUNS stays the last resort."""
+        self.library.call("kvswap_cuda_allow", sum(1 << path for path in set(paths)))
+
+    def costs(self, *, to_device: bool) -> Costs:
+        costs = Costs()
+        self.library.call("kvswap_cuda_costs", int(to_device), ctypes.byref(costs))
+        return costs
+
+    def set_costs(self, costs: Costs, *, to_device: bool) -> None:
+        """Raises `CacheStateError` for a number that is not positive."""
+        self.library.call("kvswap_cuda_set_costs", int(to_device), ctypes.byref(costs))
+
+    def set_staging(self, address: int, nbytes: int) -> None:
+        """Device memory for STAGED, valid until it is replaced; 0 bytes for none."""
+        self.library.call("kvswap_cuda_set_staging", address, nbytes)
+
+    def plan(self, runs: Sequence[CopyRun]) -> Plan:
+        """Made once per `CopyRuns`."""
+        return CopyRuns.of(runs).prepared(self._plan)
 
     def _plan(self, runs: CopyRuns) -> Plan:
         return Plan(self.library, runs)

@@ -79,5 +79,16 @@ def host_alloc_shared(nbytes: int) -> HostBuffer:
         raise MemoryError(f"the system refused {nbytes} bytes of shared host memory: {error}") from error
 
 
+def keep_to_this_process(buffer: HostBuffer) -> None:
+    """Leave `buffer` out of forked children and of core dumps, best effort.
+
+    For page-locked memory: a fork would have the kernel copy every page that a GPU may write to, and a dump would be
+    as large as the pool. Other processes that need the bytes map `buffer.file`; a forked child must not touch them.
+    """
+    libc = ctypes.CDLL(None)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
+        libc.madvise(ctypes.c_void_p(buffer.address), ctypes.c_size_t(buffer.nbytes), advice)
+
+
 def host_free(buffer: HostBuffer) -> None:
     buffer.free()

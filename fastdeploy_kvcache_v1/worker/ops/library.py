@@ -15,7 +15,7 @@ CORE = Path(__file__).with_name("_core.so")
 CHOICE = "FASTDEPLOY_KVCACHE_OPS"
 """Environment variable: `numpy` leaves the compiled core alone."""
 
-ABI = 2
+ABI = 3
 OK, INVALID, OUT_OF_MEMORY, UNAVAILABLE, DRIVER, INTERNAL = range(6)
 
 _ERRORS: dict[int, type[Exception]] = {
@@ -45,7 +45,12 @@ _CHECKED = {
     "kvswap_host_alloc": [c_int64, c_int, POINTER(c_void_p)],
     "kvswap_host_free": [c_void_p, c_int64],
     "kvswap_cuda_available": [],
+    "kvswap_cuda_allow": [c_int],
     "kvswap_cuda_copy": [*_COPY, c_int, c_int, c_uint64],
+    "kvswap_cuda_costs": [c_int, c_void_p],
+    "kvswap_cuda_set_costs": [c_int, c_void_p],
+    "kvswap_cuda_estimate": [*_COPY, c_int, c_int, c_void_p, POINTER(c_int)],
+    "kvswap_cuda_set_staging": [c_uint64, c_int64],
     "kvswap_cuda_synchronize": [c_uint64],
     "kvswap_cuda_host_alloc": [c_int64, POINTER(c_void_p)],
     "kvswap_cuda_host_free": [c_void_p],
@@ -67,6 +72,7 @@ _PLAIN: dict[str, tuple[Any, list[Any]]] = {
     "kvswap_event_time_ns": (c_int64, [c_void_p]),
     "kvswap_event_free": (None, [c_void_p]),
     "kvswap_cuda_has_path": (c_int, [c_int]),
+    "kvswap_cuda_allowed": (c_int, []),
 }
 
 

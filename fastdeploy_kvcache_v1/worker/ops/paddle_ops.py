@@ -2,7 +2,8 @@
 
 `caches` are tensors `[num_blocks, ...]`, contiguous, without gradient, all in GPU or all in CPU memory, of any dtype:
 the roles of one layer, or the flat list of all layers. They are changed in place and must live until the copy is done.
-`stream` is a raw CUDA stream for GPU tensors; for CPU tensors the id of a queue of the core, or 0, the calling thread.
+`stream` is a raw CUDA stream for GPU tensors, 0 for Paddle's current one; for CPU tensors the id of a queue of the
+core, or 0, the calling thread.
 A call raises the same errors as the other ops, before a byte moves.
 """
 
@@ -10,10 +11,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import CacheStateError, ConfigError
+from .compiled import CompiledOps
+from .rows import BlockRows, CopyRun, LayerRows
 
 LIBRARY = Path(__file__).with_name("_paddle_ops.so")
 
@@ -21,6 +25,7 @@ OPERATORS = (
     "swap_cache_per_layer",
     "swap_cache_per_layer_async",
     "swap_cache_all_layers",
+    "swap_cache_rows",
     "cuda_host_alloc",
     "cuda_host_free",
 )
@@ -49,11 +54,39 @@ def load(library: Path = LIBRARY) -> None:
     if not library.exists():
         raise ConfigError(f"{library.name} is not built: run scripts/build_ops.sh (docs/native-ops.md)")
     try:
-        ctypes.CDLL(str(library))  # says in one line what does not fit; Paddle would blame the CUDA installation
+        built = ctypes.CDLL(
+            str(library)
+        )  # says in one line what does not fit; Paddle would blame the CUDA installation
+        require_same_paddle(library, _version_built_for(built), installed_paddle())
         core.load_op_meta_info_and_register_op(str(library))
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"{library.name} does not fit this Paddle: {_first_line(error)}") from None
     _registered_here.append(library)
+
+
+def installed_paddle() -> str:
+    """Release and commit, as `custom_ops/build.py` puts them into the library."""
+    import paddle
+
+    return f"{paddle.version.full_version}+{paddle.version.commit}"
+
+
+def require_same_paddle(library: Path, built_for: str, installed: str) -> None:
+    """Raises `ConfigError`: a tensor of another Paddle may look different inside."""
+    if built_for != installed:
+        raise ConfigError(
+            f"{library.name} was built for Paddle {built_for or 'unknown'}, this is {installed}: run "
+            "scripts/build_ops.sh paddle"
+        )
+
+
+def _version_built_for(library: ctypes.CDLL) -> str:
+    try:
+        version = library.kvswap_paddle_version
+    except AttributeError:
+        return ""
+    version.restype, version.argtypes = ctypes.c_char_p, []
+    return str(version().decode())
 
 
 _registered_here: list[Path] = []
@@ -81,11 +114,53 @@ def _run(name: str, *arguments: object) -> None:
         raise CacheStateError(_first_line(error)) from None
 
 
+class PaddleOps:
+    """The ops as Paddle operators, with the arguments of `CompiledOps`. The device side's rows are owned by tensors.
+
+    Raises `ConfigError` where the operators are not built, or for another Paddle. Thread-safe as the core is.
+    """
+
+    def __init__(self, compiled: CompiledOps) -> None:
+        load()
+        self._compiled = compiled
+
+    def swap_cache_per_layer(
+        self, targets: LayerRows, sources: LayerRows, runs: Sequence[CopyRun], stream: int
+    ) -> None:
+        self._copy(targets, sources, runs, stream)
+
+    def swap_cache_all_layers(
+        self, targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[CopyRun], stream: int
+    ) -> None:
+        self._copy(list(chain.from_iterable(targets)), list(chain.from_iterable(sources)), runs, stream)
+
+    def _copy(
+        self, targets: Sequence[BlockRows], sources: Sequence[BlockRows], runs: Sequence[CopyRun], stream: int
+    ) -> None:
+        to_device = _is_tensor(targets[0].owner)
+        device, host = (targets, sources) if to_device else (sources, targets)
+        rows = [number for row in host for number in (row.address, row.num_rows, row.row_bytes, row.pitch)]
+        plan = self._compiled.plan(runs)
+        _run("swap_cache_rows", _in_place([row.owner for row in device]), rows, plan.handle.value, to_device, stream)
+
+
+def _is_tensor(owner: Any) -> bool:
+    return hasattr(owner, "stop_gradient")  # NumPy arrays, the other owners of rows, have none
+
+
 def _in_place(caches: Sequence[Any]) -> list[Any]:
     """Paddle hands an operator a contiguous copy of a tensor that is not, and what is written there is lost."""
     if not caches or not all(cache.is_contiguous() and cache.stop_gradient for cache in caches):
         raise CacheStateError("a copy needs cache tensors that are contiguous and without gradient")
     return list(caches)
+
+
+def _stream(caches: Sequence[Any], stream: int) -> int:
+    if stream or not caches or not caches[0].place.is_gpu_place():
+        return stream
+    import paddle
+
+    return int(paddle.device.cuda.current_stream().cuda_stream)
 
 
 def swap_cache_per_layer(
@@ -107,7 +182,7 @@ def swap_cache_per_layer(
         list(device_slots),
         list(host_slots),
         to_device,
-        stream,
+        _stream(caches, stream),
     )
 
 
@@ -123,7 +198,7 @@ def swap_cache_per_layer_async(
 ) -> None:
     """As `swap_cache_per_layer`, but only enqueued on `stream`."""
     slots = (list(device_slots), list(host_slots))
-    _run("swap_cache_per_layer_async", _in_place(caches), *host, offset, *slots, to_device, stream)
+    _run("swap_cache_per_layer_async", _in_place(caches), *host, offset, *slots, to_device, _stream(caches, stream))
 
 
 def swap_cache_all_layers(
@@ -136,7 +211,8 @@ def swap_cache_all_layers(
     stream: int = 0,
 ) -> None:
     """Enqueue the copy of all layers on `stream`; done on return with stream 0 on the CPU."""
-    _run("swap_cache_all_layers", _in_place(caches), *host, list(device_slots), list(host_slots), to_device, stream)
+    slots = (list(device_slots), list(host_slots))
+    _run("swap_cache_all_layers", _in_place(caches), *host, *slots, to_device, _stream(caches, stream))
 
 
 def cuda_host_alloc(nbytes: int) -> Any:

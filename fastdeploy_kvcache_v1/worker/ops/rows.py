@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -145,12 +146,27 @@ class CopyRuns(Sequence[CopyRun]):
         """One past the last row that is written. At least one run."""
         return int((self.table[:, 1] + self.table[:, 2]).max())
 
+    @property
+    def sources(self) -> npt.NDArray[np.int64]:
+        """Every row that is read, int64 `[blocks]`."""
+        return _rows_of(self.table[:, 0], self.table[:, 2])
+
+    @property
+    def targets(self) -> npt.NDArray[np.int64]:
+        """Every row that is written, int64 `[blocks]`."""
+        return _rows_of(self.table[:, 1], self.table[:, 2])
+
     def prepared(self, prepare: Callable[[CopyRuns], Prepared]) -> Prepared:
         """`prepare(self)`, made once: every layer of a swap-in uses the same runs."""
         if prepare not in self._prepared:
             self._prepared[prepare] = prepare(self)
         made: Prepared = self._prepared[prepare]
         return made
+
+
+def _rows_of(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    ends = np.cumsum(counts)
+    return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: int, num_targets: int) -> CopyRuns:
@@ -164,10 +180,11 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     if not sources:
         return CopyRuns(np.empty((0, 3), np.int64))
     source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
-    if np.unique(target).size != target.size:
+    written = np.sort(target)
+    if (written[1:] == written[:-1]).any():
         raise CacheStateError(f"a copy writes a target slot twice: {sorted(targets)}")
-    order = np.lexsort((target, source))
-    source, target = source[order], target[order]
+    pairs = np.sort(source * num_targets + target)  # one key sorts several times as fast as two
+    source, target = np.divmod(pairs, num_targets)
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     counts = np.diff(np.concatenate((starts, [source.size])))
@@ -175,9 +192,10 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
 
 
 def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[np.int64]:
-    array = np.asarray(slots)
-    if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise CacheStateError(f"{what} slots must be integers, got {slots!r}")
-    if array.min() < 0 or array.max() >= num_slots:
+    try:  # as NumPy's own conversion, but faster, and it refuses what is no integer
+        numbers = np.frombuffer(array("q", slots), np.int64)
+    except (TypeError, OverflowError):
+        raise CacheStateError(f"{what} slots must be integers, got {slots!r}") from None
+    if numbers.min() < 0 or numbers.max() >= num_slots:
         raise CacheStateError(f"{what} slots must be in [0, {num_slots}), got {min(slots)}..{max(slots)}")
-    return array.astype(np.int64)
+    return numbers

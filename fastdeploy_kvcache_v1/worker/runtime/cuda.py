@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 _SUCCESS, _NOT_READY = 0, 600
 """cudaSuccess and cudaErrorNotReady, the two healthy answers of cudaEventQuery."""
 
+_PORTABLE, _MAPPED = 1, 2
+"""cudaHostRegisterPortable and cudaHostRegisterMapped: every context may copy from it, kernels may reach it."""
+
 _POLL_S = 0.0002
 """Sleep between two looks at an event; CUDA has no timed wait."""
 
@@ -118,6 +121,21 @@ class CudaStream(Stream):
             self._stream.synchronize()
 
 
+class _ForeignStream:
+    """A raw stream that another library owns, with what is used of a `cupy.cuda.Stream`. CuPy's own class for it has
+    another name in each of its major versions."""
+
+    def __init__(self, cupy: Any, ptr: int) -> None:
+        self.ptr = ptr
+        self._runtime = cupy.cuda.runtime
+
+    def wait_event(self, event: Any) -> None:
+        self._runtime.streamWaitEvent(self.ptr, event.ptr)
+
+    def synchronize(self) -> None:
+        self._runtime.streamSynchronize(self.ptr)
+
+
 class CudaComputeStream(CudaStream):
     """Paddle's own stream. The host submits kernels to it itself, so a known failure raises instead of skipping."""
 
@@ -150,8 +168,8 @@ class CudaRuntime(Runtime):
             import paddle
 
             compute_handle = int(paddle.device.cuda.current_stream().cuda_stream)
-        external = cupy.cuda.ExternalStream(compute_handle)
-        self._compute = CudaComputeStream(cupy, "compute", external)
+            ops.use_paddle()
+        self._compute = CudaComputeStream(cupy, "compute", _ForeignStream(cupy, compute_handle))
         self._streams: list[CudaStream] = []
 
     @property
@@ -170,11 +188,17 @@ class CudaRuntime(Runtime):
     def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
         buffer = allocate_near(nbytes, self._choose_node, shared=shared)
         # Registering keeps the huge pages of the mapping, which cudaHostAlloc would not give.
+        ops.keep_to_this_process(buffer)
         try:
-            self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, 0)
+            self._cupy.cuda.runtime.hostRegister(buffer.address, nbytes, _PORTABLE | _MAPPED)
         except self._cupy.cuda.runtime.CUDARuntimeError as error:
             ops.host_free(buffer)
             raise ConfigError(f"{nbytes} bytes of host cache cannot be page-locked: {describe(error)}") from error
+        try:
+            ops.land(self._cupy, self._device, buffer)
+        except BaseException:
+            self.free_host(buffer)
+            raise
         return buffer
 
     def _choose_node(self, nodes: Nodes) -> int | None:

@@ -15,12 +15,12 @@ ATTENTION = StorageSettings("attention_store")
 
 
 @pytest.fixture
-def agents(monkeypatch, tmp_path):
+def agents(monkeypatch, short_tmp_path):
     """What the agents are made with."""
     made = []
     for name in ("StorageAgent", "AttentionStoreAgent"):
         monkeypatch.setattr(storage_module, name, lambda *addresses, **given: made.append(given))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", short_tmp_path)
     return made
 
 

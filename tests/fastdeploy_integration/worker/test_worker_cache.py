@@ -6,24 +6,26 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN, RunningTables
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
 from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.fastdeploy_integration.engine.fake_scheduler import Control, Kind
 from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, make_cache, register, swap_in, task
 
 
 def test_blocks_go_out_and_come_back_layer_by_layer():
-    cache = make_cache()
+    may_run = threading.Event()
+    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=lambda stream: may_run.wait(30)))
     tensors = register(cache)
     fill(tensors, 1, 10)
     cache.receive([task(SwapStep(0, (evict((1, 3)),)), table=[1])])
-    assert cache.begin_forward(layer_by_layer=True) is None  # waits: the pass writes what is being read
+    waits = cache.begin_forward(layer_by_layer=True)  # the pass writes what is being read
+    may_run.set()
+    waits.wait_all()
     fill(tensors, 1, 0)
     cache.end_forward()
     cache.receive([task(SwapStep(1, (swap_in((3, 5)),)), previous=0)])
     counter = cache.begin_forward(layer_by_layer=True)
-    assert counter.target_slots == (5,)
+    assert counter.target_slots == {5}
     counter.wait_for_layer(0)
     counter.wait_for_layer(1)
     cache.end_forward()
@@ -48,6 +50,32 @@ def test_an_idle_worker_tells_what_became_of_its_last_copies():
     told = len(reports)
     cache.report_while_idle()
     assert len(reports) == told, "nothing is open any more"
+    cache.unregister(MAIN)
+
+
+def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_inside():
+    reports = []
+    cache = make_cache(tell_copies=reports.append)
+    register(cache)
+
+    def run_pass(step, *, layer_by_layer=True):
+        arrived = task(step, previous=step.step - 1)
+        arrived.prefill_start_index, arrived.prefill_end_index = 10, 10 + 100 * (step.step + 1)
+        cache.receive([arrived])
+        counter = cache.begin_forward(layer_by_layer=layer_by_layer)
+        if counter is not None:
+            counter.wait_all()
+        cache.end_forward()
+
+    run_pass(SwapStep(0, (evict((1, 3)),)))
+    run_pass(SwapStep(1, (swap_in((3, 5)),)))
+    run_pass(SwapStep(2, (swap_in((3, 4)),)), layer_by_layer=False)
+    timed = [prefill for report in reports for prefill in report.prefills]
+    assert [(each.num_tokens, each.num_positions) for each in timed] == [
+        (100, (110**2 - 10**2) / 2),
+        (300, (310**2 - 10**2) / 2),
+    ]
+    assert all(each.seconds >= 0 for each in timed)
     cache.unregister(MAIN)
 
 
@@ -119,9 +147,34 @@ def test_swap_ins_of_skipped_passes_are_waited_for():
     cache.end_forward()  # the worker was asleep: no pass began
     cache.receive([task(SwapStep(1, (swap_in((0, 5)),)), previous=0)])
     counter = cache.begin_forward(layer_by_layer=True)
-    assert counter.target_slots == (5,)
+    assert counter.target_slots == {5}
     assert content(tensors, 4) == [7, 8, 9, 10]
     counter.wait_all()
+    cache.end_forward()
+    cache.unregister(MAIN)
+
+
+def test_a_slot_evicted_after_a_skipped_pass_is_not_written_before_its_copy_was_read():
+    """Its swap-in is the last one, but no longer of the last step: the slot belongs to a row that writes it."""
+    may_run = {"kv-output": threading.Event(), "kv-input": threading.Event()}
+    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=lambda stream: may_run[stream].wait(30)))
+    for gate in may_run.values():
+        gate.set()
+    tensors = register(cache)
+    fill(tensors, 0, 7)
+    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
+    cache.end_forward()  # no pass began
+    cache._controller.drain(5.0)
+    may_run["kv-output"].clear()
+    cache.receive([task(SwapStep(1, (evict((4, 1)),)), previous=0, table=[4])])
+    waits = cache.begin_forward(layer_by_layer=True)
+    threading.Timer(0.2, may_run["kv-output"].set).start()
+    waits.wait_all()
+    fill(tensors, 4, 50)
+    cache.end_forward()
+    cache.receive([task(SwapStep(2, (swap_in((1, 5)),)), previous=1)])
+    cache.begin_forward(layer_by_layer=False)
+    assert content(tensors, 5) == [7, 8, 9, 10]
     cache.end_forward()
     cache.unregister(MAIN)
 
@@ -277,7 +330,8 @@ def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(monkeyp
     told = []
     cache = make_cache(tell_copies=told.append)
     tensors = register(cache)
-    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
+    for op in ("swap_cache_all_layers", "swap_cache_per_layer"):
+        monkeypatch.setattr(f"fastdeploy_kvcache_v1.worker.ops.{op}", broken)
     cache.receive([task(SwapStep(0, (evict((0, 2), (1, 3)),)))])
     run_pass(cache)
     monkeypatch.undo()
@@ -298,7 +352,8 @@ def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(monkeyp
     """The engine did not learn of it in time: a block without its content must not be computed with."""
     cache = make_cache()
     register(cache)
-    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_all_layers", broken)
+    for op in ("swap_cache_all_layers", "swap_cache_per_layer"):
+        monkeypatch.setattr(f"fastdeploy_kvcache_v1.worker.ops.{op}", broken)
     cache.receive([task(SwapStep(0, (evict((0, 2)),)))])
     run_pass(cache)
     monkeypatch.undo()
@@ -315,17 +370,3 @@ def test_without_host_blocks_there_is_no_controller():
     assert cache.begin_forward(layer_by_layer=True) is None
     cache.end_forward()
     cache.unregister(MAIN)
-
-
-def test_which_slots_a_pass_may_write():
-    tables = RunningTables(spare_blocks=1)
-    first = task(table=[3, 4, 5])
-    first.prefill_start_index = 2
-    tables.update([first], block_size=2)
-    assert tables.written() == {4, 5}
-    first.block_tables = [3, 4, 5, 6]
-    tables.update([Control(Kind.DECODE, first)], block_size=2)
-    assert tables.written() == {5, 6}
-    assert tables.written(without=(6,)) == {5}
-    tables.update([Control(Kind.PREEMPTED, first)], block_size=2)
-    assert tables.written() == set()

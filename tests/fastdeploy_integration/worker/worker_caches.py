@@ -22,6 +22,7 @@ def swap_in(*pairs):
 def task(step=None, previous=START, table=(0,)):
     made = FakeTask("r", [1])
     made.idx, made.block_tables = 0, list(table)
+    made.prefill_end_index = 2 * len(made.block_tables)
     if step is not None:
         setattr(made, SWAP_ATTRIBUTE, encode(step, previous))
     return made

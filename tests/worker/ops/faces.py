@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, numpy_twin, paddle_ops
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, numpy_twin, paddle_ops, tensor_rows
 from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 
@@ -125,7 +125,50 @@ def _paddle(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Co
             rows.array[:] = cache.numpy()
 
 
-FACES = ["numpy", "compiled", "compiled-memcpy", "compiled-stream", "compiled-queue", "paddle"]
+def _paddle_rows(compiled: CompiledOps, *, on_a_queue: bool) -> Copy:
+    """As the worker calls them inside FastDeploy: rows owned by tensors, layer by layer or all at once."""
+
+    def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
+        import paddle
+
+        operators = paddle_ops.PaddleOps(compiled)
+        to_device = targets[0][0].is_dense
+        device, host = (targets, sources) if to_device else (sources, targets)
+        caches = [[paddle.to_tensor(rows.array) for rows in layer] for layer in device]
+        made = [
+            tuple(
+                tensor_rows(cache, num_rows=rows.num_rows, row_bytes=rows.row_bytes)
+                for cache, rows in zip(tensors, layer, strict=True)
+            )
+            for tensors, layer in zip(caches, device, strict=True)
+        ]
+        sides = (made, list(host)) if to_device else (list(host), made)
+        if on_a_queue:
+            queue = Queue(compiled.library, "test")
+            for to, of in zip(*sides, strict=True):
+                operators.swap_cache_per_layer(to, of, runs, queue.id)
+            assert queue.record().wait(-1)
+            queue.close()
+        else:
+            operators.swap_cache_all_layers(*sides, runs, 0)
+        if to_device:  # to_tensor copies, so bring the result back
+            for tensors, layer in zip(caches, device, strict=True):
+                for cache, rows in zip(tensors, layer, strict=True):
+                    rows.array[:] = cache.numpy()
+
+    return copy
+
+
+FACES = [
+    "numpy",
+    "compiled",
+    "compiled-memcpy",
+    "compiled-stream",
+    "compiled-queue",
+    "paddle",
+    "paddle-rows",
+    "paddle-rows-queue",
+]
 
 
 def face(name: str) -> Face:
@@ -134,12 +177,14 @@ def face(name: str) -> Face:
         return Face(name, _twin)
     if ops.COMPILED is None:
         pytest.skip(f"{name}: there is no compiled core")
-    if name == "paddle":
+    compiled = ops.COMPILED
+    if name.startswith("paddle"):
         pytest.importorskip("paddle")
         if not paddle_ops.LIBRARY.exists():
-            pytest.skip("paddle: the operators were not built")
-        return Face(name, _paddle)
-    compiled = ops.COMPILED
+            pytest.skip(f"{name}: the operators were not built")
+        if name == "paddle":
+            return Face(name, _paddle)
+        return Face(name, _paddle_rows(compiled, on_a_queue=name.endswith("queue")))
     copies: dict[str, Copy] = {
         "compiled": _forced(compiled, Path.AUTO),
         "compiled-memcpy": _forced(compiled, Path.MEMCPY),

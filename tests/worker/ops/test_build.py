@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -107,6 +108,22 @@ def test_the_cuda_part_compiles_and_links_for_sm_80_and_sm_90(tmp_path):
     if cuobjdump:
         listed = subprocess.run([cuobjdump, "-lelf", str(built)], capture_output=True, text=True, check=True)
         assert all(arch in listed.stdout for arch in ("sm_80", "sm_90"))
+
+
+@pytest.mark.parametrize(("archs", "codes"), [("90-real", ["sm_90"]), ("80,90", ["sm_80", "sm_90", "compute_90"])])
+def test_machine_code_alone_has_no_ptx(tmp_path, monkeypatch, archs, codes):
+    """A driver older than the toolkit cannot compile PTX."""
+    compiler = tmp_path / "nvcc"
+    compiler.write_text(
+        """#!/bin/bash
+[ "$1" = --list-gpu-arch ] && { echo compute_80; echo compute_90; exit; }
+echo "$*" > "${@: -1}"
+"""
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("NVCC", str(compiler))
+    asked = build.build_cuda(tmp_path, archs).read_text()
+    assert re.findall(r"code=(\w+)", asked) == codes
 
 
 def test_unknown_architectures_are_left_out(tmp_path):

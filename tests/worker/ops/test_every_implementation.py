@@ -131,7 +131,7 @@ def test_a_refused_copy_moves_nothing(op, what):
 
 
 def test_rows_that_do_not_fit_are_refused(op):
-    if op.name in ("numpy", "paddle"):
+    if op.name == "numpy" or op.name.startswith("paddle"):
         pytest.skip(f"{op.name}: takes no rows of its own")
     small = Memory.random(Shape(1, (24, 8), 4, 4), np.random.default_rng(2))
     large = Memory.random(Shape(1, (24, 16), 4, 4), np.random.default_rng(2))

@@ -17,7 +17,7 @@ from fastdeploy_kvcache_v1.worker import ops
 from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program
 
 PROGRAM = """
-import ctypes, dataclasses, sys
+import dataclasses, sys
 from pathlib import Path
 import numpy as np
 from fastdeploy_kvcache_v1.worker import ops
@@ -25,6 +25,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferE
 from fastdeploy_kvcache_v1.worker.ops import CompiledOps, CopyRun
 from fastdeploy_kvcache_v1.worker.ops.library import Library
 from tests.worker.ops.faces import Memory, Shape
+from tests.worker.ops.fake_cuda import fake_cuda
 
 # A core without the kernel beside it: the CUDA runtime inside that one wants a driver, not a toy.
 for key, implementation in ops.compiled_implementations(CompiledOps(Library(Path(sys.argv[1])))).items():
@@ -32,20 +33,7 @@ for key, implementation in ops.compiled_implementations(CompiledOps(Library(Path
 live = ops.live()
 assert live["swap_cache_per_layer.cuda"] == live["swap_cache_all_layers.cuda"] == "compiled", live
 
-class FakeCuda(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int) for name in ("has_context", "has_batch", "batch_result", "is_pageable")),
-        ("kernel_offset", ctypes.c_uint64),
-        *((name, ctypes.c_int) for name in ("fail_copy_number", "copies", "copies_2d", "batches")),
-        ("largest_batch", ctypes.c_size_t),
-        ("registered", ctypes.c_int64),
-        ("last_stream", ctypes.c_uint64),
-        ("other_streams", ctypes.c_int),
-    ]
-
-driver = ctypes.CDLL("libcuda.so.1")
-driver.fake_cuda.restype = ctypes.POINTER(FakeCuda)
-fake = driver.fake_cuda().contents
+fake = fake_cuda()
 
 memory = Memory.random(Shape(2, (48, 16), 9, 9), np.random.default_rng(4))
 device = [tuple(dataclasses.replace(rows, on_gpu=True) for rows in layer) for layer in memory.device_rows]

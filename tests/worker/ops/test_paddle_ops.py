@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import paddle_ops
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
@@ -129,3 +129,58 @@ def test_host_memory_is_given_back_once():
         paddle_ops.cuda_host_free(address)
     with pytest.raises(CacheStateError, match="at least one byte"):
         paddle_ops.cuda_host_alloc(0)
+
+
+def test_operators_for_another_paddle_are_refused():
+    installed = paddle_ops.installed_paddle()
+    paddle_ops.require_same_paddle(paddle_ops.LIBRARY, installed, installed)
+    for built_for in ("", "3.2.0+abc", installed.partition("+")[0]):
+        with pytest.raises(ConfigError, match=r"was built for Paddle .*run scripts/build_ops\.sh paddle"):
+            paddle_ops.require_same_paddle(paddle_ops.LIBRARY, built_for, installed)
+
+
+@pytest.fixture
+def cuda_by_the_core():
+    """As on a machine with a driver: the compiled core answers for CUDA."""
+    compiled = ops.COMPILED
+    core = {
+        "swap_cache_per_layer": ops.Implementation("compiled", compiled.swap_cache_per_layer),
+        "swap_cache_all_layers": ops.Implementation("compiled", compiled.swap_cache_all_layers),
+    }
+    previous = {name: ops.install(name, "cuda", implementation) for name, implementation in core.items()}
+    yield
+    for name, implementation in previous.items():
+        ops.install(name, "cuda", implementation)
+
+
+def test_the_operators_are_live_where_they_fit_and_the_core_else(cuda_by_the_core, monkeypatch):
+    monkeypatch.setattr(paddle_ops, "_registered_here", [])
+    monkeypatch.setattr(paddle_ops, "_is_registered", lambda core, name: False)
+    monkeypatch.setattr(paddle_ops, "installed_paddle", lambda: "3.9.9+other")
+    assert "was built for Paddle" in ops.use_paddle()
+    assert ops.live()["swap_cache_per_layer.cuda"] == "compiled"
+    monkeypatch.undo()
+    assert ops.use_paddle() == f"live, built for {paddle_ops.installed_paddle()}"
+    assert ops.live()["swap_cache_per_layer.cuda"] == ops.live()["swap_cache_all_layers.cuda"] == "paddle"
+    assert ops.use_paddle().startswith("live"), "twice is once"
+
+
+def test_without_a_core_for_cuda_nothing_changes():
+    before = ops.live()
+    if before["swap_cache_per_layer.cuda"] == "compiled":
+        pytest.skip("this machine has a driver")
+    assert ops.use_paddle() == "not used: the compiled core is not live for CUDA"
+    assert ops.live() == before
+
+
+def test_a_gpu_tensor_without_a_stream_takes_paddles_current_one(monkeypatch):
+    class OnGpu:
+        place = type("Place", (), {"is_gpu_place": lambda self: True})()
+
+    class Current:
+        cuda_stream = 0x5500
+
+    monkeypatch.setattr(paddle.device.cuda, "current_stream", Current)
+    assert paddle_ops._stream([OnGpu()], 0) == 0x5500
+    assert paddle_ops._stream([OnGpu()], 0x7700) == 0x7700
+    assert paddle_ops._stream(make_caches("float32", 1), 0) == 0

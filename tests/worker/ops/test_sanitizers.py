@@ -28,8 +28,9 @@ def test_the_core_is_clean(tmp_path, sanitizer):
     assert run_program(program) == "core: all passed\n"
 
 
-def test_the_cuda_host_logic_is_clean(tmp_path, fake_driver):
-    program = compile_program([*build.core_sources(), TESTS / "cuda_test.cc"], tmp_path / "cuda_test", *ADDRESS)
+@pytest.mark.parametrize("test", ["cuda", "paths"])
+def test_the_cuda_host_logic_is_clean(tmp_path, fake_driver, test):
+    program = compile_program([*build.core_sources(), TESTS / f"{test}_test.cc"], tmp_path / test, *ADDRESS)
     for driver in ("new", "old"):
         output = run_program(program, driver, LD_LIBRARY_PATH=str(fake_driver))
-        assert output == f"cuda, {driver} driver: all passed\n"
+        assert output.endswith("all passed\n")

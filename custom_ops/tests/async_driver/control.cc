@@ -1,0 +1,72 @@
+// What tests tell the fake GPU, and what it tells them.
+#include "locked.h"
+#include "machine.h"
+
+using fake::machine;
+using fake::with;
+
+extern "C" {
+
+// A GPU as new. Handles and memory of before are gone.
+void fake_reset(uint64_t seed, int queue_depth, int has_aliases) {
+  with([&] { machine().reset(seed, queue_depth, has_aliases != 0); });
+}
+
+void fake_progress(int max_turns_per_query) {
+  with([&] { machine().max_progress = max_turns_per_query; });
+}
+
+void fake_has_batch(int has) {
+  with([&] { machine().has_batch = has != 0; });
+}
+
+void fake_fail_copy(int64_t refuse_in, int64_t break_in) {
+  with([&] { machine().refuse_in = refuse_in, machine().break_in = break_in; });
+}
+
+// Up to `most` turns; how many there were.
+int fake_pump(int most) {
+  return with([&] {
+    int turns = 0;
+    while (turns < most && machine().tick()) ++turns;
+    return turns;
+  });
+}
+
+void fake_run_all(void) {
+  with([] { machine().run_all(); });
+}
+
+uint64_t fake_pending(void) {
+  return with([] { return static_cast<uint64_t>(machine().pending()); });
+}
+
+uint64_t fake_num_live(void) {
+  return with([] { return static_cast<uint64_t>(machine().memory.num_live()); });
+}
+
+// A kernel: `body(context, piece)` returns a CUDA error.
+int fake_launch(uint64_t stream, int (*body)(void*, uint64_t), void* context, uint64_t pieces, int is_ordered) {
+  return with([&]() -> int {
+    if (const int result = machine().enter(); result != fake::kSuccess) return result;
+    ++machine().counters.launches;
+    return machine().submit(stream, {pieces, is_ordered != 0, [=](size_t piece) { return body(context, piece); }});
+  });
+}
+
+// Where a kernel finds the bytes of a device address; null where that is an illegal address.
+void* fake_resolve(uint64_t address, uint64_t nbytes) {
+  return with([&] { return static_cast<void*>(machine().memory.resolve(address, nbytes, fake::Eyes::kKernel)); });
+}
+
+const char* fake_faults(void) {
+  static std::string all;
+  return with([] {
+    all.clear();
+    for (const auto& fault : machine().faults) all += fault + "\n";
+    return all.c_str();
+  });
+}
+
+const fake::Counters* fake_counters(void) { return &machine().counters; }
+}

@@ -1,0 +1,235 @@
+"""Which ways to copy live on this GPU: each moves one block to the device and back before it is trusted.
+
+A path that returns other bytes, fails, or is not done in time is left for the next, with one line in the log. What
+remains is timed (`calibration.py`). Nothing here needs a model; a GPU is used through CuPy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...errors import ConfigError
+from . import calibration
+from .compiled import CUDA_PATHS, CompiledOps, Path
+from .host_memory import HostBuffer, host_alloc
+from .rows import BlockRows, CopyRun, CopyRuns
+
+logger = logging.getLogger(__name__)
+
+CHOICE = "FASTDEPLOY_KVCACHE_CUDA_PATH"
+"""Environment variable: `kernel` forces a path, `-batch` forbids one, `-batch,-kernel` several; `cupy` is one too."""
+
+NAMES = {path.name.lower(): path for path in CUDA_PATHS}
+CUPY = "cupy"
+
+TIME_LIMIT_S = 10.0
+"""For one path to move one block both ways."""
+
+STAGING_BYTES = 32 << 20
+"""Of device memory, for gathering fragmented blocks."""
+
+BROKEN_BATCHES = frozenset({"580.159.04"})
+"""Driver releases whose cuMemcpyBatchAsync is reported to hang or to crash; forcing the path tries it all the same."""
+
+_PORTABLE_AND_MAPPED = 3
+"""Flags of cudaHostRegister, as the pool has them."""
+
+ROW_BYTES = 16 << 10
+SLOTS = 8
+RUNS = (CopyRun(0, 5, 2), CopyRun(3, 0, 1), CopyRun(6, 2, 1))
+"""A range, and two single blocks that no regular distance joins."""
+
+
+class Choice(NamedTuple):
+    """What the operator wants."""
+
+    forced: str | None = None
+    forbidden: frozenset[str] = frozenset()
+
+    def allows(self, name: str) -> bool:
+        return name not in self.forbidden and self.forced in (None, name)
+
+
+@dataclass(frozen=True)
+class Landing:
+    """What became of each path."""
+
+    live: tuple[str, ...]
+    """Names of the paths that AUTO chooses from, or `cupy` alone."""
+    left: Mapping[str, str] = field(default_factory=dict)
+    """The other ones, and why."""
+    costs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By direction, `H2D` and `D2H`: the constants of the cost model."""
+    measured: bool = False
+    """The constants come from this GPU, not from a table."""
+
+    @property
+    def works(self) -> bool:
+        """A path of the compiled core lives; CuPy copies run by run, which is slow for scattered blocks."""
+        return self.live != (CUPY,)
+
+    def describe(self) -> str:
+        """One line: what lives, what was left and why, and the constants."""
+        left = "; ".join(f"{name}: {reason}" for name, reason in self.left.items())
+        origin = "measured here" if self.measured else "of the table"
+        constants = "; ".join(
+            f"{direction} " + ", ".join(f"{name} {number:.3g}" for name, number in numbers.items())
+            for direction, numbers in self.costs.items()
+        )
+        return ", ".join(self.live) + (f" (not {left})" if left else "") + f"; constants {origin}: {constants}"
+
+
+def read_choice(environment: Mapping[str, str] = os.environ) -> Choice:
+    """Raises `ConfigError` for a name that is no path."""
+    words = [word.strip() for word in environment.get(CHOICE, "").split(",") if word.strip()]
+    names = [word.removeprefix("-") for word in words]
+    unknown = sorted(set(names) - {*NAMES, CUPY})
+    forced = [word for word in words if not word.startswith("-")]
+    if unknown or len(forced) > 1:
+        raise ConfigError(
+            f"{CHOICE}={environment[CHOICE]} must be one of {', '.join([*NAMES, CUPY])}, or such names with '-' before "
+            "each: set it to one path, or to those to leave out"
+        )
+    return Choice(forced[0] if forced else None, frozenset(name for name in names if f"-{name}" in words))
+
+
+def land(compiled: CompiledOps, cupy: Any, device: int, host: HostBuffer, choice: Choice) -> Landing:
+    """Try every path that this build and `choice` have, on the page-locked `host`, whose bytes are zero again
+    afterwards. AUTO chooses among those that work from now on; where none does, `live` is `cupy` alone.
+    """
+    left: dict[str, str] = {}
+    if not _give_staging(cupy, compiled):
+        left[Path.STAGED.name.lower()] = "the GPU has no memory for it"
+    driver = driver_release()
+    for name, path in NAMES.items():
+        if not choice.allows(name):
+            left[name] = f"{CHOICE} says so"
+        elif not compiled.has_cuda_path(path):
+            left.setdefault(name, "this build or driver lacks it")
+        elif path is Path.BATCH and driver in BROKEN_BATCHES and choice.forced != name:
+            left[name] = f"driver {driver} is known to hang in it"
+        elif name not in left and (problem := _try(cupy, device, compiled, path)) is not None:
+            left[name] = problem
+            logger.warning("copies between GPU and host do without the path %s: %s", name, problem)
+    live = tuple(name for name in NAMES if name not in left)
+    compiled.allow_cuda_paths([NAMES[name] for name in live])
+    measured = bool(live) and calibration.calibrate(compiled, cupy, host, live)
+    host.array[: calibration.BYTES] = 0
+    costs = {
+        "H2D": compiled.costs(to_device=True).by_name(),
+        "D2H": compiled.costs(to_device=False).by_name(),
+    }
+    landing = Landing(live or (CUPY,), left, costs, measured)
+    logger.info("copies between GPU and host: %s", landing.describe())
+    return landing
+
+
+def driver_release() -> str:
+    """As `580.65.06`; empty where the system does not tell."""
+    try:
+        with open("/sys/module/nvidia/version", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _give_staging(cupy: Any, compiled: CompiledOps) -> bool:
+    try:
+        compiled.set_staging(int(cupy.cuda.runtime.malloc(STAGING_BYTES)), STAGING_BYTES)
+    except Exception as error:
+        logger.warning("fragmented blocks are not gathered, the GPU gives no memory for it: %s", error)
+        return False
+    return True
+
+
+class _Memory:
+    """A small device tier of two layers with two roles, and as many host blocks. Not the pool's: a copy that is given
+    up may still be made, long after."""
+
+    def __init__(self, cupy: Any) -> None:
+        self._runtime = cupy.cuda.runtime
+        self._buffer = host_alloc(SLOTS * 4 * ROW_BYTES)
+        self._device = int(self._runtime.malloc(SLOTS * 4 * ROW_BYTES))
+        self._runtime.hostRegister(self._buffer.address, self._buffer.nbytes, _PORTABLE_AND_MAPPED)
+        self.host = self._buffer.array.reshape(SLOTS, 4 * ROW_BYTES)
+        addresses = [self._device + role * SLOTS * ROW_BYTES for role in range(4)]
+        self.device_rows = [BlockRows(address, SLOTS, ROW_BYTES, ROW_BYTES, on_gpu=True) for address in addresses]
+        self.host_rows = [
+            BlockRows(self._buffer.address + role * ROW_BYTES, SLOTS, ROW_BYTES, 4 * ROW_BYTES) for role in range(4)
+        ]
+
+    def free(self) -> None:
+        """Only when every copy has been made."""
+        self._runtime.hostUnregister(self._buffer.address)
+        self._runtime.free(self._device)
+
+
+_given_up: list[_Memory] = []
+"""Memory that a copy may still touch, kept for the rest of the process."""
+
+
+def _try(cupy: Any, device: int, compiled: CompiledOps, path: Path) -> str | None:
+    """Why `path` cannot be trusted. On a thread of its own, which is left behind where a call never returns."""
+    try:
+        memory = _Memory(cupy)
+    except Exception as error:
+        logger.warning("the copy path %s is used untried, there is no memory to try it: %s", path.name.lower(), error)
+        return None
+    outcome: list[str | None] = []
+
+    def run() -> None:
+        try:
+            cupy.cuda.Device(device).use()
+            outcome.append(_round_trip(cupy, compiled, path, memory))
+        except Exception as error:  # thread edge: whatever a path fails with, the next one is tried
+            outcome.append(f"{type(error).__name__}: {error}".splitlines()[0])
+
+    thread = threading.Thread(target=run, name=f"kv-try-{path.name.lower()}", daemon=True)
+    thread.start()
+    thread.join(2 * TIME_LIMIT_S)
+    if outcome and outcome[0] is None:
+        memory.free()
+    else:
+        _given_up.append(memory)
+    return outcome[0] if outcome else f"a driver call did not return within {2 * TIME_LIMIT_S:.0f} s"
+
+
+def _round_trip(cupy: Any, compiled: CompiledOps, path: Path, memory: _Memory) -> str | None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    rng = np.random.default_rng(int(path))
+    memory.host[:] = rng.integers(0, 256, memory.host.shape, dtype=np.uint8)
+    expected = memory.host.copy()
+    into = CopyRuns.of(RUNS)
+    out = CopyRuns.of([CopyRun(run.target, run.source, run.blocks) for run in RUNS])
+    for number, (targets, sources, runs) in enumerate(
+        [(memory.device_rows, memory.host_rows, into), (memory.host_rows, memory.device_rows, out)]
+    ):
+        by = Path.KERNEL if path is Path.STAGED and number == 0 else path
+        compiled.swap_cache_per_layer(tuple(targets), tuple(sources), runs, int(stream.ptr), by)
+        if not _arrives(cupy, stream):
+            return f"a copy of one block was not done within {TIME_LIMIT_S:.0f} s"
+        if number == 0:
+            for run in RUNS:
+                memory.host[run.source : run.source + run.blocks] = 0xA5
+    return None if (memory.host == expected).all() else "a block came back with other bytes"
+
+
+def _arrives(cupy: Any, stream: Any) -> bool:
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record(stream)
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while (status := cupy.cuda.runtime.eventQuery(event.ptr)) != 0:
+        if status != 600:  # cudaErrorNotReady
+            raise RuntimeError(f"CUDA error {status}")
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.0002)
+    return True

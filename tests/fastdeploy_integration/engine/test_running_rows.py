@@ -1,0 +1,36 @@
+"""What a batch says of the rows that it leaves running."""
+
+import threading
+from types import SimpleNamespace
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.running_rows import running_rows
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SwapOutbox, take_running
+from fastdeploy_kvcache_v1.metadata import SwapStep
+
+
+def test_a_row_has_a_length_once_it_has_a_token_behind_what_it_prefills():
+    def request(idx, total, prefill):
+        return SimpleNamespace(idx=idx, num_total_tokens=total, need_prefill_tokens=prefill)
+
+    running = [request(3, 100, 100), request(0, 101, 100), request(7, 120, 120), request(1, 121, 120)]
+    manager = SimpleNamespace(lock=threading.Lock(), running=running)
+    assert running_rows(manager) == [(3, 0), (0, 101), (7, 0), (1, 121)]
+
+
+def test_rows_ride_on_every_batch_and_leave_the_task_with_it():
+    outbox, task = SwapOutbox(), SimpleNamespace()
+    outbox.attach([task], SwapStep(0), running=[(0, 5)])
+    assert not outbox.is_loaded, "a batch without copies is no loss to the chain of copies"
+    assert getattr(task, ROWS_ATTRIBUTE) == ((0, 5),)
+    outbox.clear()
+    assert vars(task) == {}, "FastDeploy uses one object for every chunk"
+    outbox.attach([task], SwapStep(1))
+    assert take_running([task]) is None
+
+
+def test_the_latest_of_several_batches_tells():
+    first, second = SimpleNamespace(), SimpleNamespace()
+    for task, rows in ((first, [(0, 5), (1, 0)]), (second, [(1, 9)])):
+        SwapOutbox().attach([task], SwapStep(0), running=rows)
+    assert take_running([first, second]) == ((1, 9),)
+    assert take_running([first, second]) is None

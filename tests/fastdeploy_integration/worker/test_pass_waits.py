@@ -1,0 +1,172 @@
+"""What a forward pass waits for, and what waits for it, read off the waits of the streams."""
+
+import threading
+
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
+from fastdeploy_kvcache_v1.metadata import SwapStep
+from fastdeploy_kvcache_v1.worker.hazards import Actor
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, make_cache, register, swap_in, task
+
+
+class Gates:
+    """Holds copies back until the test lets them go, stream by stream; `passes` of each are let through."""
+
+    def __init__(self):
+        self.semaphores = {name: threading.Semaphore(0) for name in ("input", "output", "compute")}
+
+    def __call__(self, stream):
+        name = next(name for name in self.semaphores if name in stream)
+        assert self.semaphores[name].acquire(timeout=30)
+
+    def let(self, name, calls=100):
+        for _ in range(calls):
+            self.semaphores[name].release()
+
+
+@pytest.fixture
+def gates():
+    made = Gates()
+    yield made
+    for name in made.semaphores:
+        made.let(name)
+
+
+def prefill(step=None, table=(0,), start=0, end=2, index=0, running=None, **fields):
+    made = task(step, table=table, **fields)
+    made.idx, made.prefill_start_index, made.prefill_end_index = index, start, end
+    if running is not None:
+        setattr(made, ROWS_ATTRIBUTE, running)
+    return made
+
+
+def run_pass(cache, *tasks):
+    cache.receive(list(tasks))
+    waits = cache.begin_forward(layer_by_layer=True)
+    cache.end_forward()
+    return waits
+
+
+def test_a_pass_does_not_wait_for_the_backup_of_what_a_pass_before_computed(gates):
+    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+    register(cache)
+    run_pass(cache, prefill(table=(0, 1, 2, 3), end=6))
+    # The row decodes in block 3; blocks 0..2 go out meanwhile, and no copy may end before the test says so.
+    run_pass(cache, prefill(SwapStep(0, (evict((0, 0), (1, 1), (2, 2)),)), (5,), index=1, running=((0, 7), (1, 0))))
+    assert cache._controller.num_unreported_copies == 1, "the pass went on beside the copy"
+    gates.let("output")
+    cache.unregister(MAIN)
+
+
+def test_a_pass_does_not_wait_for_the_backup_of_a_row_that_ended(gates):
+    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+    register(cache)
+    run_pass(cache, prefill(table=(0, 1), end=3))
+    run_pass(cache, prefill(SwapStep(0, (evict((1, 1)),)), (5,), index=1, running=((1, 0),)))
+    assert cache._controller.num_unreported_copies == 1, "the pass went on beside the copy"
+    gates.let("output")
+    cache.unregister(MAIN)
+
+
+def compute_uses(cache):
+    table = cache._controller._transfers._device_hazards
+    return [use for use in table._uses if use.actor is Actor.COMPUTE]
+
+
+def test_a_swap_in_into_free_slots_runs_beside_the_pass_before(gates):
+    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates, threaded_compute=True), layer_timeout_s=20)
+    tensors = register(cache)
+    gates.let("output")
+    gates.let("input")
+    fill(tensors, 0, 7)
+    cache.receive([prefill(SwapStep(0, (evict((0, 0)),)), table=(1, 2), end=3)])
+    cache._controller.drain(20)
+    cache.begin_forward(layer_by_layer=True)
+    cache._controller._runtime.compute_stream.submit(lambda: None)  # the pass, which does not end yet
+    cache.end_forward()
+    cache.receive([prefill(SwapStep(1, (swap_in((0, 4)),)), table=(4, 5), start=2, end=3, index=1, previous=0)])
+    cache._controller.drain(20)
+    assert content(tensors, 4) == [7, 8, 9, 10], "it arrived while the pass before still runs"
+    assert len(compute_uses(cache)) == 1
+    cache.receive([prefill(SwapStep(2, (swap_in((0, 2)),)), table=(3,), index=2, previous=1)])
+    table = cache._controller._transfers._device_hazards
+    assert compute_uses(cache)[0].writes == 1 << 1, "what follows waits for the copy into 2 instead"
+    assert content(tensors, 2) != [7, 8, 9, 10], "the pass before may read slot 2"
+    gates.let("compute")
+    cache._controller.drain(20)
+    assert content(tensors, 2) == [7, 8, 9, 10]
+    table.check()
+    cache.unregister(MAIN)
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_a_pass_that_overwrites_evicted_slots_waits_layer_by_layer(gates, draft):
+    """Layer by layer the content goes out, and no layer is written before its own copy has read it."""
+    cache = make_cache(
+        (MAIN, DRAFT) if draft else (MAIN,), make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20
+    )
+    tensors = list(register(cache).values())
+    if draft:
+        tensors += register(cache, DRAFT, 1, 6, 2).values()
+    for number, tensor in enumerate(tensors):
+        tensor[1] = 10 + number
+    cache.receive([prefill(SwapStep(0, (evict((1, 3)),)), table=(1,))])
+    waits = cache.begin_forward(layer_by_layer=True)
+    assert waits.num_layers == len(tensors) // 2
+    assert not waits.target_slots
+    for layer in range(waits.num_layers):
+        blocked = threading.Thread(target=waits.wait_for_layer, args=(layer,))
+        blocked.start()
+        blocked.join(0.05)
+        assert blocked.is_alive(), f"layer {layer} was still to be read"
+        gates.let("output", 1)
+        blocked.join(20)
+        assert not blocked.is_alive()
+        for tensor in tensors[2 * layer : 2 * layer + 2]:
+            tensor[1] = 0
+    cache.end_forward()
+    host = cache._controller.host_pool.block(3).view("float32")
+    assert set(host.ravel()) == {10.0 + number for number in range(len(tensors))}
+    cache.unregister(MAIN)
+
+
+def test_a_graph_that_is_replayed_waits_for_all_layers_at_once(gates):
+    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+    register(cache)
+    cache.receive([prefill(SwapStep(0, (evict((1, 3)),)), table=(1,))])
+    gates.let("output", 1)
+    began = threading.Thread(target=lambda: cache.begin_forward(layer_by_layer=False))
+    began.start()
+    began.join(0.1)
+    assert began.is_alive(), "the second layer is still to be read"
+    gates.let("output", 1)
+    began.join(20)
+    assert not began.is_alive()
+    assert cache.current_counter is None
+    cache.end_forward()
+    cache.unregister(MAIN)
+
+
+def test_a_swap_in_into_evicted_slots_follows_the_eviction_layer_by_layer(gates):
+    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+    tensors = register(cache)
+    gates.let("input")
+    gates.let("output", 1)
+    fill(tensors, 0, 7)
+    run_pass(cache, prefill(SwapStep(0, (evict((0, 0)),)), table=(5,)))
+    fill(tensors, 1, 50)
+    cache.receive([prefill(SwapStep(1, (evict((1, 1)), swap_in((0, 1)))), table=(1, 2), start=2, end=3, previous=0)])
+    waits = cache.begin_forward(layer_by_layer=True)
+    gates.let("output", 1)
+    waits.wait_for_layer(0)
+    assert content(tensors, 1) == [7, 8, 52, 53], "layer 0 went out and came in, layer 1 is untouched"
+    gates.let("output", 1)
+    waits.wait_all()
+    assert content(tensors, 1) == [7, 8, 9, 10]
+    cache.end_forward()
+    host = cache._controller.host_pool.block(1).view("float32")
+    assert set(host.ravel()) == {50.0, 51.0, 52.0, 53.0}
+    cache.unregister(MAIN)

@@ -1,0 +1,122 @@
+"""Which passes are timed, and what for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.prefill_timer import PrefillTimer
+from fastdeploy_kvcache_v1.timings import PrefillTime
+from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, DECODE, PREEMPTED, other, prefill
+
+
+class FakeEvent:
+    """As one of a device: it is reached later than it is recorded."""
+
+    error = None
+
+    def __init__(self):
+        self.at = None
+
+    def done(self):
+        return self.at is not None
+
+    def seconds_since(self, earlier):
+        return self.at - earlier.at
+
+
+class Stream:
+    def __init__(self):
+        self.events = []
+
+    def record_event(self, *, timed=False):
+        assert timed
+        self.events.append(FakeEvent())
+        return self.events[-1]
+
+    def reach(self, *times):
+        """The device gets to the next events."""
+        for event, at in zip((each for each in self.events if not each.done()), times, strict=False):
+            event.at = at
+
+
+@pytest.fixture
+def timed():
+    return SimpleNamespace(timer=PrefillTimer(), stream=Stream())
+
+
+def run_pass(timed, *tasks, waits_inside=False):
+    timed.timer.received(tasks)
+    timed.timer.begin(timed.stream, waits_inside=waits_inside)
+    timed.timer.end(timed.stream)
+
+
+def chunk(row, start, end):
+    return prefill(row, f"r{row}", range(500), (), start=start, end=end)
+
+
+def test_a_pass_counts_when_the_device_has_ended_it_with_all_its_prompts(timed):
+    run_pass(timed, chunk(0, 0, 100), other(DECODE, 1, "r1"), chunk(2, 200, 300))
+    assert timed.timer.take() == ()
+    timed.stream.reach(5.0)
+    assert timed.timer.take() == ()
+    timed.stream.reach(7.5)
+    assert timed.timer.take() == (PrefillTime(200, 100**2 / 2 + (300**2 - 200**2) / 2, 2.5),)
+    assert timed.timer.take() == ()
+
+
+def test_passes_are_told_in_order_though_they_overlap_with_the_host(timed):
+    run_pass(timed, chunk(0, 0, 100))
+    run_pass(timed, chunk(0, 100, 150))
+    timed.stream.reach(1.0, 2.0, 2.5)
+    assert [(each.num_tokens, each.seconds) for each in timed.timer.take()] == [(100, 1.0)]
+    timed.stream.reach(4.0)
+    assert [(each.num_tokens, each.seconds) for each in timed.timer.take()] == [(50, 1.5)]
+
+
+def test_a_pass_that_only_decodes_is_not_timed(timed):
+    run_pass(timed, chunk(0, 0, 100))
+    run_pass(timed)
+    run_pass(timed, other(DECODE, 0, "r0"))
+    assert len(timed.stream.events) == 2
+
+
+def test_a_pass_that_waits_for_copies_inside_says_nothing_and_the_next_one_is_its_own(timed):
+    run_pass(timed, chunk(0, 0, 100), waits_inside=True)
+    run_pass(timed, chunk(1, 0, 40))
+    timed.stream.reach(1.0, 2.0)
+    assert [each.num_tokens for each in timed.timer.take()] == [40]
+
+
+def test_prompts_that_leave_before_their_pass_are_not_counted(timed):
+    timed.timer.received([chunk(0, 0, 100), chunk(1, 0, 70), chunk(2, 0, 30)])
+    run_pass(timed, other(PREEMPTED, 0, "r0"), other(ABORT, 1, "r1"))
+    timed.stream.reach(1.0, 2.0)
+    assert [each.num_tokens for each in timed.timer.take()] == [30]
+
+
+def test_a_row_that_is_announced_twice_before_its_pass_counts_once(timed):
+    timed.timer.received([chunk(0, 0, 100)])
+    run_pass(timed, chunk(0, 0, 60))
+    timed.stream.reach(1.0, 2.0)
+    assert [each.num_tokens for each in timed.timer.take()] == [60]
+
+
+def test_a_pass_that_failed_says_nothing(timed):
+    timed.timer.received([chunk(0, 0, 100)])
+    timed.timer.begin(timed.stream, waits_inside=False)  # it raises then, and is never ended
+    run_pass(timed, chunk(1, 0, 40))
+    timed.stream.reach(1.0, 2.0, 3.0)
+    assert [each.num_tokens for each in timed.timer.take()] == [40]
+    run_pass(timed, chunk(1, 40, 80))
+    timed.stream.events[-1].error = RuntimeError("Xid 31")
+    timed.stream.reach(4.0, 5.0)
+    assert timed.timer.take() == ()
+
+
+def test_what_is_forgotten_is_never_told(timed):
+    run_pass(timed, chunk(0, 0, 100))
+    timed.timer.received([chunk(1, 0, 100)])
+    timed.timer.forget()
+    run_pass(timed)
+    timed.stream.reach(1.0, 2.0)
+    assert timed.timer.take() == ()

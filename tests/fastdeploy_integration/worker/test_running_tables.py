@@ -1,0 +1,168 @@
+"""What a pass may write: against a device that grows its rows by itself, and the single rules by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.running_tables import RunningTables
+from tests.fastdeploy_integration.worker.simulated_rows import SimulatedRows
+
+SIZE = 4
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 1, 3, 5])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_pass_writes_and_reads_only_what_is_named(seed, draft_tokens):
+    device = SimulatedRows(f"{seed} {draft_tokens}", draft_tokens=draft_tokens)
+    tables, rng = RunningTables(SIZE, draft_tokens), device.rng
+    named = written = 0
+    for _ in range(900):
+        device.hear()
+        if rng.random() < 0.8:  # an engine that is busy elsewhere lets rows decode on without any batch
+            batch, lengths = device.schedule()
+            device.insert(batch)
+            tables.update(batch)
+            if batch and rng.random() < 0.9:  # a message that is lost is made up for by the next
+                tables.hear(lengths)
+        if rng.random() < 0.1:
+            continue  # the worker is paused: nothing runs
+        may_read, may_write = tables.read(), tables.written()
+        if rng.random() < 0.1:
+            continue  # prepared, but no token in it as far as the worker can tell: the pass does not run
+        reads, writes = device.run_pass()
+        tables.pass_submitted()
+        for index, slots in writes.items():
+            assert not slots - may_write, f"pass {device.num_passes} writes row {index} where nobody expects it"
+        for index, slots in reads.items():
+            assert not slots - may_read, f"pass {device.num_passes} reads row {index} where nobody expects it"
+        named += len(may_write)
+        written += len(set().union(*writes.values()))
+    assert device.num_decoded > 500
+    assert device.num_finished > 20
+    assert device.num_paused > 5
+    assert named <= (2.5 if draft_tokens == 0 else 4) * written, f"{named} slots named for {written} written"
+
+
+def task(kind, table=(), start=0, end=0, index=0, **fields):
+    return SimpleNamespace(
+        task_type=SimpleNamespace(value=int(kind)),
+        idx=index,
+        block_tables=list(table),
+        prefill_start_index=start,
+        prefill_end_index=end,
+        **fields,
+    )
+
+
+TABLE = [10, 11, 12, 13, 14, 15]
+
+
+def decoding(draft_tokens=0, end=9):
+    """A row of 24 slots whose prompt of `end` tokens has been computed."""
+    tables = RunningTables(SIZE, draft_tokens)
+    tables.update([task(TaskKind.PREFILL, TABLE, 0, end)])
+    tables.pass_submitted()
+    return tables
+
+
+def test_a_chunk_is_named_for_its_pass_only():
+    tables = RunningTables(SIZE)
+    tables.update([task(TaskKind.PREFILL, TABLE, 4, 9)])
+    assert tables.written() == {11, 12}
+    assert tables.written() == {11, 12}, "a pass that is not submitted changes nothing"
+    tables.pass_submitted()
+    assert tables.written() == {12}, "position 9"
+    tables.update([task(TaskKind.PREFILL, TABLE, 9, 20)])
+    assert tables.written() == {12, 13, 14}
+
+
+def test_a_row_that_decodes_without_a_word_is_followed_pass_by_pass():
+    tables = decoding(end=11)
+    assert tables.written() == {12}, "position 11"
+    tables.pass_submitted()
+    assert tables.written() == {12, 13}, "it may have paused at 11, and may be at 12"
+    for _ in range(4):
+        tables.pass_submitted()
+    assert tables.written() == {12, 13, 14}
+    tables.hear([(0, 17)])  # of the 17th token, at 16, the KV is still to come
+    assert tables.written() == {14}
+    for _ in range(100):
+        tables.pass_submitted()
+    assert tables.written() == {14, 15}, "beyond its table no row writes"
+
+
+def test_what_the_engine_says_never_hides_the_highest_position_that_a_row_can_have_reached():
+    tables = decoding(end=9)
+    tables.hear([(0, 1000)])
+    assert tables.written() == {12}
+    tables.hear([(0, 0)])
+    tables.hear([(0, 3)])
+    assert tables.written() == {12}, "news that is older than the last chunk"
+
+
+def test_a_row_that_ended_is_named_until_the_engine_says_so():
+    tables = decoding()
+    tables.hear([(0, 10), (1, 5)])
+    assert tables.written() == {12}
+    assert tables.read() == set(TABLE)
+    tables.hear([(1, 5)])
+    assert tables.written() == tables.read() == set()
+
+
+def test_what_the_engine_says_is_older_than_a_chunk_of_the_same_batch():
+    tables = RunningTables(SIZE)
+    tables.update([task(TaskKind.PREFILL, TABLE, 0, 8)])
+    tables.hear([])
+    assert tables.written() == {10, 11}
+    tables.hear([(0, 8)])
+    assert tables.written() == {10, 11}
+
+
+def test_draft_tokens_and_draft_layers_are_named():
+    tables = RunningTables(SIZE, draft_tokens=2)
+    tables.update([task(TaskKind.PREFILL, TABLE, 0, 7)])
+    assert tables.written() == {10, 11, 12, 13}, "the draft model goes on from the prompt"
+    tables.pass_submitted()
+    assert tables.written() == {11, 12, 13}, "back to 4, where it may start over, and ahead to 13"
+    tables.hear([(0, 8)])
+    tables.pass_submitted()
+    assert tables.written() == {11, 12, 13, 14}, "three tokens more at most"
+
+
+@pytest.mark.parametrize("kind", [TaskKind.PREEMPTED, TaskKind.ABORT])
+def test_a_row_that_is_taken_away_is_not_named(kind):
+    tables = decoding()
+    tables.update([task(kind)])
+    assert tables.written() == tables.read() == set()
+
+
+def test_a_table_that_grows_and_one_that_is_another():
+    tables = decoding()
+    tables.update([task(TaskKind.DECODE, [*TABLE, 20, 21])])
+    assert tables.read() == {*TABLE, 20, 21}
+    assert tables.written() == {12}
+    tables.update([task(TaskKind.DECODE, [30, 31, 32])])
+    assert tables.read() == {30, 31, 32}
+    assert tables.written() == {32}
+
+
+def test_of_a_row_that_was_never_announced_the_whole_table_is_named():
+    tables = RunningTables(SIZE)
+    tables.update([task(TaskKind.DECODE, TABLE)])
+    for _ in range(3):
+        assert tables.written() == tables.read() == set(TABLE)
+        tables.pass_submitted()
+    tables.hear([(0, 9)])
+    assert tables.written() == set(TABLE[2:])
+
+
+def test_blocks_of_an_extend_task_are_named_beside_the_table():
+    tables = decoding()
+    extend = task(TaskKind.EXTEND, extend_block_tables=[40, 41])
+    del extend.block_tables
+    tables.update([extend])
+    assert tables.written() == {12, 40, 41}
+    assert tables.read() == {*TABLE, 40, 41}
+    tables.clear()
+    assert tables.written() == tables.read() == set()

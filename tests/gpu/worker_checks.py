@@ -1,0 +1,300 @@
+"""Checks of the worker half on a GPU: `CudaRuntime`, events, `CacheController`, hazards, `LayerDoneCounter`, pools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import cupy
+import numpy as np
+from kernels import kernel
+from tensor import Tensor
+
+from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
+from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.host_pool import HostPool
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
+from fastdeploy_kvcache_v1.worker.runtime.base import free_host_memory
+from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
+
+DELAY_CYCLES = 20_000_000
+"""About 10 ms: whoever does not wait is early for certain."""
+
+MOST_POOL_BYTES = 8 << 30
+EVICT, SWAP_IN = (CacheLevel.DEVICE, CacheLevel.HOST), (CacheLevel.HOST, CacheLevel.DEVICE)
+
+
+class CupyBackend(AttentionCacheBackend):
+    """Cache tensors of any layout, uint8 `[blocks, bytes]`."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self._layout
+
+    def create_kv_cache(self, num_blocks: int, *, rank: int = 0, device: int = 0) -> dict[str, Tensor]:
+        roles = [(layer, role) for layer in range(self._layout.num_layers) for role in self._layout.roles]
+        made = {
+            f"{role.role}_{layer}": Tensor(cupy.zeros((num_blocks, role.block_bytes), cupy.uint8))
+            for layer, role in roles
+        }
+        cupy.cuda.Device().synchronize()
+        return made
+
+
+class Rig:
+    """A controller with caches of three layers with two roles; every byte of a block is its value."""
+
+    def __init__(self, device: int = 6, host: int = 6, *, compute: Any = None) -> None:
+        self.compute = cupy.cuda.Stream(non_blocking=True) if compute is None else compute
+        self.runtime = CudaRuntime(compute_handle=int(self.compute.ptr))
+        layout = CacheLayout(3, (RoleSpec("key", (1 << 14,), "uint8"), RoleSpec("value", (1 << 13,), "uint8")))
+        self.controller = CacheController(CupyBackend(layout), runtime=self.runtime)
+        self.tensors = [tensor.array for tensor in self.controller.initialize_kv_cache(device, host)]
+        self.controller.host_pool.buffer.array[:] = 0
+        self.num_layers, self._step = layout.num_layers, 0
+
+    def submit(self, *copies: tuple[tuple[CacheLevel, CacheLevel], Sequence[int], Sequence[int]], **more: Any) -> Any:
+        self._step += 1
+        metadata = [CacheSwapMetadata(*kind, tuple(of), tuple(to)) for kind, of, to in copies]
+        return self.controller.submit_swap_tasks(SwapStep.of(self._step, *metadata), **more)
+
+    def delay(self) -> None:
+        """Hold the compute stream up."""
+        with self.compute:
+            kernel("spin")((1,), (1,), (np.int64(DELAY_CYCLES),))
+
+    def fill(self, slot: int, value: int, layer: int | None = None) -> None:
+        """On the compute stream; every layer, unless one is named."""
+        roles = len(self.tensors) // self.num_layers
+        tensors = self.tensors if layer is None else self.tensors[layer * roles : (layer + 1) * roles]
+        with self.compute:
+            for tensor in tensors:
+                row = tensor[slot]
+                kernel("fill")((8,), (128,), (row, np.int64(row.size), np.int32(value)))
+
+    def on_host(self, slot: int) -> set[int]:
+        return set(np.unique(self.controller.host_pool.block(slot)).tolist())
+
+    def on_device(self, slot: int) -> set[int]:
+        """Read on the compute stream: after what compute waits for, and nothing else."""
+        with self.compute:
+            return {value for tensor in self.tensors for value in np.unique(cupy.asnumpy(tensor[slot])).tolist()}
+
+    def close(self) -> None:
+        self.controller.drain(60)
+        self.controller.check()
+        self.controller.free()
+        self.runtime.close()
+
+
+@contextmanager
+def rig(**settings: Any) -> Iterator[Rig]:
+    made = Rig(**settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def events_order_streams_and_tell_time() -> None:
+    """Also where compute runs on a stream of somebody else, blocking or not."""
+    for non_blocking in (True, False):
+        with rig(compute=cupy.cuda.Stream(non_blocking=non_blocking)) as one:
+            other, array = one.runtime.new_stream("other"), one.tensors[0]
+            before = one.runtime.compute_stream.record_event(timed=True)
+            one.delay()
+            one.fill(0, 7)
+            after = one.runtime.compute_stream.record_event(timed=True)
+            other.wait_event(after)
+            target = one.controller.host_pool.block(0)
+            other.submit(cupy.cuda.runtime.memcpyAsync, target.ctypes.data, array.data.ptr, 8, 2, other.handle)
+            copied = other.record_event()
+            assert copied.wait_done(60)
+            assert set(target[:8].tolist()) == {7}, "the copy did not wait"
+            assert before.done()
+            assert after.done()
+            assert after.error is None
+            assert after.seconds_since(before) > 0
+
+
+def a_failure_belongs_to_its_unit_and_a_closed_stream_refuses() -> None:
+    def fail() -> None:
+        raise OSError("injected")
+
+    with rig() as one:
+        stream, other = one.runtime.new_stream("one"), one.runtime.new_stream("other")
+        ran: list[int] = []
+        stream.submit(fail)
+        stream.submit(ran.append, 1)
+        failed = stream.record_event()
+        assert failed.wait_done(60)
+        assert isinstance(failed.error, OSError)
+        other.wait_event(failed, needs_data=True)
+        other.submit(ran.append, 2)
+        stream.begin()
+        stream.submit(ran.append, 3)
+        assert ran == [3]
+        assert refuses(TransferError, one.runtime.compute_stream.wait_event, failed, needs_data=True)
+        stream.close()
+        assert refuses(CacheStateError, stream.submit, ran.append, 4)
+
+
+def layers_are_waited_for_one_by_one() -> None:
+    """Compute reads each layer right after it waited for that one; every copy is held up."""
+
+    def held_up(*given: Any) -> None:
+        with cupy.cuda.ExternalStream(given[3]):
+            for _part in range(10):
+                kernel("spin")((1,), (1,), (np.int64(DELAY_CYCLES // 10),))
+        inner.run(*given)
+
+    with rig() as one:
+        seen = cupy.zeros((one.num_layers, 3, 16), cupy.uint8)
+        cupy.cuda.Device().synchronize()
+        for slot in range(3):
+            one.controller.host_pool.block(slot)[:] = 10 + slot
+        one.controller.before_compute((), (3,))
+        one.delay()
+        one.fill(3, 1)
+        one.controller.after_compute((), (3,))
+        inner = ops.install("swap_cache_per_layer", "cuda", ops.Implementation("held up", held_up))
+        try:
+            counter = one.submit((SWAP_IN, (0, 1, 2), (3, 4, 5)))  # into 3 only after compute wrote it
+        finally:
+            ops.install("swap_cache_per_layer", "cuda", inner)
+        one.controller.before_compute((3, 4, 5), (), counter=counter)
+        for layer in range(one.num_layers):
+            counter.wait_for_layer(layer)
+            for place, slot in enumerate((3, 4, 5)):
+                source = one.tensors[2 * layer][slot].data.ptr
+                cupy.cuda.runtime.memcpyAsync(seen[layer][place].data.ptr, source, 16, 3, one.compute.ptr)
+        one.controller.after_compute((3, 4, 5), ())
+        with one.compute:
+            found = cupy.asnumpy(seen)
+        assert (found == np.array([10, 11, 12], np.uint8)[None, :, None]).all(), found[:, :, 0]
+
+
+def a_slot_is_reused_only_after_its_last_use() -> None:
+    """Eviction reads, then compute or a swap-in overwrites; compute writes, then an eviction reads."""
+    for overwritten in (None, SlotSet.of((0, 1))):
+        with rig() as one:
+            one.controller.before_compute((), (0, 1))
+            one.delay()
+            for slot in (0, 1):
+                one.fill(slot, 20 + slot)
+            one.controller.after_compute((), (0, 1))
+            one.submit((EVICT, (0, 1), (2, 3)), (SWAP_IN, (4,), (1,)), overwritten=overwritten)
+            one.controller.before_compute((1,), (0,))
+            one.fill(0, 30)
+            one.controller.after_compute((1,), (0,))
+            counter = one.submit((SWAP_IN, (2, 3), (4, 5)))
+            one.controller.before_compute((0, 1, 4, 5), (), counter=counter)
+            counter.wait_all()
+            found = [one.on_device(slot) for slot in (0, 1, 4, 5)]
+            one.controller.after_compute((0, 1, 4, 5), ())
+            assert found == [{30}, {0}, {20}, {21}], found
+            assert [one.on_host(slot) for slot in (2, 3)] == [{20}, {21}]
+            results = one.controller.take_results()
+            assert all(result.ok and result.seconds >= 0 for result in results)
+            assert sum(result.num_blocks for result in results) == 5
+
+
+def a_failed_copy_is_told_and_its_slots_are_not_read() -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("injected")
+
+    with rig() as one:
+        right = ops.install("swap_cache_per_layer", "cuda", ops.Implementation("failing", fail))
+        try:
+            one.submit((SWAP_IN, (0,), (5,)))
+        finally:
+            ops.install("swap_cache_per_layer", "cuda", right)
+        one.controller.drain(60)
+        (result,) = one.controller.take_results()
+        assert not result.ok
+        assert result.target_slots == (5,)
+        assert one.controller.failed_slots((4, 5)) == [5]
+        assert refuses(TransferError, one.controller.before_compute, (5,), ())
+        counter = one.submit((SWAP_IN, (1,), (5,)))
+        one.controller.before_compute((5,), (), counter=counter)
+        counter.wait_all()
+        one.controller.after_compute((5,), ())
+        assert one.controller.failed_slots((5,)) == []
+
+
+def what_does_not_fit_is_refused() -> None:
+    with rig() as one:
+        assert refuses(ConfigError, one.runtime.require_memory, device_bytes=1 << 60, host_bytes=0)
+        assert refuses(ConfigError, one.runtime.require_memory, device_bytes=0, host_bytes=1 << 60)
+        assert refuses(CacheStateError, one.submit, (SWAP_IN, (0,), (6,)))
+        assert refuses(CacheStateError, one.submit, (SWAP_IN, (0, 1), (5, 5)))
+        assert refuses(CacheStateError, one.controller.initialize_kv_cache, 6, 6)
+        backend = CupyBackend(one.controller.layout)
+        tensors = backend.create_kv_cache(6)
+        tensors.popitem()
+        assert refuses(ConfigError, CacheController(backend, runtime=one.runtime).attach_kv_cache, tensors, 6, 6)
+        registered = one.controller.host_pool.buffer
+        register = cupy.cuda.runtime.hostRegister
+        assert refuses(cupy.cuda.runtime.CUDARuntimeError, register, registered.address, registered.nbytes, 0)
+
+
+def pools_of_gibibytes_are_reached_to_their_last_byte() -> None:
+    """Offsets of blocks beyond 4 GiB, where the machine has that much."""
+    block = 1 << 20
+    compute = cupy.cuda.Stream(non_blocking=True)
+    runtime = CudaRuntime(compute_handle=int(compute.ptr))
+    free, _total = cupy.cuda.runtime.memGetInfo()
+    nbytes = min(MOST_POOL_BYTES, int(free) // 4, free_host_memory() // 4)
+    layout = CacheLayout(2, (RoleSpec("key", (block // 4,), "uint8"), RoleSpec("value", (block // 4,), "uint8")))
+    slots = [0, 1, nbytes // block // 2, nbytes // block - 1]
+    controller = CacheController(CupyBackend(layout), runtime=runtime)
+    for _turn in range(2):  # the memory can be had again
+        tensors = [tensor.array for tensor in controller.initialize_kv_cache(8, nbytes // block)]
+        expected = np.random.default_rng(1).integers(0, 256, (len(slots), block), dtype=np.uint8)
+        pool = controller.host_pool
+        assert isinstance(pool, HostPool)
+        for slot, row in zip(slots, expected, strict=True):
+            pool.block(slot)[:] = row
+        into = CacheSwapMetadata(*SWAP_IN, tuple(slots), (1, 3, 5, 7))
+        out = CacheSwapMetadata(*EVICT, (1, 3, 5, 7), tuple(reversed(slots)))
+        controller.submit_swap_tasks(SwapStep.of(0, into))
+        controller.submit_swap_tasks(SwapStep.of(1, out))
+        controller.drain(60)
+        cupy.cuda.Device().synchronize()
+        on_device = np.concatenate([cupy.asnumpy(tensor) for tensor in tensors], axis=1)[[1, 3, 5, 7]]
+        assert (on_device == expected).all(), "device"
+        for slot, row in zip(reversed(slots), expected, strict=True):
+            assert (pool.block(slot) == row).all(), f"host block {slot} of {nbytes // block}"
+        del pool
+        controller.free()
+    runtime.close()
+    print(f"        a pool of {nbytes / (1 << 30):.2f} GiB")
+
+
+def refuses(error: type[Exception], call: Callable[..., object], *arguments: Any, **more: Any) -> bool:
+    try:
+        call(*arguments, **more)
+    except error:
+        return True
+    return False
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    check.__name__: check
+    for check in (
+        events_order_streams_and_tell_time,
+        a_failure_belongs_to_its_unit_and_a_closed_stream_refuses,
+        layers_are_waited_for_one_by_one,
+        a_slot_is_reused_only_after_its_last_use,
+        a_failed_copy_is_told_and_its_slots_are_not_read,
+        what_does_not_fit_is_refused,
+        pools_of_gibibytes_are_reached_to_their_last_byte,
+    )
+}

@@ -1,0 +1,208 @@
+"""Which copy paths are trusted: each fault of a path, in a process of its own over the fake driver, and what is left.
+
+The kernel is the real one's body, compiled for the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import landing
+from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program
+
+PROGRAM = """
+import ctypes, logging, sys
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
+import cupy
+import numpy as np
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import landing, calibration
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
+from tests.worker.ops.fake_cuda import fake_cuda
+
+fake = fake_cuda()
+kernel = ctypes.CDLL(str(ops.COMPILED.library.path.with_name("_core_cuda.so")))
+landing.TIME_LIMIT_S = 0.3
+"""
+
+KERNEL = """
+#include "%s/cuda/kernel.h"
+using namespace kvswap::cuda;
+int fault = 0;  // 1: other bytes arrive, 2: this GPU has no code for it
+extern "C" __attribute__((visibility("default"))) void set_fault(int value) { fault = value; }
+extern "C" __attribute__((visibility("default"))) int kvswap_kernel_abi() { return kKernelAbi; }
+extern "C" __attribute__((visibility("default"))) int kvswap_kernel_launch(const KernelArguments* arguments, int groups,
+                                                                          int, void*) {
+  if (fault == 2) return 209;
+  const int warps = groups * kKernelWarps;
+  for (int i = fault; i < warps; ++i)
+    for (int lane = 0; lane < kLanes; ++lane) copy_rows(*arguments, {i, warps, lane});
+  return 0;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory) -> dict[str, str]:
+    """The environment of a machine with CuPy, a driver and the copy kernel."""
+    if ops.COMPILED is None:
+        pytest.skip("there is no compiled core")
+    directory = tmp_path_factory.mktemp("machine")
+    unwanted = shutil.ignore_patterns("_core_cuda.so", "_paddle_ops.so", "__pycache__")
+    package = directory / "fastdeploy_kvcache_v1"
+    shutil.copytree(ROOT / "fastdeploy_kvcache_v1", package, ignore=unwanted)
+    shutil.copy(ROOT / "tests/worker/ops/cupy_stand_in.py", directory / "cupy.py")
+    compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], directory / "libcuda.so.1", "-fPIC", "-shared")
+    (directory / "kernel.cc").write_text(KERNEL % CUSTOM_OPS)
+    compile_program([directory / "kernel.cc"], package / "worker/ops/_core_cuda.so", "-fPIC", "-shared", "-O2")
+    return {**os.environ, "PYTHONPATH": f"{directory}:{ROOT}", "LD_LIBRARY_PATH": str(directory)}
+
+
+def land(machine: dict[str, str], body: str, nbytes: int = 5 << 20, **environment: str) -> str:
+    """Run `body` with the runtime that landed on a pool of `nbytes`; its output."""
+    before, _, after = body.partition("LAND\n")
+    run = f"pool = CudaRuntime(compute_handle=1000).allocate_host({nbytes})\nlanding_ = ops.landed()\n"
+    show = "print('live', *landing_.live, sep=' ')\nassert not pool.array.any()\n"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + before + run + show + after],
+        env={**machine, **environment},
+        cwd=machine["LD_LIBRARY_PATH"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+COPY = """
+memory = np.arange(4096, dtype=np.uint8).reshape(8, 512)
+target = np.zeros((8, 512), np.uint8)
+source_rows = (ops.BlockRows(memory.ctypes.data, 8, 512, 512),)
+target_rows = (ops.BlockRows(target.ctypes.data, 8, 512, 512, on_gpu=True),)
+ops.swap_cache_per_layer(target_rows, source_rows, [ops.CopyRun(0, 4, 1), ops.CopyRun(5, 1, 2)], stream=0x7700)
+assert (target[4] == memory[0]).all() and (target[1:3] == memory[5:7]).all() and not target[0].any()
+"""
+
+
+def test_every_path_lives_where_nothing_is_wrong(machine):
+    measured = """
+assert landing_.measured and not landing_.left, landing_
+assert set(landing_.costs) == {"H2D", "D2H"}
+assert all(number > 0 for each in landing_.costs.values() for number in each.values())
+runtime_again = CudaRuntime(compute_handle=1000)
+fake.batch_fault = 1
+runtime_again.allocate_host(1 << 20)
+assert ops.landed() is landing_, "once per process"
+"""
+    output = land(machine, f"LAND\n{measured}{COPY}")
+    assert "live kernel staged batch runs" in output
+    assert "GPU and host: kernel, staged, batch, runs; constants measured here: H2D call_ns" in output
+    assert "WARNING" not in output
+
+
+FAULTS = {
+    "a batch loses a block": ("fake.batch_fault = 1", "kernel staged runs", "batch: a block came back with other"),
+    "a batch never returns": ("fake.batch_fault = 2", "kernel staged runs", "batch: a driver call did not return"),
+    "batches fail": ("fake.batch_result = 1", "kernel staged runs", "batch: TransferError: cuMemcpyBatchAsync: CUDA"),
+    "batches are not supported": ("fake.batch_result = 801", "kernel staged runs", "batch: ConfigError: this GPU does"),
+    "a copy is never done": (
+        "query = lambda event: 600 if fake.batches else 0\ncupy.cuda.runtime.eventQuery = query",
+        "kernel staged",
+        "batch: a copy of one block was not done within",
+    ),
+    "the stream is in error": (
+        "cupy.cuda.runtime.eventQuery = lambda event: 700 if fake.batches == 1 else 0",
+        "kernel staged",
+        "batch: RuntimeError: CUDA error 700",
+    ),
+    "the kernel loses a piece": ("kernel.set_fault(1)", "batch runs", "kernel: a block came back with other bytes"),
+    "no code for this GPU": (
+        "kernel.set_fault(2)",
+        "batch runs",
+        "kernel: ConfigError: this GPU cannot run the copy kernel (CUDA error 209): build it for this GPU",
+    ),
+    "everything is wrong": ("fake.count_only = 1\nkernel.set_fault(1)", "cupy", "runs: a block came back with other"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_path_that_cannot_be_trusted_is_left(machine, fault):
+    how, live, reason = FAULTS[fault]
+    output = land(machine, f"{how}\nLAND\nfake.count_only = 0\n{COPY}")
+    assert f"live {live}\n" in output
+    lines = [line for line in output.splitlines() if line.startswith("WARNING") and reason in line]
+    assert len(lines) == 1, output
+    assert lines[0].startswith("WARNING copies between GPU and host do without the path ")
+
+
+def test_a_gpu_without_memory_copies_untried(machine):
+    full = "def full(nbytes): raise RuntimeError('out of memory')\ncupy.cuda.runtime.malloc = full\n"
+    output = land(machine, f"{full}LAND\nassert not landing_.measured\n{COPY}")
+    assert "live kernel batch runs" in output
+    assert "WARNING the copy path runs is used untried, there is no memory to try it: out of memory" in output
+    assert "WARNING fragmented blocks are not gathered" in output
+
+
+def test_a_small_pool_is_tried_and_not_measured(machine):
+    output = land(machine, f"LAND\nassert not landing_.measured\n{COPY}", nbytes=70_000)
+    assert "live kernel staged batch runs" in output
+    assert "constants of the table" in output
+
+
+@pytest.mark.parametrize(
+    ("choice", "live", "path"),
+    [
+        ("kernel", "kernel", 5),
+        ("batch", "batch", 4),
+        ("-kernel,-staged", "batch runs", None),
+        ("-batch", "kernel staged runs", None),
+        ("cupy", "cupy", None),
+    ],
+)
+def test_a_path_is_forced_or_forbidden(machine, choice, live, path):
+    check = COPY if path is None else f"fake.calls = fake.batches = 0\n{COPY}assert fake.batches == {int(path == 4)}\n"
+    output = land(machine, f"LAND\n{check}", **{landing.CHOICE: choice})
+    assert f"live {live}\n" in output
+
+
+LATE = """
+query = cupy.cuda.runtime.eventQuery
+cupy.cuda.runtime.eventQuery = lambda event: 600 if fake.batches else query(event)
+LAND
+cupy.cuda.runtime.eventQuery = query
+low, high = pool.address, pool.address + pool.nbytes
+(memory,) = [each for each in landing._given_up if each.host.any()][:1]
+assert not low <= memory.host.ctypes.data < high, "a copy that was given up can still write to the pool"
+"""
+
+
+def test_a_copy_that_is_given_up_cannot_reach_the_pool(machine):
+    assert "batch: a copy of one block was not done" in land(machine, LATE)
+
+
+def test_a_known_bad_driver_is_not_asked_for_batches(machine):
+    known = "landing.driver_release = lambda: '580.159.04'\nfake.batch_fault = 2\n"
+    output = land(machine, f"{known}LAND\n{COPY}")
+    assert "live kernel staged runs\n" in output
+    assert "batch: driver 580.159.04 is known to hang in it" in output
+
+
+def test_names_of_paths_are_checked():
+    assert landing.read_choice({}) == landing.Choice()
+    assert landing.read_choice({landing.CHOICE: " -batch, -kernel "}).forbidden == {"batch", "kernel"}
+    assert landing.read_choice({landing.CHOICE: "staged"}).forced == "staged"
+    for wrong in ("kernels", "kernel,batch", "-runs,dma"):
+        with pytest.raises(ConfigError, match=f"{landing.CHOICE}={wrong} must be one of kernel"):
+            landing.read_choice({landing.CHOICE: wrong})
+
+
+def test_the_driver_release_is_read_where_there_is_one():
+    assert landing.driver_release() == "" or landing.driver_release()[0].isdigit()
