@@ -59,8 +59,10 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         install = "pip install 'fastdeploy-kvcache-v1[embedded]'"
         raise ConfigError(f"the embedded server needs the package {error.name}: {install}") from None
-    args.model = model_path = embedded_model(args.model)
-    config = server_config(args, load_model_config(model_path), free_bytes=free_host_memory())
+    args.model = model_path = embedded_model(args.model, is_random=args.mtp or args.model_family is not None)
+    config = server_config(
+        args, load_model_config(model_path, args.model_family, mtp=args.mtp), free_bytes=free_host_memory()
+    )
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return serve(config, load_tokenizer(model_path), copy_faults=os.environ.get(COPY_FAULTS_VARIABLE, ""))
 

@@ -13,19 +13,20 @@ SMOLLM2_WORD = "smollm2"
 """Words rather than directories; `./random` and `./smollm2` are directories."""
 
 
-def embedded_model(word: str | None) -> Path | None:
+def embedded_model(word: str | None, *, is_random: bool = False) -> Path | None:
     """Directory that the embedded server loads; None is the random model.
 
-    Without a word it is SmolLM2 or, after one line on standard error that says why not, the random model. Raises
-    `ModelFetchError` when SmolLM2 was asked for and cannot be had.
+    Without a word it is the random model if `is_random`, where something of it was asked for. Else it is SmolLM2 or,
+    after one line on standard error that says why not, the random model. Raises `ModelFetchError` when SmolLM2 was
+    asked for and cannot be had.
     """
-    if word is None:
+    if word is None and not is_random:
         try:
             return fetch(SMOLLM2, _say)
         except ModelFetchError as error:
             _say(f"warning: {error}; until then, a small model with random weights is served")
             return None
-    if word == RANDOM_WORD:
+    if word is None or word == RANDOM_WORD:
         return None
     return Path(_directory(word))
 

@@ -187,6 +187,8 @@ def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_fault
         storage=config.storage,
         namespace=namespace,
         copy_faults=copy_faults,
+        model_family=config.model_family,
+        mtp=config.mtp,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
-from ..model.config import ModelConfig
+from ..model.config import RANDOM_MODELS, ModelConfig
 from ..model.reproducible import default_threads
 from ..storage.settings import HELP as STORAGE_HELP
 from ..storage.settings import StorageSettings, takes_host_blocks
@@ -51,6 +51,10 @@ class ServerConfig:
     storage: StorageSettings | None = None
     record_trace: Path | None = None
     """None: no trace is recorded."""
+    model_family: str | None = None
+    """Of the random model."""
+    mtp: bool = False
+    """The random model has a draft layer."""
 
     @property
     def is_random_model(self) -> bool:
@@ -148,8 +152,16 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="FastDeploy's own server with a CPU worker, for trying it without a GPU (other flags: FastDeploy's)",
     )
+    add(
+        "--model-family",
+        f"attention of the random model: {', '.join(RANDOM_MODELS)} (default: gqa); implies --model random",
+        metavar="NAME",
+    )
+    parser.add_argument(
+        "--mtp", action="store_true", help="a draft layer in the random model, whose guesses are verified; implies it"
+    )
     add("--seed", "seed for requests that give none", type=int)
-    add("--cache-dtype", "element type of the cache: float32, float16 or bfloat16", metavar="DTYPE")
+    add("--cache-dtype", "element type of the cache: float32, float16, bfloat16 or block_wise_fp8", metavar="DTYPE")
     add(
         "--worker-timeout",
         "the server ends when its worker computes no layer, or ends no copy, for this time; 0 sets no limit",
@@ -224,6 +236,8 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         num_threads=values.threads,
         storage=storage,
         record_trace=None if values.record_trace is None else Path(values.record_trace),
+        model_family=values.model_family,
+        mtp=values.mtp,
     )
 
 

@@ -16,7 +16,7 @@ __all__ = ["storage_namespace"]
 
 def storage_namespace(config: ServerConfig) -> Namespace:
     """Reads the whole model. Raises `ModelError`."""
-    model = load_model_config(config.model_path)
+    model = load_model_config(config.model_path, config.model_family, mtp=config.mtp)
     backend = model.cache_backend(block_size=config.cache.block_size, dtype=config.cache_dtype)
     math_library = f"{paddle_version()}, MKL_CBWR {os.environ.get('MKL_CBWR', '')!r}"
     return Namespace(

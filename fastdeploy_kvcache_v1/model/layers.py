@@ -6,7 +6,7 @@ says. On any number of rows at once run only copies, and operations on matching 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 from paddle.incubate.nn.functional import fused_rms_norm
 
 from .config import ModelConfig
-from .plan import SEGMENT
 from .reproducible import has_avx512
 from .tensors import as_array
-from .weights import LayerWeights
+
+if TYPE_CHECKING:
+    from .attention import Projection
+    from .weights import DraftWeights, LayerWeights
 
 Tensor = Any
 """paddle.Tensor; paddle is untyped here."""
@@ -40,44 +42,24 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return result
 
 
+def weight_tensor(array: NDArray[np.float32] | None) -> Tensor:
+    """On paddle's device; None stays None."""
+    return None if array is None else paddle.to_tensor(np.ascontiguousarray(array))
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     product = paddle.matmul(x, weight, transpose_y=True)
     return product if bias is None else product + bias
 
 
-class Rotation:
-    """Rotary embedding of all rows of a batch at once, made once per forward pass."""
-
-    def __init__(self, cos: NDArray[np.float32], sin: NDArray[np.float32], config: ModelConfig) -> None:
-        """`cos` and `sin`: `[rows, head_dim // 2]` as made by `rope.rope_tables`."""
-        self._cos, self._sin = cos[:, None], sin[:, None]
-        self._num_rotated = config.num_heads + config.num_kv_heads
-        self._head_dim = config.head_dim
-
-    def apply_(self, qkv: Tensor) -> None:
-        """Turns the queries and keys of `[rows, (num_heads + 2 * num_kv_heads) * head_dim]` in place."""
-        array = as_array(qkv)
-        halves = array.reshape(len(array), -1, 2, self._head_dim // 2)[:, : self._num_rotated]
-        first, second = halves[:, :, 0], halves[:, :, 1]
-        turned = first * self._cos - second * self._sin
-        second *= self._cos
-        second += first * self._sin
-        first[...] = turned
-
-
-def causal_mask(first: int, num_rows: int, config: ModelConfig) -> NDArray[np.float32]:
-    """`[group * num_rows, SEGMENT]`: 0 where row `i` looks at a key of its segment, up to `first + i`, else -inf."""
-    last_keys = np.tile(first + np.arange(num_rows), config.num_heads // config.num_kv_heads)
-    return np.where(np.arange(SEGMENT) <= last_keys[:, None], np.float32(0), np.float32(-np.inf))
-
-
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: NDArray[np.float32]) -> Tensor:
     """Softmax attention of a bucket, `[num_kv_heads, group * rows, head_dim]` like `queries`.
 
-    `keys` and `values` are `[num_kv_heads, n, head_dim]`; `mask` is the bucket's `causal_mask`, for the last segment.
+    `keys` and `values` are `[num_kv_heads, n, head_dim]`, values of any width; `mask` is `[group * rows, m]`, for the
+    last m keys.
     """
     scores = paddle.matmul(queries, keys, transpose_y=True)
-    as_array(scores)[:, :, -SEGMENT:] += mask
+    as_array(scores)[:, :, -mask.shape[1] :] += mask
     # A masked key adds 0 * its value, and whether that is +0 or -0 depends on what the key is: the last addition
     # turns a sum of -0 into +0.
     return paddle.matmul(F.softmax(scores), values) + 0.0
@@ -86,37 +68,39 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: NDArray[np.float
 class DecoderLayer:
     """The weights of one layer on paddle's device, and what it computes before and after attention."""
 
-    def __init__(self, weights: LayerWeights, config: ModelConfig) -> None:
-        def tensor(array: NDArray[np.float32] | None) -> Tensor:
-            return None if array is None else paddle.to_tensor(np.ascontiguousarray(array))
+    def __init__(self, weights: LayerWeights, config: ModelConfig, projection: Projection) -> None:
+        self._epsilon = config.rms_norm_eps
+        self._projection = projection
+        self._input_norm = weight_tensor(weights.input_norm)
+        self._output = weight_tensor(weights.attention.output)
+        self._output_bias = weight_tensor(weights.attention.output_bias)
+        self._mlp_norm = weight_tensor(weights.mlp_norm)
+        self._gate = weight_tensor(weights.gate)
+        self._up = weight_tensor(weights.up)
+        self._down = weight_tensor(weights.down)
 
-        self._config = config
-        self._input_norm = tensor(weights.input_norm)
-        self._qkv = tensor(weights.qkv)
-        self._qkv_bias = tensor(weights.qkv_bias)
-        self._qk_norm = tensor(weights.qk_norm)
-        self._ones = paddle.ones([config.head_dim], dtype="float32")
-        self._output = tensor(weights.output)
-        self._output_bias = tensor(weights.output_bias)
-        self._mlp_norm = tensor(weights.mlp_norm)
-        self._gate = tensor(weights.gate)
-        self._up = tensor(weights.up)
-        self._down = tensor(weights.down)
-
-    def project(self, x: Tensor) -> Tensor:
-        """`[rows, hidden]` -> queries, keys and values `[rows, (num_heads + 2 * num_kv_heads) * head_dim]`."""
-        qkv = linear(rms_norm(x, self._input_norm, self._config.rms_norm_eps), self._qkv, self._qkv_bias)
-        return qkv if self._qk_norm is None else self._normalize_heads(qkv)
-
-    def _normalize_heads(self, qkv: Tensor) -> Tensor:
-        config = self._config
-        width = (config.num_heads + config.num_kv_heads) * config.head_dim
-        qk, values = paddle.split(qkv, [width, qkv.shape[1] - width], axis=1)
-        qk = rms_norm(qk.reshape([-1, config.head_dim]), self._ones, config.rms_norm_eps)
-        return paddle.concat([qk.reshape([-1, width]) * self._qk_norm, values], axis=1)
+    def project(self, x: Tensor) -> list[Tensor]:
+        """`[rows, hidden]` -> what attention needs, `[rows, ...]` each."""
+        return self._projection(rms_norm(x, self._input_norm, self._epsilon))
 
     def finish(self, x: Tensor, attention: Tensor) -> Tensor:
-        """What follows attention `[rows, num_heads * head_dim]`: its output projection, then the MLP."""
+        """What follows attention `[rows, num_heads * value_dim]`: its output projection, then the MLP."""
         x = x + linear(attention, self._output, self._output_bias)
-        hidden = rms_norm(x, self._mlp_norm, self._config.rms_norm_eps)
+        hidden = rms_norm(x, self._mlp_norm, self._epsilon)
         return x + linear(F.silu(linear(hidden, self._gate)) * linear(hidden, self._up), self._down)
+
+
+class DraftInput:
+    """What leads into the draft layer."""
+
+    def __init__(self, weights: DraftWeights, config: ModelConfig) -> None:
+        self._epsilon = config.rms_norm_eps
+        self._embedding_norm = weight_tensor(weights.embedding_norm)
+        self._hidden_norm = weight_tensor(weights.hidden_norm)
+        self._join = weight_tensor(weights.join)
+
+    def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """`[rows, hidden]` of both -> of the draft layer's input."""
+        embedded = rms_norm(embedded, self._embedding_norm, self._epsilon)
+        hidden = rms_norm(hidden, self._hidden_norm, self._epsilon)
+        return linear(paddle.concat([embedded, hidden], axis=1), self._join)

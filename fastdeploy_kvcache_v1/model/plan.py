@@ -7,6 +7,8 @@ one sequence that share them are a bucket, and attention runs per bucket:
     bucket                                        its positions all lie here
     validity   all valid for every row            causal mask
 
+With a sliding window the keys begin at the segment that the window of the bucket's segment reaches.
+
 So the lengths over which a token's sums run depend on its position only: not on the batch, not on how the prompt was
 cut, not on what was cached. What differs between runs cannot reach it: masked keys (probability exactly 0), and how
 many rows a matrix product has beside the token's own. That the latter cannot reach it is a promise of the math
@@ -22,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import ModelConfig
+from .vision import EmbeddedRows
 
 SEGMENT = 128
 """Keys are padded to a multiple of it."""
@@ -62,10 +65,24 @@ class SequenceSlice:
     """Cache blocks of the sequence in order, covering at least `start + n` tokens."""
     needs_logits: bool = True
     """Whether to compute the logits after the last token."""
+    num_drafts: int = 0
+    """Last tokens that are guesses; see `mtp`."""
+    embedded: Sequence[EmbeddedRows] = ()
+    """Tokens whose embeddings are given: placeholders of images."""
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class DraftSlice:
+    """A slice of a step with drafts."""
+
+    sequence: SequenceSlice
+    """Its last `num_drafts` tokens are guesses."""
+    next_token: int | None
+    """The token behind the slice where it is known; None where it is to be chosen."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +101,26 @@ class Bucket:
 class BatchPlan:
     """A batch of slices, one row per token or padding token.
 
-    A row of the rotated projections is split into `num_heads + 2 * num_kv_heads` heads: "head rows" count those.
+    A row of the rotated projections is split into `heads_per_row` heads: "head rows" count those.
     """
 
     token_ids: Index
     """`[rows]`, padded with token 0."""
     positions: Index
     """`[rows]`, also of the padding."""
+    rows: Index
+    """`[tokens]`: rows of the slices' tokens, slice by slice."""
     query_rows: Index
     """`[rows * num_heads]`: head rows of the queries, by bucket, then head, then row of the bucket."""
     attention_rows: Index
     """`[rows * num_heads]`: the way back from that order to rows, then heads."""
     key_rows: Index
-    """`[tokens * num_kv_heads]`: head rows of the new keys."""
-    value_rows: Index
-    """Like `key_rows`, for the values."""
+    """`[tokens * num_kv_heads]`: head rows of the new keys; values, if any, come `num_kv_heads` rows later."""
     cache_rows: Index
     """`[tokens * num_kv_heads]`: where they go in a cache tensor."""
     buckets: list[Bucket]
+    embedded: list[EmbeddedRows]
+    """In rows of the batch."""
     last_rows: list[int | None]
     """Row of each slice's last token where logits are asked for."""
 
@@ -124,7 +143,7 @@ class BatchPlan:
             for s, span, origin in zip(slices, spans, origins, strict=True)
             for bucket in _buckets(s, span, origin, config, cut, block_size)
         ]
-        heads_per_row = config.num_heads + 2 * config.num_kv_heads
+        heads_per_row = config.heads_per_row
         heads, kv_heads = np.arange(config.num_heads)[:, None], np.arange(config.num_kv_heads)
         key_rows = (rows * heads_per_row + config.num_heads)[:, None] + kv_heads
         query_rows = np.concatenate([(np.array(b.rows) * heads_per_row + heads).ravel() for b in buckets])
@@ -132,12 +151,17 @@ class BatchPlan:
         return cls(
             token_ids=token_ids,
             positions=np.concatenate([np.array(span) for span in spans]),
+            rows=rows,
             query_rows=query_rows,
             attention_rows=np.argsort(query_rows),
             key_rows=key_rows.ravel(),
-            value_rows=key_rows.ravel() + config.num_kv_heads,
             cache_rows=np.concatenate([cache.ravel() for cache in caches]),
             buckets=buckets,
+            embedded=[
+                EmbeddedRows(s.start + origin + given.first, given.values)
+                for s, origin in zip(slices, origins, strict=True)
+                for given in s.embedded
+            ],
             last_rows=[s.end - 1 + o if s.needs_logits else None for s, o in zip(slices, origins, strict=True)],
         )
 
@@ -175,19 +199,29 @@ def _buckets(
 ) -> list[Bucket]:
     """Cut the positions `span` of the slice at multiples of `cut.attention`; position 0 would be row `origin`."""
     rows = _cache_rows(sequence, 0, sequence.end, config, block_size)
-    # Padding keys point at position 0: it holds valid, finite data for every sequence, unlike unwritten slots, which
-    # may hold anything. The mask takes them out of the result.
-    rows = np.concatenate([rows, np.repeat(rows[:, :1], -sequence.end % SEGMENT, axis=1)], axis=1)
+    # Padding keys point at a token that is computed now: it holds valid, finite data, unlike unwritten slots, which may
+    # hold anything. The mask takes them out of the result.
+    rows = np.concatenate([rows, np.repeat(rows[:, -1:], -sequence.end % SEGMENT, axis=1)], axis=1)
     buckets = []
     for piece in range(span.start // cut.attention, -(-span.stop // cut.attention)):
         first = max(span.start, piece * cut.attention)
         end = min(span.stop, (piece + 1) * cut.attention)
         head = first // SEGMENT * SEGMENT
-        buckets.append(
-            Bucket(
-                rows=range(first + origin, end + origin),
-                first=first - head,
-                cache_rows=rows[:, : head + SEGMENT].ravel(),
-            )
-        )
+        seen = rows[:, : head + SEGMENT]
+        if config.sliding_window is not None:
+            seen = _within_window(seen, head, max(first, sequence.start), config.sliding_window)
+        buckets.append(Bucket(rows=range(first + origin, end + origin), first=first - head, cache_rows=seen.ravel()))
     return buckets
+
+
+def _within_window(rows: Index, head: int, first: int, window: int) -> Index:
+    """Of the cache rows of a bucket in the segment at `head`, those that any token of that segment looks at.
+
+    Those behind the window of position `first` are masked for all rows, and may lie in blocks that are given away:
+    the row of `first` itself stands for them.
+    """
+    low = max(0, head - window + 1) // SEGMENT * SEGMENT
+    behind = max(0, first - window + 1 - low)
+    rows = rows[:, low:].copy()
+    rows[:, :behind] = rows[:, first - low : first - low + 1]
+    return rows

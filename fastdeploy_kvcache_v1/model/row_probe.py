@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import paddle
 
+from .attention import causal_mask
+from .attention_dsa import index_scores
 from .config import ModelConfig
-from .layers import DecoderLayer, attend, causal_mask, linear
+from .layers import DecoderLayer, attend, linear
 from .plan import SEGMENT
 from .tensors import as_array, step_tensor
 
@@ -41,28 +43,42 @@ def rows_stand_alone(layer: DecoderLayer, lm_head: Tensor, config: ModelConfig) 
         return step_tensor(random.standard_normal(shape, dtype=np.float32))
 
     num_rows = sum(PIECES)
-    x, attention = normal(num_rows, config.hidden_size), normal(num_rows, config.num_heads * config.head_dim)
+    x, attention = normal(num_rows, config.hidden_size), normal(num_rows, config.num_heads * config.value_dim)
     group = config.num_heads // config.num_kv_heads
     queries = normal(config.num_kv_heads, group * num_rows, config.head_dim)
 
     def attends_alike(num_keys: int) -> bool:
-        keys, values = (normal(config.num_kv_heads, num_keys, config.head_dim) for _ in range(2))
-        mask = causal_mask(SEGMENT - 1, 1, config)[:1]
+        keys, values = (normal(config.num_kv_heads, num_keys, dim) for dim in (config.head_dim, config.value_dim))
+        mask = causal_mask(np.array([SEGMENT - 1]), 1)
         return _agree(lambda q: attend(q, keys, values, mask), [queries], [group * n for n in PIECES], axis=1)
+
+    def scores_alike(num_keys: int) -> bool:
+        if config.indexer is None:
+            return True
+        keys = normal(num_keys, config.indexer.head_dim)
+        rows = normal(1, num_rows, config.indexer.head_dim)
+        ones = np.ones((num_rows, 1), dtype=np.float32)
+        return _agree(lambda q: step_tensor(index_scores(q, keys, ones[: q.shape[1]])), [rows], PIECES, axis=1, to=0)
 
     with paddle.no_grad():
         return (
-            _agree(layer.project, [x], PIECES)
+            _agree(lambda rows: paddle.concat([each.flatten(1) for each in layer.project(rows)], 1), [x], PIECES)
             and _agree(layer.finish, [x, attention], PIECES)
             and _agree(lambda rows: linear(rows, lm_head), [x], PIECES)
             and all(attends_alike(segments * SEGMENT) for segments in KEY_SEGMENTS)
+            and all(scores_alike(segments * SEGMENT) for segments in KEY_SEGMENTS)
         )
 
 
 def _agree(
-    compute: Callable[..., Tensor], operands: list[Tensor], pieces: list[int] | tuple[int, ...], axis: int = 0
+    compute: Callable[..., Tensor],
+    operands: list[Tensor],
+    pieces: list[int] | tuple[int, ...],
+    axis: int = 0,
+    to: int | None = None,
 ) -> bool:
+    """`compute` maps the rows of `axis` to those of axis `to`, or of the same."""
     whole = compute(*operands)
     split = zip(*(paddle.split(operand, list(pieces), axis) for operand in operands), strict=True)
-    joined = paddle.concat([compute(*piece) for piece in split], axis)
+    joined = paddle.concat([compute(*piece) for piece in split], axis if to is None else to)
     return np.array_equal(as_array(whole).view(np.uint32), as_array(joined).view(np.uint32))

@@ -9,6 +9,7 @@ from ..metadata import DeviceSlot, TransferReport
 
 if TYPE_CHECKING:
     from .sampler import SamplingParams
+    from .vision import PlacedImage
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,12 @@ class StepTask:
     needs_logits: bool
     """True when the last token of `token_ids` is the request's last one: sample its successor."""
     sampling: SamplingParams
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens behind `token_ids`; the block table covers them. Only with `needs_logits`."""
+    next_token: int | None = None
+    """What follows `token_ids` where `needs_logits` is False; a model with a draft layer asks for it."""
+    images: tuple[PlacedImage, ...] = ()
+    """Those that `token_ids` has placeholders of."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,10 @@ class StepResult:
 
     tokens: dict[str, int] = field(default_factory=dict)
     """Sampled token by request id, for tasks with `needs_logits`."""
+    accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tokens sampled behind it, one for each draft that was right."""
+    drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Guesses of the tokens after those."""
     retry: dict[str, str] = field(default_factory=dict)
     """Reason by request id: a copy it depends on failed, nothing of this step may be kept; compute it again."""
     errors: dict[str, str] = field(default_factory=dict)

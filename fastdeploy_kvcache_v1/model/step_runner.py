@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,9 +16,10 @@ from ..errors import ModelError, TransferError
 from ..metadata import TransferReport
 from ..worker.cache_controller import CacheController
 from ..worker.layer_done_counter import LayerDoneCounter
-from .plan import SequenceSlice
+from .plan import DraftSlice, SequenceSlice
 from .sampler import sample
 from .step import StepResult, StepTask
+from .vision import EmbeddedRows, VisionEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,18 @@ class Forward(Protocol):
     def __call__(
         self, sequences: list[SequenceSlice], caches: list[Any], before_layer: Callable[[int], None]
     ) -> list[Logits | None]: ...
+
+
+class ForwardWithDrafts(Protocol):
+    """`DraftingDecoder.forward`."""
+
+    def __call__(
+        self,
+        slices: list[DraftSlice],
+        caches: list[Any],
+        before_layer: Callable[[int], None],
+        choose: Callable[[int, list[Logits]], list[int]],
+    ) -> list[int | None]: ...
 
 
 class StepRunner:
@@ -46,13 +61,21 @@ class StepRunner:
         *,
         block_size: int,
         on_progress: Callable[[], None] = lambda: None,
+        forward_with_drafts: ForwardWithDrafts | None = None,
+        vision: VisionEncoder | None = None,
     ) -> None:
-        """`on_progress` is called when a batch was taken, before each layer is computed, and when all of it is done."""
+        """`on_progress` is called when a batch was taken, before each layer is computed, and when all of it is done.
+
+        `forward_with_drafts` computes instead of `forward` where the model has a draft layer. `vision` of a model that
+        sees images.
+        """
         self._forward = forward
+        self._forward_with_drafts = forward_with_drafts
         self._controller = controller
         self._caches = caches
         self._block_size = block_size
         self._on_progress = on_progress
+        self._vision = vision
 
     @property
     def has_open_copies(self) -> bool:
@@ -68,7 +91,7 @@ class StepRunner:
         result = StepResult()
         self._compute(list(batch.requests), counter, result)
         self._on_progress()
-        return StepResult(result.tokens, result.retry, result.errors, self.take_report())
+        return replace(result, report=self.take_report())
 
     def take_report(self) -> TransferReport:
         """Copies that ended since the last report."""
@@ -78,7 +101,7 @@ class StepRunner:
         """Forward pass and sampling; fills `result`."""
         while tasks:
             try:
-                logits = self._run_forward(tasks, counter)
+                computed = self._run_forward(tasks, counter)
             except TransferError as error:
                 dropped = self._affected(tasks, counter)
                 logger.warning("dropped %d of %d requests from the step: %s", len(dropped), len(tasks), error)
@@ -90,7 +113,10 @@ class StepRunner:
                 result.errors.update({task.request_id: f"internal error: {error!r}" for task in tasks})
                 return
             else:
-                _sample_all(tasks, logits, result)
+                result.tokens.update(computed.tokens)
+                result.errors.update(computed.errors)
+                result.accepted.update(computed.accepted)
+                result.drafts.update(computed.drafts)
                 return
 
     def _affected(self, tasks: list[StepTask], counter: LayerDoneCounter | None) -> list[StepTask]:
@@ -101,14 +127,11 @@ class StepRunner:
         # None at all: without a counter to leave out, the same pass would fail the same way again.
         return affected if affected or counter is not None else tasks
 
-    def _run_forward(self, tasks: Sequence[StepTask], counter: LayerDoneCounter | None) -> list[Logits | None]:
+    def _run_forward(self, tasks: Sequence[StepTask], counter: LayerDoneCounter | None) -> StepResult:
         slots = [self._slots(task) for task in tasks]
         read = sorted({slot for readable, _ in slots for slot in readable})
         written = sorted({slot for _, writable in slots for slot in writable})
-        slices = [
-            SequenceSlice(np.asarray(task.token_ids, dtype=np.int64), task.start, task.block_table, task.needs_logits)
-            for task in tasks
-        ]
+        result = StepResult()
 
         def before_layer(layer: int) -> None:
             if counter is not None:
@@ -117,23 +140,56 @@ class StepRunner:
 
         self._controller.before_compute(read, written, counter=counter)
         try:
-            return self._forward(slices, self._caches, before_layer)
+            slices = [self._slice(task) for task in tasks]
+            if self._forward_with_drafts is None:
+                logits = self._forward(slices, self._caches, before_layer)
+                for task, row in zip(tasks, logits, strict=True):
+                    _sample(task, [] if row is None else [row], result)
+                return result
+            drafts = self._forward_with_drafts(
+                [DraftSlice(each, task.next_token) for each, task in zip(slices, tasks, strict=True)],
+                self._caches,
+                before_layer,
+                lambda index, rows: _sample(tasks[index], rows, result),
+            )
+            for task, draft in zip(tasks, drafts, strict=True):
+                if draft is not None:
+                    result.drafts[task.request_id] = (draft,)
+            return result
         finally:
             self._controller.after_compute(read, written)
 
+    def _slice(self, task: StepTask) -> SequenceSlice:
+        embedded: tuple[EmbeddedRows, ...] = ()
+        if task.images:
+            assert self._vision is not None, f"request {task.request_id} brings images to a model that sees none"
+            embedded = self._vision.rows_of(task.images, task.start, task.start + len(task.token_ids))
+        tokens = np.array([*task.token_ids, *task.drafts], dtype=np.int64)
+        return SequenceSlice(tokens, task.start, task.block_table, task.needs_logits, len(task.drafts), embedded)
+
     def _slots(self, task: StepTask) -> tuple[list[int], list[int]]:
         """Slots the task reads, `[0, end)` in tokens, and those it writes, `[start, end)`."""
-        end = task.start + len(task.token_ids)
+        end = task.start + len(task.token_ids) + len(task.drafts)
         read = [int(slot) for slot in task.block_table[: -(-end // self._block_size)]]
         return read, read[task.start // self._block_size :]
 
 
-def _sample_all(tasks: Sequence[StepTask], logits: Sequence[Logits | None], result: StepResult) -> None:
-    """The position is that of the new token, so a retry draws the same one."""
-    for task, row in zip(tasks, logits, strict=True):
-        if row is None:
-            continue
-        try:
-            result.tokens[task.request_id] = sample(row, task.sampling, task.start + len(task.token_ids))
-        except ModelError as error:
+def _sample(task: StepTask, logits: Sequence[Logits], result: StepResult) -> list[int]:
+    """The task's tokens, into `result` too: the first of `logits` gives one, each other one if the draft before it was
+    right. None on an error, which is then in `result`. The position is that of the new token: a retry draws the same.
+    """
+    tokens: list[int] = []
+    position = task.start + len(task.token_ids)
+    try:
+        for row, draft in zip_longest(logits, task.drafts):
+            tokens.append(sample(row, task.sampling, position + len(tokens)))
+            if tokens[-1] != draft:
+                break
+    except ModelError as error:
+        if not tokens:  # else the next step fails alike, if the request goes on
             result.errors[task.request_id] = str(error)
+    if tokens:
+        result.tokens[task.request_id] = tokens[0]
+    if len(tokens) > 1:
+        result.accepted[task.request_id] = tuple(tokens[1:])
+    return tokens

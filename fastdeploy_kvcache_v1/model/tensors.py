@@ -20,19 +20,19 @@ def step_tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> Any:
     return tensor
 
 
-def as_array(tensor: Any) -> npt.NDArray[np.float32]:
-    """The memory of a contiguous float32 CPU tensor: what is written to one is in the other, and it lives as long."""
-    return np.asarray(_Memory(tensor))
+def as_array(tensor: Any, dtype: Any = np.float32) -> npt.NDArray[Any]:
+    """The memory of a contiguous CPU tensor of `dtype`: what is written to one is in the other; it lives as long."""
+    return np.asarray(_Memory(tensor, dtype))
 
 
 class _Memory:
     """What NumPy asks for memory of others. Its `from_dlpack` gives read-only arrays before 2.1."""
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Any, dtype: Any) -> None:
         self._tensor = tensor
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(tensor.shape),
-            "typestr": np.dtype(np.float32).str,
+            "typestr": np.dtype(dtype).str,
             "data": (tensor.data_ptr(), False),
         }

@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Gen
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
 from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.metadata import CacheAccess, CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
@@ -223,10 +223,11 @@ class Harness:
         *,
         stops: Sequence[str] = (),
         salt: bytes = b"",
+        access: CacheAccess = CacheAccess(),  # noqa: B008  it is immutable
         **options: object,
     ) -> Generation:
         request = GenerationRequest(name, tuple(prompt), max_tokens, sampling, **options)  # type: ignore[arg-type]
-        hasher = BlockHasher(self.config.block_size, salt=salt)
+        hasher = BlockHasher(self.config.block_size, salt=salt, access=access)
         hasher.extend(prompt)
         return Generation(request, hasher, TextStream(ByteTokenizer().detokenizer(), stops), sink)
 

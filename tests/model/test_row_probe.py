@@ -10,7 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.model import layers, load_model_config, row_probe
+from fastdeploy_kvcache_v1.model import attention_dsa, attention_gqa, layers, load_model_config, row_probe
 from fastdeploy_kvcache_v1.model.decoder import Decoder
 from fastdeploy_kvcache_v1.model.plan import ANY_ROWS, FIXED_TILES, SEGMENT
 
@@ -53,14 +53,14 @@ def test_widths_that_no_register_divides_get_fixed_tiles():
     assert Decoder.load(None, replace(CONFIG, intermediate_size=24)).cut is FIXED_TILES
 
 
-def one_bit_off_in(few_rows):
-    """A product whose last bit is another one when it has few rows."""
+def one_bit_off_in(few_rows, bit=0):
+    """A product of which one bit is another one when it has few rows."""
 
     def product(x, weight, bias=None):
         result = exact_linear(x, weight, bias)
         if x.shape[0] == few_rows:
             array = result.numpy()
-            array.view(np.uint32)[-1, -1] ^= 1
+            array.view(np.uint32)[-1, -1] ^= 1 << bit
             result = paddle.to_tensor(array)
         return result
 
@@ -72,11 +72,30 @@ exact_linear = layers.linear
 
 @needs_avx2
 @pytest.mark.parametrize("rows", [1, 3, 8, 61])
-@pytest.mark.parametrize("module", [layers, row_probe])
-def test_one_bit_of_one_product_is_found(module, rows, monkeypatch):
-    """In the layer, and in the product with the vocabulary."""
-    monkeypatch.setattr(module, "linear", one_bit_off_in(rows))
+@pytest.mark.parametrize(("module", "bit"), [(attention_gqa, 0), (layers, 8), (row_probe, 0)])
+def test_one_bit_of_one_product_is_found(module, bit, rows, monkeypatch):
+    """Before attention, behind it, where a sum may swallow the last bit, and in the product with the vocabulary."""
+    monkeypatch.setattr(module, "linear", one_bit_off_in(rows, bit))
     assert Decoder.load(None, CONFIG).cut is FIXED_TILES
+
+
+@needs_avx2
+@pytest.mark.parametrize("family", ["mla", "dsa"])
+def test_other_families_compute_rows_together(family):
+    assert Decoder.load(None, load_model_config(None, family)).cut is ANY_ROWS
+
+
+@needs_avx2
+@pytest.mark.parametrize("rows", [3, 61])
+def test_one_bit_of_the_indexer_is_found(rows, monkeypatch):
+    def scores(queries, keys, head_weights):
+        result = attention_dsa.index_scores(queries, keys, head_weights)
+        if len(result) == rows:
+            result.view(np.uint32)[0, 0] ^= 1
+        return result
+
+    monkeypatch.setattr(row_probe, "index_scores", scores)
+    assert Decoder.load(None, load_model_config(None, "dsa")).cut is FIXED_TILES
 
 
 @needs_avx2

@@ -12,11 +12,11 @@ from ...copy_totals import RankCopies
 from ...metadata import CacheLevel, TransferReport
 from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
-from ...scheduler.load_costs import positions
 from ...storage.engine.link import Answer
 from ...storage.engine.tier import StorageTier
+from ...timings import LoadTime, PrefillTime
 from ...trace_recorder import TraceRecorder
-from .generation import Failure, Generation, State
+from .generation import Delta, Failure, Generation, State
 from .scheduler import Scheduled, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,10 @@ class EngineCounters:
     computed_tokens: int = 0
     """Tokens that went through the model, those computed again after a preemption included."""
     generated_tokens: int = 0
+    draft_tokens: int = 0
+    """Guesses that were verified."""
+    accepted_draft_tokens: int = 0
+    """Those of them that were right and needed."""
     finished: int = 0
     aborted: int = 0
     failed: int = 0
@@ -186,14 +190,16 @@ class EngineCore:
             if request_id in result.errors:
                 self._fail(generation, 500, result.errors[request_id])
             elif request_id not in retry:
-                self._advance(item, result.tokens.get(request_id))
+                tokens = [result.tokens[request_id]] if request_id in result.tokens else []
+                self._advance(item, [*tokens, *result.accepted.get(request_id, ())])
+                generation.drafts = result.drafts.get(request_id, ())
         self._retry(retry)
 
     def _measure(self, plan: list[Scheduled], seconds: float) -> None:
         """What the prompts of a step cost to compute; that of a decoding request is another matter."""
-        chunks = [(item.generation.num_computed, item.num_tokens) for item in plan if item.num_tokens > 1]
-        num_positions = sum(positions(start, start + count) for start, count in chunks)
-        self._scheduler.load_costs.computed(sum(count for _, count in chunks), num_positions, seconds)
+        prompts = [(item.generation.num_computed, item.num_tokens) for item in plan if item.num_tokens > 1]
+        chunks = [(start, start + count) for start, count in prompts]
+        self._scheduler.load_costs.computed(PrefillTime.of(chunks, seconds))
 
     def on_report(self, report: TransferReport) -> None:
         """Take the outcome of copies that ended between two steps."""
@@ -217,8 +223,7 @@ class EngineCore:
         affected: dict[str, str] = {}
         for result in report.transfers:
             if result.ok and result.target is CacheLevel.DEVICE:
-                num_tokens = result.num_blocks * self._manager.config.block_size
-                self._scheduler.load_costs.copied(num_tokens, result.seconds)
+                self._scheduler.load_costs.loaded(LoadTime(result.num_blocks, result.seconds))
             elif not result.ok:
                 reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
                 logger.warning("step %d: %s", result.step, reason)
@@ -238,25 +243,35 @@ class EngineCore:
             else:
                 self._scheduler.preempt(generation)
 
-    def _advance(self, item: Scheduled, token: int | None) -> None:
-        """The scheduled tokens are computed: commit their blocks, take the sampled token."""
+    def _advance(self, item: Scheduled, tokens: list[int]) -> None:
+        """The scheduled tokens are computed: commit their blocks, take the sampled tokens, one if there is no draft."""
         generation = item.generation
         generation.num_computed += item.num_tokens
         generation.has_computed = True
-        self.counters.computed_tokens += item.num_tokens
-        delta = None
-        if token is not None:
-            if not generation.num_outputs:
-                self.observe_first_token(time.monotonic() - generation.submitted_at)
-            delta = generation.append(token)
-            self.counters.generated_tokens += 1
+        self.counters.computed_tokens += item.num_tokens + len(item.drafts)
+        self.counters.draft_tokens += len(item.drafts)
+        deltas = self._take_tokens(generation, tokens)
         self._manager.commit(generation.request_id, generation.num_computed)
-        if delta is None:
-            return
-        if delta.finish_reason is not None:
+        if deltas and deltas[-1].finish_reason is not None:
             self._end(generation)
             self.counters.finished += 1
-        generation.sink(delta)
+        for delta in deltas:
+            generation.sink(delta)
+
+    def _take_tokens(self, generation: Generation, tokens: list[int]) -> list[Delta]:
+        """Up to the one that ends the request. The one before each further token was a draft, and is computed."""
+        deltas: list[Delta] = []
+        for token in tokens:
+            if not generation.num_outputs:
+                self.observe_first_token(time.monotonic() - generation.submitted_at)
+            if deltas:
+                generation.num_computed += 1
+                self.counters.accepted_draft_tokens += 1
+            deltas.append(generation.append(token))
+            self.counters.generated_tokens += 1
+            if deltas[-1].finish_reason is not None:
+                break
+        return deltas
 
     def _fail(self, generation: Generation, status: int, message: str) -> None:
         self._end(generation)
@@ -296,11 +311,15 @@ class EngineCore:
 def _task(item: Scheduled) -> StepTask:
     generation = item.generation
     start = generation.num_computed
+    end = start + item.num_tokens
     return StepTask(
         request_id=generation.request_id,
-        token_ids=generation.tokens[start : start + item.num_tokens],
+        token_ids=generation.tokens[start:end],
         start=start,
         block_table=item.block_table,
         needs_logits=item.reaches_end,
         sampling=generation.sampling,
+        drafts=item.drafts,
+        next_token=None if item.reaches_end else generation.tokens[start + item.num_tokens],
+        images=tuple(each for each in generation.request.images if each.offset < end and each.end > start),
     )

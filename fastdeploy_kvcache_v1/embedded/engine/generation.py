@@ -13,6 +13,7 @@ from ...scheduler.cache_utils import BlockHasher
 if TYPE_CHECKING:
     from ...metadata import DeviceSlot
     from ...model.sampler import SamplingParams
+    from ...model.vision import PlacedImage
     from ...trace_recorder import Ticket
     from ..text.text_stream import TextStream
 
@@ -30,6 +31,8 @@ class GenerationRequest:
     """Stop tokens and stop strings are ignored before this many output tokens."""
     early_sampling: SamplingParams | None = None
     """Instead of `sampling` for the first `min_tokens` tokens, where the model must not end."""
+    images: tuple[PlacedImage, ...] = ()
+    """In the order of their placeholders."""
     session: str | None = None
     """What the client calls the session or user, for a recorded trace."""
 
@@ -99,6 +102,8 @@ class Generation:
     tokens_before_wait: int | None = None
     """Cached tokens when it began to wait for a prefix that another request computes; None if it does not."""
     copy_failures: int = 0
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens behind `tokens`."""
     ticket: Ticket | None = None
     """Of the trace that is recorded."""
     submitted_at: float = field(default_factory=time.monotonic)
@@ -138,11 +143,18 @@ class Generation:
         return request.early_sampling if is_early and request.early_sampling is not None else request.sampling
 
     @property
+    def usable_drafts(self) -> tuple[int, ...]:
+        """Those to compute with the next token: all are sampled alike, and tokens are left to be guessed."""
+        room = self.max_computed - self.num_tokens
+        return () if self.num_outputs < self.request.min_tokens else self.drafts[: max(0, room)]
+
+    @property
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_ids), self.num_outputs, self.cached_tokens or 0)
 
     def append(self, token: int) -> Delta:
         """Take over a sampled token and say what the client learns from it; `finish_reason` is set at the end."""
+        self.drafts = ()
         self.tokens.append(token)
         self.hasher.extend([token])
         may_stop = self.num_outputs >= self.request.min_tokens

@@ -22,6 +22,8 @@ class Scheduled(NamedTuple):
     num_tokens: int
     """Tokens `[num_computed, num_computed + num_tokens)` are computed."""
     block_table: list[DeviceSlot]
+    drafts: tuple[int, ...] = ()
+    """Guesses that are computed behind them."""
 
     @property
     def reaches_end(self) -> bool:
@@ -132,7 +134,7 @@ class Scheduler:
         self._running.remove(generation)
         planned = self._plan.pop(generation.request_id, None)
         if planned is not None:
-            self._budget += planned.num_tokens
+            self._budget += planned.num_tokens + len(planned.drafts)
         generation.state = State.WAITING
         generation.num_computed = 0
         self._put_back(generation)
@@ -150,10 +152,16 @@ class Scheduler:
         """Schedule a running request, preempting later ones (at last itself) until its tokens have room."""
         while generation.state is State.RUNNING and self._budget:
             num_tokens = min(generation.num_pending, self._budget)
-            outcome = self._manager.allocate(generation.request_id, generation.num_computed + num_tokens)
+            reaches_end = num_tokens == generation.num_pending
+            drafts = generation.usable_drafts[: self._budget - num_tokens] if reaches_end else ()
+            end = generation.num_computed + num_tokens
+            outcome = self._manager.allocate(generation.request_id, end + len(drafts))
+            if isinstance(outcome, NoSpace) and drafts:  # a guess pushes nobody out
+                drafts = ()
+                outcome = self._manager.allocate(generation.request_id, end)
             if not isinstance(outcome, NoSpace):
                 generation.block_table += outcome.new_blocks
-                self._add_to_plan(generation, num_tokens)
+                self._add_to_plan(generation, num_tokens, drafts)
                 return
             self.preempt(self._running[-1])
 
@@ -273,7 +281,8 @@ class Scheduler:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _add_to_plan(self, generation: Generation, num_tokens: int) -> Scheduled:
-        planned = self._plan[generation.request_id] = Scheduled(generation, num_tokens, list(generation.block_table))
-        self._budget -= num_tokens
+    def _add_to_plan(self, generation: Generation, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
+        planned = Scheduled(generation, num_tokens, list(generation.block_table), drafts)
+        self._plan[generation.request_id] = planned
+        self._budget -= num_tokens + len(drafts)
         return planned

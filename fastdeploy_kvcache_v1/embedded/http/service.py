@@ -10,12 +10,14 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 
+from ...metadata import CacheAccess
 from ...model.sampler import SamplingParams
-from ...scheduler.cache_utils import BlockHasher
+from ...scheduler.cache_utils import BlockHasher, MultimodalItem
 from ..api_error import ApiError
 from ..engine.engine import Engine
 from ..engine.generation import Delta, Failure, Generation, GenerationRequest
 from ..intake.client import BodyReader
+from ..intake.images import ImagesLeftError
 from ..intake.intake import Endpoint, Intake, IntakeConfig, Options, Reading
 from ..settings import ServerConfig
 from ..text.text_stream import TextStream
@@ -69,7 +71,7 @@ class Service:
         self.started_at = int(time.time())
         self._tokenizer = tokenizer
         self._random = random.Random(config.seed)
-        self._intake = Intake(intake_config(config), tokenizer)
+        self._intake = Intake(intake_config(config), tokenizer, decodes_images=False)
         self._body_reader = body_reader
 
     async def start(self, endpoint: Endpoint, raw: bytes | bytearray) -> tuple[RequestStream, Reading]:
@@ -81,7 +83,8 @@ class Service:
     async def _read(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
         runs_template = endpoint is Endpoint.CHAT and self._tokenizer.has_template
         if len(raw) <= SMALL_BODY and not runs_template:
-            return self._intake.read(endpoint, raw)
+            with contextlib.suppress(ImagesLeftError):  # a small file may hold a large image
+                return self._intake.read(endpoint, raw)
         return await self._body_reader.read(endpoint, raw)
 
     def _start(self, reading: Reading, request_id: str) -> RequestStream:
@@ -97,9 +100,18 @@ class Service:
             stop_token_ids=end_ids | set(options.stop_token_ids),
             min_tokens=options.min_tokens,
             early_sampling=dataclasses.replace(sampling, banned_tokens=banned),
+            images=reading.images,
             session=options.session,
         )
-        hasher = BlockHasher(self.config.cache.block_size)
+        hasher = BlockHasher(
+            self.config.cache.block_size,
+            items=[
+                MultimodalItem(placed.offset, placed.image.num_tokens, placed.image.content_hash)
+                for placed in reading.images
+            ],
+            salt=(options.cache_salt or "").encode(),
+            access=CacheAccess(options.reads_cache, options.writes_cache),
+        )
         hasher.extend(list(reading.token_ids))
         stream = RequestStream(self.engine, request_id)
         text = TextStream(self._tokenizer.detokenizer(), options.stops)

@@ -16,8 +16,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
+from ...model.vision import Image, PlacedImage
 from ..api_error import ApiError, describe_validation
 from ..text.tokenizer import TextTooLongError, Tokenizer
+from .images import MAX_IMAGES, ImagesLeftError, read_image
 from .protocol import ChatBody, CompletionBody, GenerationBody
 
 COMPLETION_MAX_TOKENS = 16
@@ -71,6 +73,9 @@ class Options:
     return_token_ids: bool
     session: str | None = None
     """What the client calls its user."""
+    cache_salt: str | None = None
+    reads_cache: bool = True
+    writes_cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,33 +84,69 @@ class Reading:
 
     token_ids: tuple[int, ...]
     options: Options
+    images: tuple[PlacedImage, ...] = ()
+    """In the order of their placeholders in `token_ids`."""
 
 
 class Intake:
     """Reads bodies. Stateless apart from the tokenizer."""
 
-    def __init__(self, config: IntakeConfig, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: IntakeConfig, tokenizer: Tokenizer, *, decodes_images: bool = True) -> None:
         self._config = config
         self._tokenizer = tokenizer
+        self._decodes_images = decodes_images
 
     def read(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
-        """Raises `ApiError`, one line, for whatever is wrong with the request."""
+        """Raises `ApiError`, one line, for whatever is wrong with the request, and `ImagesLeftError`."""
         try:
             body = _validated(CompletionBody if endpoint is Endpoint.COMPLETION else ChatBody, raw)
             if self._config.checks_model_name and body.model:
                 check_model(body.model, self._config.served_model_name)
-            token_ids = self._token_ids(body)
+            images = self._images(body)
+            token_ids = self._token_ids(body, images)
         except MemoryError:
             raise ApiError(400, "reading this request needs too much memory: shorten it") from None
         max_tokens = self._max_tokens(len(token_ids), body.token_limit, endpoint)
-        return Reading(tuple(token_ids), _options(body, max_tokens))
+        return Reading(tuple(token_ids), _options(body, max_tokens), self._placed(token_ids, images))
 
-    def _token_ids(self, body: GenerationBody) -> list[int]:
+    def _images(self, body: GenerationBody) -> list[Image]:
+        """Raises `ApiError` for images that cannot be seen, or are none."""
+        if not isinstance(body, ChatBody) or body.prompt_token_ids:
+            return []
+        urls = [url for message in body.messages for url in message.image_urls]
+        if not urls:
+            return []
+        param = Endpoint.CHAT.param
+        if self._tokenizer.image_token_id is None:
+            raise ApiError(400, f"{param}: this model sees no images: send text only", param)
+        if len(urls) > MAX_IMAGES:
+            raise ApiError(400, f"{param}: {len(urls)} images, at most {MAX_IMAGES} are read", param)
+        if not self._decodes_images:
+            raise ImagesLeftError
+        try:
+            return [read_image(each.url) for each in urls]
+        except ValueError as error:
+            raise ApiError(400, f"{param}: {error}", param) from None
+
+    def _placed(self, token_ids: list[int], images: list[Image]) -> tuple[PlacedImage, ...]:
+        """No text makes a placeholder, so they belong to the images, in their order."""
+        if not images:
+            return ()
+        places = [index for index, token in enumerate(token_ids) if token == self._tokenizer.image_token_id]
+        assert len(places) == sum(image.num_tokens for image in images), "an image has a placeholder for each patch"
+        placed, first = [], 0
+        for image in images:
+            placed.append(PlacedImage(places[first], image))
+            first += image.num_tokens
+        return tuple(placed)
+
+    def _token_ids(self, body: GenerationBody, images: list[Image]) -> list[int]:
         if body.prompt_token_ids:
             return self._known_ids(body.prompt_token_ids, "prompt_token_ids")
         try:
             if isinstance(body, ChatBody):
-                messages = [message.as_dict() for message in body.messages]
+                left = iter(images)
+                messages = [message.as_dict(left) for message in body.messages]
                 return self._tokenizer.apply_chat_template(
                     messages, body.template_variables, most=self._config.max_model_len
                 )
@@ -212,4 +253,7 @@ def _options(body: GenerationBody, max_tokens: int) -> Options:
         continuous_usage=bool(body.stream_options.continuous_usage_stats),
         return_token_ids=body.return_token_ids,
         session=body.user,
+        cache_salt=body.cache_salt,
+        reads_cache=not body.skip_reading_prefix_cache,
+        writes_cache=not body.skip_writing_prefix_cache,
     )

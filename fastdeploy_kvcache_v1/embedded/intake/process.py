@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import ModelError
+from ...model.vision import PATCH_BYTES, Image, PlacedImage
 from ...orphan import die_with_parent
 from ...units import MIB
 from ..api_error import ApiError
@@ -104,17 +105,26 @@ def _exactly(connection: socket.socket, size: int, deadline: float | None) -> by
 
 
 def pack_reading(reading: Reading) -> Frame:
-    head = json.dumps(dataclasses.asdict(reading.options)).encode()
-    return Frame(READING, head, array("i", reading.token_ids).tobytes())
+    """The tail is the pixels of the images, one after the other, and then the token ids."""
+    shapes = [(placed.offset, placed.image.rows, placed.image.columns) for placed in reading.images]
+    head = json.dumps({"images": shapes, **dataclasses.asdict(reading.options)}).encode()
+    pixels = b"".join(placed.image.pixels for placed in reading.images)
+    return Frame(READING, head, pixels + array("i", reading.token_ids).tobytes())
 
 
 def unpack_reading(frame: Frame) -> Reading:
+    """Raises `ValueError` for images that are none."""
     fields = json.loads(frame.head)
     for name in ("stops", "stop_token_ids"):
         fields[name] = tuple(fields[name])
+    images, first = [], 0
+    for offset, rows, columns in fields.pop("images"):
+        end = first + rows * columns * PATCH_BYTES
+        images.append(PlacedImage(offset, Image(rows, columns, bytes(frame.tail[first:end]))))
+        first = end
     token_ids = array("i")
-    token_ids.frombytes(frame.tail)
-    return Reading(tuple(token_ids), Options(**fields))
+    token_ids.frombytes(frame.tail[first:])
+    return Reading(tuple(token_ids), Options(**fields), tuple(images))
 
 
 def pack_error(error: ApiError) -> Frame:

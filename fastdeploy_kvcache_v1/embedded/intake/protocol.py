@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, field_validator, model_validator
 
+from ...model.vision import Image
 from ..api_error import ApiError
 from .fields import refuse_fields_in_metadata, refuse_unsupported
+from .images import ImageUrl
 
 SEED_LIMIT = 2**63 - 1
 
@@ -20,6 +23,9 @@ MAX_STOP_TOKEN_IDS = 1024
 
 MAX_USER_CHARACTERS = 256
 """Of a name that is longer, the rest is not looked at."""
+
+MAX_SALT_CHARACTERS = 1024
+"""Of `cache_salt`; 43 of base64 are 256 bits."""
 
 MAX_MESSAGES = 8192
 """Twice a conversation of 2,000 turns."""
@@ -72,6 +78,11 @@ class GenerationBody(BaseModel):
     return_token_ids: bool = False
     """Add the token ids of prompt and output to the answer."""
 
+    cache_salt: str | None = None
+    """Only requests with the same one find each other's blocks."""
+    skip_reading_prefix_cache: bool = False
+    skip_writing_prefix_cache: bool = False
+
     user: str | None = None
     """For a recorded trace; anything but a text counts as not given."""
 
@@ -79,6 +90,13 @@ class GenerationBody(BaseModel):
     @classmethod
     def _take_user(cls, value: object) -> str | None:
         return value[:MAX_USER_CHARACTERS] if isinstance(value, str) and value else None
+
+    @field_validator("cache_salt", mode="plain")
+    @classmethod
+    def _check_salt(cls, value: object) -> str:
+        if isinstance(value, str) and 0 < len(value) <= MAX_SALT_CHARACTERS:
+            return value
+        raise ValueError(f"must be a string of 1 to {MAX_SALT_CHARACTERS} characters; leave it out to share blocks")
 
     @field_validator("prompt_token_ids", mode="plain")
     @classmethod
@@ -135,7 +153,8 @@ class CompletionBody(GenerationBody):
 
 class Message(BaseModel):
     role: str = Field(min_length=1)
-    content: str
+    content: str | list[str | ImageUrl]
+    """A text, or texts and images in their order."""
 
     @model_validator(mode="before")
     @classmethod
@@ -149,17 +168,29 @@ class Message(BaseModel):
 
     @field_validator("content", mode="plain")
     @classmethod
-    def _join_content(cls, value: object) -> str:
+    def _join_content(cls, value: object) -> str | list[str | ImageUrl]:
         if value is None:
             return ""
         if isinstance(value, str):
             return value
         if not isinstance(value, list) or len(value) > MAX_PARTS:
-            raise ValueError(f"must be a string or a list of text parts, {MAX_PARTS} at most")
-        return "".join(_text_of(part) for part in value)
+            raise ValueError(f"must be a string or a list of text and image parts, {MAX_PARTS} at most")
+        parts = [_text_or_image(part) for part in value]
+        texts = [part for part in parts if isinstance(part, str)]
+        return "".join(texts) if len(texts) == len(parts) else parts
 
-    def as_dict(self) -> dict[str, str]:
-        return {"role": self.role, "content": self.content}
+    @property
+    def image_urls(self) -> list[ImageUrl]:
+        return [] if isinstance(self.content, str) else [part for part in self.content if isinstance(part, ImageUrl)]
+
+    def as_dict(self, images: Iterator[Image]) -> dict[str, Any]:
+        """With the next of `images` in place of each URL."""
+        if isinstance(self.content, str):
+            return {"role": self.role, "content": self.content}
+        return {
+            "role": self.role,
+            "content": [part if isinstance(part, str) else next(images) for part in self.content],
+        }
 
 
 class ChatBody(GenerationBody):
@@ -195,9 +226,12 @@ def _are_ids(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(token) is int for token in value)
 
 
-def _text_of(part: object) -> str:
+def _text_or_image(part: object) -> str | ImageUrl:
     if isinstance(part, dict) and part.get("type") == "text":
         text = part.get("text")
         if isinstance(text, str):
             return text
-    raise ValueError("must be a string or a list of text parts")
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        image = part.get("image_url")
+        return ImageUrl(image.get("url") if isinstance(image, dict) else image)
+    raise ValueError("must be a string or a list of text and image parts")

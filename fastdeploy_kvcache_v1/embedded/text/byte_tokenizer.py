@@ -8,18 +8,20 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...model.config import BYTE_VOCAB_SIZE
+from ...model.vision import Image
 from .tokenizer import Detokenizer, TextTooLongError
 
 
 class ByteTokenizer:
     """One token per UTF-8 byte, and special tokens above them that no text can produce."""
 
-    BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL, END_OF_TURN, PAD = range(256, BYTE_VOCAB_SIZE)
+    BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL, END_OF_TURN, IMAGE = range(256, BYTE_VOCAB_SIZE)
     ROLES = {"system": SYSTEM, "developer": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": TOOL}  # noqa: RUF012
 
     vocab_size = BYTE_VOCAB_SIZE
     eos_token_ids = frozenset({EOS, END_OF_TURN})
     has_template = False
+    image_token_id = IMAGE
 
     def compile_template(self) -> None:
         """There is none."""
@@ -44,12 +46,19 @@ class ByteTokenizer:
             role, content = message.get("role"), message.get("content") or ""
             if role not in self.ROLES:
                 raise ConfigError(f"unknown message role {role!r}: choose one of {', '.join(self.ROLES)}")
-            if not isinstance(content, str):
-                raise ConfigError(f"the content of a message must be text, got {type(content).__name__}")
-            data = _utf8(content)
-            _require_at_most(len(ids) + len(data), most)
+            data: list[int] = []
+            for part in content if isinstance(content, list) else [content]:
+                data += self._part(part)
+                _require_at_most(len(ids) + len(data), most)
             ids += [self.ROLES[role], *data, self.END_OF_TURN]
         return [*ids, self.ASSISTANT]
+
+    def _part(self, part: object) -> Sequence[int]:
+        if isinstance(part, Image):
+            return [self.IMAGE] * part.num_tokens
+        if not isinstance(part, str):
+            raise ConfigError(f"the content of a message must be text, got {type(part).__name__}")
+        return _utf8(part)
 
     def detokenizer(self) -> Detokenizer:
         return ByteDetokenizer()

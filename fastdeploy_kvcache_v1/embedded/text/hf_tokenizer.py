@@ -29,6 +29,8 @@ MAX_HELD_BACK = 4 * MAX_CHARACTER_BYTES
 class HFTokenizer:
     """Wraps a `tokenizers.Tokenizer`. The contract is that of `tokenizer.Tokenizer`."""
 
+    image_token_id: int | None = None
+
     def __init__(self, rust: RustTokenizer, eos_token_ids: frozenset[int], template: ChatTemplate) -> None:
         self._rust = rust
         self._template = template

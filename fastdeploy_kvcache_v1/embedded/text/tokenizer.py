@@ -40,6 +40,10 @@ class Tokenizer(Protocol):
         """Raises `ModelError` when the template is no template. Without it, the first chat does so."""
 
     @property
+    def image_token_id(self) -> int | None:
+        """Placeholder of a patch of an image; None for a model that sees none."""
+
+    @property
     def vocab_size(self) -> int:
         """Token ids are below it."""
 
@@ -66,6 +70,7 @@ class Tokenizer(Protocol):
     ) -> list[int]:
         """Ids of a conversation (`{"role": ..., "content": ...}` each), ending where the assistant speaks next.
 
+        Where there is an `image_token_id`, a content may be a list of texts and images, too.
         `variables` are for the model's template (`enable_thinking`, ...); without a template they mean nothing.
         Raises `ConfigError` when the messages do not fit the model's template, `TextTooLongError` like `encode`.
         """

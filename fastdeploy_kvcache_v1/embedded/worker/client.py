@@ -58,6 +58,9 @@ class WorkerConfig:
     storage: StorageSettings | None = None
     namespace: Namespace | None = None
     """Of its blocks, if there is storage."""
+    model_family: str | None = None
+    mtp: bool = False
+    """Both of the random model."""
     copy_faults: str = ""
     """Test hook, see `copy_faults.py`."""
 

@@ -20,6 +20,7 @@ import zmq
 from ...errors import ConfigError, KVCacheError, ModelError, StorageError
 from ...model import configure_reproducible_math, load_model_config
 from ...model.step_runner import StepRunner
+from ...model.vision import VisionEncoder
 from ...orphan import die_with_parent
 from ...storage.lane_agent import LaneAgent
 from ...swap_message import SwapDecoder
@@ -87,8 +88,10 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
     # Only now: importing paddle fixes the mode of its math library.
     from ...model.decoder import Decoder
+    from ...model.mtp import DraftingDecoder
 
-    model = replace(load_model_config(config.model_path), max_position=config.max_model_len)
+    model = load_model_config(config.model_path, config.model_family, mtp=config.mtp)
+    model = replace(model, max_position=config.max_model_len)
     decoder = Decoder.load(config.model_path, model)
     controller = CacheController(
         model.cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
@@ -103,7 +106,15 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
         board.advance()
         _show_copies(controller, board)
 
-    runner = StepRunner(decoder.forward, controller, caches, block_size=config.block_size, on_progress=on_progress)
+    runner = StepRunner(
+        decoder.forward,
+        controller,
+        caches,
+        block_size=config.block_size,
+        on_progress=on_progress,
+        forward_with_drafts=DraftingDecoder(decoder).forward if model.num_draft_layers else None,
+        vision=VisionEncoder(model.hidden_size, model.seed) if config.model_path is None else None,
+    )
     return runner, controller
 
 

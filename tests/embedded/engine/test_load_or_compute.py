@@ -9,7 +9,8 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.scheduler.load_costs import PROBE_EVERY, positions
+from fastdeploy_kvcache_v1.scheduler.load_costs import PROBE_EVERY
+from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, positions
 from tests.embedded.shadow import Harness, expected_outputs
 
 BLOCK = 8
@@ -66,8 +67,8 @@ class TimedHarness(Harness):
             self.serve(prompt)
         self.push_out()
         for _ in range(100):  # rates that are known exactly
-            self.scheduler.load_costs.copied(100, 100 * self.copy_s)
-            self.scheduler.load_costs.computed(100, 0.0, 100.0)
+            self.scheduler.load_costs.loaded(LoadTime(10, 10 * BLOCK * self.copy_s))
+            self.scheduler.load_costs.computed(PrefillTime(100, 0.0, 100.0))
 
     def push_out(self):
         """Whatever is on the device leaves it; all of it is on the host by then."""

@@ -135,7 +135,7 @@ def test_bad_completions_are_one_clear_line(server, body, param, message):
     [
         ([], "at least 1 item"),
         ([{"role": "user"}], "Field required"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "must be a string or a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url must be a data URL"),
         ([{"role": "martian", "content": "x"}], "unknown message role 'martian'"),
         ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "tool_calls is not supported"),
         ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "function_call is not supported"),

@@ -35,6 +35,8 @@ def refusal(body, endpoint=Endpoint.COMPLETION, tokenizer=None):
         {"stop": []},
         {"model": ""},
         {"tools": []},
+        *({name: None} for name in ("cache_salt", "skip_reading_prefix_cache", "skip_writing_prefix_cache")),
+        {"skip_reading_prefix_cache": False, "skip_writing_prefix_cache": False},
         {"never_heard_of": {"a": [1]}},
     ],
     ids=str,
@@ -43,6 +45,34 @@ def test_a_neutral_value_changes_nothing(neutral):
     assert read({"prompt": "hi", **neutral}) == read({"prompt": "hi"})
     chat = {"messages": [USER]}
     assert read({**chat, **neutral}, Endpoint.CHAT) == read(chat, Endpoint.CHAT)
+
+
+@pytest.mark.parametrize("salt", ["s", "\u00e9\U0001f511", " ", "x" * 1024])
+@pytest.mark.parametrize(
+    ("body", "endpoint"), [({"prompt": "x"}, Endpoint.COMPLETION), ({"messages": [USER]}, Endpoint.CHAT)]
+)
+def test_who_shares_blocks_and_what_a_request_may_do_with_them(body, endpoint, salt):
+    options = read({**body, "cache_salt": salt, "skip_reading_prefix_cache": True}, endpoint).options
+    assert (options.cache_salt, options.reads_cache, options.writes_cache) == (salt, False, True)
+    options = read({**body, "skip_writing_prefix_cache": True}, endpoint).options
+    assert (options.cache_salt, options.reads_cache, options.writes_cache) == (None, True, False)
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 1025, 7, True, ["s"], {}])
+def test_a_salt_that_is_none_is_refused_and_not_repeated(salt):
+    """An empty one is a mistake of the client: it believes that its blocks are its own."""
+    message = refusal({"prompt": "x", "cache_salt": salt})
+    assert message == "cache_salt: must be a string of 1 to 1024 characters; leave it out to share blocks"
+
+
+@pytest.mark.parametrize("name", ["skip_reading_prefix_cache", "skip_writing_prefix_cache"])
+def test_what_is_no_boolean_is_refused(name):
+    assert refusal({"prompt": "x", name: "perhaps"}).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "skip_writing_prefix_cache"])
+def test_the_cache_fields_are_not_read_from_metadata_and_not_lost_there(name):
+    assert refusal({"messages": [USER], "metadata": {name: "x"}}, Endpoint.CHAT).startswith("metadata: ")
 
 
 @pytest.mark.parametrize(("prompt", "same"), [(["hi"], "hi"), ([[5, 6]], [5, 6])])
@@ -73,7 +103,7 @@ def test_no_content_is_an_empty_content(content):
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]},
             Endpoint.CHAT,
-            "messages.0.content: must be a string or a list of text parts, 1024 at most",
+            "messages.0.content: must be a string or a list of text and image parts, 1024 at most",
         ),
     ],
     ids=["stop_token_ids", "stop", "fields", "messages", "parts"],
@@ -84,13 +114,13 @@ def test_every_list_has_a_bound(body, endpoint, message):
 
 def test_the_first_bad_entry_ends_the_check(monkeypatch):
     looked = []
-    text_of = protocol._text_of
+    text_of = protocol._text_or_image
 
     def watch(part):
         looked.append(part)
         return text_of(part)
 
-    monkeypatch.setattr(protocol, "_text_of", watch)
+    monkeypatch.setattr(protocol, "_text_or_image", watch)
     bad = {"role": "user", "content": [{"type": "text", "text": "a"}, 7, 8, 9]}
     assert refusal({"messages": [bad] * 50}, Endpoint.CHAT).startswith("messages.0.content: ")
     assert looked == [{"type": "text", "text": "a"}, 7]

@@ -135,7 +135,7 @@ def test_byte_tokenizer_chat():
     assert more[: len(ids)] == ids
     with pytest.raises(ConfigError, match="unknown message role 'robot'"):
         t.apply_chat_template([{"role": "robot", "content": "x"}])
-    with pytest.raises(ConfigError, match="must be text, got list"):
+    with pytest.raises(ConfigError, match="must be text, got dict"):
         t.apply_chat_template([{"role": "user", "content": [{"type": "text"}]}])
 
 

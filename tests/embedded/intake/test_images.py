@@ -1,0 +1,174 @@
+"""Images of a request: what is read, what is refused, and what a file may cost."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+
+import pytest
+from PIL import Image as Pillow
+
+from fastdeploy_kvcache_v1.embedded.intake.images import MAX_IMAGES, ImagesLeftError, read_image
+from fastdeploy_kvcache_v1.embedded.intake.intake import Endpoint, Intake
+from fastdeploy_kvcache_v1.embedded.intake.process import pack_reading, unpack_reading
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.model.vision import MAX_SIDE, PATCH, PATCH_BYTES
+from tests.embedded.intake.pictures import encoded, noise, part, text
+from tests.embedded.intake.test_intake import CONFIG, read, refusal
+
+T = ByteTokenizer
+
+
+def chat(*parts, **fields):
+    return {"messages": [{"role": "user", "content": list(parts)}], **fields}
+
+
+def data_url(content, kind="png"):
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def claims(width, height):
+    """A PNG of a few bytes that says it is so large."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [
+        ((16, 16), (1, 1)),
+        ((1, 1), (1, 1)),
+        ((17, 16), (1, 2)),
+        ((64, 32), (2, 4)),
+        ((128, 128), (8, 8)),
+        ((1280, 640), (4, 8)),
+        ((2048, 3), (1, 8)),
+        ((3, 2048), (8, 1)),
+        ((2048, 2048), (8, 8)),
+    ],
+)
+def test_an_image_has_a_placeholder_for_each_patch(size, shape):
+    image = read_image(encoded(Pillow.new("RGB", size, "red")))
+    assert (image.rows, image.columns) == shape
+    assert len(image.pixels) == image.num_tokens * PATCH_BYTES
+    assert image.pixels[:3] == b"\xff\x00\x00"
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "LA"])
+def test_any_mode_of_colour_is_seen_as_rgb(mode):
+    assert read_image(encoded(noise(20, 20).convert(mode))).num_tokens == 4
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
+def test_other_formats(kind):
+    assert read_image(encoded(noise(33, 20), kind)).num_tokens == 6
+
+
+def test_equal_pixels_are_one_image_whatever_the_file():
+    picture = noise(32, 32)
+    with_alpha = picture.copy()
+    with_alpha.putalpha(255)
+    hashes = {read_image(encoded(each)).content_hash for each in (picture, with_alpha)}
+    hashes.add(read_image(encoded(picture, "WEBP").replace("webp", "png")).content_hash)
+    assert len(hashes) == 2, "a WEBP that loses something is another image; what the URL calls it does not count"
+    assert read_image(encoded(noise(32, 32, 1))).content_hash not in hashes
+
+
+def test_placeholders_stand_where_the_images_do():
+    one, two = noise(16, 16), noise(40, 16, 1)
+    urls = [encoded(one), encoded(two)]
+    reading = read(chat(text("ab"), part(urls[0]), part(urls[1]), text("c"), part(urls[0])), Endpoint.CHAT)
+    image = T.IMAGE
+    assert reading.token_ids == (T.BOS, T.USER, *b"ab", image, *[image] * 3, *b"c", image, T.END_OF_TURN, T.ASSISTANT)
+    assert [(placed.offset, placed.image.num_tokens) for placed in reading.images] == [(4, 1), (5, 3), (9, 1)]
+    assert reading.images[0].image == reading.images[2].image == read_image(urls[0])
+
+
+def test_the_short_form_of_a_url_is_read_and_null_is_no_image():
+    url = encoded(noise(16, 16))
+    short = {"type": "image_url", "image_url": url}
+    assert read(chat(short), Endpoint.CHAT) == read(chat(part(url)), Endpoint.CHAT)
+    assert "must be a data URL" in refusal(chat(part(None)), Endpoint.CHAT)
+
+
+def test_images_survive_the_way_out_of_the_intake_process():
+    reading = read(chat(part(encoded(noise(40, 90))), text("x"), part(encoded(noise(16, 16)))), Endpoint.CHAT)
+    assert unpack_reading(pack_reading(reading)) == reading
+    assert unpack_reading(pack_reading(read({"prompt": "x"}))) == read({"prompt": "x"})
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("https://example.com/a.png", "this server fetches nothing"),
+        ("file:///etc/passwd", "this server fetches nothing"),
+        (7, "must be a data URL"),
+        ("data:text/plain;base64,aGk=", "must be a data URL"),
+        ("data:image/png,abc", "in base64"),
+        ("data:image/png;base64", "in base64"),
+        ("data:image/png;base64,@@@", "no valid base64"),
+        ("data:image/png;base64,", "that can be read"),
+        (data_url(b"no picture"), "that can be read"),
+        (data_url(b"<svg/>", "svg+xml"), "that can be read"),
+        (data_url(claims(16, 16)), "that can be read"),
+    ],
+)
+def test_what_is_no_image_is_one_line(url, message):
+    found = refusal(chat(text("x"), part(url)), Endpoint.CHAT)
+    assert found.startswith("messages: ")
+    assert message in found
+    assert "\n" not in found
+
+
+def test_a_damaged_file_is_refused():
+    file = io.BytesIO()
+    noise(60, 60).save(file, "PNG")
+    assert "that can be read" in refusal(chat(part(data_url(file.getvalue()[:-2000]))), Endpoint.CHAT)
+
+
+def test_a_format_that_is_not_listed_is_not_even_tried():
+    assert "PNG, JPEG, WEBP" in refusal(chat(part(encoded(noise(16, 16), "GIF"))), Endpoint.CHAT)
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ((2049, 2048), "the image has 2049 x 2048 pixels, at most 4194304 are decoded"),
+        ((60000, 60000), "far more pixels than the 4194304 that are decoded"),
+        ((2**31 - 1, 1), "far more pixels than the 4194304 that are decoded"),
+    ],
+)
+def test_a_bomb_is_refused_by_what_it_says_of_itself(size, message):
+    assert message in refusal(chat(part(data_url(claims(*size)))), Endpoint.CHAT)
+
+
+def test_the_number_of_images_has_a_bound():
+    url = encoded(noise(16, 16))
+    assert len(read(chat(*[part(url)] * MAX_IMAGES), Endpoint.CHAT).images) == MAX_IMAGES
+    assert f"{MAX_IMAGES + 1} images, at most" in refusal(chat(*[part(url)] * (MAX_IMAGES + 1)), Endpoint.CHAT)
+
+
+def test_images_count_as_tokens():
+    side = MAX_SIDE * PATCH
+    assert "too long for --max-model-len 200" in refusal(chat(*[part(encoded(noise(side, side)))] * 4), Endpoint.CHAT)
+
+
+def test_the_event_loop_decodes_none():
+    intake = Intake(CONFIG, ByteTokenizer(), decodes_images=False)
+    assert intake.read(Endpoint.CHAT, b'{"messages": [{"role": "user", "content": "x"}]}').token_ids
+    with pytest.raises(ImagesLeftError):
+        intake.read(Endpoint.CHAT, b'{"messages": [{"role": "user", "content": [{"type": "im\\u0061ge_url"}]}]}')
+
+
+class Blind(ByteTokenizer):
+    image_token_id = None
+
+
+def test_a_model_that_sees_none_says_so():
+    assert "this model sees no images" in refusal(chat(part("data:")), Endpoint.CHAT, Blind())
