@@ -119,6 +119,18 @@ def storage_mooncake(result: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def transfer(result: dict[str, Any]) -> list[Row]:
+    rows = []
+    for case in result["socket"]:
+        value = f"{case['over_plain']:.2f}x, with checksums {case['with_checksums_over_plain']:.2f}x"
+        size = f"{case['blocks']} scattered blocks of {case['block_bytes'] >> 10} KiB"
+        rows.append((f"socket plane, {size}, over a plain socket", value, ">= 0.8x without"))
+    for case in result["mooncake"]:
+        size = f"{case['blocks']} scattered blocks of {case['block_bytes'] >> 10} KiB"
+        rows.append((f"mooncake plane, {size}, over its own engine", f"{case['over_direct']:.2f}x", ">= 0.9x"))
+    return rows
+
+
 def storage_server(result: dict[str, Any]) -> list[Row]:
     rows = []
     for length, times in result["first_token"].items():
@@ -144,6 +156,7 @@ SECTIONS = {
     "server": server,
     "cpu_model": cpu_model,
     "storage_mooncake": storage_mooncake,
+    "transfer": transfer,
     "storage_server": storage_server,
 }
 
@@ -187,6 +200,25 @@ def serve_workloads() -> str:
         first = [f"{run['ttft_ms']['p50'] / 1e3:.2f} / {run['ttft_ms']['p90'] / 1e3:.2f} s" for run in (off, on)]
         rates = [f"{run['requests_per_s']:.2f}" for run in (off, on)]
         lines.append(f"| {name} | {on['cached_share']:.0%} | {first[0]} | {first[1]} | {rates[0]} | {rates[1]} |")
+    return "\n".join(lines)
+
+
+def worker_steps() -> str:
+    """CPU of the worker's thread per step before and after, one row per amount of copies and rows."""
+    before, after = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["cases"]
+        for name in ("worker_steps_before", "worker_steps")
+    )
+    lines = [
+        "| blocks per step | rows | receive, us: before, now | event queries at most | pass, us: before, now |",
+        "|---|---|---|---|---|",
+    ]
+    for old, new in zip(before, after, strict=True):
+        assert (old["rows"], old["copies"]) == (new["rows"], new["copies"])
+        cells = [new["copies"], str(new["rows"])]
+        for part, number in (("receive", "median_us"), ("receive", "most_event_queries"), ("pass", "median_us")):
+            cells.append(", ".join(f"{each[part][number]:,.0f}" for each in (old, new)))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -246,6 +278,7 @@ def main() -> None:
     text = table()
     update(DOCS, "benchmarks", text)
     update(DOCS, "growth", growth())
+    update(DOCS, "worker_steps", worker_steps())
     if (RESULTS / "serve_workloads.json").exists():
         update(DOCS, "serve_workloads", serve_workloads())
     if (RESULTS / "storage.json").exists():

@@ -142,6 +142,8 @@ def machine_findings() -> Iterator[Finding]:
         "PaddlePaddle": _paddle,
         "CuPy": _cupy,
         "copy ops": _ops,
+        "Paddle's copy operators": _paddle_operators,
+        "copy paths on the GPU": _copy_paths,
         "page-locked memory": _memory,
         "NUMA nodes": _numa,
     }
@@ -240,6 +242,38 @@ def _ops() -> tuple[bool | None, str]:
     from .worker import ops
 
     return True, ", ".join(f"{op}={name}" for op, name in sorted(ops.live().items()))
+
+
+def _paddle_operators() -> tuple[bool | None, str]:
+    """Without them the same core copies, called by ctypes: so no failure."""
+    from .worker.ops import paddle_ops
+
+    try:
+        paddle_ops.load()
+    except (ImportError, KVCacheError) as error:
+        return None, f"not live: {error}"
+    return None, f"live with FastDeploy on a GPU, built for Paddle {paddle_ops.installed_paddle()}"
+
+
+def _copy_paths() -> tuple[bool | None, str]:
+    """Tries each path with one block, as a worker does before it trusts one."""
+    try:
+        cupy = importlib.import_module("cupy")
+        if cupy.cuda.runtime.getDeviceCount() < 1:
+            return None, "no GPU here"
+    except Exception as error:  # no CuPy, no driver: both are findings of their own
+        return None, f"no GPU here ({type(error).__name__})"
+    from .worker import ops
+    from .worker.runtime import CudaRuntime
+
+    runtime = CudaRuntime(compute_handle=0)  # nothing is computed
+    buffer = runtime.allocate_host(8 << 20)
+    try:
+        landing = ops.land(cupy, 0, buffer)
+    finally:
+        runtime.free_host(buffer)
+        runtime.close()
+    return landing.works, landing.describe()
 
 
 def _memory() -> tuple[bool | None, str]:

@@ -10,7 +10,9 @@ KVCacheError
 ├── PoolInUseError             a resize would take slots from running requests; nothing changed
 ├── OverlayError               FastDeploy differs from what the patch table expects; nothing is served
 ├── TransferError              a copy between tiers failed; its target must not be read
-│   └── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
+│   ├── LayerSwapTimeoutError  a layer's swap-in did not arrive in time
+│   └── RemoteReadError        blocks of another server were not read; no byte of them arrives any more
+├── PeerRefusedError           a prefill or decode peer is not who it should be, or its cache does not fit ours
 ├── StorageError               a store of blocks failed; what was asked for counts as not stored
 ├── ModelError                 a model directory is incomplete or does not fit its configuration
 ├── ModelFetchError            a model cannot be downloaded or converted here; the message says what to do
@@ -32,7 +34,9 @@ __all__ = [
     "ModelError",
     "ModelFetchError",
     "OverlayError",
+    "PeerRefusedError",
     "PoolInUseError",
+    "RemoteReadError",
     "StorageError",
     "TraceError",
     "TransferError",
@@ -87,6 +91,14 @@ class TransferError(KVCacheError):
 
 class LayerSwapTimeoutError(TransferError, TimeoutError):
     """A layer's swap-in did not complete within the configured time."""
+
+
+class RemoteReadError(TransferError):
+    """A read from another server failed. What it should have filled holds anything; no byte arrives any more."""
+
+
+class PeerRefusedError(KVCacheError):
+    """A peer is not who it should be, or its cache does not fit ours. One line: both values and what to do."""
 
 
 class MessageVersionError(KVCacheError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, NewType, Protocol
 
 from .errors import UnsupportedCopyError
+from .timings import PrefillTime
 
 __all__ = [
     "COPY_ORDER",
@@ -23,6 +24,7 @@ __all__ = [
     "BlockHash",
     "BlockHashes",
     "BlockNode",
+    "CacheAccess",
     "CacheEvent",
     "CacheLevel",
     "CacheStatus",
@@ -96,6 +98,15 @@ class BlockNode(NamedTuple):
         return CacheStatus.HOST if self.device_slot is None else CacheStatus.DEVICE
 
 
+class CacheAccess(NamedTuple):
+    """What a request may do with the cache: tiers, storage, and blocks that the same batch computes for another one."""
+
+    reads: bool = True
+    """False: all its tokens are computed, also after a preemption."""
+    writes: bool = True
+    """False: what it computes is never found, not even by itself."""
+
+
 class BlockHashes(Protocol):
     """The hashed token sequence of a request; grows while the request generates.
 
@@ -115,6 +126,10 @@ class BlockHashes(Protocol):
         """How many of the first full blocks are named by their token ids alone: no multimodal item, adapter or tenant
         decides their bytes, too.
         """
+
+    @property
+    def access(self) -> CacheAccess:
+        """Fixed for the life of the request."""
 
 
 class MatchedSpan(NamedTuple):
@@ -332,6 +347,8 @@ class TransferReport:
     """
     passes: PassProgress | None = None
     """None without news, and from workers that are asked for none."""
+    prefills: tuple[PrefillTime, ...] = ()
+    """Passes of FastDeploy's workers that ended since the last report; the embedded engine has a clock of its own."""
 
 
 class CacheEvent(NamedTuple):

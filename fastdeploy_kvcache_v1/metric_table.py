@@ -153,7 +153,7 @@ TABLE: tuple[Metric, ...] = (
         requests_preempted="Requests preempted for lack of device blocks or after a failed copy",
         requests_rolled_back="Matches that the scheduler took back",
         allocations_refused="Allocations for which the device tier had no room",
-        query_tokens="Tokens of admitted requests",
+        query_tokens="Tokens of admitted requests that read the cache",
         device_hit_tokens="Tokens served from the device tier",
         host_hit_tokens="Tokens served from the host tier, failed copies left out",
         resumed_hit_tokens="Tokens that preempted requests found again when they resumed",
@@ -249,6 +249,20 @@ TABLE: tuple[Metric, ...] = (
         "computed_tokens", "Tokens that went through the model", Kind.COUNTER, Source.ENGINE, "engine.computed_tokens"
     ),
     Metric("generated_tokens", "Tokens sampled", Kind.COUNTER, Source.ENGINE, "engine.generated_tokens"),
+    Metric(
+        "draft_tokens",
+        "Guesses of a draft layer that were verified",
+        Kind.COUNTER,
+        Source.ENGINE,
+        "engine.draft_tokens",
+    ),
+    Metric(
+        "accepted_draft_tokens",
+        "Verified guesses that were right",
+        Kind.COUNTER,
+        Source.ENGINE,
+        "engine.accepted_draft_tokens",
+    ),
 )
 """Every row with a counter or a gauge behind it."""
 

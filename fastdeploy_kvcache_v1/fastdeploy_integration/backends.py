@@ -14,7 +14,7 @@ BLOCK_WISE_FP8 = "block_wise_fp8"
 INT4 = "int4_zp"
 """Two values in one byte, along the head dimension."""
 
-MLA, DSA = "MLA_ATTN", "DSA_ATTN"
+MLA, DSA, PLAS, NATIVE = "MLA_ATTN", "DSA_ATTN", "PLAS_ATTN", "NATIVE_ATTN"
 """Attention backends, as FD_ATTENTION_BACKEND names them."""
 
 _FAMILIES = {MLA: "mla", "MLAAttentionBackend": "mla", DSA: "dsa", "DSAAttentionBackend": "dsa"}

@@ -17,7 +17,7 @@ from ..storage.settings import HELP as STORAGE_HELP
 from ..storage.settings import StorageSettings, takes_host_blocks
 from ..switch import SWITCH
 from ..units import GIB
-from .backends import BLOCK_WISE_FP8, DSA, MLA
+from .backends import BLOCK_WISE_FP8, DSA, MLA, NATIVE, PLAS
 from .overlay import overlay
 from .overlay.table import PatchTable
 from .settings import write_policy, write_through_threshold
@@ -161,6 +161,11 @@ def refusals(
         "FD_PD_TRANSFER_VIA_STORAGE=1 (it is for prefill and decode roles)": pd_via_storage,
         "ENABLE_V1_KVCACHE_SCHEDULER=0 (the V0 scheduler)": not v1_scheduler,
         f"the {foreign_platform} platform": foreign_platform is not None,
+        f"{PLAS} (it keeps means of key blocks outside the cache)": attention_backend == PLAS,
+        f"{NATIVE} (FastDeploy cannot make it for a GPU)": attention_backend == NATIVE,
+        f"{attention_backend} with prefix caching (its prefill attends to the tokens of its own pass only, so a cached "
+        "prefix would change the answer: --no-enable-prefix-caching)": attention_backend in (MLA, DSA)
+        and cache.enable_prefix_caching,
         "MLA attention with block_wise_fp8": fp8 and attention_backend == MLA,
         f"speculative method mtp with {DSA} (FastDeploy has no draft model for it)": attention_backend == DSA
         and has_draft_layer(config),

@@ -15,8 +15,9 @@ from pathlib import Path
 from ..copy_totals import CopyTotals, RankCopies
 from ..errors import MessageVersionError
 from ..metadata import CacheLevel, PassProgress, TransferResult
+from ..timings import NO_TIMINGS, LoadTime, PrefillTime, Timings
 
-VERSION = 3
+VERSION = 4
 """Counts the changes of the message."""
 
 MAX_SOCKET_PATH = 107
@@ -46,6 +47,8 @@ class CopyReport:
     """Copies of this step and earlier ones may have failed without being in any report: there were too many."""
     passes: PassProgress | None = None
     """The latest news of forward passes; None where nobody asks for them."""
+    timings: Timings = NO_TIMINGS
+    """Measured since the last report that was sent."""
 
     def dumps(self) -> bytes:
         copies = self.copies
@@ -55,7 +58,8 @@ class CopyReport:
         ]
         totals = astuple(copies.swap_in), astuple(copies.swap_out), copies.exposed_wait_s
         steps = self.ended_through, self.unlisted_through, self.passes
-        return json.dumps((VERSION, self.rank, self.worker, self.number, *totals, failed, *steps)).encode()
+        content = (VERSION, self.rank, self.worker, self.number, *totals, failed, *steps, self.timings)
+        return json.dumps(content).encode()
 
     @classmethod
     def loads(cls, message: bytes) -> CopyReport:
@@ -65,11 +69,12 @@ class CopyReport:
         if version != VERSION:
             raise MessageVersionError("copy report", found=version, expected=VERSION)
         try:
-            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted, passed = content
+            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted, passed, timings = content
             copies = RankCopies(CopyTotals(*swap_in), CopyTotals(*swap_out), float(waited))
             failures = tuple(_failure(*each) for each in failed)
             passes = None if passed is None else _passes(*passed)
-            return cls(int(rank), str(worker), int(number), copies, failures, int(ended), int(unlisted), passes)
+            steps = int(ended), int(unlisted), passes
+            return cls(int(rank), str(worker), int(number), copies, failures, *steps, _timings(*timings))
         except TypeError as error:
             raise ValueError(f"a copy report has fields of the wrong kind: {error}") from None
 
@@ -81,6 +86,13 @@ def _failure(step: int, source: str, target: str, num_blocks: int, slots: list[i
 
 def _passes(step: int, at: float, is_idle: bool) -> PassProgress:
     return PassProgress(int(step), float(at), bool(is_idle))
+
+
+def _timings(loads: list[tuple[int, float]], prefills: list[tuple[int, float, float]]) -> Timings:
+    return Timings(
+        tuple(LoadTime(int(blocks), float(seconds)) for blocks, seconds in loads),
+        tuple(PrefillTime(int(tokens), float(before), float(seconds)) for tokens, before, seconds in prefills),
+    )
 
 
 def socket_path(queue_port: int, name: str = "copies") -> Path:

@@ -65,6 +65,12 @@ def has_draft_layer(config: Any) -> bool:
     return speculative is not None and speculative.method == "mtp"
 
 
+def draft_tokens(config: Any) -> int:
+    """How many tokens of a row one pass may verify beyond the one it is sure of; 0 without speculative decoding."""
+    speculative = config.speculative_config
+    return 0 if speculative is None or speculative.method is None else int(speculative.num_speculative_tokens)
+
+
 def kv_cache_quant_type(config: Any) -> str | None:
     """How the cache is quantized: as the worker's quantization object says; before there is one, as the model's own
     quantization says, which goes before that of the command line."""

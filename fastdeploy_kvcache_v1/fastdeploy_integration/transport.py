@@ -14,6 +14,12 @@ from ..swap_message import SwapDecoder, SwapEncoder
 SWAP_ATTRIBUTE = "_kvcache_v1_swaps"
 """Of a task: the `SwapMessage` that rides on it."""
 
+ROWS_ATTRIBUTE = "_kvcache_v1_rows"
+"""Of a task: the rows that its batch leaves running, each a `RunningRow`."""
+
+RunningRow = tuple[int, int]
+"""Row, and how many tokens of its sequence the engine has, the last of them without KV; 0 until it decodes."""
+
 
 class SwapOutbox:
     """The scheduler's end. Not thread-safe: the schedule loop owns it."""
@@ -21,15 +27,27 @@ class SwapOutbox:
     def __init__(self) -> None:
         self._encoder = SwapEncoder()
         self._carrier: Any = None
+        self._names_rows: Any = None
         self._carries_copies = False
         self._is_restarted = False
 
-    def attach(self, tasks: Sequence[Any], step: SwapStep, *, always: bool = False) -> None:
+    def attach(
+        self,
+        tasks: Sequence[Any],
+        step: SwapStep,
+        *,
+        always: bool = False,
+        running: Sequence[RunningRow] | None = None,
+    ) -> None:
         """Let `step` ride on the first of `tasks` (at least one). One without copies stays here, but for the first one
         after a restart: when it has arrived, what was sent before it will not arrive any more. `always`: every batch
-        shall tell that it has arrived.
+        shall tell that it has arrived. `running`: rows that the batch leaves running; None for a worker without use
+        for them. They ride on every batch, and one that is lost is made up for by the next.
         """
         self.clear()
+        if running is not None:
+            self._names_rows = tasks[0]
+            setattr(tasks[0], ROWS_ATTRIBUTE, tuple(running))
         if step or self._is_restarted or always:
             self._carries_copies = bool(step) or self._is_restarted
             self._is_restarted = False
@@ -51,6 +69,9 @@ class SwapOutbox:
         if self._carrier is not None:
             vars(self._carrier).pop(SWAP_ATTRIBUTE, None)
             self._carrier = None
+        if self._names_rows is not None:
+            vars(self._names_rows).pop(ROWS_ATTRIBUTE, None)
+            self._names_rows = None
 
     def restart(self) -> None:
         """See `SwapEncoder.restart`."""
@@ -68,3 +89,9 @@ class SwapInbox:
         """The steps that ride on `tasks`, in order, taken off them. Raises as `SwapDecoder.decode`."""
         messages = [vars(task).pop(SWAP_ATTRIBUTE) for task in tasks if SWAP_ATTRIBUTE in vars(task)]
         return [self._decoder.decode(message) for message in messages]
+
+
+def take_running(tasks: Iterable[Any]) -> Sequence[RunningRow] | None:
+    """The rows that the latest of the batches in `tasks` leaves running, taken off them; None where no batch says."""
+    named = [vars(task).pop(ROWS_ATTRIBUTE) for task in tasks if ROWS_ATTRIBUTE in vars(task)]
+    return named[-1] if named else None

@@ -100,7 +100,7 @@ class CacheManager:
         self, request_id: str, sequence: BlockHashes, *, max_blocks: int | None = None, resumed: bool = False
     ) -> MatchResult:
         """Find and pin the longest cached prefix of `sequence`, at most all blocks before its last token (and, when
-        given, at most `max_blocks`).
+        given, at most `max_blocks`). Nothing for a sequence whose `access` does not read.
 
         The manager keeps `sequence` and reads its growing hashes in `commit`. `resumed` says that the request computed
         before and was preempted: what it finds is its own work, is counted apart and is no reason for a backup.
@@ -121,17 +121,19 @@ class CacheManager:
     def commit(self, request_id: str, num_computed_tokens: int) -> None:
         """Make the full blocks among the first `num_computed_tokens` tokens matchable.
 
-        Their KV must have been written, or be ordered on the compute stream before every later reader. The newest
-        token of the sequence is never counted: a sampled token has no KV yet. Idempotent; fewer tokens than before are
-        ignored. Raises `UnknownRequestError`, or `CacheStateError` for tokens without a block, blocks without a hash,
-        or tokens that cannot have been computed because the step that allocated them has not been taken.
+        Nothing happens for a sequence whose `access` does not write. Their KV must have been written, or be ordered on
+        the compute stream before every later reader. The newest token of the sequence is never counted: a sampled token
+        has no KV yet. Idempotent; fewer tokens than before are ignored. Raises `UnknownRequestError`, or
+        `CacheStateError` for tokens without a block, blocks without a hash, or tokens that cannot have been computed
+        because the step that allocated them has not been taken.
         """
         with self._lock:
             self._requests.commit(request_id, num_computed_tokens)
 
     def uncommitted(self, request_id: str, num_computed_tokens: int) -> Sequence[BlockHash]:
         """Names of the blocks that `commit` will make matchable once the request's first `num_computed_tokens` tokens
-        are computed: none if the cache was reset, or lost what they stand on. Raises `UnknownRequestError`.
+        are computed: none if it does not write, or the cache was reset or lost what they stand on. Raises
+        `UnknownRequestError`.
         """
         with self._lock:
             return self._requests.uncommitted(request_id, num_computed_tokens)
@@ -442,7 +444,7 @@ class CacheManager:
                 host_loading_blocks=on_host,
                 quarantined_blocks=self._loads.num_quarantined,
                 watched_blocks=len(self._history),
-                recency_rules=not (self._residency.learns and self._history.rules),
+                recency_rules=self._residency.recency_rules,
                 events_overflowed=self._events.overflows,
             )
 

@@ -17,7 +17,7 @@ from operator import index
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ConfigError
-from ..metadata import BlockHash
+from ..metadata import BlockHash, CacheAccess
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,7 @@ TOKEN_TYPE = "I" if array("I").itemsize == TOKEN_BYTES else "L"
 TOKENS_ARE_SWAPPED = sys.byteorder != "little"
 MAX_TOKEN_ID = 2**32 - 1
 MAX_NUM_TOKENS = 2**63 - 1
+FULL_ACCESS = CacheAccess()
 
 
 class MultimodalItem(NamedTuple):
@@ -76,8 +77,15 @@ class BlockHasher:
     """
 
     def __init__(
-        self, block_size: int, *, items: Sequence[MultimodalItem] = (), salt: bytes = b"", lora: str = ""
+        self,
+        block_size: int,
+        *,
+        items: Sequence[MultimodalItem] = (),
+        salt: bytes = b"",
+        lora: str = "",
+        access: CacheAccess = FULL_ACCESS,
     ) -> None:
+        self.access = access
         self.hashes: list[BlockHash] = []
         self._block_size = block_size
         self._items = _checked(items)
@@ -133,6 +141,8 @@ class GivenHashes:
 
     num_plain_blocks = 0
     """What decided the hashes is not known."""
+
+    access = FULL_ACCESS
 
     def __init__(self, hashes: Sequence[BlockHash], num_tokens: int) -> None:
         self.hashes = hashes

@@ -9,18 +9,19 @@ again.
 
 from __future__ import annotations
 
+from ..timings import LoadTime, PrefillTime, positions
 from .two_term_fit import TwoTermFit
 
 FEWEST_TOKENS = 64
 """Of a step that says something about the cost of a token: what a step costs anyway weighs less in larger ones."""
 
+MOST_SURPRISE = 4.0
+"""A copy that takes more times what was expected was held up by something else, and counts as so many times. A tier
+that has become slow is known after a few copies all the same.
+"""
+
 PROBE_EVERY = 32
 """Where not even one block is worth loading, one is loaded every so often, to learn when that changes."""
-
-
-def positions(start: int, end: int) -> float:
-    """What attention costs more behind a longer context: tokens `[start, end)` times the tokens before them."""
-    return (end * end - start * start) / 2
 
 
 class LoadCosts:
@@ -34,19 +35,22 @@ class LoadCosts:
         self._num_declined = 0
         """Times in a row that nothing was worth loading."""
 
-    def copied(self, num_tokens: int, seconds: float) -> None:
-        """A swap-in brought `num_tokens` tokens."""
-        if self._num_declined and self._copies.is_known and seconds < self._copy_s(num_tokens):
-            self._copies = TwoTermFit()  # the next probe is far away: one that was fast is believed at once
-        if num_tokens > 0 and seconds > 0:
-            self._copies.measured(num_tokens, 1.0, seconds)
+    def loaded(self, load: LoadTime) -> None:
+        """A swap-in ended well."""
+        num_tokens, seconds = load.num_blocks * self._block_size, load.seconds
+        if num_tokens <= 0 or seconds <= 0:
+            return
+        if self._copies.is_known:
+            expected_s = self._copy_s(num_tokens)
+            if self._num_declined and seconds < expected_s:
+                self._copies = TwoTermFit()  # the next probe is far away: one that was fast is believed at once
+            seconds = min(seconds, MOST_SURPRISE * expected_s)
+        self._copies.measured(num_tokens, 1.0, seconds)
 
-    def computed(self, num_tokens: int, num_positions: float, seconds: float) -> None:
-        """A step computed `num_tokens` prompt tokens, with so many `positions`, and did not wait for copies in these
-        `seconds`.
-        """
-        if num_tokens >= FEWEST_TOKENS and seconds > 0:
-            self._compute.measured(num_tokens, num_positions, seconds)
+    def computed(self, prefill: PrefillTime) -> None:
+        """A forward pass ended. One that computed few tokens says nothing."""
+        if prefill.num_tokens >= FEWEST_TOKENS and prefill.seconds > 0:
+            self._compute.measured(*prefill)
 
     def blocks_to_load(
         self, num_blocks: int, start: int, end: int, *, budget: int, num_planned: int = 0, num_loading: int = 0
@@ -55,8 +59,24 @@ class LoadCosts:
         others, and what is behind them up to token `end`; its tokens before `start` are on the device.
 
         The batch computes `num_planned` tokens and loads `num_loading` tokens for others, and may compute `budget`
-        tokens more: what a request computes in later batches comes too late to hide a copy. O(log blocks).
+        tokens more: what a request computes in later batches comes too late to hide a copy. Now and then, where none
+        is worth it, it is one all the same. O(log blocks).
         """
+        if not num_blocks:
+            return 0
+        worth = self.blocks_worth_loading(
+            num_blocks, start, end, budget=budget, num_planned=num_planned, num_loading=num_loading
+        )
+        if worth:
+            self._num_declined = 0
+            return worth
+        self._num_declined += 1
+        return int(self._num_declined % PROBE_EVERY == 0)
+
+    def blocks_worth_loading(
+        self, num_blocks: int, start: int, end: int, *, budget: int, num_planned: int = 0, num_loading: int = 0
+    ) -> int:
+        """As `blocks_to_load`, a look: without the load now and then that is worth nothing in itself."""
         if not num_blocks or not self._copies.is_known or not self._compute.is_known:
             return num_blocks
         planned_s = self._compute.value(num_planned, 0.0)
@@ -74,17 +94,10 @@ class LoadCosts:
         while fewest < most:
             middle = (fewest + most + 1) // 2
             fewest, most = (middle, most) if is_hidden(middle) else (fewest, middle - 1)
-        return self._probe(fewest)
+        return fewest
 
     def _copy_s(self, num_tokens: int) -> float:
         return self._copies.value(num_tokens, 1.0)
 
     def _compute_s(self, start: int, end: int) -> float:
         return self._compute.value(end - start, positions(start, end))
-
-    def _probe(self, num_blocks: int) -> int:
-        if num_blocks:
-            self._num_declined = 0
-            return num_blocks
-        self._num_declined += 1
-        return int(self._num_declined % PROBE_EVERY == 0)

@@ -44,7 +44,7 @@ class Lookahead:
             return
         paths, num_runs = [], 0
         for sequence in line:
-            path = self._tree.find(sequence.hashes)
+            path = self._tree.find(sequence.hashes) if sequence.access.reads else []
             num_runs += len(path)
             if num_runs > MOST_RUNS:
                 break

@@ -64,6 +64,8 @@ class OpenPrefills:
 
     def _num_shared(self, sequence: BlockHashes, first: int) -> int:
         """Blocks from `first` on. The last token of a request is never cached: its logits are wanted."""
+        if not sequence.access.reads:
+            return 0
         hashes, end = sequence.hashes, min(len(sequence.hashes), (sequence.num_tokens - 1) // self._block_size)
         index = first
         while index < end and hashes[index] in self._blocks:

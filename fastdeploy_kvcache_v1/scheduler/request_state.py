@@ -71,7 +71,7 @@ class RequestState:
         self.admitted = True
         self.num_host_tokens = num_host_tokens
         self.num_device_tokens = self.num_cached * block_size - num_host_tokens
-        self.num_query_tokens = self.sequence.num_tokens
+        self.num_query_tokens = self.sequence.num_tokens if self.sequence.access.reads else 0
 
     def grow(self, slots: Sequence[DeviceSlot], num_tokens: int, step: int) -> None:
         """With `slots` its table holds `num_tokens` tokens; they were allocated in `step`."""

@@ -60,6 +60,7 @@ class RequestTable:
             raise CacheStateError(f"request {request_id} is matched already: release or finish it first")
         limit = min(len(sequence.hashes), max(0, sequence.num_tokens - 1) // self._block_size)
         limit = limit if max_blocks is None else min(limit, max_blocks)
+        limit = limit if sequence.access.reads else 0
         path = self._tree.match(sequence.hashes, limit)
         leaf = path[-1] if path else self._tree.root
         spans, num_cached = [], 0
@@ -116,7 +117,8 @@ class RequestTable:
 
     def _may_cache(self, request: RequestState) -> bool:
         """What is computed on top of blocks that were reset or lost is never to be found."""
-        return self._caching and request.epoch == self._epoch and not request.leaf.detached
+        is_intact = request.epoch == self._epoch and not request.leaf.detached
+        return self._caching and is_intact and request.sequence.access.writes
 
     def end(self, request_id: str) -> None:
         """Its own slots are free again; its path is pinned once less, and the most recently used one."""
@@ -153,11 +155,11 @@ class RequestTable:
     def count_hits(self) -> None:
         """The step that is being decided is complete: what it admits is served from the cache, whatever comes.
 
-        Requests that resume find their own work again, which says nothing about what others will look for. What a reset
-        or a failed copy made unfindable meanwhile is not hit any more.
+        Requests that resume find their own work again, which says nothing about what others will look for; those that
+        read nothing look for nothing. What a reset or a failed copy made unfindable meanwhile is not hit any more.
         """
         for request in self._step.admitted:
-            if not request.resumed and not request.leaf.detached:
+            if not request.resumed and not request.leaf.detached and request.sequence.access.reads:
                 self._tiering.hit(request.leaf)
                 if self._history is not None:
                     self._history.arrived(request.sequence.hashes, request.num_cached)

@@ -50,6 +50,11 @@ class Residency:
         """Is `Run.kind` to be kept?"""
         return self.device_order.learns or (self.host_order.learns and bool(self.host_pool.size))
 
+    @property
+    def recency_rules(self) -> bool:
+        """Is the order of both tiers that of the last use now?"""
+        return self.device_order.recency_rules and (self.host_order.recency_rules or not self.host_pool.size)
+
     # ---- use
 
     def pin(self, run: Run) -> None:

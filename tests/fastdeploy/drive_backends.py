@@ -130,7 +130,7 @@ def run_initialization(runner_class, proposer_class):
         cache_config=SimpleNamespace(
             num_cpu_blocks=5, block_size=4, enable_prefix_caching=True, kvcache_storage_backend=None
         ),
-        speculative_config=SimpleNamespace(method="mtp"),
+        speculative_config=SimpleNamespace(method="mtp", num_speculative_tokens=1),
         parallel_config=SimpleNamespace(local_engine_worker_queue_port=1, tensor_parallel_rank=0),
     )
     worker_patches.init_runner(lambda **_: None, None, (), {"fd_config": config})

@@ -50,6 +50,8 @@ DEEPSEEK = {
 }
 FP8 = {"quantization_config": {"quantization": "mix_quant", "kv_cache_quant_type": "block_wise_fp8"}}
 INT4 = {"quantization_config": {"quantization": "mix_quant", "kv_cache_quant_type": "int4_zp"}}
+UNCACHED = ["--no-enable-prefix-caching"]
+"""Latent attention is refused without it."""
 MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 1, "model": "."})
 
 CASES = {
@@ -59,10 +61,13 @@ CASES = {
     "gqa_mtp": (QWEN, "APPEND_ATTN", ["--speculative-config", MTP]),
     "gqa_fp8": (QWEN | FP8, "APPEND_ATTN", ["--tensor-parallel-size", "2"]),
     "gqa_int4": (QWEN | INT4, "APPEND_ATTN", []),
-    "mla": (DEEPSEEK, "MLA_ATTN", ["--tensor-parallel-size", "4"]),
-    "mla_mtp": (DEEPSEEK, "MLA_ATTN", ["--speculative-config", MTP]),
-    "dsa": (DEEPSEEK, "DSA_ATTN", ["--tensor-parallel-size", "8"]),
-    "dsa_mtp": (DEEPSEEK, "DSA_ATTN", ["--speculative-config", MTP]),
+    "mla": (DEEPSEEK, "MLA_ATTN", [*UNCACHED, "--tensor-parallel-size", "4"]),
+    "mla_mtp": (DEEPSEEK, "MLA_ATTN", [*UNCACHED, "--speculative-config", MTP]),
+    "dsa": (DEEPSEEK, "DSA_ATTN", [*UNCACHED, "--tensor-parallel-size", "8"]),
+    "dsa_mtp": (DEEPSEEK, "DSA_ATTN", [*UNCACHED, "--speculative-config", MTP]),
+    "mla_cached": (DEEPSEEK, "MLA_ATTN", []),
+    "dsa_cached": (DEEPSEEK, "DSA_ATTN", []),
+    "native": (QWEN, "NATIVE_ATTN", []),
     "too_small": (QWEN, "APPEND_ATTN", ["--swap-space", "0.0001"]),
     "nan": (QWEN, "APPEND_ATTN", ["--swap-space", "nan"]),
     "infinite": (QWEN, "APPEND_ATTN", ["--swap-space", "inf"]),
@@ -139,7 +144,7 @@ def main():
     args_utils.current_platform = Cuda()
     assert envs.ENABLE_V1_KVCACHE_SCHEDULER
     for name, (model, attention_backend, flags) in CASES.items():
-        if BACKENDS[attention_backend] in backend_classes():
+        if attention_backend not in BACKENDS or BACKENDS[attention_backend] in backend_classes():
             run(name, model, attention_backend, flags)
 
 

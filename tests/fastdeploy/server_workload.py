@@ -44,6 +44,10 @@ class Workload:
     def tokens(self) -> dict[str, tuple[int, ...]]:
         return {name: answer.tokens for name, answer in self.answers.items()}
 
+    def cached_tokens(self) -> int:
+        """Of all requests that came one at a time: what others found depends on when they came."""
+        return sum(answer.cached_tokens for name, answer in self.answers.items() if not name.startswith("burst"))
+
     def ask(self, name: str, messages: Messages, **options: Any) -> Answer:
         self.answers[name] = self._server.ask(self._client, messages, **options)
         return self.answers[name]

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import openai
 import pytest
 
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
@@ -134,6 +135,24 @@ def test_after_a_restart_damaged_blocks_and_other_weights_cost_hits_and_no_token
         after = counts(server)
         assert after["storage_queries_total"] > before["storage_queries_total"]
         assert after["storage_found_blocks_total"] == before["storage_found_blocks_total"]
+        assert_tenants_never_meet(server, client, first)
+
+
+def assert_tenants_never_meet(server, client, plain):
+    """`plain` is the answer to `PROMPT`, which is cached."""
+
+    def ask(**fields):
+        answer = server.ask(client, PROMPT, extra_body=fields)
+        assert answer.tokens == plain.tokens
+        return answer.cached_tokens
+
+    assert ask() == CACHED
+    assert [ask(cache_salt=salt) for salt in ("a", "a", "b", "a")] == [0, CACHED, 0, CACHED]
+    assert [ask(skip_writing_prefix_cache=True, cache_salt="c") for _ in range(2)] == [0, 0]
+    assert [ask(skip_reading_prefix_cache=True), ask()] == [0, CACHED]
+    with pytest.raises(openai.APIStatusError, match="cache_salt") as refused:
+        ask(cache_salt="")
+    assert 400 <= refused.value.status_code < 500
 
 
 def test_what_cannot_work_is_refused_in_one_line(release, tmp_path):

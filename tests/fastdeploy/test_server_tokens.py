@@ -11,6 +11,7 @@ from .server_workload import NUM_CONVERSATIONS, NUM_DOCUMENTS, TURNS, Workload, 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 HOST_TIER = ("--swap-space", "0.02")
+MANY_PREFILLS = ("--max-num-partial-prefills", "4", "--max-long-partial-prefills", "4")  # prompts fetched at once
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +36,49 @@ def test_the_workload_says_something(expected):
     assert len(answers["stop"].tokens) < len(answers["no stop"].tokens)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "policy"),
-    [(16, "write_through"), (16, "write_through_selective"), (16, "write_back"), (64, "write_through")],
-)
+@pytest.mark.parametrize(("blocks", "policy"), [(16, "write_through"), (16, "write_back"), (64, "write_through")])
 def test_tokens_are_the_same_with_both_tiers(release, expected, tmp_path, blocks, policy):
-    flags = ("--num-gpu-blocks-override", str(blocks), "--write-policy", policy, "--write-through-threshold", "1")
-    flags += ("--max-num-partial-prefills", "4", "--max-long-partial-prefills", "4")  # prompts fetched at once
+    flags = ("--num-gpu-blocks-override", str(blocks), "--write-policy", policy, *MANY_PREFILLS)
     with started(release, tmp_path, *flags, *HOST_TIER) as server, server.client() as client:
         workload = Workload(server, client)
         workload.run()
         assert workload.tokens() == expected.tokens()
-        assert_cached(workload, selective=policy == "write_through_selective" and blocks == 16)
+        assert_cached(workload)
         if blocks < NUM_DOCUMENTS * 6:
             assert_swapped(server)
         else:
             assert_shared(server, client, is_certain=release != "2.5")
         assert server.stop() == 0, server.stderr
+
+
+@pytest.fixture(scope="module")
+def selective(release, expected, tmp_path_factory):
+    """What finds its way to the host on its first hit, as the policy that was the default would have it at best."""
+    flags = ("--num-gpu-blocks-override", "16", "--write-through-threshold", "1", *MANY_PREFILLS, *HOST_TIER)
+    with started(release, tmp_path_factory.mktemp("selective"), *flags) as server, server.client() as client:
+        workload = Workload(server, client)
+        workload.run()
+        assert_swapped(server)
+        assert server.stop() == 0, server.stderr
+    return workload
+
+
+def test_a_threshold_alone_copies_what_was_hit(expected, selective):
+    assert selective.tokens() == expected.tokens()
+    assert_cached(selective, documents=False)
+
+
+def test_the_default_finds_more_than_a_threshold_does(release, expected, selective, tmp_path):
+    """No flag says what is copied when, or what leaves first: `auto` and `adaptive`."""
+    flags = ("--num-gpu-blocks-override", "16", *MANY_PREFILLS, *HOST_TIER)
+    with started(release, tmp_path, *flags) as server, server.client() as client:
+        workload = Workload(server, client)
+        workload.run()
+        assert workload.tokens() == expected.tokens()
+        assert_cached(workload)
+        assert_swapped(server)
+        assert server.stop() == 0, server.stderr
+    assert workload.cached_tokens() > selective.cached_tokens()
 
 
 def assert_shared(server, client, *, is_certain):
@@ -80,10 +107,12 @@ def assert_shared(server, client, *, is_certain):
     wait_until(lambda: not is_certain or shared() > 0, "a burst that came at once", 5.0)
 
 
-def assert_cached(workload, *, selective):
-    """Repeats and later turns find everything but the last, incomplete block; selective, only what was hit before."""
-    documents = [f"document {index}" for index in range(NUM_DOCUMENTS)]
-    names = [f"hot {index}" for index in range(4)] + ([] if selective else documents)
+def assert_cached(workload, *, documents=True):
+    """Repeats and later turns find everything but the last, incomplete block. Without `documents`, only what was hit
+    before it left the device.
+    """
+    names = [f"hot {index}" for index in range(4)]
+    names += [f"document {index}" for index in range(NUM_DOCUMENTS) if documents]
     for name in names:
         assert workload.answers[f"{name} round 0"].cached_tokens == 0
         for each in (1, 2):
@@ -91,7 +120,7 @@ def assert_cached(workload, *, selective):
     for index in range(NUM_CONVERSATIONS):
         for turn in range(1, TURNS):
             cached = workload.answers[f"conversation {index} turn {turn}"].cached_tokens
-            assert selective or cached >= turn * BLOCK_SIZE
+            assert not documents or cached >= turn * BLOCK_SIZE
 
 
 def assert_swapped(server):
@@ -121,6 +150,24 @@ def test_the_smallest_device_tier_and_a_restart(release, expected, tmp_path):
             assert server.stop() == 0, server.stderr
     assert outputs[0] == outputs[1]
     assert outputs[0][:6] == outputs[0][6:]
+
+
+def test_what_is_slower_to_load_than_to_compute_is_computed(release, expected, tmp_path):
+    """Each layer of a swap-in is held up for two seconds, which is worth more than 400 tokens of a tiny model."""
+    flags = ("--num-gpu-blocks-override", "16", *HOST_TIER)
+    environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": '{"delay_ms": {"input": 2000}}'}
+    with started(release, tmp_path, *flags, environment=environment) as server, server.client() as client:
+        workload = Workload(server, client)
+        workload.documents()
+        assert all(tokens == expected.answers[name].tokens for name, tokens in workload.tokens().items())
+        copies = server.worker_copies()
+        num_repeats = 2 * NUM_DOCUMENTS
+        assert 0 < copies.swap_in.blocks < 6 * num_repeats / 2
+        wait_until(lambda: server.metrics()["declined_load_tokens_total"] > 0, "the metrics")
+        declined = server.metrics()["declined_load_tokens_total"] / BLOCK_SIZE
+        cached = workload.cached_tokens() / BLOCK_SIZE
+        assert copies.swap_in.blocks <= cached <= 6 * num_repeats - declined
+        assert server.stop() == 0, server.stderr
 
 
 def test_failing_copies_cost_time_but_no_token(release, expected, tmp_path):

@@ -63,6 +63,9 @@ def test_what_cannot_work_is_one_line_at_start(report):
     assert "--swap-space 0.0001 GiB is less than one block: it takes 393216 bytes" in refused.pop("too_small")
     for name, given in {"nan": "nan", "infinite": "inf", "negative": "-1.0"}.items():
         assert f"--swap-space must be a number of GiB, 0 or more, got {given}" in refused.pop(name)
+    assert "NATIVE_ATTN (FastDeploy cannot make it for a GPU)" in refused.pop("native")
+    for family in ("mla", "dsa") if has_dsa_attention(release) else ("mla",):
+        assert f"{family.upper()}_ATTN with prefix caching" in refused.pop(f"{family}_cached")
     if has_dsa_attention(release):
         assert "speculative method mtp with DSA_ATTN" in refused.pop("dsa_mtp")
     assert refused == {}

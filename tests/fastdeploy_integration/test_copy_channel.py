@@ -17,9 +17,11 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import Cop
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import (
     MAX_UNSENT_REPORTS,
     MAX_UNTOLD_FAILURES,
+    MAX_UNTOLD_TIMES,
     CopyReporter,
 )
-from fastdeploy_kvcache_v1.metadata import EVICT, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 
 LIMIT_S = 30.0
 
@@ -153,6 +155,24 @@ def test_totals_and_waits_add_up_and_steps_without_copies_say_nothing(path, make
         (report,) = reports.latest()
         assert (report.number, report.copies.swap_out.bytes, report.copies.exposed_wait_s) == (1, 50, 0.75)
         assert report.copies.swap_in.blocks == 0
+
+
+def test_what_copies_in_and_prefills_took_arrives_once_and_of_one_rank(path, make_reporter):
+    def brought(step, error=None):
+        return TransferResult(step, *SWAP_IN, step, 0, step / 10, () if error is None else (1,), error)
+
+    prefills = tuple(PrefillTime(100 + each, 7.0, 0.5) for each in range(MAX_UNTOLD_TIMES + 5))
+    with listening(path) as reports:
+        reporter, other = make_reporter(rank=0), make_reporter(rank=1)
+        for prefill in prefills:
+            reporter.tell(TransferReport(prefills=(prefill,)))  # these wait for a copy
+        reporter.tell(TransferReport((brought(1), brought(2, "injected"), *copied(3).transfers)))
+        reporter.tell(TransferReport((brought(4),)))
+        other.tell(TransferReport((brought(5),), prefills=prefills))
+        wait_for(lambda: [each.number for each in reports.latest()] in ([1, 0], [0, 1]), "three reports")
+        loads = (LoadTime(1, 0.1), LoadTime(4, 0.4))
+        assert reports.take().timings == Timings(loads, prefills[-MAX_UNTOLD_TIMES:]), "the latest, once"
+        assert reports.take().timings == Timings()
 
 
 def test_the_worker_may_start_first(path, make_reporter):

@@ -13,12 +13,13 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import CacheStateError, KVCacheError, PoolInUseError, UnknownRequestError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, NoSpace, SwapStep
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 
 from .other_policies import OTHER_POLICIES
 from .shadow import Shadow
 
 BLOCK = 2
-EVICTIONS = ["lru", "adaptive", *OTHER_POLICIES]
+EVICTIONS = [*EVICTION_POLICIES, *OTHER_POLICIES]
 tokens_strategy = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 

@@ -18,6 +18,7 @@ from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
 from ...model.step import StepTask
 from ...model.step_runner import Logits, StepRunner
+from ...timings import PrefillTime
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
 from ..engine.weight_updates import CLEARED, NORMAL
@@ -198,11 +199,18 @@ class CpuModelRunner:
         runnable = self._table.runnable()
         batch, self._pending = self._pending, BatchRequest()
         batch.requests = [self._step_task(row, sequence) for row, sequence in runnable.items()]
+        began = time.perf_counter()
         result = self._steps.run(batch)
+        seconds = time.perf_counter() - began
         self._num_steps += 1
         if self._passes is not None:
             self._passes.submitted()
-        self._tell(result.report)
+        prompts = [(each.computed, each.target) for each in runnable.values() if each.target - each.computed > 1]
+        if prompts and not (result.retry or result.errors):
+            prefill = PrefillTime.of(prompts, seconds - result.report.exposed_wait_s)
+            self._tell(replace(result.report, prefills=(prefill,)))
+        else:
+            self._tell(result.report)
         self._copies.add(result.report)
         if result.report.transfers:
             self._write_stats()

@@ -23,10 +23,12 @@ from ...config import KVCacheConfig
 from ...errors import BlockPoolError, CacheStateError, InvariantError
 from ...metadata import DeviceSlot, MatchResult, NoSpace, TransferResult
 from ...scheduler.cache_manager import CacheManager
-from ..transport import SwapOutbox
+from ...timings import Timings
+from ..transport import RunningRow, SwapOutbox
 from .hit_rates import HitRates, match_metrics
 from .kept_hashes import KeptHashes
 from .lent_ids import LentIds
+from .load_choice import LoadChoice
 from .open_batch import OpenBatch
 from .pool_gauges import PoolGauges
 from .record import Record
@@ -41,12 +43,15 @@ class PrefixCacheAdapter:
     """Thread-safe. `gauges` has FastDeploy's metric objects as attributes; they follow once per batch.
 
     `whole_items` says that FastDeploy never computes part of an image: see `start_of_cut_item`.
+    `max_batched_tokens`: of one batch, None for any number.
     """
 
     gpu_cache_lock: Any = None
     """FastDeploy sets it: its lock between engine and transfer process. Unused here."""
 
-    def __init__(self, config: KVCacheConfig, *, gauges: Any, whole_items: bool = False) -> None:
+    def __init__(
+        self, config: KVCacheConfig, *, gauges: Any, whole_items: bool = False, max_batched_tokens: int | None = None
+    ) -> None:
         self.manager = CacheManager(config)
         self.hit_rates = HitRates()
         self.num_cpu_blocks = config.num_host_blocks
@@ -62,6 +67,7 @@ class PrefixCacheAdapter:
         self._lock = threading.RLock()
         self._records: dict[str, Record] = {}
         self._batch = OpenBatch(config.block_size, config.shared_prefill_tokens)
+        self._load_choice = LoadChoice(self._batch, config.block_size, max_batched_tokens)
         self._lent = LentIds(self.manager)
         self._kept = KeptHashes()
         self._outbox = SwapOutbox()
@@ -149,7 +155,7 @@ class PrefixCacheAdapter:
             if not self._batch.prefills or has_items(task):
                 return False
             tokens, others = self._tokens_of(task), (self._tokens_of(each) for each in line if not has_items(each))
-            num_cached = self.manager.count_cached(tokens.hashes)
+            num_cached = self._num_usable_blocks(tokens)
             if not self._batch.prefills.to_wait_for(tokens, num_cached, others):
                 return False
             if tokens.tokens_before_wait is None:
@@ -162,7 +168,15 @@ class PrefixCacheAdapter:
             if has_items(task):
                 return int(task.num_total_tokens)
             tokens = self._tokens_of(task)
-            return tokens.num_tokens - self.manager.count_cached(tokens.hashes) * self._block_size
+            return tokens.num_tokens - self._num_usable_blocks(tokens) * self._block_size
+
+    def _num_usable_blocks(self, tokens: TaskTokens) -> int:
+        """Blocks that a request would start behind now: what is computed sooner than loaded is as good as not there."""
+        if not tokens.access.reads:
+            return 0
+        num_cached = self.manager.count_cached(tokens.hashes)
+        num_on_device = min(num_cached, self.manager.count_on_device(tokens.hashes))
+        return self._load_choice.blocks_worth_using(num_cached, num_on_device, tokens.num_tokens)
 
     def computes(self, task: Any) -> bool:
         """Whether the batch that is being put together computes tokens of a request."""
@@ -213,29 +227,33 @@ class PrefixCacheAdapter:
             return None
         self._forget(task.request_id)
         tokens = self._kept.take(task) or TaskTokens(task, self._block_size)
-        match = self._match(task, tokens)
+        match, num_declined = self._match(task, tokens)
         allocation = self.manager.allocate(task.request_id, match.num_tokens)
         if isinstance(allocation, NoSpace):
             self.manager.release(task.request_id)
             self._kept.keep(tokens)
             return allocation
         table = self.manager.block_table(task.request_id)
-        self._records[task.request_id] = Record(tokens, len(table))
-        self._batch.match(task)
+        self._records[task.request_id] = Record(tokens, len(table), num_declined * self._block_size)
         host = match.num_host_blocks * self._block_size
-        self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
+        self._batch.match(task, num_loading_tokens=host)
+        if tokens.access.reads:
+            self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
         return match, table
 
-    def _match(self, task: Any, tokens: TaskTokens) -> MatchResult:
+    def _match(self, task: Any, tokens: TaskTokens) -> tuple[MatchResult, int]:
+        """What it starts from, and how many blocks behind that are computed although the host has them."""
         resumed = task.status.name == "PREEMPTED"
         match = self.manager.match_prefix(task.request_id, tokens, resumed=resumed)
+        most = self._load_choice.blocks_to_use(match, tokens.num_tokens)
+        num_declined = match.num_blocks - most
         if self._whole_items and tokens.hashes and has_items(task):
-            whole = start_of_cut_item(multimodal_items(task), match.num_tokens, self._block_size)
-            if whole < match.num_tokens:
-                self.manager.release(task.request_id)
-                most = whole // self._block_size
-                match = self.manager.match_prefix(task.request_id, tokens, max_blocks=most, resumed=resumed)
-        return match
+            most = start_of_cut_item(multimodal_items(task), most * self._block_size, self._block_size)
+            most //= self._block_size
+        if most < match.num_blocks:
+            self.manager.release(task.request_id)
+            match = self.manager.match_prefix(task.request_id, tokens, max_blocks=most, resumed=resumed)
+        return match, num_declined
 
     def _give_up(self, task: Any) -> None:
         """Undo what `_admit` had done when it failed."""
@@ -250,16 +268,20 @@ class PrefixCacheAdapter:
             record = self._record_of(task)
             if record is None:
                 return
-            self._count_wait(record)
+            self._count_start(record)
             record.is_scheduled = True
             if self.traced is not None:
                 self.traced.scheduled(record.tokens)
             self._hand_over(task, record, min(num_computed_tokens, record.tokens.num_tokens - 1) // self._block_size)
             num_tokens = 0 if record.has_hole else record.num_owned * self._block_size
-            self._batch.compute(task.request_id, self.manager.uncommitted(task.request_id, num_tokens))
+            uncommitted = self.manager.uncommitted(task.request_id, num_tokens)
+            self._batch.compute(task.request_id, uncommitted, task.prefill_end_index - task.prefill_start_index)
 
-    def _count_wait(self, record: Record) -> None:
+    def _count_start(self, record: Record) -> None:
         """The request may be scheduled for the first time."""
+        if record.declined_tokens:
+            self.manager.count_declined_load(record.declined_tokens)
+            record.declined_tokens = 0
         if record.tokens.tokens_before_wait is not None:
             found = record.num_owned * self._block_size - record.tokens.tokens_before_wait
             self.manager.count_shared_prefill(max(0, found))
@@ -330,9 +352,9 @@ class PrefixCacheAdapter:
 
     # ---- the batch
 
-    def send_swaps(self, tasks: Sequence[Any]) -> None:
+    def send_swaps(self, tasks: Sequence[Any], running: Sequence[RunningRow] | None = None) -> None:
         """Let every copy decided since the last batch ride on `tasks`; without tasks they wait. Once per `schedule`,
-        so the gauges follow here and not with every id.
+        so the gauges follow here and not with every id. `running`: see `SwapOutbox.attach`.
         """
         with self._lock:
             self._roll_back_unscheduled()
@@ -346,7 +368,8 @@ class PrefixCacheAdapter:
                         self.traced.ended(task.request_id)
             if tasks:
                 step = self.manager.take_swap_step()
-                self._outbox.attach(tasks, step, always=self.storage is not None and self.storage.follows_passes)
+                always = self.storage is not None and self.storage.follows_passes
+                self._outbox.attach(tasks, step, always=always, running=running)
                 if self.storage is not None:
                     self.storage.batch_scheduled(tasks, step)
             else:
@@ -391,6 +414,11 @@ class PrefixCacheAdapter:
             for result in results:
                 affected = self.manager.transfer_failed(result)
                 assert not affected, f"requests {affected} use host blocks of which no batch has brought a copy"
+
+    def measured(self, timings: Timings) -> None:
+        """What a worker says that copies and passes took: it decides what is loaded from the host."""
+        with self._lock:
+            self._load_choice.measured(timings)
 
     def _roll_back_unscheduled(self) -> None:
         """2.6 without chunked prefill may stop after a match and keep it. Before it matches the request again, it asks

@@ -17,6 +17,7 @@ import zmq
 
 from ...errors import ConfigError, MessageVersionError
 from ...metadata import PassProgress, TransferResult
+from ...timings import NO_TIMINGS, LoadTime, PrefillTime, Timings
 from ..copy_report import CopyReport
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ MAX_REPORT_BYTES = 1 << 24
 
 MAX_FAILURES = 256
 """Failed copies that wait for the schedule loop. It can do without older ones: docs/fastdeploy.md."""
+
+MAX_TIMES = 256
+"""Of loads and of prefills that wait for the schedule loop. The latest say most."""
 
 POLL_MS = 200
 """How soon the thread sees that it has to end."""
@@ -44,6 +48,8 @@ class CopyNews(NamedTuple):
     """Copies of this step and earlier ones may have failed without being in `failed`, now or before."""
     passes: Mapping[int, PassProgress] = {}  # never written
     """By rank, as `ended_through`."""
+    timings: Timings = NO_TIMINGS
+    """Of rank 0: ranks copy and compute alike."""
 
 
 NO_NEWS = CopyNews()
@@ -74,6 +80,8 @@ class CopyReports:
         self._ended_through: dict[int, int] = {}
         self._unlisted_through = -1
         self._passes: dict[int, PassProgress] = {}
+        self._loads: deque[LoadTime] = deque(maxlen=MAX_TIMES)
+        self._prefills: deque[PrefillTime] = deque(maxlen=MAX_TIMES)
         self._has_news = False
         self._closing = threading.Event()
         _make_private(path.parent)
@@ -102,8 +110,11 @@ class CopyReports:
         if not self._has_news:
             return NO_NEWS
         with self._lock:
-            news = CopyNews(tuple(self._failed), self._ended_through, self._unlisted_through, self._passes)
+            timings = Timings(tuple(self._loads), tuple(self._prefills))
+            news = CopyNews(tuple(self._failed), self._ended_through, self._unlisted_through, self._passes, timings)
             self._failed.clear()
+            self._loads.clear()
+            self._prefills.clear()
             self._ended_through, self._passes = {}, {}
             self._has_news = False
             return news
@@ -140,6 +151,9 @@ class CopyReports:
             self._ended_through[report.rank] = report.ended_through
             if report.passes is not None:
                 self._passes[report.rank] = report.passes
+            if report.rank == 0:
+                self._loads.extend(report.timings.loads)
+                self._prefills.extend(report.timings.prefills)
             self._has_news = True
 
 

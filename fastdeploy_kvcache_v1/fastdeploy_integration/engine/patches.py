@@ -31,6 +31,7 @@ from .followers import Followers
 from .lost_batches import Batch, Transit
 from .metrics import CacheMetricsPublisher, observe_storage
 from .rank_passes import RankPasses
+from .running_rows import running_rows
 from .same_id import HeldBack
 from .storage import EngineStorage
 from .storage_namespace import has_weights_of_directory, storage_namespace
@@ -82,6 +83,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
             ),
             gauges=main_process_metrics,
             whole_items=bool(cache.disable_chunked_mm_input),
+            max_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
         )
         self.publisher = CacheMetricsPublisher(self)
         if trace := os.environ.get(RECORD_VARIABLE):
@@ -206,6 +208,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
             return
         if failed := [result for result in news.failed if result.target is CacheLevel.HOST]:
             self.host_copies_failed(failed)
+        self.measured(news.timings)
         if self.storage is not None:
             self.storage.copies_reported(news)
 
@@ -290,7 +293,7 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
     finally:
         cache.followers.put_back(instance)
     tasks = cache.transit.depart(instance, tasks)
-    cache.send_swaps(tasks)
+    cache.send_swaps(tasks, running_rows(instance) if cache.manager.config.num_host_blocks else None)
     cache.publisher.publish()
     return Batch(tasks, cache, epoch), errors
 

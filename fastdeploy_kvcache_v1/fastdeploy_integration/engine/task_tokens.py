@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...errors import ConfigError
-from ...metadata import BlockHash
+from ...metadata import BlockHash, CacheAccess
 from ...scheduler.cache_utils import BlockHasher, MultimodalItem
+from ..cache_identity import access_of, salt_of
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +20,8 @@ _ITEM_FIELDS = ("mm_positions", "mm_hashes")
 class TaskTokens:
     """Satisfies `metadata.BlockHashes` for a FastDeploy `Request`; `catch_up` hashes the tokens that are new.
 
-    A request whose tokens cannot be hashed (overlapping images, negative ids, whatever else a client sent) is served
-    without caching.
+    A request whose tokens cannot be hashed (overlapping images, negative ids, a salt that is no text, whatever else a
+    client sent) is served without caching.
     """
 
     def __init__(self, task: Any, block_size: int) -> None:
@@ -32,9 +33,11 @@ class TaskTokens:
         self._num_output = 0
         self._prompt_length = len(task.prompt_token_ids)
         self._hasher: BlockHasher | None = None
+        self.access = CacheAccess(reads=False, writes=False)
         try:
             self.are_reusable = not has_items(task)
-            self._hasher = BlockHasher(block_size, items=multimodal_items(task))
+            self.access = access_of(task)
+            self._hasher = BlockHasher(block_size, items=multimodal_items(task), salt=salt_of(task))
             self._hasher.extend(task.prompt_token_ids)
         except Exception as error:  # the edge to what clients send: it must not hold up the requests behind this one
             self._give_up(error)
@@ -105,10 +108,37 @@ def multimodal_items(task: Any) -> list[MultimodalItem]:
     if len(positions) != len(hashes):
         raise ConfigError(f"{len(positions)} multimodal positions, {len(hashes)} hashes")
     return [
-        MultimodalItem(int(position.offset), int(position.length), str(content))
-        for position, content in zip(positions, hashes, strict=True)
+        MultimodalItem(int(position.offset), int(position.length), f"{content} {grid}" if grid else str(content))
+        for position, content, grid in zip(positions, hashes, _grids(task.multimodal_inputs, len(hashes)), strict=True)
         if position.length > 0
     ]
+
+
+def _grids(inputs: Mapping[str, Any], num_items: int) -> list[str]:
+    """Frames, height and width of each item, in patches; empty texts where FastDeploy has none.
+
+    It hashes the bytes of an image, not its shape: two of one color, as many patches wide as the other is high, have
+    equal hashes and lengths, and other positions. Where grids and items cannot be told apart, each has all grids.
+    """
+    given = inputs.get("grid_thw")
+    if given is None or len(given) == 0:
+        return [""] * num_items
+    grids = [[int(number) for number in _flat(grid)] for grid in given]
+    for each in ([part for grid in grids for part in _parts(grid)], grids):
+        if len(each) == num_items:
+            return [str(grid) for grid in each]
+    return [str(grids)] * num_items
+
+
+def _parts(grid: list[int]) -> list[list[int]]:
+    """FastDeploy cuts a video into items of two frames, while it schedules; they are numbered here."""
+    frames, *size = grid
+    return [grid] if frames == 1 else [[2, *size, number] for number in range(frames // 2)]
+
+
+def _flat(grid: Any) -> Any:
+    """Processors give `[t, h, w]`, and `[[t, h, w]]` for an image that they have processed before."""
+    return grid[0] if len(grid) == 1 else grid
 
 
 def start_of_cut_item(items: Sequence[MultimodalItem], num_tokens: int, block_size: int) -> int:

@@ -2,93 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from heapq import merge
 from itertools import islice
-from operator import itemgetter
 
-from ..places import Link
-from ..reuse.history import ReuseHistory
-from ..reuse.rates import NUM_CLASSES
 from ..run import Run
-from ..run_queue import RunQueue
-from .eviction import EvictionPolicy
+from .by_worth import ByWorth
 
 LOOKED_AT = 8
 """Runs at the young end of a queue."""
 
 
-class Adaptive(EvictionPolicy):
-    """A queue for each class of runs, by how often their blocks were used, in the order of the last use. The next to
-    leave is the oldest of one of them: of the least worth, or, while recency rules (see `Judge`), simply the oldest.
-    Where blocks come back after a while, as when the same documents are gone through again and again, the youngest.
+class Adaptive(ByWorth):
+    """Worth is what `ReuseHistory` has learned; while recency rules (see `Judge`), all are worth the same.
 
-    What the waiting line will hit leaves after everything else: its worth is known, not learned.
+    Where blocks come back after a while, as when the same documents are gone through again and again, the youngest
+    leaves.
     """
 
-    learns = True
+    @property
+    def recency_rules(self) -> bool:
+        return not self._history.rules
 
-    def __init__(self, history: ReuseHistory) -> None:
-        self._history = history
-        self._queues = [RunQueue() for _ in range(NUM_CLASSES)]
-        self._expected = RunQueue()
-        self._deferred = [RunQueue() for _ in range(NUM_CLASSES)]
-
-    def entered(self, place: Link) -> None:
-        run = place.run
-        if not run.pins:
-            if run.last_use < 0:  # it was loaded, because a request wants it
-                run.last_use = self._history.now
-            self.used(place)
-
-    def used(self, place: Link) -> None:
-        self._queues[place.run.kind].touch(place)
-
-    released = used
-
-    def expected(self, place: Link) -> None:
-        self._expected.touch(place)
-
-    def nothing_expected(self) -> None:
-        while (place := self._expected.pop_oldest()) is not None:
-            self.used(place)
-
-    def unblocked(self, place: Link) -> None:
-        self._queues[place.run.kind].put_oldest(place)
-
-    cut = staticmethod(RunQueue.insert_after)
-    passed_over = joined = removed = staticmethod(RunQueue.discard)
-
-    def deferred(self, place: Link) -> None:
-        self._deferred[place.run.kind].touch(place)
-
-    def step_taken(self) -> None:
-        for queue, deferred in zip(self._queues, self._deferred, strict=True):
-            queue.put_back(deferred)
-
-    def candidates(self) -> Iterator[Run]:
-        first = self._first()
-        if first is not None:
-            yield first  # mostly nobody asks for a second one
-            lines = [((self.worth(run), run.last_use, run) for run in queue) for queue in self._queues]
-            for _, _, run in merge(*lines, key=itemgetter(0, 1)):
-                if run is not first:
-                    yield run
-        yield from self._expected
+    def worth(self, run: Run) -> float:
+        return self._history.worth(run)
 
     def _first(self) -> Run | None:
-        worth = self._history.worth
-        first, least, last_use = None, 0.0, 0
-        for queue in self._queues:
-            run = queue.oldest
-            if run is not None:
-                value = worth(run)
-                if first is None or value < least or (value == least and run.last_use < last_use):
-                    first, least, last_use = run, value, run.last_use
+        first = super()._first()
         for kind in self._history.ripening:
             young = self._youngest_leaf(kind)
-            if young is not None and (value := worth(young)) < least:
-                first, least = young, value
+            if young is not None and first is not None and self.worth(young) < self.worth(first):
+                first = young
         return first
 
     def _youngest_leaf(self, kind: int) -> Run | None:
@@ -97,9 +39,3 @@ class Adaptive(EvictionPolicy):
             if not run.pins and not run.has_children:
                 return run
         return None
-
-    def worth(self, run: Run) -> float:
-        return self._history.worth(run)
-
-    def queues(self) -> Sequence[RunQueue]:
-        return (*self._queues, self._expected, *self._deferred)

@@ -30,6 +30,11 @@ class EvictionPolicy(ABC):
     learns = False
     """`ReuseHistory` is to be kept for it: it costs time and memory."""
 
+    @property
+    def recency_rules(self) -> bool:
+        """Is the order that of the last use now, whatever else is known?"""
+        return True
+
     @abstractmethod
     def entered(self, place: Link, /) -> None:
         """The run has come into the tier. It is queued now, unless a request uses it: `released` follows then."""

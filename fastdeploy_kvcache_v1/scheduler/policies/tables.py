@@ -11,6 +11,7 @@ from .adaptive import Adaptive
 from .auto import Auto
 from .backup import BackupPolicy
 from .eviction import EvictionPolicy
+from .hyperbolic import Hyperbolic
 from .lru import LeastRecentlyUsed
 from .write_back import WriteBack
 from .write_through import WriteThrough
@@ -19,6 +20,7 @@ from .write_through_selective import WriteThroughSelective
 EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionPolicy]] = {
     "adaptive": Adaptive,
     "lru": lambda history: LeastRecentlyUsed(),
+    "hyperbolic": Hyperbolic,
 }
 BACKUP_POLICIES: dict[WritePolicy, Callable[[KVCacheConfig], BackupPolicy]] = {
     WritePolicy.AUTO: Auto,

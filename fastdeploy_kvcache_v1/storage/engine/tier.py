@@ -76,9 +76,9 @@ class StorageTier:
 
     def request_arrived(self, request_id: str, sequence: BlockHashes, token_ids: Sequence[int] = ()) -> None:
         """A request waits to be scheduled: its stored prefix is fetched meanwhile. `token_ids` are those of `sequence`;
-        only stores that name blocks by them look.
+        only stores that name blocks by them look. Nothing is fetched for one that does not read the cache.
         """
-        if self._is_named:
+        if self._is_named and sequence.access.reads:
             self._fetches.arrived(request_id, sequence, token_ids)
 
     def may_start(self, request_id: str) -> bool:
@@ -95,7 +95,7 @@ class StorageTier:
 
     def request_ended(self, sequence: BlockHashes, token_ids: Sequence[int]) -> None:
         """A request that has computed is over, however it ended, and was taken from the cache manager."""
-        if self._is_named:
+        if self._is_named and sequence.access.writes:
             self._stores.request_ended(sequence, token_ids)
 
     def tokens_wanted(self, num_tokens: int) -> None:

@@ -224,6 +224,22 @@ def test_min_tokens_keeps_end_tokens_out(make_runner, expected):
     assert expected[2] not in run(runner, 6)
 
 
+def test_passes_that_compute_prompts_are_timed(make_runner):
+    """Not those that only decode, nor one that computes a sequence again because a copy failed."""
+    reports = []
+    runner = make_runner('{"fail": {"input": [0]}}', tell_copies=reports.append)
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(5), end=16), prefill(1, "b", PROMPT[:9], range(5, 8))])
+    run(runner, 3, rows=2)
+    runner.insert_tasks([with_swaps(other(DECODE, 1, "b", range(5, 8)), 0, evict=((5,), (2,)))])
+    run(runner, 1, rows=2)
+    again = prefill(2, "c", PROMPT, [9, 10, 11, 12], start=8)
+    runner.insert_tasks([with_swaps(again, 1, swap_in=((2,), (9,)), previous=0)])
+    run(runner, 1, rows=3)
+    timed = [each for report in reports for each in report.prefills]
+    assert [(each.num_tokens, each.num_positions) for each in timed] == [(16 + 9, (16**2 + 9**2) / 2)]
+    assert timed[0].seconds > 0
+
+
 def test_storage_of_device_blocks_hears_of_passes(make_runner):
     reports = []
     storage = SimpleNamespace(

@@ -39,6 +39,8 @@ class FakeGauge:
 class FakeTask:
     """What the adapter uses of the host's Request."""
 
+    cache_salt = skip_reading_prefix_cache = skip_writing_prefix_cache = None
+
     def __init__(self, request_id, prompt, max_tokens=4, items=None):
         self.request_id, self.prompt_token_ids, self.output_token_ids = request_id, list(prompt), []
         self.max_tokens = max_tokens

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens, multimodal_items
 
 from .fake_scheduler import FakeScheduler, FakeTask, Status, make_adapter, serve
 
@@ -160,3 +160,21 @@ def test_a_match_that_fails_in_the_cache_itself_leaves_no_trace(monkeypatch, cap
     cache.check()
     cache.manager.check_idle()
     assert cache.request_match_blocks(task, 4)[1] == 8
+
+
+@pytest.mark.parametrize(
+    ("grids", "expected"),
+    [
+        (None, ["h", "h", "h"]),
+        ([], ["h", "h", "h"]),
+        (np.array([[1, 2, 3], [1, 3, 2], [1, 6, 1]]), ["h [1, 2, 3]", "h [1, 3, 2]", "h [1, 6, 1]"]),
+        ([[1, 2, 3], np.array([[1, 3, 2]]), (1, 6, 1)], ["h [1, 2, 3]", "h [1, 3, 2]", "h [1, 6, 1]"]),
+        ([[4, 2, 3], [1, 3, 2]], ["h [2, 2, 3, 0]", "h [2, 2, 3, 1]", "h [1, 3, 2]"]),  # a video, cut into two
+        ([[4, 2, 3], [1, 3, 2], [1, 1, 1]], ["h [4, 2, 3]", "h [1, 3, 2]", "h [1, 1, 1]"]),  # not cut yet
+        ([[1, 2, 3]], ["h [[1, 2, 3]]"] * 3),  # audio, say, has no grid
+    ],
+)
+def test_the_shape_of_an_item_is_part_of_its_name(grids, expected):
+    """FastDeploy hashes bytes: a white image has the hash of another shape with as many pixels."""
+    inputs = {**images((0, 2), (2, 2), (4, 2)), "grid_thw": grids}
+    assert [item.hash for item in multimodal_items(FakeTask("x", [1] * 9, items=inputs))] == expected

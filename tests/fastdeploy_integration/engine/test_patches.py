@@ -24,6 +24,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Ca
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheLevel, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 from tests.fastdeploy_integration.test_copy_channel import wait_for
 from tests.storage.attention_store.stand_in import SDK
 
@@ -131,13 +132,25 @@ def test_thresholds_that_cannot_work(threshold):
 
 
 def fd_config(
-    *, role="mixed", storage=None, host_blocks=0, swap=False, quant=None, routing=False, method=None, ranks=1
+    *,
+    role="mixed",
+    storage=None,
+    host_blocks=0,
+    swap=False,
+    quant=None,
+    routing=False,
+    method=None,
+    ranks=1,
+    cached=True,
 ):
     return SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         worker_num_per_node=8,
         cache_config=SimpleNamespace(
-            num_cpu_blocks=host_blocks, kvcache_storage_backend=storage, sized_by_swap_space=swap
+            num_cpu_blocks=host_blocks,
+            kvcache_storage_backend=storage,
+            sized_by_swap_space=swap,
+            enable_prefix_caching=cached,
         ),
         speculative_config=SimpleNamespace(method=method),
         scheduler_config=SimpleNamespace(splitwise_role=role),
@@ -167,11 +180,19 @@ NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilitie
         ({"storage": "file", "swap": True}, {"pd_via_storage": True}, "FD_PD_TRANSFER_VIA_STORAGE=1"),
         ({}, {"v1_scheduler": False}, "V0 scheduler"),
         ({}, {"foreign_platform": "xpu"}, "xpu platform"),
-        ({"quant": "block_wise_fp8"}, {"attention_backend": "MLA_ATTN"}, "MLA attention with block_wise_fp8"),
+        ({}, {"attention_backend": "PLAS_ATTN"}, "PLAS_ATTN (it keeps means of key blocks outside"),
+        ({}, {"attention_backend": "NATIVE_ATTN"}, "NATIVE_ATTN (FastDeploy cannot make it"),
+        ({}, {"attention_backend": "MLA_ATTN"}, "MLA_ATTN with prefix caching (its prefill attends to"),
+        ({}, {"attention_backend": "DSA_ATTN"}, "DSA_ATTN with prefix caching (its prefill attends to"),
+        (
+            {"quant": "block_wise_fp8", "cached": False},
+            {"attention_backend": "MLA_ATTN"},
+            "MLA attention with block_wise_fp8",
+        ),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN", **NO_FLASH_FP8}, "FLASH_ATTN with block"),
         ({"routing": True, "host_blocks": 4}, {}, "routing replay with --swap-space"),
         ({"routing": True, "swap": True}, {}, "routing replay with --swap-space"),
-        ({"method": "mtp"}, {"attention_backend": "DSA_ATTN"}, "speculative method mtp with DSA_ATTN"),
+        ({"method": "mtp", "cached": False}, {"attention_backend": "DSA_ATTN"}, "speculative method mtp with DSA_ATTN"),
     ],
 )
 def test_what_is_refused(config, facts, reason):
@@ -189,11 +210,11 @@ def test_what_is_refused(config, facts, reason):
         ({"storage": "file", "swap": True, "ranks": 8}, {}),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN"}),
         ({"quant": "block_wise_fp8"}, NO_FLASH_FP8),
-        ({"quant": "int8"}, {"attention_backend": "MLA_ATTN"}),
+        ({"quant": "int8", "cached": False}, {"attention_backend": "MLA_ATTN"}),
         ({"routing": True}, {}),
-        ({"method": "mtp"}, {"attention_backend": "MLA_ATTN"}),
-        ({"method": "ngram", "swap": True}, {"attention_backend": "DSA_ATTN"}),
-        ({}, {"attention_backend": "DSA_ATTN"}),
+        ({"method": "mtp", "cached": False}, {"attention_backend": "MLA_ATTN"}),
+        ({"method": "ngram", "swap": True, "cached": False}, {"attention_backend": "DSA_ATTN"}),
+        ({"cached": False}, {"attention_backend": "DSA_ATTN"}),
     ],
 )
 def test_what_is_served(config, facts):
@@ -278,7 +299,7 @@ class FakeSignal:
 
 
 @pytest.fixture
-def fake_fastdeploy(monkeypatch, tmp_path):
+def fake_fastdeploy(monkeypatch, short_tmp_path):
     """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`."""
     envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
     gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
@@ -295,7 +316,7 @@ def fake_fastdeploy(monkeypatch, tmp_path):
         module = ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", short_tmp_path)
     monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_, **__: None))
     monkeypatch.setattr(settings, "export", lambda *_: None)
     monkeypatch.setattr(FakeSignal, "opened", [])
@@ -316,7 +337,10 @@ def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
         disable_chunked_mm_input=False,
     )
     load = SimpleNamespace(dynamic_load_weight=dynamic)
-    config = SimpleNamespace(cache_config=cache, load_config=load, worker_num_per_node=ranks_here)
+    scheduler = SimpleNamespace(max_num_batched_tokens=512)
+    config = SimpleNamespace(
+        cache_config=cache, load_config=load, scheduler_config=scheduler, worker_num_per_node=ranks_here
+    )
     manager = engine_patches.EnginePrefixCache(config)
     assert manager.launch_cache_manager(cache, ranks, "0", "127.0.0.1", 77, None, False) == []
     if manager.updates is not None:
@@ -340,6 +364,25 @@ def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
         engine_patches.schedule(lambda: ([], []), resources, (), {})
     assert told == [(0, CacheLevel.HOST, (3,))], "once; what did not reach the device is the worker's affair"
     reporter.close()
+
+
+def test_what_rank_0_measured_decides_what_is_loaded(fake_fastdeploy):
+    manager = launched(dynamic=False)
+    reporters = [CopyReporter(socket_path(77), rank) for rank in (0, 1)]
+    prefill = PrefillTime(100, 0.0, 1.0)
+    for seconds, reporter in ((5.0, reporters[0]), (7.0, reporters[1])):
+        reporter.tell(TransferReport((TransferResult(0, *SWAP_IN, 3, 0, seconds),), prefills=(prefill,)))
+    wait_for(lambda: len(manager.reports.latest()) == 2, "both reports")
+    told, measured = [], manager.measured
+    manager.measured = lambda timings: (told.append(timings), measured(timings))
+    resources = FakeResourceManager(manager)
+    for _ in range(2):
+        engine_patches.schedule(lambda: ([], []), resources, (), {})
+    assert told == [Timings((LoadTime(3, 5.0),), (prefill,))]
+    costs = manager._load_choice.costs
+    assert costs.blocks_worth_loading(50, 0, 50 * 4 + 1, budget=512) == 1, "1.67 s per block, 2 s to compute all"
+    for reporter in reporters:
+        reporter.close()
 
 
 def test_a_pause_ends_the_requests_that_wait_outside_fastdeploy(fake_fastdeploy):
@@ -372,7 +415,7 @@ def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplo
 class FakeResourceManager:
     def __init__(self, cache):
         self.cache_manager, self.batch = cache, []
-        self.lock, self.waiting = threading.Lock(), deque()
+        self.lock, self.waiting, self.running = threading.Lock(), deque(), []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,107 @@
+"""Who shares blocks with a request, and what it may do with the cache: fields of FastDeploy's API and `Request`.
+
+They travel with it: from the body, through the dictionary that the API server sends, to the engine's `Request`.
+FastDeploy 2.5 and 2.6 have no LoRA adapters, so no name of one decides what a block holds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from ..errors import ConfigError
+from ..metadata import CacheAccess
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+SALT, NO_READS, NO_WRITES = "cache_salt", "skip_reading_prefix_cache", "skip_writing_prefix_cache"
+FIELDS = (SALT, NO_READS, NO_WRITES)
+
+MAX_SALT_CHARACTERS = 1024
+
+
+def add_body_fields(body: Any) -> None:
+    """Extends a pydantic model of FastDeploy's API, which drops fields that it does not know."""
+    from pydantic import BeforeValidator
+    from pydantic.fields import FieldInfo
+
+    kinds: dict[str, Any] = {
+        SALT: Annotated[str, BeforeValidator(_checked_salt)] | None,
+        NO_READS: bool | None,
+        NO_WRITES: bool | None,
+    }
+    for name, kind in kinds.items():
+        body.model_fields[name] = FieldInfo(annotation=kind, default=None)
+    body.model_rebuild(force=True)
+    for model in vars(sys.modules[body.__module__]).values():  # a line of a batch file has a compiled copy of its body
+        if any(field.annotation is body for field in getattr(model, "model_fields", {}).values()):
+            model.model_rebuild(force=True)
+
+
+def add_request_attributes(request: Any) -> None:
+    """Extends `Request`: what was not asked for is None."""
+    for name in FIELDS:
+        setattr(request, name, None)
+
+
+def request_from_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `Request.from_dict`."""
+
+    def make(d: dict[str, Any]) -> Any:
+        request = wrapped(d)
+        _copy(d.get, request)
+        return request
+
+    return make(*args, **kwargs)
+
+
+def request_from_body(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps `Request.from_generic_request`. Embeddings and rewards have bodies of their own, without our fields; what
+    FastDeploy has taken out of `metadata` stays where the body says nothing.
+    """
+    request = wrapped(*args, **kwargs)
+    body = args[0] if args else kwargs["req"]
+    _copy(lambda name: getattr(body, name, None), request)
+    return request
+
+
+def request_to_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """Wraps `Request.to_dict`, which a scheduler of several engines sends requests with."""
+    made: dict[str, Any] = wrapped(*args, **kwargs)
+    made.update({name: value for name in FIELDS if (value := getattr(instance, name)) is not None})
+    return made
+
+
+def _copy(get: Callable[[str], Any], request: Any) -> None:
+    for name in FIELDS:
+        if (value := get(name)) is not None:
+            setattr(request, name, value)
+
+
+def salt_of(task: Any) -> bytes:
+    """Raises `ConfigError` for what the API refuses: `metadata` and other programs bring what it did not check."""
+    salt = task.cache_salt
+    if salt is None:
+        return b""
+    try:
+        return _checked_salt(salt).encode("utf-8", "surrogatepass")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _checked_salt(value: object) -> str:
+    """Raises `ValueError`, without the value: it may be a secret."""
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_SALT_CHARACTERS:
+        raise ValueError(f"cache_salt must be a text of 1 to {MAX_SALT_CHARACTERS} characters; leave it out to share")
+    return value
+
+
+def access_of(task: Any) -> CacheAccess:
+    """Raises `ConfigError` for a value that is no boolean."""
+    for name in (NO_READS, NO_WRITES):
+        if getattr(task, name) not in (None, True, False):
+            raise ConfigError(f"{name} must be true or false, got {getattr(task, name)!r}")
+    return CacheAccess(reads=not task.skip_reading_prefix_cache, writes=not task.skip_writing_prefix_cache)

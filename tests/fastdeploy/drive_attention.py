@@ -1,0 +1,251 @@
+"""Run inside a FastDeploy process without a GPU: the real `Attention.forward`, `Indexer.forward` and forward metas of
+draft models, over the real attention backends. Kernels are FAKE: they say which cache tensors they are given.
+"""
+
+import builtins
+import importlib
+import json
+import sys
+from types import FunctionType, ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
+
+from fastdeploy_kvcache_v1 import plugin
+
+plugin.activate()
+
+import paddle  # noqa: E402
+
+from fastdeploy.model_executor.layers.attention.attention import Attention  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches  # noqa: E402
+from tests.fastdeploy.drive_backends import FIELDS, backend_classes, import_worker_modules  # noqa: E402
+
+NUM_LAYERS = 3
+LAYER = 1
+MAIN_LAYERS = 5
+"""Of the main model, where the layers are those of a draft model."""
+OUTPUTS = {
+    "gqa_rope_write_cache": 4,
+    "pre_cache_len_concat": 5,
+    "get_mla_metadata": 2,
+    "flash_mla_sparse_fwd": 3,
+    "flash_mla_with_kvcache": 2,
+}
+"""Kernels whose outputs are unpacked, and how many there are."""
+DEFAULTS = {
+    "pd_disaggregation_mode": "",
+    "rope_3d": False,
+    "window_size": 0,
+    "use_output": True,
+    "num_heads": 2,
+    "num_layers": NUM_LAYERS,
+    "speculative_method": None,
+    "attn_softmax_scale": 1.0,
+    "flash_attn_kwargs": {},
+    "sm_version": 90,
+    "useless_tensor": None,
+}
+
+
+class Events:
+    """What happens, in order: waits for a layer, reads of `forward_meta.caches`, kernels with cache tensors."""
+
+    def __init__(self):
+        self.seen, self.names = [], {}
+
+    def wait_for_layer(self, layer):
+        self.seen.append(["wait", layer])
+
+    def kernel(self, name):
+        def run(*args, **kwargs):
+            given = [self.names[id(each)] for each in (*args, *kwargs.values()) if id(each) in self.names]
+            if given:
+                self.seen.append(["kernel", name, *given])
+            return [MagicMock()] * OUTPUTS[name] if name in OUTPUTS else MagicMock()
+
+        return run
+
+
+class Caches(list):
+    """Says what is taken out of it, and by which name."""
+
+    def __init__(self, events, tensors):
+        super().__init__(tensors.values())
+        self.events, self.keys = events, list(tensors)
+        events.names = {id(tensor): name for name, tensor in tensors.items()}
+
+    def __getitem__(self, index):
+        self.events.seen.append(["read", self.keys[index]])
+        return super().__getitem__(index)
+
+
+class FakeModule(ModuleType):
+    """All kernels there are."""
+
+    def __init__(self, name, events):
+        super().__init__(name)
+        self.__path__ = []
+        self._events = events
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._events.kernel(name)
+
+
+def is_kernel(value):
+    """Is it one that FastDeploy imported, could not import here, or that is FAKE already?"""
+    module = getattr(value, "__module__", None) or ""
+    is_fake = module in ("tests.fastdeploy.drive_backends", __name__)
+    return value is None or (isinstance(value, FunctionType) and (is_fake or ".attention.ops" in module))
+
+
+def fake_kernels(backend_class, events):
+    """In the backend's module: every name that its forward functions use, and that is a kernel or missing."""
+    module = sys.modules[backend_class.__module__]
+    forwards = [value for name, value in vars(backend_class).items() if name.startswith("forward")]
+    for name in {name for forward in forwards for name in forward.__code__.co_names}:
+        if not hasattr(builtins, name) and is_kernel(vars(module).get(name)):
+            setattr(module, name, events.kernel(name))
+    if hasattr(module, "flash_attn_func"):
+        module.flash_attn_func = events.kernel("flash_attn_func")
+    if hasattr(module, "current_platform"):
+        module.current_platform = SimpleNamespace(is_cuda=lambda: True)
+    for name in ("flash_mla", "fastdeploy.model_executor.ops.gpu"):
+        sys.modules[name] = FakeModule(name, events)
+
+
+def make_backend(backend_class, events):
+    """Without its constructor, which asks for a GPU."""
+    answer = {"__getattr__": lambda self, name: DEFAULTS.get(name, 1)}
+    answering = type(backend_class.__name__, (backend_class,), answer)
+    backend = object.__new__(answering)
+    metadata = MagicMock(kv_signal_data_list=[None] * NUM_LAYERS, _fuse_kernel_compute_dtype="bf16")
+    vars(backend).update(FIELDS, attention_metadata=metadata, flash_attn_func=events.kernel("flash_attn_func"))
+    return backend
+
+
+def make_meta(backend, caches, phase):
+    tokens = (4, 0) if phase == "prefill" else (0, 4)
+    return MagicMock(
+        attn_backend=backend,
+        caches=caches,
+        rope_already_applied=False,
+        rotary_embs=SimpleNamespace(shape=[2, 1, 16, 1, 32]),
+        attn_mask_offsets=None,
+        max_len_tensor_cpu=paddle.to_tensor([4, *tokens, 0, 0, 4]),
+    )
+
+
+def make_layer(layer_id, quant_type):
+    return MagicMock(
+        layer_id=layer_id,
+        cache_quant_type_str=quant_type or "none",
+        sliding_window=0,
+        use_neox_rotary_style=False,
+        out_scale=-1.0,
+        quant_max_bound=0.0,
+    )
+
+
+def attend(layer, meta, phase):
+    """As models call their attention layers; latent attention has no keys and values where it decodes."""
+    hidden = paddle.zeros([4, 64], dtype="bfloat16")
+    new = hidden if phase == "prefill" else None
+    latent = paddle.zeros([4, 64])
+    Attention.forward(layer, q=hidden, k=new, v=new, qkv=hidden, compressed_kv=latent, k_pe=latent, forward_meta=meta)
+
+
+def quant_types(name):
+    if name == "DSAAttentionBackend":
+        return ("uint8",)
+    return (None,) if name in ("MLAAttentionBackend", "PlasAttentionBackend") else (None, "int8", "block_wise_fp8")
+
+
+def show(case, events):
+    print("EVENTS", json.dumps([*case, events.seen]))
+
+
+def run_backend(name, backend_class, quant_type, phase):
+    events = Events()
+    fake_kernels(backend_class, events)
+    backend = make_backend(backend_class, events)
+    tensors = backend.create_kv_cache(3, NUM_LAYERS, dtype="float32", quant_type=quant_type)
+    meta = make_meta(backend, Caches(events, tensors), phase)
+    setattr(meta, worker_patches.COUNTER, events)
+    attend(make_layer(LAYER, quant_type), meta, phase)
+    show([name, quant_type, phase], events)
+
+
+class Stop(Exception):
+    """Enough was seen."""
+
+
+def run_indexer(backend_class):
+    indexer = importlib.import_module("fastdeploy.model_executor.models.deepseek_v3").Indexer
+    events = Events()
+    backend = make_backend(backend_class, events)
+    tensors = backend.create_kv_cache(3, NUM_LAYERS, dtype="float32", quant_type="uint8")
+    meta = make_meta(backend, Caches(events, tensors), "prefill")
+    setattr(meta, worker_patches.COUNTER, events)
+    layer = MagicMock(layer_id=LAYER, wq_b=MagicMock(side_effect=Stop))
+    (row,) = (row for row in overlay.active().table.rows if row.qualname == "Indexer.forward")
+    inputs = row.signature.count(",") - 1  # without self and the forward meta
+    try:
+        indexer.forward(layer, meta, *[None] * inputs)
+    except Stop:
+        show(["Indexer", "uint8", "prefill"], events)
+
+
+def run_draft(proposer_class, backend_class):
+    """The proposer makes a forward meta as it does for each draft step; its layers count from 0 again."""
+    events = Events()
+    fake_kernels(backend_class, events)
+    backend = make_backend(backend_class, events)
+    backend.init_attention_metadata = lambda meta: None
+    tensors = backend.create_kv_cache(3, 1, dtype="float32", first_layer=MAIN_LAYERS)
+    inputs = MagicMock()
+    given = {"caches": Caches(events, tensors)}
+    inputs.__getitem__.side_effect = lambda name: given.get(name, MagicMock())
+    inputs.__contains__.side_effect = lambda name: False
+    proposer = object.__new__(proposer_class)
+    vars(proposer).update(
+        model_inputs=inputs,
+        attn_backends=[backend],
+        enable_mm=False,
+        use_attn_mask_offset=False,
+        draft_model_use_cudagraph=False,
+    )
+    worker_patches._worker_cache = SimpleNamespace(current_counter=events, num_main_layers=MAIN_LAYERS)
+    for is_dummy in (False, True):
+        events.seen.clear()
+        proposer._initialize_forward_meta(is_dummy_run=is_dummy)
+        proposer.forward_meta.rotary_embs = SimpleNamespace(shape=[2, 1, 16, 1, 32])
+        proposer.forward_meta.max_len_tensor_cpu = paddle.to_tensor([1, 0, 4, 0, 0, 4])
+        attend(make_layer(0, None), proposer.forward_meta, "decode")
+        show(["MTPProposer", None, "dummy" if is_dummy else "draft"], events)
+
+
+def main():
+    classes = backend_classes()
+    _, proposer_class = import_worker_modules()
+    selectable = importlib.import_module("fastdeploy.platforms.base")._Backend.__members__
+    cuda = importlib.import_module("fastdeploy.platforms.cuda").CUDAPlatform
+    for name, member in selectable.items():
+        try:
+            print("SELECTABLE", name, cuda.get_attention_backend_cls(member).rpartition(".")[2])
+        except ValueError:
+            print("SELECTABLE", name, "refused")
+    for name, backend_class in classes.items():
+        if name == "BlockAttentionBackend":  # of another platform; it calls an operator of Paddle
+            continue
+        for quant_type in quant_types(name):
+            for phase in ("prefill", "decode"):
+                run_backend(name, backend_class, quant_type, phase)
+    if "DSAAttentionBackend" in classes:
+        run_indexer(classes["DSAAttentionBackend"])
+    run_draft(proposer_class, classes["AppendAttentionBackend"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What is on the host is loaded where that is sooner than computing it, as the workers' times say. The fake worker
+checks that every block that is read holds what it should.
+"""
+
+import random
+
+import pytest
+
+from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS, PROBE_EVERY
+from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
+
+from .fake_scheduler import FakeScheduler, FakeTask, make_adapter
+from .test_adapter_random import prompt
+
+BLOCK = 4
+PROMPT = [*range(1, 42)]
+"""Ten blocks and a token."""
+
+OTHERS = [*range(100, 257)]
+"""It pushes everything else out of 40 device blocks."""
+
+
+def scheduler_of(*, device_blocks=40, host_blocks=400, **options):
+    cache = make_adapter(device_blocks, host_blocks, write_policy="write_through", shared_prefill_tokens=8)
+    return FakeScheduler(cache, **{"budget": 500, "seats": 16, **options})
+
+
+def measure(scheduler, copy_s):
+    """Seconds per token; computing one takes a second."""
+    load, prefill = LoadTime(100, 100 * BLOCK * copy_s), PrefillTime(FEWEST_TOKENS, 0.0, float(FEWEST_TOKENS))
+    scheduler.cache.measured(Timings((load,) * 50, (prefill,) * 50))
+
+
+def serve(scheduler, tokens):
+    """How many of them were cached."""
+    task = FakeTask(f"r{len(scheduler.finished)}", tokens, 1)
+    scheduler.add(task)
+    scheduler.step()
+    started_at = task.prefill_start_index
+    scheduler.run_dry()
+    scheduler.cache.check()
+    return started_at
+
+
+def put_on_host(scheduler):
+    serve(scheduler, PROMPT)
+    serve(scheduler, OTHERS)
+
+
+def counters(scheduler):
+    return scheduler.cache.manager.stats().counters
+
+
+def test_everything_is_loaded_until_both_are_measured():
+    scheduler = scheduler_of()
+    put_on_host(scheduler)
+    scheduler.cache.measured(Timings((LoadTime(1, 1e9),), (PrefillTime(FEWEST_TOKENS - 1, 0.0, 1e-9),)))
+    assert serve(scheduler, PROMPT) == 40
+    assert counters(scheduler).declined_load_tokens == 0
+
+
+@pytest.mark.parametrize(("copy_s", "cached"), [(0.5, 40), (1.0, 40), (2.0, 12), (10.0, 0)])
+def test_as_much_is_loaded_as_arrives_while_the_rest_is_computed(copy_s, cached):
+    """At 2 s per token, 12 tokens come in 24 s, while 29 are computed; 16 would come in 32 s, beside 25."""
+    scheduler = scheduler_of()
+    put_on_host(scheduler)
+    measure(scheduler, copy_s)
+    assert serve(scheduler, PROMPT) == cached
+    assert scheduler.worker.num_swapped_in == cached // BLOCK
+    assert counters(scheduler).declined_load_tokens == 40 - cached
+    assert serve(scheduler, PROMPT) == 40, "what was computed is on the device"
+
+
+def test_what_was_declined_keeps_its_host_copy():
+    scheduler = scheduler_of()
+    put_on_host(scheduler)
+    measure(scheduler, 10.0)
+    assert serve(scheduler, PROMPT) == 0
+    serve(scheduler, OTHERS)
+    measure(scheduler, 0.1)
+    assert serve(scheduler, PROMPT) == 40
+    assert scheduler.worker.num_swapped_out == (len(PROMPT) + len(OTHERS)) // BLOCK, "each block once"
+
+
+def test_a_tier_that_is_too_slow_is_tried_now_and_then():
+    scheduler = scheduler_of(host_blocks=4000)
+    put_on_host(scheduler)
+    measure(scheduler, 1e6)
+    counts = []
+    for number in range(2 * PROBE_EVERY):
+        counts.append(serve(scheduler, PROMPT))
+        serve(scheduler, [1000 + number, *OTHERS])
+    assert counts == ([0] * (PROBE_EVERY - 1) + [BLOCK]) * 2
+
+
+def test_a_request_that_is_unscheduled_again_declines_nothing_until_it_is_scheduled():
+    answers = iter([False, False, True, True, False])
+    scheduler = scheduler_of(chance=lambda: next(answers, False))
+    put_on_host(scheduler)
+    measure(scheduler, 10.0)
+    scheduler.add(FakeTask("late", PROMPT, 1))
+    for _ in range(2):
+        scheduler.step()
+        assert counters(scheduler).declined_load_tokens == 0
+    scheduler.run_dry()
+    assert counters(scheduler).declined_load_tokens == 40
+
+
+def test_equal_prompts_compute_declined_blocks_once():
+    scheduler = scheduler_of(device_blocks=60)
+    serve(scheduler, PROMPT)
+    serve(scheduler, [*range(100, 337)])
+    measure(scheduler, 10.0)
+    before = scheduler.num_computed_tokens
+    for index in range(4):
+        scheduler.add(FakeTask(f"same {index}", PROMPT, 1))
+    scheduler.run_dry()
+    assert scheduler.num_computed_tokens - before == 41 + 3
+
+
+def test_what_the_batch_computes_for_others_hides_a_copy():
+    """All 40 tokens come in 80 s, while 80 are computed for another request."""
+    scheduler = scheduler_of(device_blocks=60)
+    serve(scheduler, PROMPT)
+    serve(scheduler, [*range(100, 337)])
+    measure(scheduler, 2.0)
+    other, task = FakeTask("other", range(500, 580), 1), FakeTask("late", PROMPT, 1)
+    scheduler.add(other)
+    scheduler.add(task)
+    scheduler.step()
+    assert (other.prefill_start_index, task.prefill_start_index) == (0, 40)
+
+
+def test_what_the_batch_loads_for_others_delays_a_copy():
+    scheduler = scheduler_of(device_blocks=60)
+    second = [*range(50, 91)]
+    serve(scheduler, PROMPT)
+    serve(scheduler, second)
+    serve(scheduler, [*range(100, 337)])
+    measure(scheduler, 2.0)
+    tasks = [FakeTask(name, tokens, 1) for name, tokens in (("first", PROMPT), ("second", second))]
+    for task in tasks:
+        scheduler.add(task)
+    scheduler.step()
+    # The second one's copies begin after 24 s: 16 tokens arrive after 56 s, while 29 + 25 are computed, 12 after 48 s.
+    assert [task.prefill_start_index for task in tasks] == [12, 12]
+
+
+def test_only_what_the_batch_still_computes_hides_a_copy():
+    """A batch computes 8 tokens at most, so a copy of 4 tokens may take 8 s."""
+    cache = make_adapter(60, 400, write_policy="write_through")
+    cache._load_choice._max_batched_tokens = 8
+    scheduler = FakeScheduler(cache, budget=8)
+    serve(scheduler, PROMPT)
+    serve(scheduler, [*range(100, 337)])
+    measure(scheduler, 2.0)
+    task = FakeTask("late", PROMPT, 1)
+    scheduler.add(task)
+    scheduler.step()
+    assert task.prefill_start_index == 4
+    scheduler.run_dry()
+    assert counters(scheduler).declined_load_tokens == 36, "once, though the rest comes in five batches"
+
+
+@pytest.mark.parametrize("policy", ["auto", "write_through", "write_back"])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lives_with_random_times(policy, seed):
+    rng = random.Random(f"{policy} {seed}")
+    cache = make_adapter(24, 100, write_policy=policy, shared_prefill_tokens=seed * 4)
+    scheduler = FakeScheduler(cache, chance=lambda: rng.random() < 0.1)
+    for number in range(400):
+        action = rng.random()
+        if action < 0.5 and len(scheduler.waiting) < 8:
+            scheduler.add(FakeTask(f"r{number}", prompt(rng), rng.randrange(1, 20)))
+        elif action < 0.55 and scheduler.running:
+            scheduler.aborting.add(rng.choice(scheduler.running).request_id)
+        elif action < 0.57:
+            scheduler.reset()
+        elif action < 0.7:
+            load = LoadTime(rng.randrange(1, 9), rng.choice([0.01, 1.0, 100.0]) * rng.random())
+            cache.measured(Timings((load,), (PrefillTime(rng.randrange(100, 200), 0.0, rng.uniform(1.0, 9.0)),)))
+        scheduler.step()
+        cache.check()
+    scheduler.run_dry()
+    cache.check()
+    cache.manager.check_idle()
+    assert counters(scheduler).declined_load_tokens > 0
+    assert scheduler.worker.num_swapped_in > 0
