@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import socket
-import threading
 import time
 from collections.abc import Sequence
 
 from ..errors import PeerRefusedError
+from .acceptor import Acceptor
 from .authentication import accept_peer
-from .channel import Channel, listen
+from .channel import Channel
 from .grants import Grants
 from .read_protocol import HEAD, TRAILER, Registered, decode_request
 from .socket_source import checksum_of
-
-logger = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
 SEND_S = 10.0
@@ -35,14 +30,13 @@ class ReadServer:
         self._grants = grants
         self._views: Sequence[memoryview] = ()
         self._registered: Registered | None = None
-        self._lock = threading.Lock()
-        self._connections: dict[Channel, threading.Thread] = {}
-        self._is_closed = False
-        self.num_refused = 0
+        self._acceptor = Acceptor(host, port, self._run, name="a data connection", most=MAX_CONNECTIONS)
+        self.port = self._acceptor.port
+
+    @property
+    def num_refused(self) -> int:
         """Connections and requests that were refused or failed, too many connections among them."""
-        self._listener = listen(host, port)
-        self.port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name="kv-transfer-accept", daemon=True)
+        return self._acceptor.num_refused
 
     def serve(self, views: Sequence[memoryview], registered: Registered) -> None:
         """Start to answer. Once."""
@@ -51,53 +45,12 @@ class ReadServer:
 
     def close(self) -> None:
         """When this returns, no thread touches the tensors. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            open_ones = dict(self._connections)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        for channel in open_ones:
-            channel.shut_down()
-        for thread in (self._acceptor, *open_ones.values()):
-            if thread.ident is not None:
-                thread.join()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                time.sleep(0.05)  # out of descriptors: others may be closed
-                continue
-            channel = Channel(connection)
-            thread = threading.Thread(target=self._run, args=(channel,), name="kv-transfer-send", daemon=True)
-            with self._lock:
-                refused = self._is_closed or len(self._connections) >= MAX_CONNECTIONS
-                if refused:
-                    self.num_refused += 1
-                else:
-                    self._connections[channel] = thread
-                    thread.start()
-            if refused:
-                channel.close()
+        self._acceptor.close()
 
     def _run(self, channel: Channel) -> None:
-        try:
-            accept_peer(channel, self._secret, self._purpose, time.monotonic() + HANDSHAKE_S)
-            while self._answer(channel):
-                pass
-        except (PeerRefusedError, OSError, EOFError) as error:
-            self._count(f"a data connection of {channel.peer} ended: {error}")
-        except Exception:  # thread edge: one connection fails, the others go on
-            self._count("a data connection failed")
-            logger.exception("a data connection failed")
-        finally:
-            with self._lock:
-                self._connections.pop(channel, None)
-            channel.close()
+        accept_peer(channel, self._secret, self._purpose, time.monotonic() + HANDSHAKE_S)
+        while self._answer(channel):
+            pass
 
     def _answer(self, channel: Channel) -> bool:
         """One request. False when the peer has closed between two of them."""
@@ -121,8 +74,3 @@ class ReadServer:
         checksum = checksum_of(buffers) if request.with_checksum else 0
         channel.send([TRAILER.pack(self._grants.is_open(request.lease), checksum)], deadline)
         return True
-
-    def _count(self, text: str) -> None:
-        with self._lock:
-            self.num_refused += 1
-        logger.warning("%s", text)

@@ -426,10 +426,10 @@ def test_close_ends_every_connection_and_every_thread(ours):
     other.plane.close()
 
 
-def test_more_connections_than_allowed_are_closed_at_once(ours, monkeypatch):
+def test_more_connections_than_allowed_are_closed_at_once(monkeypatch):
     monkeypatch.setattr(read_server, "MAX_CONNECTIONS", 2)
-    other = Ours()
-    with closing(other.plane):
+    ours, other = Ours(), Ours()
+    with closing(ours.plane), closing(other.plane):
         sources = [other.open(ours.plane.address()) for _ in range(2)]
         with pytest.raises((RemoteReadError, PeerRefusedError)):
             other.open(ours.plane.address())
