@@ -227,13 +227,14 @@ kind of copy is one entry here and one copy path in the worker.
 class CacheSwapMetadata:
     """Block copies of one kind: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
 
-    Target slots are unique within one object, so its copies may run in any order.
+    Target slots are unique within one object, so its copies may run in any order. Slots are a tuple, or a `SlotArray`
+    where they come from a message.
     """
 
     source: CacheLevel
     target: CacheLevel
-    source_slots: tuple[int, ...] = ()
-    target_slots: tuple[int, ...] = ()
+    source_slots: Sequence[int] = ()
+    target_slots: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if len(self.source_slots) != len(self.target_slots):

@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from . import calibration
 from .compiled import CUDA_PATHS, CompiledOps, Path
 from .host_memory import HostBuffer, host_alloc
-from .rows import BlockRows, CopyRun, CopyRuns
+from .rows import BlockRows, CopyRun, CopyRuns, LayerRows
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def _round_trip(cupy: Any, compiled: CompiledOps, path: Path, memory: _Memory) -
         [(memory.device_rows, memory.host_rows, into), (memory.host_rows, memory.device_rows, out)]
     ):
         by = Path.KERNEL if path is Path.STAGED and number == 0 else path
-        compiled.swap_cache_per_layer(tuple(targets), tuple(sources), runs, int(stream.ptr), by)
+        compiled.swap_cache_per_layer(LayerRows(targets), LayerRows(sources), runs, int(stream.ptr), by)
         if not _arrives(cupy, stream):
             return f"a copy of one block was not done within {TIME_LIMIT_S:.0f} s"
         if number == 0:
