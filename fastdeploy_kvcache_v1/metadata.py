@@ -30,6 +30,7 @@ __all__ = [
     "CacheStatus",
     "CacheSwapMetadata",
     "CopyKind",
+    "CopyPath",
     "DeviceSlot",
     "HostSlot",
     "LoadSlots",
@@ -333,6 +334,17 @@ class PassProgress(NamedTuple):
     """Every pass that was submitted before has ended, on the device itself. Later ones know what `step` said."""
     is_idle: bool = False
     """Nothing ran at time `at`, and nothing will before the rank takes a later step."""
+
+
+class CopyPath(NamedTuple):
+    """A way in which a worker can copy blocks in one direction."""
+
+    direction: str
+    """`in`: into the device, `out`: out of it."""
+    name: str
+    """`compiled` or `numpy` on a CPU; on a GPU `kernel`, `staged`, `batch`, `runs` or `cupy`."""
+    left: str = ""
+    """Why it is not used; empty for one that is used where it is the cheapest."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import CacheStateError, ConfigError
+from ...metadata import CopyPath
 from . import cupy_copies, host_memory, landing, library, numpy_twin, queues
 from .compiled import CompiledOps
 from .host_memory import HostBuffer, host_alloc_shared, keep_to_this_process
@@ -27,6 +28,7 @@ __all__ = [
     "Implementation",
     "Landing",
     "LayerRows",
+    "copy_paths",
     "host_alloc",
     "host_alloc_shared",
     "host_free",
@@ -159,6 +161,21 @@ def _land(cupy: Any, device: int, host: HostBuffer) -> Landing:
 def landed() -> Landing | None:
     """What `land` found in this process, None before."""
     return _landed
+
+
+def copy_paths(platform: str) -> tuple[CopyPath, ...]:
+    """Which ways copies between device and host take on `platform`, `cpu` or `cuda`, and which were left. Empty on a
+    GPU before `land`."""
+    if platform == "cpu":
+        return tuple(CopyPath(direction, live()[f"{op}.cpu"]) for direction, op in _OP_OF_DIRECTION.items())
+    if _landed is None:
+        return ()
+    if COMPILED is None or not _landed.works:
+        return _landed.paths(_landed.live)
+    return _landed.paths({path.name.lower() for path in COMPILED.cuda_paths})
+
+
+_OP_OF_DIRECTION = {"in": "swap_cache_per_layer", "out": "swap_cache_all_layers"}
 
 
 def swap_cache_per_layer(

@@ -10,13 +10,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import ConfigError
+from ...metadata import CopyPath
 from . import calibration
 from .compiled import CUDA_PATHS, CompiledOps, Path
 from .host_memory import HostBuffer, host_alloc
@@ -41,6 +42,8 @@ BROKEN_BATCHES = frozenset({"580.159.04"})
 
 _PORTABLE_AND_MAPPED = 3
 """Flags of cudaHostRegister, as the pool has them."""
+
+_LATER = "it was refused by the driver after it had been tried"
 
 ROW_BYTES = 16 << 10
 SLOTS = 8
@@ -75,6 +78,17 @@ class Landing:
     def works(self) -> bool:
         """A path of the compiled core lives; CuPy copies run by run, which is slow for scattered blocks."""
         return self.live != (CUPY,)
+
+    def paths(self, usable: Collection[str]) -> tuple[CopyPath, ...]:
+        """In both directions. Of those that live only `usable` ones still do; where none does, copies go by runs."""
+        ways = {name: "" if name in usable else _LATER for name in self.live} | dict(self.left)
+        found = []
+        for direction, unfit in (("in", Path.STAGED.name.lower()), ("out", "")):
+            possible = {name: reason for name, reason in ways.items() if name != unfit}
+            if all(possible.values()):
+                possible[Path.RUNS.name.lower()] = ""
+            found += [CopyPath(direction, name, reason) for name, reason in possible.items()]
+        return tuple(found)
 
     def describe(self) -> str:
         """One line: what lives, what was left and why, and the constants."""
