@@ -273,7 +273,12 @@ def _copy_paths() -> tuple[bool | None, str]:
     finally:
         runtime.free_host(buffer)
         runtime.close()
-    return landing.works, landing.describe()
+    live = {
+        way: [each.name for each in ops.copy_paths("cuda") if each.direction == way and not each.left]
+        for way in ("in", "out")
+    }
+    ways = "; ".join(f"{way} by {', '.join(names)}" for way, names in live.items())
+    return landing.works, f"{ways}; {landing.describe()}"
 
 
 def _memory() -> tuple[bool | None, str]:

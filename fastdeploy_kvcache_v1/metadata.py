@@ -30,6 +30,7 @@ __all__ = [
     "CacheStatus",
     "CacheSwapMetadata",
     "CopyKind",
+    "CopyPath",
     "DeviceSlot",
     "HostSlot",
     "LoadSlots",
@@ -227,13 +228,14 @@ kind of copy is one entry here and one copy path in the worker.
 class CacheSwapMetadata:
     """Block copies of one kind: `source_slots[i]` of tier `source` goes to `target_slots[i]` of tier `target`.
 
-    Target slots are unique within one object, so its copies may run in any order.
+    Target slots are unique within one object, so its copies may run in any order. Slots are a tuple, or a `SlotArray`
+    where they come from a message.
     """
 
     source: CacheLevel
     target: CacheLevel
-    source_slots: tuple[int, ...] = ()
-    target_slots: tuple[int, ...] = ()
+    source_slots: Sequence[int] = ()
+    target_slots: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if len(self.source_slots) != len(self.target_slots):
@@ -332,6 +334,17 @@ class PassProgress(NamedTuple):
     """Every pass that was submitted before has ended, on the device itself. Later ones know what `step` said."""
     is_idle: bool = False
     """Nothing ran at time `at`, and nothing will before the rank takes a later step."""
+
+
+class CopyPath(NamedTuple):
+    """A way in which a worker can copy blocks in one direction."""
+
+    direction: str
+    """`in`: into the device, `out`: out of it."""
+    name: str
+    """`compiled` or `numpy` on a CPU; on a GPU `kernel`, `staged`, `batch`, `runs` or `cupy`."""
+    left: str = ""
+    """Why it is not used; empty for one that is used where it is the cheapest."""
 
 
 @dataclass(frozen=True)

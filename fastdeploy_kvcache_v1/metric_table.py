@@ -59,6 +59,8 @@ class Metric:
     attribute: str = ""
     """Path from the source object to the value, `swap_in.blocks` for example. By default the name."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    observed_labels: tuple[str, ...] = ()
+    """Further ones, whose values are part of what is observed."""
 
     @property
     def full_name(self) -> str:
@@ -66,7 +68,7 @@ class Metric:
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        return (*self.labels, *self.source.labels)
+        return (*self.labels, *self.observed_labels, *self.source.labels)
 
     def value(self, source: object) -> float:
         """Of this row in an object of its source."""
@@ -113,7 +115,18 @@ def _queued(state: str) -> Metric:
 
 
 COPY_OP = Metric(
-    "copy_op", "1 for the implementation that is live behind each copy op of the worker", Kind.GAUGE, Source.ENGINE
+    "copy_op",
+    "1 for the implementation that is live behind each copy op of the worker",
+    Kind.GAUGE,
+    Source.ENGINE,
+    observed_labels=("op", "implementation"),
+)
+COPY_PATH = Metric(
+    "copy_path",
+    "1 for a way in which blocks are copied, 0 for one that was left, and why",
+    Kind.GAUGE,
+    Source.COPIES,
+    observed_labels=("direction", "path", "reason"),
 )
 TIME_TO_FIRST_TOKEN = Metric(
     "time_to_first_token_seconds", "From the arrival of a request to its first token", Kind.HISTOGRAM, Source.ENGINE
@@ -123,8 +136,9 @@ STORAGE_LATENCY = Metric(
     "Time that one request to the store took, by operation (query, load, store, flush)",
     Kind.HISTOGRAM,
     Source.STORAGE,
+    observed_labels=("operation",),
 )
-OBSERVED = (COPY_OP, TIME_TO_FIRST_TOKEN, STORAGE_LATENCY)
+OBSERVED = (COPY_OP, COPY_PATH, TIME_TO_FIRST_TOKEN, STORAGE_LATENCY)
 """Rows without an attribute: a server sets them when something happens."""
 
 STORAGE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

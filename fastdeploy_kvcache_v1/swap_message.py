@@ -1,24 +1,25 @@
 """The message that tells every worker rank the copies of one step, and its one codec. Both servers send it.
 
-It is made of plain tuples and integers: in FastDeploy it rides on a task, and FastDeploy's queue server unpickles tasks
-without this package. Every message names the step of the one before it, so a batch that is lost on the way is an error
-in the worker, and never a block that was not copied.
+It is made of tuples, integers and bytes: in FastDeploy it rides on a task, and FastDeploy's queue server unpickles
+tasks without this package. Every message names the step of the one before it, so a batch that is lost on the way is an
+error in the worker, and never a block that was not copied.
 """
 
 from __future__ import annotations
 
 from .errors import MessageVersionError, TransferError
 from .metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from .slot_array import SlotArray
 
-VERSION = 1
+VERSION = 2
 """Counts the changes of `SwapMessage`."""
 
 START = -1
 """Stands for the step before the first message, and before the first one after the cache was reset."""
 
-SwapMessage = tuple[int, int, int, tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]]
+SwapMessage = tuple[int, int, int, tuple[tuple[int, int, bytes, bytes], ...]]
 """VERSION, step, step of the message before or START, and for each transfer of the step: source tier, target tier
-(places in `TIERS`), source slots, target slots."""
+(places in `TIERS`), source slots, target slots (as in `SlotArray`)."""
 
 TIERS = (CacheLevel.DEVICE, CacheLevel.HOST, CacheLevel.STORAGE)
 
@@ -63,7 +64,13 @@ class SwapDecoder:
 def encode(step: SwapStep, previous: int) -> SwapMessage:
     """`previous`: step of the message before, or START."""
     copies = [
-        (_PLACES[each.source], _PLACES[each.target], each.source_slots, each.target_slots) for each in step.transfers
+        (
+            _PLACES[each.source],
+            _PLACES[each.target],
+            SlotArray.of(each.source_slots).packed,
+            SlotArray.of(each.target_slots).packed,
+        )
+        for each in step.transfers
     ]
     return VERSION, step.step, previous, tuple(copies)
 
@@ -75,6 +82,7 @@ def decode(message: SwapMessage) -> tuple[SwapStep, int]:
         raise MessageVersionError("swap message", found=version, expected=VERSION)
     _, number, previous, copies = message
     transfers = [
-        CacheSwapMetadata(TIERS[source], TIERS[target], sources, targets) for source, target, sources, targets in copies
+        CacheSwapMetadata(TIERS[source], TIERS[target], SlotArray(sources), SlotArray(targets))
+        for source, target, sources, targets in copies
     ]
     return SwapStep(number, tuple(transfers)), previous

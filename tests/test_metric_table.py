@@ -39,7 +39,8 @@ def test_rows_of_one_name_are_one_family():
 
 
 def documented(metric):
-    labels = [f'{name}="{value}"' for name, value in metric.labels.items()] + list(metric.source.labels)
+    labels = [f'{name}="{value}"' for name, value in metric.labels.items()]
+    labels += [*metric.observed_labels, *metric.source.labels]
     name = metric.name + ("_total" if metric.kind is Kind.COUNTER else "")
     braces = f"{{{','.join(labels)}}}" if labels else ""
     return (

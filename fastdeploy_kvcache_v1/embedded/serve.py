@@ -127,7 +127,7 @@ def _serve(
         may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
     )
     core = EngineCore(manager, scheduler, worker.send, storage=storage, recorder=recorder)
-    metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops)
+    metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops, copy_paths=worker.copy_paths)
     core.observe_first_token = metrics.observe_first_token
     if storage is not None:
         storage.observe_latency = metrics.observe_storage

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from ..copy_totals import CopyTotals, RankCopies
 from ..errors import MessageVersionError
-from ..metadata import CacheLevel, PassProgress, TransferResult
+from ..metadata import CacheLevel, CopyPath, PassProgress, TransferResult
 from ..timings import NO_TIMINGS, LoadTime, PrefillTime, Timings
 
-VERSION = 4
+VERSION = 5
 """Counts the changes of the message."""
 
 MAX_SOCKET_PATH = 107
@@ -49,6 +49,8 @@ class CopyReport:
     """The latest news of forward passes; None where nobody asks for them."""
     timings: Timings = NO_TIMINGS
     """Measured since the last report that was sent."""
+    paths: tuple[CopyPath, ...] = ()
+    """The ways in which the worker copies, and those that it does without."""
 
     def dumps(self) -> bytes:
         copies = self.copies
@@ -58,7 +60,7 @@ class CopyReport:
         ]
         totals = astuple(copies.swap_in), astuple(copies.swap_out), copies.exposed_wait_s
         steps = self.ended_through, self.unlisted_through, self.passes
-        content = (VERSION, self.rank, self.worker, self.number, *totals, failed, *steps, self.timings)
+        content = (VERSION, self.rank, self.worker, self.number, *totals, failed, *steps, self.timings, self.paths)
         return json.dumps(content).encode()
 
     @classmethod
@@ -69,12 +71,14 @@ class CopyReport:
         if version != VERSION:
             raise MessageVersionError("copy report", found=version, expected=VERSION)
         try:
-            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted, passed, timings = content
+            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted, passed, timings, paths = (
+                content
+            )
             copies = RankCopies(CopyTotals(*swap_in), CopyTotals(*swap_out), float(waited))
             failures = tuple(_failure(*each) for each in failed)
             passes = None if passed is None else _passes(*passed)
             steps = int(ended), int(unlisted), passes
-            return cls(int(rank), str(worker), int(number), copies, failures, *steps, _timings(*timings))
+            return cls(int(rank), str(worker), int(number), copies, failures, *steps, _timings(*timings), _paths(paths))
         except TypeError as error:
             raise ValueError(f"a copy report has fields of the wrong kind: {error}") from None
 
@@ -86,6 +90,10 @@ def _failure(step: int, source: str, target: str, num_blocks: int, slots: list[i
 
 def _passes(step: int, at: float, is_idle: bool) -> PassProgress:
     return PassProgress(int(step), float(at), bool(is_idle))
+
+
+def _paths(paths: list[list[str]]) -> tuple[CopyPath, ...]:
+    return tuple(CopyPath(*map(str, each)) for each in paths)
 
 
 def _timings(loads: list[tuple[int, float]], prefills: list[tuple[int, float, float]]) -> Timings:

@@ -112,7 +112,7 @@ class CacheController:
             raise ConfigError(f"the backend made {len(tensors)} tensors for {layout}")
         remaining, layers = iter(tensors), []
         for _layer in range(layout.num_layers):
-            rows = tuple(
+            rows = LayerRows(
                 ops.tensor_rows(tensor, num_rows=max(num_blocks, int(tensor.shape[0])), row_bytes=role.block_bytes)
                 for role, tensor in zip(layout.roles, remaining, strict=False)
             )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..errors import CacheStateError, InvariantError
 from .runtime import Event
-from .slot_set import bitmap, slots_of
+from .slot_set import bitmap, slots_of, without
 
 
 class Actor(enum.Enum):
@@ -76,14 +76,14 @@ class _Use:
 
     def forget(self, slots: int) -> None:
         if self.reads & slots:  # mostly not: looking costs a fraction of making new bitmaps
-            self.reads &= ~slots
+            self.reads = without(self.reads, slots)
         if self.writes & slots:
-            self.writes &= ~slots
-            self.given_up &= ~slots
+            self.writes = without(self.writes, slots)
+            self.given_up = without(self.given_up, slots)
 
     @property
     def is_empty(self) -> bool:
-        return not self.reads | self.writes
+        return not (self.reads or self.writes)
 
 
 _EVERY_SLOT = -1
@@ -129,11 +129,11 @@ class HazardTable:
             # Streams are FIFO: the latest such event stands for the earlier ones. Failed writes stay failed.
             self._anywhere = actor, event
         written = bitmap(writes or ())
-        read = bitmap(reads or ()) & ~written
+        read = without(bitmap(reads or ()), written)
         for use in self._uses:
             use.forget(written)  # the write has waited for it
             if use.actor is actor and actor.is_fifo and use.reads & read:
-                use.reads &= ~read
+                use.reads = without(use.reads, read)
         self._uses.append(_Use(actor, event, read, written))
         self.prune()
 
@@ -184,7 +184,7 @@ class HazardTable:
         self.prune()
         busy = 0
         for use in self._uses:
-            busy |= use.reads | (use.writes & ~use.without_data())
+            busy |= use.reads | without(use.writes, use.without_data())
         if busy:
             raise CacheStateError(f"{self.name} slots {slots_of(busy)} are still in use by copies")
         self._uses.clear()
@@ -206,7 +206,7 @@ class HazardTable:
     ) -> Iterator[Dependency]:
         """Every remembered use by another actor that conflicts, once per hazard, finished ones included."""
         written = _EVERY_SLOT if writes is None else bitmap(writes)
-        read = (_EVERY_SLOT if reads is None else bitmap(reads)) & ~written
+        read = without(_EVERY_SLOT if reads is None else bitmap(reads), written)
         after_write = Hazard.WRITE_AFTER_WRITE if reads is None else Hazard.READ_AFTER_WRITE
         if self._anywhere is not None and self._anywhere[0] is not actor:
             earlier, event = self._anywhere

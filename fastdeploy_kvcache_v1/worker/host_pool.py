@@ -46,7 +46,7 @@ class HostPool:
                 address = buffer.address + offset
                 roles.append(BlockRows(address, self.num_blocks, role.block_bytes, self._pitch, owner=buffer.array))
                 offset += role.block_bytes
-            layers.append(tuple(roles))
+            layers.append(LayerRows(roles))
         return tuple(layers)
 
     @property

@@ -55,7 +55,7 @@ class SlotSet(Set[int]):
         return SlotSet(self.bits & bitmap(other))
 
     def __sub__(self, other: Iterable[int]) -> SlotSet:
-        return SlotSet(self.bits & ~bitmap(other))
+        return SlotSet(without(self.bits, bitmap(other)))
 
     def isdisjoint(self, other: Iterable[int]) -> bool:
         return not self.bits & bitmap(other)
@@ -79,9 +79,14 @@ def bitmap(slots: Iterable[int]) -> int:
     array = numbers if isinstance(numbers, np.ndarray) else np.fromiter(numbers, np.int64, len(numbers))
     if array.min() < 0:
         raise CacheStateError(f"slots are not negative, got {array.min()}")
-    marks = np.zeros(int(array.max()) + 1, np.uint8)
-    marks[array] = 1
+    marks = np.zeros(int(array.max()) + 1, np.bool_)
+    marks[array] = True
     return int.from_bytes(np.packbits(marks, bitorder="little").tobytes(), "little")
+
+
+def without(bits: int, others: int) -> int:
+    """`bits & ~others`, several times as fast: Python inverts a long bitmap digit by digit."""
+    return bits ^ (bits & others)
 
 
 def slots_of(bits: int) -> list[int]:

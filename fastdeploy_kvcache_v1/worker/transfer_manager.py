@@ -51,7 +51,7 @@ class Transfer:
             num_blocks=len(self.metadata),
             num_bytes=self.num_bytes,
             seconds=self.finished.seconds_since(self.started) if self.finished.done() else 0.0,
-            target_slots=() if error is None else self.metadata.target_slots,
+            target_slots=() if error is None else tuple(self.metadata.target_slots),
             error=error,
         )
 

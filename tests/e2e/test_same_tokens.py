@@ -31,6 +31,9 @@ def run(directory, *flags, environment=None):
             metrics[f"copy_op{{implementation={ops.live()['swap_cache_per_layer.cpu']},op=swap_cache_per_layer.cpu}}"]
             == 1
         )
+        for direction in ("in", "out"):
+            name = ops.live()["swap_cache_per_layer.cpu"]
+            assert metrics[f"copy_path{{direction={direction},path={name},rank=0,reason=}}"] == 1
         assert metrics["requests_ended_total{outcome=finished}"] == NUM_REQUESTS
         assert metrics["requests_ended_total{outcome=failed}"] == 0
         assert server.stop() == 0, server.stderr

@@ -20,7 +20,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import (
     MAX_UNTOLD_TIMES,
     CopyReporter,
 )
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CopyPath, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 
 LIMIT_S = 30.0
@@ -155,6 +155,21 @@ def test_totals_and_waits_add_up_and_steps_without_copies_say_nothing(path, make
         (report,) = reports.latest()
         assert (report.number, report.copies.swap_out.bytes, report.copies.exposed_wait_s) == (1, 50, 0.75)
         assert report.copies.swap_in.blocks == 0
+
+
+def test_the_first_step_tells_how_the_worker_copies(path):
+    paths = [CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")]
+    with listening(path) as reports:
+        reporter = CopyReporter(path, 2, lambda: tuple(paths))
+        try:
+            for _ in range(3):
+                reporter.tell(TransferReport())
+            reporter.tell(copied(1))
+            wait_for(lambda: blocks_by_rank(reports) == {2: 1}, "a block")
+            (report,) = reports.latest()
+            assert (report.number, report.paths) == (1, tuple(paths)), "two reports: the first, and the copy's"
+        finally:
+            reporter.close()
 
 
 def test_what_copies_in_and_prefills_took_arrives_once_and_of_one_rank(path, make_reporter):

@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import (
     CopyReport,
     socket_path,
 )
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, PassProgress, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CopyPath, PassProgress, TransferResult
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 
 COPIES = RankCopies(CopyTotals(1, 2, 0.5, 3), CopyTotals(4, 5, 0.25, 6), 0.125)
@@ -29,13 +29,14 @@ FAILED = (
 def test_a_report_survives_the_message(failed):
     timings = Timings((LoadTime(7, 0.1), LoadTime(1, 1e-5)), (PrefillTime(100, 5000.5, 0.3),))
     for passes in (None, PassProgress(8, 12345.678901234567), PassProgress(-1, 0.1, True)):
-        report = CopyReport(3, "17-1", 12, COPIES, failed, 8, 2, passes, timings)
+        paths = CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")
+        report = CopyReport(3, "17-1", 12, COPIES, failed, 8, 2, passes, timings, paths)
         assert CopyReport.loads(report.dumps()) == report
 
 
 def test_the_message_is_json_without_names_of_ours():
     message = json.loads(CopyReport(0, "17-1", 0, COPIES, (), 9, 4).dumps())
-    assert message == [VERSION, 0, "17-1", 0, [1, 2, 0.5, 3], [4, 5, 0.25, 6], 0.125, [], 9, 4, None, [[], []]]
+    assert message == [VERSION, 0, "17-1", 0, [1, 2, 0.5, 3], [4, 5, 0.25, 6], 0.125, [], 9, 4, None, [[], []], []]
 
 
 @pytest.mark.parametrize(
@@ -56,19 +57,48 @@ def test_a_message_of_another_version_says_so(message):
         pickle.dumps(CopyReport(0, "17-1", 0, COPIES)),
         json.dumps([VERSION]).encode(),
         json.dumps([VERSION, 0, "w", 0, [0], [0], None, []]).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 5, [0] * 4, 0, [], -1, -1, None, [[], []]]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 5, [0] * 4, 0, [], -1, -1, None, [[], []], []]).encode(),
         json.dumps(
-            [VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "moon", 1, [1], "e"]], -1, -1, None, [[], []]]
+            [VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "moon", 1, [1], "e"]], -1, -1, None, [[], []], []]
         ).encode(),
         json.dumps(
-            [VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [["x", "device", "host", 1, [1], "e"]], -1, -1, None, [[], []]]
+            [
+                VERSION,
+                0,
+                "w",
+                0,
+                [0] * 4,
+                [0] * 4,
+                0,
+                [["x", "device", "host", 1, [1], "e"]],
+                -1,
+                -1,
+                None,
+                [[], []],
+                [],
+            ]
         ).encode(),
         json.dumps(
-            [VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [[1, "device", "host", 1, ["a"], "e"]], -1, -1, None, [[], []]]
+            [
+                VERSION,
+                0,
+                "w",
+                0,
+                [0] * 4,
+                [0] * 4,
+                0,
+                [[1, "device", "host", 1, ["a"], "e"]],
+                -1,
+                -1,
+                None,
+                [[], []],
+                [],
+            ]
         ).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], "x", -1, None, [[], []]]).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, [0, "x", True], [[], []]]).encode(),
-        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, 7, [[], []]]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, None, [[], []], [["in"]]]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], "x", -1, None, [[], []], []]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, [0, "x", True], [[], []], []]).encode(),
+        json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, 7, [[], []], []]).encode(),
         json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, None]).encode(),
         json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, None, 7]).encode(),
         json.dumps([VERSION, 0, "w", 0, [0] * 4, [0] * 4, 0, [], -1, -1, None, [[[1, "x"]], []]]).encode(),

@@ -102,7 +102,7 @@ def page_locked(nbytes: int) -> Iterator[np.ndarray]:
 
 def device_rows(arrays: Sequence[Any]) -> LayerRows:
     """Of CuPy arrays uint8 `[slots, bytes]`."""
-    return tuple(
+    return LayerRows(
         BlockRows(int(array.data.ptr), array.shape[0], array.shape[1], array.shape[1], on_gpu=True, owner=array)
         for array in arrays
     )
@@ -116,5 +116,5 @@ def host_rows(pool: np.ndarray, slots: int, widths: Sequence[Sequence[int]]) -> 
         for width in roles:
             rows.append(BlockRows(address, slots, width, block, owner=pool))
             address += width
-        layers.append(tuple(rows))
+        layers.append(LayerRows(rows))
     return layers

@@ -18,6 +18,7 @@ WORKER_CACHE = "fastdeploy_integration.worker.worker_cache"
 TABLES = "fastdeploy_integration.worker.running_tables"
 CONTROLLER, TRANSFERS, HAZARDS = "worker.cache_controller", "worker.transfer_manager", "worker.hazards"
 WAITS, COUNTER, CUDA = "worker.layer_waits", "worker.layer_done_counter", "worker.runtime.cuda"
+ROWS = "worker.ops.rows"
 
 _CONFLICTS = "for dependency in self.conflicts(actor, reads, writes):\n"
 
@@ -133,26 +134,26 @@ MUTATIONS = [
     _mutation(
         "the last block is not named",
         TABLES,
-        "(first - back if first > back else 0) // size : -(-end // size)]",
-        "(first - back if first > back else 0) // size : -(-end // size) - 1]",
+        "np.minimum(-(-stop // self._block_size), num_blocks)",
+        "np.minimum(-(-stop // self._block_size) - 1, num_blocks)",
     ),
     _mutation(
         "a row that decodes is named where its chunk ended",
         TABLES,
-        "first, end = row.low, self._high(row) + self._reach",
-        "first, end = row.low, row.end + self._reach",
+        "stop = np.where(has_chunk, end - 1, self._high(end, chunk_pass)) + self._reach",
+        "stop = np.where(has_chunk, end - 1, end) + self._reach",
     ),
     _mutation(
         "rows that grow are not named",
         TABLES,
-        "        self.table = table\n        return is_longer",
-        "        return is_longer",
+        "        self._numbers[_BLOCKS, index] = len(table)\n",
+        "        self._numbers[_BLOCKS, index] = self._numbers[_BLOCKS, index] or len(table)\n",
     ),
     _mutation(
         "a chunk is over before its pass",
         TABLES,
-        "if self._num_passes == row.chunk_pass:",
-        "if self._num_passes == row.chunk_pass - 1:",
+        "has_chunk = chunk_pass == self._num_passes",
+        "has_chunk = chunk_pass == self._num_passes + 1",
     ),
     _mutation(
         "draft tokens are not named",
@@ -171,8 +172,26 @@ MUTATIONS = [
     _mutation(
         "the engine is believed more than it knows",
         TABLES,
-        "min(lengths[index] - 1, self._high(row))",
-        "self._high(row)",
+        "np.minimum(heard - 1, self._high(end, chunk_pass))",
+        "self._high(end, chunk_pass)",
+    ),
+    _mutation(
+        "new blocks of a row are not taken over",
+        TABLES,
+        "self._tables[index, known : len(table)] = table[known:]",
+        "self._tables[index, :known] = table[:known]",
+    ),
+    _mutation(
+        "rows are taken for those before them",
+        TABLES,
+        "np.repeat(rows, counts)",
+        "np.repeat(np.arange(len(rows)), counts)",
+    ),
+    _mutation(
+        "a plan names the first slot of each run",
+        ROWS,
+        "return CopyRuns(table, (source, target))",
+        "return CopyRuns(table, (source[starts], target[starts]))",
     ),
     # ---- conflicts between streams
     _forgets("readers do not hold up writers", "dependency.hazard is Hazard.WRITE_AFTER_READ"),
@@ -187,6 +206,24 @@ MUTATIONS = [
         "host slots are written over while they are read", "self.name == 'host' and dependency.hazard.value == 'WAR'"
     ),
     _forgets("host slots are read before they are written", "self.name == 'host' and dependency.hazard.value == 'RAW'"),
+    _mutation(
+        "a write is forgotten with the reads that it waited for",
+        HAZARDS,
+        "        self._uses.append(_Use(actor, event, read, written))",
+        "        self._uses.append(_Use(actor, event, read, 0))",
+    ),
+    _mutation(
+        "a reader is forgotten for the next one of another actor",
+        HAZARDS,
+        "if use.actor is actor and actor.is_fifo and use.reads & read:",
+        "if use.reads & read:",
+    ),
+    _mutation(
+        "a write makes what was read beside it forgotten",
+        HAZARDS,
+        "            self.reads = without(self.reads, slots)",
+        "            self.reads = 0",
+    ),
     _mutation(
         "a failed copy fails nobody who reads it",
         HAZARDS,

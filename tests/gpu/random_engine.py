@@ -139,8 +139,15 @@ class RandomEngine:
         pressed = len(self.free) < len(self.device) // 3
         idle = [slot for slot in self.arrived if slot in self.cached and not self.users[slot]]
         blocks = idle if idle and self.random.random() < 0.3 else self._whole_blocks()
-        chosen = self.random.sample(blocks, min(len(blocks), self.random.randint(1, 4)))
-        targets = self.random.sample(range(len(self.host)), len(chosen))
+        count = min(len(blocks), self.random.randint(1, 4))
+        if self.random.random() < 0.4:  # neighbours go in one run
+            first, target = (
+                self.random.randrange(len(blocks) - count + 1),
+                self.random.randrange(len(self.host) - count),
+            )
+            chosen, targets = blocks[first : first + count], [*range(target, target + count)]
+        else:
+            chosen, targets = self.random.sample(blocks, count), self.random.sample(range(len(self.host)), count)
         for slot, target in zip(chosen, targets, strict=True):
             self.host[target] = list(self.device[slot])
             self.host_writer[target] = self.step
@@ -175,7 +182,8 @@ class RandomEngine:
             if needed > len(self.free):
                 tasks.append(self._preempt(row))
             elif needed > 0:
-                self._extend(row, needed)
+                ahead = self.random.choice([0, 0, 1, 2])  # it grows into these without another word
+                self._extend(row, min(needed + ahead, len(self.free)))
                 tasks.append(self._task(row, DECODE))
         return tasks
 
@@ -240,6 +248,12 @@ class RandomEngine:
         )
 
     # ---- a pass
+
+    def decode_on(self) -> Work:
+        """As `compute`, of a pass without a batch before it: rows go on as far as their tables reach."""
+        for row in self.rows.values():
+            row.chunk = 0
+        return self.compute()
 
     def compute(self) -> Work:
         """What the pass of this step writes and reads; afterwards its tokens count as computed."""

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from random_engine import RandomEngine
+from random_engine import RandomEngine, Work
 from simulated_worker import SimulatedWorker
 
 from fastdeploy_kvcache_v1.errors import TransferError
@@ -67,6 +67,7 @@ class Chances(NamedTuple):
     fail: float = 0.04
     capture: float = 0.03
     idle: float = 0.1
+    quiet: float = 0.15
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Seen:
     drops: int = 0
     failed: int = 0
     captures: int = 0
+    quiet: int = 0
     tokens_read: int = 0
 
     def __add__(self, other: Seen) -> Seen:
@@ -136,6 +138,9 @@ class Simulation:
         self.copies.armed = chance() < self.chances.fail
         try:
             self._one_pass()
+            if chance() < self.chances.quiet:
+                for _ in range(self.random.randint(1, 6)):
+                    self._quiet_pass()
             if chance() < self.chances.capture:
                 self.worker.capture()
                 self.seen.captures += 1
@@ -156,10 +161,18 @@ class Simulation:
         if self.random.random() < 0.3:
             self.worker.delay(SPIN)
         self.worker.receive(tasks)
-        graphs = [self.random.random() < self.chances.graph for _ in range(2)]
-        self.worker.execute(work, graphs=graphs, prepares=kind >= self.chances.skip)
-        self.seen.passes += computes
+        self._execute(work, prepares=kind >= self.chances.skip)
         self.seen.skipped += not computes
+
+    def _quiet_pass(self) -> None:
+        """The engine is busy elsewhere: rows decode on without a batch."""
+        self._execute(self.engine.decode_on(), prepares=True)
+        self.seen.quiet += 1
+
+    def _execute(self, work: Work | None, *, prepares: bool) -> None:
+        graphs = [self.random.random() < self.chances.graph for _ in range(2)]
+        self.worker.execute(work, graphs=graphs, prepares=prepares)
+        self.seen.passes += work is not None
         self.seen.tokens_read += len(work.reads) if work else 0
 
     def _attach(self, tasks: list[Any], step: SwapStep) -> None:

@@ -15,6 +15,7 @@ SHARED = {
     "config",
     "errors",
     "batch_request",
+    "slot_array",
     "swap_message",
     "copy_totals",
     "metric_table",

@@ -27,6 +27,7 @@ Machine& machine() {
 void Machine::reset(uint64_t seed, int queue_depth, bool has_aliases) {
   random_.seed(seed);
   depth_ = static_cast<size_t>(queue_depth);
+  patience_ = seed % 3 == 0 ? 240 : 24;
   streams_.clear();
   is_running_ = false;
   events_.clear();
@@ -200,7 +201,7 @@ bool Machine::can_run(const Stream& stream) const {
 // Streams run by priorities that last for a while: one that is far behind finds more than a fair turn for everybody.
 bool Machine::tick() {
   if (is_running_) return false;
-  if (priority_.size() != streams_.size() || random(24) == 0) shuffle();
+  if (priority_.size() != streams_.size() || random(patience_) == 0) shuffle();
   for (const uint64_t handle : priority_) {
     Stream& stream = streams_.at(handle);
     if (can_run(stream)) return run_turn(stream), true;

@@ -115,6 +115,7 @@ class Machine {
 
   std::mt19937_64 random_;
   size_t depth_ = 64;
+  uint64_t patience_ = 24;   // turns until other streams go first, on average
   bool is_running_ = false;  // a kernel's body: it must not come back here for more
   uint64_t next_handle_ = 0x7700, clock_ = 0;
   Result sticky_ = kSuccess;

@@ -9,8 +9,10 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from ...metadata import CopyPath
 from ...metric_table import (
     COPY_OP,
+    COPY_PATH,
     STORAGE_BUCKETS_S,
     STORAGE_LATENCY,
     TABLE,
@@ -64,12 +66,21 @@ class Snapshot:
 class Metrics:
     """The registry. What is observed may be observed from any thread."""
 
-    def __init__(self, snapshot: Callable[[], Snapshot], *, copy_ops: Mapping[str, str] | None = None) -> None:
-        """`copy_ops`: name of the implementation behind every copy op of the worker."""
+    def __init__(
+        self,
+        snapshot: Callable[[], Snapshot],
+        *,
+        copy_ops: Mapping[str, str] | None = None,
+        copy_paths: Iterable[CopyPath] = (),
+    ) -> None:
+        """`copy_ops`: name of the implementation behind every copy op of the worker. `copy_paths`: how it copies."""
         self._registry = CollectorRegistry()
-        live = Gauge(COPY_OP.full_name, COPY_OP.help, ["op", "implementation"], registry=self._registry)
+        live = Gauge(COPY_OP.full_name, COPY_OP.help, COPY_OP.label_names, registry=self._registry)
         for op, implementation in (copy_ops or {}).items():
             live.labels(op, implementation).set(1)
+        paths = Gauge(COPY_PATH.full_name, COPY_PATH.help, COPY_PATH.label_names, registry=self._registry)
+        for path in copy_paths:
+            paths.labels(*path, WORKER_RANK).set(0 if path.left else 1)
         self._registry.register(_SnapshotCollector(snapshot))
         self._first_token = Histogram(
             TIME_TO_FIRST_TOKEN.full_name, TIME_TO_FIRST_TOKEN.help, buckets=TTFT_BUCKETS, registry=self._registry
@@ -78,7 +89,7 @@ class Metrics:
         self._storage = Histogram(
             STORAGE_LATENCY.full_name,
             STORAGE_LATENCY.help,
-            ["operation"],
+            STORAGE_LATENCY.label_names,
             buckets=STORAGE_BUCKETS_S,
             registry=self._registry,
         )

@@ -22,7 +22,7 @@ import zmq
 
 from ...batch_request import BatchRequest
 from ...errors import ConfigError, WorkerDiedError
-from ...metadata import TransferReport
+from ...metadata import CopyPath, TransferReport
 from ...model.step import StepResult
 from ...storage.backends import make_link
 from ...storage.engine.link import StorageLink
@@ -117,6 +117,7 @@ class ProcessWorkerClient:
         """To the worker's storage agent, if there is storage."""
         self.ops: dict[str, str] = {}
         """Name of the implementation behind every copy op of the worker."""
+        self.copy_paths: tuple[CopyPath, ...] = ()
         try:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
@@ -126,7 +127,8 @@ class ProcessWorkerClient:
             self._wait_until_connected(self._process)
             # The names have served: from here on not even a SIGKILL leaves files behind.
             self._remove_directory()
-            self.ops = self._expect(self._process, WorkerReady).ops
+            ready = self._expect(self._process, WorkerReady)
+            self.ops, self.copy_paths = ready.ops, ready.paths
             self._is_ready = True
         except BaseException:
             self.close()

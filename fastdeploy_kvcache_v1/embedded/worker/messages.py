@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...batch_request import BatchRequest
+from ...metadata import CopyPath
 from ...model.step import StepTask
 from ...swap_message import SwapDecoder, SwapEncoder, SwapMessage
 
@@ -42,6 +43,8 @@ class WorkerReady:
     pid: int
     ops: dict[str, str] = field(default_factory=dict)
     """Name of the implementation behind every copy op, as `ops.live()` says."""
+    paths: tuple[CopyPath, ...] = ()
+    """How it copies, as `ops.copy_paths()` says."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
         message = str(error) if is_user_error else f"the worker cannot start: {error!r}"
         _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
         return 1
-    _send(results, WorkerReady(os.getpid(), ops.live()))
+    _send(results, WorkerReady(os.getpid(), ops.live(), ops.copy_paths("cpu")))
     try:
         _loop(runner, tasks, results, lambda: _show_copies(controller, board))
         controller.drain(DRAIN_TIMEOUT_S)

@@ -14,6 +14,7 @@ from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.worker.worker_base import WorkerBase
 
 from ...errors import ConfigError
+from ...worker import ops
 from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
 from ..copy_report import socket_path
@@ -54,6 +55,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         reporter = CopyReporter(
             socket_path(int(self.parallel_config.local_engine_worker_queue_port)),
             int(self.parallel_config.tensor_parallel_rank),
+            lambda: ops.copy_paths("cpu"),
         )
         self.model_runner = CpuModelRunner(
             config,

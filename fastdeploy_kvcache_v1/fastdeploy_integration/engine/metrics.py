@@ -7,9 +7,11 @@ from collections import defaultdict
 from functools import lru_cache
 from typing import Any
 
-from ...metric_table import STORAGE_BUCKETS_S, STORAGE_LATENCY, Kind, Metric, Source, rows
+from ...metadata import CopyPath
+from ...metric_table import COPY_PATH, STORAGE_BUCKETS_S, STORAGE_LATENCY, Kind, Metric, Source, rows
 from ...storage.engine.tier import StorageTier
 from ...trace_recorder import TraceRecorder
+from ..copy_report import CopyReport
 from .adapter import PrefixCacheAdapter
 from .copy_reports import CopyReports
 
@@ -73,7 +75,15 @@ def storage_latency() -> Any:
     from prometheus_client import Histogram
 
     name, text = STORAGE_LATENCY.full_name, STORAGE_LATENCY.help
-    return Histogram(name, text, ["operation"], buckets=STORAGE_BUCKETS_S)
+    return Histogram(name, text, STORAGE_LATENCY.label_names, buckets=STORAGE_BUCKETS_S)
+
+
+@lru_cache(maxsize=1)
+def copy_path() -> Any:
+    """Of this process: which ways of copying live. Several engines of one server show the same."""
+    from prometheus_client import Gauge
+
+    return Gauge(COPY_PATH.full_name, COPY_PATH.help, COPY_PATH.label_names, multiprocess_mode="livemax")
 
 
 def observe_storage(operation: str, seconds: float) -> None:
@@ -89,6 +99,8 @@ class CacheMetricsPublisher:
         self._exported = exported()
         self._published: dict[Metric, float] = {}
         self._published_copies: defaultdict[str, dict[Metric, float]] = defaultdict(dict)
+        self._shown_paths: dict[int, tuple[CopyPath, ...]] = {}
+        """By rank."""
         self.reports: CopyReports | None = None
         """What worker processes say; None until there is a way back from them."""
         self.storage: StorageTier | None = None
@@ -116,3 +128,15 @@ class CacheMetricsPublisher:
         for report in reports.latest():
             shown = self._published_copies[report.worker]  # a process that took over a rank counts from 0 again
             self._exported.publish(Source.COPIES, report.copies, shown, rank=str(report.rank))
+            self._publish_paths(report)
+
+    def _publish_paths(self, report: CopyReport) -> None:
+        """A path that left, or another process of the rank lacks, stays in sight with the value 0."""
+        before = self._shown_paths.get(report.rank, ())
+        if report.paths == before:
+            return
+        for path in {*before} - {*report.paths}:
+            copy_path().labels(*path, str(report.rank)).set(0)
+        for path in report.paths:
+            copy_path().labels(*path, str(report.rank)).set(0 if path.left else 1)
+        self._shown_paths[report.rank] = report.paths

@@ -6,12 +6,13 @@ import contextlib
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
 from ...copy_totals import RankCopies
-from ...metadata import CacheLevel, PassProgress, TransferReport, TransferResult
+from ...metadata import CacheLevel, CopyPath, PassProgress, TransferReport, TransferResult
 from ...timings import LoadTime, PrefillTime, Timings
 from ..copy_report import CopyReport
 
@@ -33,8 +34,10 @@ class CopyReporter:
     process may fork before.
     """
 
-    def __init__(self, path: Path, rank: int) -> None:
+    def __init__(self, path: Path, rank: int, paths: Callable[[], tuple[CopyPath, ...]] = tuple) -> None:
+        """`paths` tells in which ways the worker copies now."""
         self._path = path
+        self._paths = paths
         self._rank = rank
         self._worker = f"{os.getpid()}-{time.time_ns()}"
         self._number = 0
@@ -50,11 +53,12 @@ class CopyReporter:
 
     def tell(self, report: TransferReport) -> None:
         """Take over `report`. Costs nothing in the steps, nearly all, in which no copy ended; what only passes took
-        waits for a report that says more.
+        waits for a report that says more. The first one says how the worker copies, whatever else it has to say.
         """
         self._copies.add(report)
         self._prefills.extend(report.prefills)
-        if not report.transfers and report.ended_through <= self._ended_through and report.passes is None:
+        has_news = report.transfers or report.ended_through > self._ended_through or report.passes is not None
+        if not has_news and (self._number or not self._paths()):
             return
         self._passes = report.passes or self._passes
         self._ended_through = max(self._ended_through, report.ended_through)
@@ -68,7 +72,7 @@ class CopyReporter:
         steps = self._ended_through, self._unlisted_through, self._passes
         timings = Timings(tuple(self._loads), tuple(self._prefills))
         untold = tuple(self._untold), *steps, timings
-        message = CopyReport(self._rank, self._worker, self._number, self._copies, *untold).dumps()
+        message = CopyReport(self._rank, self._worker, self._number, self._copies, *untold, self._paths()).dumps()
         self._number += 1
         with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers
             self._socket.send(message, zmq.NOBLOCK)

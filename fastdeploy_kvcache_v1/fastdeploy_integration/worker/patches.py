@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...worker import ops
 from ...worker.runtime import CudaRuntime, Runtime
 from .. import settings
 from ..backends import DSA, MLA, cache_backend
@@ -40,7 +41,11 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
     from fastdeploy import envs
 
     cache, ranks = config.cache_config, config.parallel_config
-    reporter = CopyReporter(socket_path(int(ranks.local_engine_worker_queue_port)), int(ranks.tensor_parallel_rank))
+    reporter = CopyReporter(
+        socket_path(int(ranks.local_engine_worker_queue_port)),
+        int(ranks.tensor_parallel_rank),
+        lambda: ops.copy_paths("cuda"),
+    )
     _worker_cache = WorkerCache(
         num_host_blocks=int(cache.num_cpu_blocks or 0) if cache.enable_prefix_caching else 0,
         block_size=int(cache.block_size),

@@ -10,46 +10,57 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from ...worker.ops.rows import ranges
 from ...worker.slot_set import SlotSet, bitmap
 from ..task_kind import TaskKind
 from ..transport import RunningRow
 
+Numbers = npt.NDArray[np.int64]
+
 _UNKNOWN_LENGTH = 1 << 40
 """Longer than any table."""
 
+_ENDED = -1
+"""Instead of a length: the engine does not name the row any more."""
+
+_START, _END, _CHUNK_PASS, _LOW, _BLOCKS = range(5)
+"""What is known of a row's length, as places in `RunningTables._numbers`. Positions are tokens from the start of the
+sequence.
+
+Its chunk is `[start, end)`, which pass number `chunk_pass` computes; the row decodes after it, or rests. After the
+chunk no pass writes before `low` any more. Its table has so many blocks.
+"""
+
 
 class _Row:
-    """One row of the batch. Positions are tokens from the start of the sequence."""
+    """The block table of one row of the batch."""
 
-    __slots__ = ("chunk_pass", "end", "extended", "low", "slots", "start", "table")
+    __slots__ = ("extended", "slots", "table")
 
-    def __init__(self, table: list[int], start: int, end: int, chunk_pass: int) -> None:
+    def __init__(self, table: list[int]) -> None:
         self.table = table
         self.slots = bitmap(table)
-        self.start = start
-        self.end = end
-        """Its chunk is `[start, end)`."""
-        self.chunk_pass = chunk_pass
-        """Number of the pass that computes the chunk; the row decodes after it, or rests."""
-        self.low = end
-        """After the chunk: no pass writes before this position any more."""
         self.extended = 0
         """Slots of an extend task, as a bitmap."""
 
-    def take(self, table: list[int]) -> bool:
-        """FastDeploy gives a longer table whole; what it keeps of the old one is not looked at again. False when it
-        keeps nothing of it."""
+    def take(self, table: list[int]) -> int:
+        """FastDeploy gives a longer table whole. Returns how many blocks of the old one it begins with: all or 0."""
         known = len(self.table)
-        is_longer = table[:known] == self.table
-        self.slots = self.slots | bitmap(table[known:]) if is_longer else bitmap(table)
+        if table[:known] != self.table:
+            known = 0
+        self.slots = (self.slots if known else 0) | bitmap(table[known:])
         self.table = table
-        return is_longer
+        return known
 
 
 class RunningTables:
     """Block tables and lengths of the rows of the running batch. Not thread-safe.
 
     `draft_tokens`: how many tokens a pass may write beyond the one it is sure of; 0 without speculative decoding.
+    What every pass asks is kept in arrays, so that it costs some microseconds and not some for each row.
     """
 
     def __init__(self, block_size: int, draft_tokens: int = 0) -> None:
@@ -61,6 +72,10 @@ class RunningTables:
         self._reach = 2 * draft_tokens + 3 if draft_tokens else 1
         self._reach_back = self._tokens_per_pass if draft_tokens else 0
         self._rows: dict[int, _Row] = {}
+        self._numbers: Numbers = np.zeros((5, 0), np.int64)
+        """One column per row of the batch, see `_START`."""
+        self._tables: Numbers = np.zeros((0, 0), np.int64)
+        """`[row, block]`: slots; behind a row's table anything."""
         self._num_passes = 0
         self._read: int | None = 0
         self._written: SlotSet | None = None
@@ -73,27 +88,41 @@ class RunningTables:
             kind = task.task_type.value
             if kind == TaskKind.DECODE:  # the most frequent one: a row that goes on reads more than before
                 row = self._row(task.idx)
-                if row.take([int(slot) for slot in task.block_tables]) and self._read is not None:
-                    self._read |= row.slots
-                else:
-                    self._read = None
+                known = row.take(list(map(int, task.block_tables)))
+                self._keep(task.idx, row.table, known)
+                self._read = self._read | row.slots if known and self._read is not None else None
                 continue
             self._read = None
             if kind == TaskKind.PREFILL:
-                table = [int(slot) for slot in task.block_tables]
-                self._rows[task.idx] = _Row(table, task.prefill_start_index, task.prefill_end_index, self._num_passes)
+                table = list(map(int, task.block_tables))
+                start, end = task.prefill_start_index, task.prefill_end_index
+                self._begin(task.idx, table, start=start, end=end, low=end)
             elif kind == TaskKind.EXTEND:
-                self._row(task.idx).extended |= bitmap([int(slot) for slot in task.extend_block_tables])
+                self._row(task.idx).extended |= bitmap(list(map(int, task.extend_block_tables)))
             else:
                 self._rows.pop(task.idx, None)
 
     def _row(self, index: int) -> _Row:
         """Of one that was never announced nothing is known but its table."""
-        row = self._rows.get(index)
-        if row is None:
-            row = self._rows[index] = _Row([], 0, _UNKNOWN_LENGTH, self._num_passes)
-            row.low = 0
-        return row
+        if index not in self._rows:
+            self._begin(index, [], start=0, end=_UNKNOWN_LENGTH, low=0)
+        return self._rows[index]
+
+    def _begin(self, index: int, table: list[int], *, start: int, end: int, low: int) -> None:
+        self._rows[index] = _Row(table)
+        self._keep(index, table, 0)
+        self._numbers[:_BLOCKS, index] = start, end, self._num_passes, low
+
+    def _keep(self, index: int, table: list[int], known: int) -> None:
+        """The arrays' part of a table whose first `known` blocks they have."""
+        num_rows, num_blocks = self._tables.shape
+        if index >= num_rows or len(table) > num_blocks:
+            more_rows = max(0, 2 * (index + 1) - num_rows) if index >= num_rows else 0
+            more_blocks = max(0, 2 * len(table) - num_blocks) if len(table) > num_blocks else 0
+            self._numbers = np.pad(self._numbers, ((0, 0), (0, more_rows)))
+            self._tables = np.pad(self._tables, ((0, more_rows), (0, more_blocks)))
+        self._tables[index, known : len(table)] = table[known:]
+        self._numbers[_BLOCKS, index] = len(table)
 
     def hear(self, running: Iterable[RunningRow]) -> None:
         """What the engine knew of its rows when it sent the batch that was just taken: a row that is missing has ended
@@ -102,37 +131,42 @@ class RunningTables:
         What it says is older than a chunk that this very batch brought.
         """
         self._written = None
+        rows = self._indices()
+        settled = rows[self._numbers[_CHUNK_PASS, rows] < self._num_passes]
         lengths = dict(running)
-        settled = {index: row for index, row in self._rows.items() if self._num_passes > row.chunk_pass}
-        for index, row in settled.items():
-            if index in lengths:
-                row.low = max(row.low, min(lengths[index] - 1, self._high(row)))
-            else:
-                del self._rows[index]
-                self._read = None
+        heard = np.array([lengths.get(index, _ENDED) for index in settled.tolist()], np.int64)
+        _, end, chunk_pass, low, _ = self._numbers[:, settled]
+        self._numbers[_LOW, settled] = np.maximum(low, np.minimum(heard - 1, self._high(end, chunk_pass)))
+        for index in settled[heard == _ENDED].tolist():
+            del self._rows[index]
+            self._read = None
 
     def pass_submitted(self) -> None:
         """A pass is on the compute stream."""
         self._num_passes += 1
         self._written = None
 
-    def _high(self, row: _Row) -> int:
-        """The highest position at which the next pass may start to write a row whose chunk has run."""
-        return row.end + (self._num_passes - row.chunk_pass - 1) * self._tokens_per_pass
+    def _indices(self) -> Numbers:
+        return np.fromiter(self._rows, np.int64, len(self._rows))
+
+    def _high(self, end: Numbers, chunk_pass: Numbers) -> Numbers:
+        """The highest positions at which the next pass may start to write rows whose chunks have run."""
+        return end + (self._num_passes - 1 - chunk_pass) * self._tokens_per_pass
 
     def written(self) -> SlotSet:
         """Slots that the next pass may write. O(rows, and blocks between what is known of a row's length)."""
         if self._written is None:
-            size, back, slots, extended = self._block_size, self._reach_back, list[int](), 0
+            rows = self._indices()
+            start, end, chunk_pass, low, num_blocks = self._numbers[:, rows]
+            has_chunk = chunk_pass == self._num_passes
+            first = np.where(has_chunk, start, low) - self._reach_back
+            stop = np.where(has_chunk, end - 1, self._high(end, chunk_pass)) + self._reach
+            first_block = np.maximum(first, 0) // self._block_size
+            counts = np.maximum(np.minimum(-(-stop // self._block_size), num_blocks) - first_block, 0)
+            slots = bitmap(self._tables[np.repeat(rows, counts), ranges(first_block, counts)])
             for row in self._rows.values():
-                if self._num_passes == row.chunk_pass:
-                    first, end = row.start, row.end + self._reach - 1
-                else:
-                    first, end = row.low, self._high(row) + self._reach
-                slots += row.table[(first - back if first > back else 0) // size : -(-end // size)]
-                if row.extended:
-                    extended |= row.extended
-            self._written = SlotSet(bitmap(slots) | extended)
+                slots |= row.extended
+            self._written = SlotSet(slots)
         return self._written
 
     def read(self) -> SlotSet:

@@ -20,7 +20,7 @@ class OpenCopies:
     def __init__(self, num_ranks: int) -> None:
         self._ended_through = [-1] * num_ranks
         self._told = -1
-        self._open: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._open: OrderedDict[int, Sequence[int]] = OrderedDict()
         """Host slots that copies of a step fill, by step, until all ranks have ended it. None if a copy failed."""
         self._last_filled: dict[int, int] = {}
         """Which step was the last to fill a host slot."""

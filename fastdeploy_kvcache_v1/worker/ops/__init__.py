@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ...errors import CacheStateError, ConfigError
+from ...metadata import CopyPath
 from . import cupy_copies, host_memory, landing, library, numpy_twin, queues
 from .compiled import CompiledOps
 from .host_memory import HostBuffer, host_alloc_shared, keep_to_this_process
@@ -27,6 +28,7 @@ __all__ = [
     "Implementation",
     "Landing",
     "LayerRows",
+    "copy_paths",
     "host_alloc",
     "host_alloc_shared",
     "host_free",
@@ -161,7 +163,24 @@ def landed() -> Landing | None:
     return _landed
 
 
-def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[CopyRun], *, stream: int = 0) -> None:
+def copy_paths(platform: str) -> tuple[CopyPath, ...]:
+    """Which ways copies between device and host take on `platform`, `cpu` or `cuda`, and which were left. Empty on a
+    GPU before `land`."""
+    if platform == "cpu":
+        return tuple(CopyPath(direction, live()[f"{op}.cpu"]) for direction, op in _OP_OF_DIRECTION.items())
+    if _landed is None:
+        return ()
+    if COMPILED is None or not _landed.works:
+        return _landed.paths(_landed.live)
+    return _landed.paths({path.name.lower() for path in COMPILED.cuda_paths})
+
+
+_OP_OF_DIRECTION = {"in": "swap_cache_per_layer", "out": "swap_cache_all_layers"}
+
+
+def swap_cache_per_layer(
+    targets: Sequence[BlockRows], sources: Sequence[BlockRows], runs: Sequence[CopyRun], *, stream: int = 0
+) -> None:
     """Copy `runs` (from `plan_runs`) of one layer, all roles.
 
     On CPU memory the copy has happened on return, or is enqueued on the queue whose id `stream` is; the twin has no
@@ -169,22 +188,25 @@ def swap_cache_per_layer(targets: LayerRows, sources: LayerRows, runs: Sequence[
     must outlive an enqueued copy. Raises `CacheStateError`, nothing copied, when the two sides do not fit each other or
     the runs. Runs must not overlap a copy that another thread makes.
     """
-    runs = CopyRuns.of(runs)
-    _check_fit(targets, sources, runs)
-    _LIVE["swap_cache_per_layer", _platform(targets, sources)].run(targets, sources, runs, stream)
+    to, of, runs = LayerRows.of(targets), LayerRows.of(sources), CopyRuns.of(runs)
+    _check_fit(to, of, runs)
+    _LIVE["swap_cache_per_layer", _platform(to, of)].run(to, of, runs, stream)
 
 
 def swap_cache_all_layers(
-    targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[CopyRun], *, stream: int = 0
+    targets: Sequence[Sequence[BlockRows]],
+    sources: Sequence[Sequence[BlockRows]],
+    runs: Sequence[CopyRun],
+    *,
+    stream: int = 0,
 ) -> None:
     """As `swap_cache_per_layer`, for every layer."""
     if len(targets) != len(sources) or not targets:
         raise CacheStateError(f"a swap needs the same layers on both sides, got {len(sources)} and {len(targets)}")
-    runs = CopyRuns.of(runs)
-    for layer_targets, layer_sources in zip(targets, sources, strict=True):
-        _check_fit(layer_targets, layer_sources, runs)
-    platform = _platform(targets[0], sources[0])
-    _LIVE["swap_cache_all_layers", platform].run(targets, sources, runs, stream)
+    to, of, runs = [*map(LayerRows.of, targets)], [*map(LayerRows.of, sources)], CopyRuns.of(runs)
+    for layer_to, layer_of in zip(to, of, strict=True):
+        _check_fit(layer_to, layer_of, runs)
+    _LIVE["swap_cache_all_layers", _platform(to[0], of[0])].run(to, of, runs, stream)
 
 
 def host_alloc(nbytes: int, *, numa_node: int = -1) -> HostBuffer:
@@ -202,25 +224,20 @@ def host_free(buffer: HostBuffer) -> None:
 
 
 def _platform(targets: LayerRows, sources: LayerRows) -> str:
-    return "cuda" if targets[0].on_gpu or sources[0].on_gpu else "cpu"
+    return "cuda" if targets.on_gpu or sources.on_gpu else "cpu"
 
 
 def _check_fit(targets: LayerRows, sources: LayerRows, runs: CopyRuns) -> None:
-    """Plain loops: this runs per layer, on the thread that computes."""
-    if len(targets) != len(sources) or not targets:
+    """Runs per layer, on the thread that computes."""
+    if targets.row_bytes != sources.row_bytes or not targets:
         raise CacheStateError("a swap needs the same roles of the same size on both sides")
-    to_gpu, of_gpu = targets[0].on_gpu, sources[0].on_gpu
-    source_end, target_end = (runs.source_end, runs.target_end) if runs else (0, 0)
-    for to, of in zip(targets, sources, strict=True):
-        if to.row_bytes != of.row_bytes:
-            raise CacheStateError("a swap needs the same roles of the same size on both sides")
-        if to.on_gpu is not to_gpu or of.on_gpu is not of_gpu:
-            raise CacheStateError("the roles of one side of a swap must be in one kind of memory")
-        if source_end > of.num_rows:
-            raise CacheStateError(f"a swap reads row {source_end - 1} of {of.num_rows}")
-        if target_end > to.num_rows:
-            raise CacheStateError(f"a swap writes row {target_end - 1} of {to.num_rows}")
-    if to_gpu and of_gpu:
+    if targets.on_gpu and sources.on_gpu:
         raise CacheStateError("a swap copies between GPU and host memory, not between two places on the GPU")
-    if runs and runs.lowest < 0:
+    if not runs:
+        return
+    if runs.source_end > sources.num_rows:
+        raise CacheStateError(f"a swap reads row {runs.source_end - 1} of {sources.num_rows}")
+    if runs.target_end > targets.num_rows:
+        raise CacheStateError(f"a swap writes row {runs.target_end - 1} of {targets.num_rows}")
+    if runs.lowest < 0:
         raise CacheStateError(f"a swap has a negative row: {runs.lowest}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from .compiled import CompiledOps, Costs, Path
 from .host_memory import HostBuffer
-from .rows import BlockRows, CopyRun, CopyRuns
+from .rows import BlockRows, CopyRun, CopyRuns, LayerRows
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,9 @@ def _measure(
     beside = BlockRows(scratch + BYTES, SLOTS, ROW_BYTES, ROW_BYTES)  # as if it were the host's
 
     def timed(path: Path, runs: CopyRuns, to: BlockRows = target) -> Timing:
+        targets, sources = LayerRows([to]), LayerRows([source])
         copy = compiled.swap_cache_per_layer
-        return best_time(cupy, stream, lambda: copy((to,), (source,), runs, int(stream.ptr), path))
+        return best_time(cupy, stream, lambda: copy(targets, sources, runs, int(stream.ptr), path))
 
     table, shape, found = compiled.costs(to_device=to_device), shapes(), {}
     some = COPIES * ROW_BYTES

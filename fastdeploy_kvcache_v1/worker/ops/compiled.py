@@ -6,14 +6,13 @@ import ctypes
 import weakref
 from collections.abc import Collection, Sequence
 from enum import IntEnum
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from .host_memory import HostBuffer
 from .library import Library
-from .rows import BlockRows, CopyRun, CopyRuns, LayerRows
+from .rows import CopyRun, CopyRuns, LayerRows
 
 
 class Path(IntEnum):
@@ -75,7 +74,7 @@ class CompiledOps:
     def swap_cache_per_layer(
         self, targets: LayerRows, sources: LayerRows, runs: Sequence[CopyRun], stream: int, path: Path = Path.AUTO
     ) -> None:
-        self._copy(targets, sources, runs, stream, path)
+        self._copy([targets], [sources], runs, stream, path)
 
     def swap_cache_all_layers(
         self,
@@ -85,21 +84,22 @@ class CompiledOps:
         stream: int,
         path: Path = Path.AUTO,
     ) -> None:
-        self._copy(list(chain.from_iterable(targets)), list(chain.from_iterable(sources)), runs, stream, path)
+        self._copy(targets, sources, runs, stream, path)
 
     def _copy(
         self,
-        targets: Sequence[BlockRows],
-        sources: Sequence[BlockRows],
+        targets: Sequence[LayerRows],
+        sources: Sequence[LayerRows],
         runs: Sequence[CopyRun],
         stream: int,
         path: Path,
     ) -> None:
         to, of = _descriptors(targets), _descriptors(sources)
         plan = self.plan(runs)
-        rows = (to.ctypes.data, of.ctypes.data, len(targets), plan.handle)
-        if targets[0].on_gpu or sources[0].on_gpu:
-            self.library.call("kvswap_cuda_copy", *rows, int(targets[0].on_gpu), int(path), stream)
+        rows = (to.ctypes.data, of.ctypes.data, len(to), plan.handle)
+        to_device = targets[0][0].on_gpu
+        if to_device or sources[0][0].on_gpu:
+            self.library.call("kvswap_cuda_copy", *rows, int(to_device), int(path), stream)
         elif stream:
             self.library.call("kvswap_queue_copy", stream, *rows, int(path))
         else:
@@ -149,6 +149,7 @@ class CompiledOps:
         return HostBuffer(memory)
 
 
-def _descriptors(rows: Sequence[BlockRows]) -> npt.NDArray[np.int64]:
-    """An array of `kvswap_rows`."""
-    return np.array([(row.address, row.num_rows, row.row_bytes, row.pitch) for row in rows], dtype=np.int64)
+def _descriptors(layers: Sequence[LayerRows]) -> npt.NDArray[np.int64]:
+    """An array of `kvswap_rows`: of every layer, of every role."""
+    each = [LayerRows.of(layer).descriptors for layer in layers]
+    return each[0] if len(each) == 1 else np.concatenate(each)

@@ -10,17 +10,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...errors import ConfigError
+from ...metadata import CopyPath
 from . import calibration
 from .compiled import CUDA_PATHS, CompiledOps, Path
 from .host_memory import HostBuffer, host_alloc
-from .rows import BlockRows, CopyRun, CopyRuns
+from .rows import BlockRows, CopyRun, CopyRuns, LayerRows
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ BROKEN_BATCHES = frozenset({"580.159.04"})
 
 _PORTABLE_AND_MAPPED = 3
 """Flags of cudaHostRegister, as the pool has them."""
+
+_LATER = "it was refused by the driver after it had been tried"
 
 ROW_BYTES = 16 << 10
 SLOTS = 8
@@ -75,6 +78,17 @@ class Landing:
     def works(self) -> bool:
         """A path of the compiled core lives; CuPy copies run by run, which is slow for scattered blocks."""
         return self.live != (CUPY,)
+
+    def paths(self, usable: Collection[str]) -> tuple[CopyPath, ...]:
+        """In both directions. Of those that live only `usable` ones still do; where none does, copies go by runs."""
+        ways = {name: "" if name in usable else _LATER for name in self.live} | dict(self.left)
+        found = []
+        for direction, unfit in (("in", Path.STAGED.name.lower()), ("out", "")):
+            possible = {name: reason for name, reason in ways.items() if name != unfit}
+            if all(possible.values()):
+                possible[Path.RUNS.name.lower()] = ""
+            found += [CopyPath(direction, name, reason) for name, reason in possible.items()]
+        return tuple(found)
 
     def describe(self) -> str:
         """One line: what lives, what was left and why, and the constants."""
@@ -213,7 +227,7 @@ def _round_trip(cupy: Any, compiled: CompiledOps, path: Path, memory: _Memory) -
         [(memory.device_rows, memory.host_rows, into), (memory.host_rows, memory.device_rows, out)]
     ):
         by = Path.KERNEL if path is Path.STAGED and number == 0 else path
-        compiled.swap_cache_per_layer(tuple(targets), tuple(sources), runs, int(stream.ptr), by)
+        compiled.swap_cache_per_layer(LayerRows(targets), LayerRows(sources), runs, int(stream.ptr), by)
         if not _arrives(cupy, stream):
             return f"a copy of one block was not done within {TIME_LIMIT_S:.0f} s"
         if number == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, overload
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CacheStateError, ConfigError
+from ...slot_array import SlotArray
 
 ByteRows = npt.NDArray[np.uint8]
 
@@ -53,8 +54,35 @@ class BlockRows:
         return np.lib.stride_tricks.as_strided(flat, (self.num_rows, self.row_bytes), (self.pitch, 1))
 
 
-LayerRows = tuple[BlockRows, ...]
-"""The rows of one layer, one entry per role, in role order."""
+class LayerRows(tuple[BlockRows, ...]):
+    """The rows of one layer, one entry per role, in role order. Immutable; what copies ask of it is found out once."""
+
+    @classmethod
+    def of(cls, rows: Iterable[BlockRows]) -> LayerRows:
+        return rows if isinstance(rows, LayerRows) else cls(rows)
+
+    @cached_property
+    def num_rows(self) -> int:
+        """So many rows has every role. At least one role."""
+        return min(row.num_rows for row in self)
+
+    @cached_property
+    def row_bytes(self) -> tuple[int, ...]:
+        """By role."""
+        return tuple(row.row_bytes for row in self)
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Raises `CacheStateError` where some roles are on the GPU and some are not."""
+        places = {row.on_gpu for row in self}
+        if len(places) > 1:
+            raise CacheStateError("the roles of one side of a swap must be in one kind of memory")
+        return True in places
+
+    @cached_property
+    def descriptors(self) -> npt.NDArray[np.int64]:
+        """A `kvswap_rows` of `kvswap.h` for each role."""
+        return np.array([(row.address, row.num_rows, row.row_bytes, row.pitch) for row in self], np.int64)
 
 
 def tensor_rows(tensor: Any, *, num_rows: int, row_bytes: int) -> BlockRows:
@@ -91,17 +119,22 @@ class CopyRun(NamedTuple):
 
 Prepared = TypeVar("Prepared")
 
+_Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Every row that is read, every row that is written."""
+
 
 class CopyRuns(Sequence[CopyRun]):
     """Runs as a table, so that no op looks at them one by one. Immutable."""
 
-    def __init__(self, table: npt.NDArray[np.int64]) -> None:
-        """`table` is int64 `[runs, 3]`, C-contiguous, its columns as in `CopyRun`; it must not change any more."""
+    def __init__(self, table: npt.NDArray[np.int64], rows: _Rows | None = None) -> None:
+        """`table` is int64 `[runs, 3]`, C-contiguous, its columns as in `CopyRun`; it must not change any more. `rows`:
+        `sources` and `targets`, where the caller has them."""
         assert table.dtype == np.int64
         assert table.ndim == 2
         assert table.shape[1] == 3
         assert table.flags.c_contiguous
         self.table = table
+        self._given_rows = rows
         self._prepared: dict[Callable[[CopyRuns], Any], Any] = {}
 
     @classmethod
@@ -149,12 +182,19 @@ class CopyRuns(Sequence[CopyRun]):
     @property
     def sources(self) -> npt.NDArray[np.int64]:
         """Every row that is read, int64 `[blocks]`."""
-        return _rows_of(self.table[:, 0], self.table[:, 2])
+        return self._rows[0]
 
     @property
     def targets(self) -> npt.NDArray[np.int64]:
         """Every row that is written, int64 `[blocks]`."""
-        return _rows_of(self.table[:, 1], self.table[:, 2])
+        return self._rows[1]
+
+    @cached_property
+    def _rows(self) -> _Rows:
+        if self._given_rows is not None:
+            return self._given_rows
+        sources, targets, counts = self.table.T
+        return ranges(sources, counts), ranges(targets, counts)
 
     def prepared(self, prepare: Callable[[CopyRuns], Prepared]) -> Prepared:
         """`prepare(self)`, made once: every layer of a swap-in uses the same runs."""
@@ -164,7 +204,8 @@ class CopyRuns(Sequence[CopyRun]):
         return made
 
 
-def _rows_of(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def ranges(firsts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The numbers of `[firsts[i], firsts[i] + counts[i])`, one range behind the other, int64."""
     ends = np.cumsum(counts)
     return np.repeat(firsts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
 
@@ -173,29 +214,40 @@ def plan_runs(sources: Sequence[int], targets: Sequence[int], *, num_sources: in
     """Validate a slot list and coalesce it: the fewest runs that copy `sources[i]` to `targets[i]`.
 
     Raises `CacheStateError`, before anything was touched, for unequal lengths, ids out of range, or a target that
-    is written twice. O(n log n); the runs come in the order of their sources.
+    is written twice. O(n log n), and a byte per target row; the runs come in the order of their sources.
     """
     if len(sources) != len(targets):
         raise CacheStateError(f"a copy needs one target per source, got {len(sources)} and {len(targets)}")
     if not sources:
         return CopyRuns(np.empty((0, 3), np.int64))
     source, target = _slot_array("source", sources, num_sources), _slot_array("target", targets, num_targets)
-    written = np.sort(target)
-    if (written[1:] == written[:-1]).any():
+    is_written = np.zeros(num_targets, np.bool_)
+    is_written[target] = True
+    if np.count_nonzero(is_written) < len(target):
         raise CacheStateError(f"a copy writes a target slot twice: {sorted(targets)}")
     pairs = np.sort(source * num_targets + target)  # one key sorts several times as fast as two
     source, target = np.divmod(pairs, num_targets)
-    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    counts = np.diff(np.concatenate((starts, [source.size])))
-    return CopyRuns(np.ascontiguousarray(np.stack((source[starts], target[starts], counts), axis=1)))
+    is_first = np.ones(len(source) + 1, np.bool_)
+    is_first[1:-1] = (source[1:] != source[:-1] + 1) | (target[1:] != target[:-1] + 1)
+    edges = np.flatnonzero(is_first)
+    starts = edges[:-1]
+    table = np.empty((len(starts), 3), np.int64)
+    table[:, 0], table[:, 1], table[:, 2] = source[starts], target[starts], edges[1:] - starts
+    return CopyRuns(table, (source, target))
 
 
 def _slot_array(what: str, slots: Sequence[int], num_slots: int) -> npt.NDArray[np.int64]:
-    try:  # as NumPy's own conversion, but faster, and it refuses what is no integer
-        numbers = np.frombuffer(array("q", slots), np.int64)
-    except (TypeError, OverflowError):
-        raise CacheStateError(f"{what} slots must be integers, got {slots!r}") from None
+    if isinstance(slots, SlotArray):
+        numbers = np.frombuffer(slots.packed, np.int32).astype(np.int64)
+    else:
+        numbers = _integers(what, slots)
     if numbers.min() < 0 or numbers.max() >= num_slots:
         raise CacheStateError(f"{what} slots must be in [0, {num_slots}), got {min(slots)}..{max(slots)}")
     return numbers
+
+
+def _integers(what: str, slots: Sequence[int]) -> npt.NDArray[np.int64]:
+    try:  # as NumPy's own conversion, but faster, and it refuses what is no integer
+        return np.frombuffer(array("q", slots), np.int64)
+    except (TypeError, OverflowError):
+        raise CacheStateError(f"{what} slots must be integers, got {slots!r}") from None

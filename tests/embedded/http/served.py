@@ -18,6 +18,7 @@ from fastdeploy_kvcache_v1.embedded.intake.intake import Intake
 from fastdeploy_kvcache_v1.embedded.serve import _snapshot
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.metadata import CopyPath
 from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient
@@ -43,7 +44,11 @@ class Server:
         self.worker = ShadowWorkerClient(ShadowWorker(cache))
         self.fatal = []
         core = EngineCore(manager, scheduler, self.worker.send)
-        metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops={"swap_cache_per_layer.cpu": "some"})
+        metrics = Metrics(
+            lambda: _snapshot(manager, scheduler, core),
+            copy_ops={"swap_cache_per_layer.cpu": "some"},
+            copy_paths=[CopyPath("in", "some"), CopyPath("out", "other", "it is slow")],
+        )
         core.observe_first_token = metrics.observe_first_token
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
         self.tokenizer = ByteTokenizer()

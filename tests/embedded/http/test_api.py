@@ -277,6 +277,8 @@ def test_metrics(server):
         "time_to_first_token_seconds_count 2.0",
         'swap_bytes_total{direction="in",rank="0"} 0.0',
         'copy_op{implementation="some",op="swap_cache_per_layer.cpu"} 1.0',
+        'copy_path{direction="in",path="some",rank="0",reason=""} 1.0',
+        'copy_path{direction="out",path="other",rank="0",reason="it is slow"} 0.0',
     ):
         assert f"fastdeploy:kvcache_v1_{line}" in text.splitlines()
 

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.copy_totals import RankCopies
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import CopyReport
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
-from fastdeploy_kvcache_v1.metadata import EVICT, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.metadata import EVICT, CopyPath, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.metric_table import PREFIX, Kind, Source, rows
 from fastdeploy_kvcache_v1.scheduler.cache_stats import CacheStats, Counters
 
@@ -19,6 +19,7 @@ def samples(monkeypatch):
     for kind in ("Counter", "Gauge"):
         monkeypatch.setattr(prometheus_client, kind, partial(getattr(prometheus_client, kind), registry=registry))
     metrics.exported.cache_clear()
+    metrics.copy_path.cache_clear()
     yield lambda: {
         (sample.name.removeprefix(PREFIX), *sorted(sample.labels.items())): sample.value
         for family in registry.collect()
@@ -26,6 +27,7 @@ def samples(monkeypatch):
         if not sample.name.endswith("_created")
     }
     metrics.exported.cache_clear()
+    metrics.copy_path.cache_clear()
 
 
 class CountingManager:
@@ -76,6 +78,35 @@ def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, sam
         for _ in range(2):
             publisher.publish()
         assert samples()["swap_blocks_total", ("direction", "out"), ("rank", "0")] == shown
+
+
+def test_the_ways_of_copying_are_shown_until_others_take_their_place(publisher, samples):
+    """Also those of the process that took over the rank."""
+
+    def shown():
+        return {
+            tuple(value for label, value in labels if label != "rank"): sample
+            for (name, *labels), sample in samples().items()
+            if name == "copy_path"
+        }
+
+    told = []
+    publisher.reports = SimpleNamespace(latest=lambda: told, num_lost=0, num_unreadable=0)
+    told.append(
+        CopyReport(1, "first", 0, RankCopies(), paths=(CopyPath("in", "kernel"), CopyPath("in", "batch", "no")))
+    )
+    publisher.publish()
+    assert shown() == {("in", "kernel", ""): 1, ("in", "batch", "no"): 0}
+    told[:] = [
+        CopyReport(1, "second", 0, RankCopies(), paths=(CopyPath("in", "kernel", "late"), CopyPath("in", "runs")))
+    ]
+    publisher.publish()
+    assert shown() == {
+        ("in", "kernel", ""): 0,
+        ("in", "kernel", "late"): 0,
+        ("in", "batch", "no"): 0,
+        ("in", "runs", ""): 1,
+    }
 
 
 def test_copies_are_told_apart_by_rank_and_direction(samples):

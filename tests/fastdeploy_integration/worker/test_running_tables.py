@@ -1,5 +1,6 @@
 """What a pass may write: against a device that grows its rows by itself, and the single rules by hand."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -166,3 +167,20 @@ def test_blocks_of_an_extend_task_are_named_beside_the_table():
     assert tables.read() == {*TABLE, 40, 41}
     tables.clear()
     assert tables.written() == tables.read() == set()
+
+
+def test_many_rows_and_long_tables_are_kept_apart():
+    tables, rng = RunningTables(SIZE), random.Random(3)
+    slots = rng.sample(range(100_000), 3000)
+    rows = {index: [slots.pop() for _ in range(rng.randint(1, 300))] for index in rng.sample(range(40), 15)}
+    for index, table in rows.items():
+        tables.update([task(TaskKind.PREFILL, table, 0, SIZE * len(table) - 1, index=index)])
+    assert tables.written() == tables.read() == {slot for table in rows.values() for slot in table}
+    tables.pass_submitted()
+    assert tables.written() == {table[-1] for table in rows.values()}
+    shorter = next(index for index, table in rows.items() if len(table) > 2)
+    rows[shorter] = rows[shorter][:1]
+    tables.update([task(TaskKind.PREFILL, rows[shorter], 0, SIZE, index=shorter)])
+    tables.pass_submitted()
+    expected = {table[-1] for index, table in rows.items() if index != shorter}
+    assert tables.written() == expected, "what stood behind a table that became shorter is not its any more"

@@ -108,6 +108,29 @@ assert ops.landed() is landing_, "once per process"
     assert "WARNING" not in output
 
 
+SHOW = """
+for path in ops.copy_paths("cuda"):
+    print(path.direction, path.name, path.left or "lives")
+"""
+
+
+def test_a_worker_tells_which_paths_live_in_which_direction_and_why_others_do_not(machine):
+    output = land(machine, f"assert not ops.copy_paths('cuda')\nfake.batch_fault = 1\nLAND\n{SHOW}")
+    for line in ("in kernel lives", "in runs lives", "out kernel lives", "out staged lives", "out runs lives"):
+        assert line in output.splitlines(), output
+    for direction in ("in", "out"):
+        assert f"\n{direction} batch a block came back with other bytes\n" in output
+    assert "\nin staged" not in output, "it gathers on the device"
+
+
+def test_a_path_that_fails_after_it_was_tried_is_told(machine):
+    output = land(machine, f"LAND\nkernel.set_fault(2)\n{COPY}{SHOW}", FASTDEPLOY_KVCACHE_CUDA_PATH="kernel")
+    for direction in ("in", "out"):
+        assert f"\n{direction} kernel it was refused by the driver after it had been tried\n" in output
+        assert f"\n{direction} batch FASTDEPLOY_KVCACHE_CUDA_PATH says so\n" in output
+        assert f"\n{direction} runs lives\n" in output, "the last resort"
+
+
 FAULTS = {
     "a batch loses a block": ("fake.batch_fault = 1", "kernel staged runs", "batch: a block came back with other"),
     "a batch never returns": ("fake.batch_fault = 2", "kernel staged runs", "batch: a driver call did not return"),
@@ -136,8 +159,10 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_path_that_cannot_be_trusted_is_left(machine, fault):
     how, live, reason = FAULTS[fault]
-    output = land(machine, f"{how}\nLAND\nfake.count_only = 0\n{COPY}")
+    output = land(machine, f"{how}\nLAND\nfake.count_only = 0\n{COPY}{SHOW}")
     assert f"live {live}\n" in output
+    shown = [line.split()[1] for line in output.splitlines() if line.startswith("out ") and line.endswith(" lives")]
+    assert shown == live.split()
     lines = [line for line in output.splitlines() if line.startswith("WARNING") and reason in line]
     assert len(lines) == 1, output
     assert lines[0].startswith("WARNING copies between GPU and host do without the path ")

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
+from fastdeploy_kvcache_v1.slot_array import SlotArray
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, Implementation, plan_runs, tensor_rows
 
@@ -43,6 +44,10 @@ def test_runs_are_the_same_copies(copy):
     runs = plan_runs(sources, targets, num_sources=NUM_SLOTS, num_targets=NUM_SLOTS)
     pairs = [(run.source + i, run.target + i) for run in runs for i in range(run.blocks)]
     assert sorted(pairs) == sorted(zip(sources, targets, strict=True))
+    assert runs.sources.tolist() == [source for source, _ in pairs]
+    assert runs.targets.tolist() == [target for _, target in pairs]
+    packed = SlotArray.of(sources), SlotArray.of(targets)
+    assert plan_runs(*packed, num_sources=NUM_SLOTS, num_targets=NUM_SLOTS) == runs
     for a, b in itertools.pairwise(runs):
         assert (a.source + a.blocks, a.target + a.blocks) != (b.source, b.target)
 
@@ -58,9 +63,12 @@ def test_runs_are_the_same_copies(copy):
         ((0.5,), (1,), "must be integers"),
     ],
 )
-def test_bad_slots_are_refused(sources, targets, message):
+@pytest.mark.parametrize("kind", [tuple, SlotArray.of])
+def test_bad_slots_are_refused(sources, targets, message, kind):
+    if kind is not tuple and 0.5 in sources:
+        pytest.skip("it holds integers only")
     with pytest.raises(CacheStateError, match=message):
-        plan_runs(sources, targets, num_sources=8, num_targets=9)
+        plan_runs(kind(sources), kind(targets), num_sources=8, num_targets=9)
 
 
 @given(copies, st.booleans())
