@@ -22,7 +22,11 @@ from ...transfer.settings import TransferSettings
 from ..prefill_job import PrefillAnswer, PrefillJob
 from .generation import Generation, State
 
-__all__ = ["PrefillAsker", "RemotePrefills", "Resumed"]
+__all__ = ["PrefillAsker", "PrefillCounters", "RemotePrefills", "Resumed"]
+
+LAST_RESORT = 5
+"""Times `wait_s`: a fetch that brings news all the time may take so long. The worker gives up earlier one without news.
+"""
 
 
 class PrefillAsker(Protocol):
@@ -113,7 +117,7 @@ class RemotePrefills:
         assert url is not None, f"request {name} has no prefill server"
         generation.prefill_url = None  # it is asked once
         first = generation.num_computed // self._block_size
-        self.ledger.grant(name, self._settings.wait_s + self._settings.silence_s)
+        self.ledger.grant(name, LAST_RESORT * self._settings.wait_s)
         self.ledger.start(name)
         self._open[name] = _Prefill(generation, generation.num_computed)
         self._commands.append(StartFetch(name, tuple(generation.block_table[first:]), first))
