@@ -216,7 +216,13 @@ def _warn_of_open_address(listener: socket.socket) -> None:
 
 def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> Snapshot:
     return Snapshot(
-        manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, core.storage, core.recorder
+        manager.stats(),
+        core.counters,
+        scheduler.num_running,
+        scheduler.num_waiting,
+        core.storage,
+        core.recorder,
+        core.peers,
     )
 
 

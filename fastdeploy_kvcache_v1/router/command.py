@@ -8,13 +8,12 @@ import math
 import socket
 from pathlib import Path
 
+from ..config import DEFAULT_PORT
 from ..embedded.disaggregation.secret_file import HELP as SECRET_HELP
 from ..embedded.disaggregation.secret_file import read_secret
 from ..errors import ConfigError
 
 __all__ = ["add_arguments", "run"]
-
-DEFAULT_PORT = 8000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

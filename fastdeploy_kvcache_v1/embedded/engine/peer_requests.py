@@ -35,9 +35,16 @@ class PeerRequests:
         """Answered, with a lease that is open."""
 
     @property
+    def sides(self) -> list[tuple[str, OfferedPrefills | RemotePrefills]]:
+        """This server's, each with its name."""
+        both: tuple[tuple[str, OfferedPrefills | RemotePrefills | None], ...]
+        both = (("prefill", self.offered), ("decode", self.remote))
+        return [(name, side) for name, side in both if side is not None]
+
+    @property
     def is_idle(self) -> bool:
         """Nothing is open with another server."""
-        return not any(len(side) for side in (self.offered, self.remote) if side is not None)
+        return not any(len(side) for _, side in self.sides)
 
     def knows(self, request_id: str) -> bool:
         """Whether something is still open under this name."""
@@ -56,8 +63,7 @@ class PeerRequests:
 
     def take_commands(self) -> list[TransferCommand]:
         """For the worker, with the next batch."""
-        sides = [side for side in (self.offered, self.remote) if side is not None]
-        return [command for side in sides for command in side.take_commands()]
+        return [command for _, side in self.sides for command in side.take_commands()]
 
     def tick(self) -> None:
         """Act on deadlines."""
@@ -143,6 +149,5 @@ class PeerRequests:
 
     def check_idle(self) -> None:
         """Raises `InvariantError` unless nothing is open with another server."""
-        for side in (self.offered, self.remote):
-            if side is not None:
-                side.check_idle()
+        for _, side in self.sides:
+            side.check_idle()

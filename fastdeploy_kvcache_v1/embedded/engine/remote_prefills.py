@@ -51,10 +51,10 @@ class Resumed(NamedTuple):
 class PrefillCounters:
     """Since the start. The engine thread writes; any thread may read single fields."""
 
-    recomputed: int = 0
+    prompts_recomputed: int = 0
     """Requests whose prompt was computed here after all."""
-    recomputed_tokens: int = 0
-    declined: int = 0
+    recomputed_prompt_tokens: int = 0
+    prompts_declined: int = 0
     """Requests with a prefill server that were computed here from the start: too little was missing."""
 
 
@@ -108,7 +108,7 @@ class RemotePrefills:
         is_worth_it = generation.num_tokens - num_matched > self._block_size and not generation.request.images
         if not is_worth_it:
             generation.prefill_url = None
-            self.counters.declined += 1
+            self.counters.prompts_declined += 1
         return is_worth_it
 
     def begin(self, generation: Generation) -> None:
@@ -236,6 +236,6 @@ class RemotePrefills:
             # Without the first token the last one of the prompt is computed again: its logits are wanted.
             num_computed = num_prompt if known.answer is not None else num_prompt - 1
         elif generation.state is State.FETCHING:
-            self.counters.recomputed += 1
-            self.counters.recomputed_tokens += num_prompt - num_computed
+            self.counters.prompts_recomputed += 1
+            self.counters.recomputed_prompt_tokens += num_prompt - num_computed
         self._resumed.append(Resumed(generation, num_computed, known.is_lost))

@@ -79,7 +79,7 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
         return 1
     _send(results, WorkerReady(os.getpid(), ops.live(), None if transfers is None else transfers.port))
     try:
-        _loop(runner, transfers, tasks, results, lambda: _show_copies(controller, board))
+        _loop(runner, tasks, results, lambda: _show_copies(controller, board), transfers)
         controller.drain(DRAIN_TIMEOUT_S)
     finally:
         if transfers is not None:
@@ -129,10 +129,10 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
 
 def _loop(
     runner: StepRunner,
-    transfers: RankTransfers | None,
     tasks: zmq.Socket[bytes],
     results: zmq.Socket[bytes],
     show_copies: Callable[[], bool],
+    transfers: RankTransfers | None = None,
 ) -> None:
     """Answer batches until the engine says `None`; between them, tell it how open copies, leases and fetches ended.
 

@@ -44,7 +44,7 @@ def test_a_prompt_is_computed_on_one_engine_and_continued_on_the_other():
     # Both have it cached now: the decode engine needs nobody for the same prompt, the prefill engine finds it.
     assert peers.submit("again", PROMPT, 4).tokens == []
     peers.settle()
-    assert peers.remote.counters.declined == 1
+    assert peers.remote.counters.prompts_declined == 1
     assert peers.remote.ledger.totals.started == 1
 
 
@@ -107,7 +107,8 @@ def test_a_failed_fetch_is_computed_here_in_the_same_slots():
     assert "r" in peers.dropped
     peers.settle()
     assert recorder.tokens == expected_outputs(PROMPT, 4)
-    assert (peers.remote.counters.recomputed, peers.remote.counters.recomputed_tokens) == (1, len(PROMPT))
+    counters = peers.remote.counters
+    assert (counters.prompts_recomputed, counters.recomputed_prompt_tokens) == (1, len(PROMPT))
     assert peers.remote.ledger.totals.failed == 1
     peers.check_idle()
 
