@@ -18,6 +18,7 @@ from ..storage.namespace import Namespace
 from ..trace_recorder import TraceRecorder
 from .disaggregation.prefill_client import PrefillClient
 from .disaggregation.prefill_endpoint import add_prefill_route
+from .disaggregation.role_info import RoleInfo, add_role_route
 from .disaggregation.settings import Role
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
@@ -144,8 +145,12 @@ def _serve(
         storage.observe_latency = metrics.observe_storage
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(Service(config, tokenizer, engine, intake), metrics)
-    if config.role is not None and is_prefill:
-        add_prefill_route(app, config, engine, tokenizer, config.role.transfer.secret)
+    if config.role is not None and worker.transfer is not None:
+        role, end = config.role, worker.transfer
+        info = RoleInfo(role.role.value, role.plane, role.address.host, end.port, end.plane_address, end.geometry)
+        add_role_route(app, info)
+        if is_prefill:
+            add_prefill_route(app, config, engine, tokenizer, config.role.transfer.secret)
     listener.max_connections = connection_limit(config.max_connections)
     _warn_of_open_address(listener)
     http = HttpServer(app, config, engine, chats=tokenizer.has_template, stop_requested=signals.noted)
@@ -167,10 +172,10 @@ def _remote_prefills(
     config: ServerConfig, worker: ProcessWorkerClient
 ) -> tuple[PrefillClient | None, RemotePrefills | None]:
     """Of a decode server."""
-    if config.role is None or worker.transfer_port is None:
+    if config.role is None or worker.transfer is None or worker.transfer.port is None:
         return None, None
     asker = PrefillClient(config.role.transfer)
-    address = config.role.address._replace(port=worker.transfer_port)
+    address = config.role.address._replace(port=worker.transfer.port)
     remote = RemotePrefills(
         asker, address, config.role.transfer, block_size=config.cache.block_size, vocab_size=config.vocab_size
     )

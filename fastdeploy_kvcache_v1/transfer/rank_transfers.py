@@ -47,7 +47,8 @@ class RankTransfers:
         """Owns `plane`, whose tensors are registered. `listen`: where prefill ranks connect to, for a decode rank.
         `regions`: this rank's tensors, where fetches end with a digest. Raises `ConfigError` when it cannot listen.
         """
-        geometry = ours.geometry
+        self.geometry = geometry = ours.geometry
+        self.plane_address = ours.address
         self._plane = plane
         self._block_size = geometry.block_size
         self._offers = OfferDesk(ours, plane, hazards, regions=regions)

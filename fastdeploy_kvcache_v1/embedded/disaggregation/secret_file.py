@@ -7,7 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from ...errors import ConfigError
+from ...errors import ConfigError, ModelFetchError
+from ...model_hub.cache_directory import cache_directory
 from ...transfer.authentication import require_secret
 
 __all__ = ["HELP", "read_secret"]
@@ -34,6 +35,8 @@ def read_secret(path: Path | None) -> bytes:
             secret = file.read(MAX_BYTES + 1).strip()
     except OSError as error:
         raise ConfigError(f"the shared secret cannot be read: {error}") from None
+    except ModelFetchError:
+        raise ConfigError("this user has no home directory for a shared secret: give --peer-secret-file") from None
     if len(secret) > MAX_BYTES:
         raise ConfigError(f"the secret in {path} has more than {MAX_BYTES} bytes: is that the right file?")
     return require_secret(secret)
@@ -41,8 +44,7 @@ def read_secret(path: Path | None) -> bytes:
 
 def _users_file() -> Path:
     """Whichever server is first makes it, and the others read the same: a link never replaces a file."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    directory = Path(base) / "fastdeploy-kvcache"
+    directory = cache_directory()
     path = directory / "peer-secret"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)

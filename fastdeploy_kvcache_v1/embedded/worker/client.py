@@ -31,7 +31,7 @@ from ...storage.settings import StorageSettings
 from ...swap_message import SwapEncoder
 from ...transfer.rank_messages import TransferNews
 from .liveness import ProgressBoard, Watchdog, make_page
-from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
+from .messages import BatchMessage, TransferEnd, WorkerConnected, WorkerFailed, WorkerReady
 from .transfers import TransferConfig
 
 FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
@@ -121,8 +121,8 @@ class ProcessWorkerClient:
         """To the worker's storage agent, if there is storage."""
         self.ops: dict[str, str] = {}
         """Name of the implementation behind every copy op of the worker."""
-        self.transfer_port: int | None = None
-        """Where prefill servers reach a decode server's worker."""
+        self.transfer: TransferEnd | None = None
+        """Where other servers reach the worker of a server with a role."""
         try:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
@@ -133,7 +133,7 @@ class ProcessWorkerClient:
             # The names have served: from here on not even a SIGKILL leaves files behind.
             self._remove_directory()
             ready = self._expect(self._process, WorkerReady)
-            self.ops, self.transfer_port = ready.ops, ready.transfer_port
+            self.ops, self.transfer = ready.ops, ready.transfer
             self._is_ready = True
         except BaseException:
             self.close()

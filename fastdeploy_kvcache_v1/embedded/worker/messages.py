@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ...batch_request import BatchRequest
 from ...model.step import StepTask
 from ...swap_message import SwapDecoder, SwapEncoder, SwapMessage
+from ...transfer.geometry import Geometry
 from ...transfer.rank_messages import TransferCommand
 
 
@@ -38,14 +39,24 @@ class WorkerConnected:
 
 
 @dataclass(frozen=True)
+class TransferEnd:
+    """Where other servers reach a worker, and what they find there."""
+
+    port: int | None
+    """For prefill servers; None where the role is prefill."""
+    plane_address: bytes
+    geometry: Geometry
+
+
+@dataclass(frozen=True)
 class WorkerReady:
     """The model is loaded and both tiers are allocated."""
 
     pid: int
     ops: dict[str, str] = field(default_factory=dict)
     """Name of the implementation behind every copy op, as `ops.live()` says."""
-    transfer_port: int | None = None
-    """Where prefill servers reach it, for a decode server."""
+    transfer: TransferEnd | None = None
+    """Of a server with a role."""
 
 
 @dataclass(frozen=True)

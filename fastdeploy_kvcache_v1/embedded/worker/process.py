@@ -30,7 +30,7 @@ from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
 from .client import WorkerLaunch
 from .liveness import ProgressBoard
-from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
+from .messages import BatchMessage, TransferEnd, WorkerConnected, WorkerFailed, WorkerReady
 from .storage_agent import give_memory, host_trailer_bytes, make_agent
 from .transfers import make_transfers
 
@@ -77,7 +77,8 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
         message = str(error) if is_user_error else f"the worker cannot start: {error!r}"
         _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
         return 1
-    _send(results, WorkerReady(os.getpid(), ops.live(), None if transfers is None else transfers.port))
+    end = None if transfers is None else TransferEnd(transfers.port, transfers.plane_address, transfers.geometry)
+    _send(results, WorkerReady(os.getpid(), ops.live(), end))
     try:
         _loop(runner, tasks, results, lambda: _show_copies(controller, board), transfers)
         controller.drain(DRAIN_TIMEOUT_S)

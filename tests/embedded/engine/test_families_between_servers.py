@@ -1,8 +1,10 @@
 """Every attention family between two engines: real models, real worker halves, real sockets, equal tokens."""
 
+import dataclasses
 import random
 import time
 
+import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
@@ -14,6 +16,7 @@ from fastdeploy_kvcache_v1.transfer.offer_desk import PeerPort
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
 from tests.embedded.shadow import Recorder
+from tests.fault_proxy import Fault, FaultProxy
 
 SECRET = b"sixteen bytes or more"
 HERE = PeerPort("127.0.0.1", 0)
@@ -124,4 +127,37 @@ def test_tokens_are_those_of_one_engine(family, mtp):
     assert pair.run(prompts, temperature=temperature) == expected, "from what was fetched and cached"
     assert pair.remote.ledger.totals.failed == 0
     assert pair.remote.counters.prompts_recomputed == 0
+    pair.close()
+
+
+def behind_a_proxy(pair):
+    """The prefill side says that its data plane is behind a proxy."""
+    ours = pair.prefill.transfers._offers._ours
+    kind, host, port, nonce = msgspec.msgpack.decode(ours.address)
+    proxy = FaultProxy(port)
+    address = msgspec.msgpack.encode([kind, host, int(proxy.address.rpartition(":")[2]), nonce])
+    pair.prefill.transfers._offers._ours = dataclasses.replace(ours, address=address)
+    return proxy
+
+
+@pytest.mark.parametrize("fault", [Fault.FLIP, Fault.RESET])
+def test_bytes_that_change_or_break_off_on_the_way_are_computed_again_and_never_cached(fault):
+    alone = FamilyEngine("gqa", mtp=False, num_device_blocks=40)
+    prompts = prompts_of(3)
+    expected = [alone.ask(prompt)[0] for prompt in prompts]
+    alone.close()
+    pair = Pair("gqa", num_device_blocks=40)
+    proxy = behind_a_proxy(pair)
+    proxy.fault = fault
+    assert pair.run(prompts) == expected
+    assert proxy.faults_met > 0
+    totals = pair.remote.ledger.totals
+    assert (totals.arrived, totals.num_bytes) == (0, 0)
+    assert pair.remote.counters.prompts_recomputed == len(prompts)
+    assert pair.decode.engine.ask(*prompts[:2]) == expected[:2], "what is cached is what was computed"
+    proxy.fault = Fault.NONE
+    others = prompts_of(4)
+    assert pair.run(others)
+    assert totals.arrived == len(others)
+    proxy.close()
     pair.close()

@@ -317,3 +317,21 @@ def test_a_thousand_requests_with_random_faults_change_no_token(seed):
     assert min(totals.arrived, totals.failed, totals.cancelled) > 0
     assert num_right > 140
     peers.check_idle()
+
+
+@pytest.mark.parametrize("phase", ["first chunk", "last chunk"])
+def test_a_prompt_whose_blocks_are_taken_away_is_not_offered_from_other_blocks(phase):
+    """The lease names the slots of before; a copy that failed has cost the request them."""
+    peers = Peers(max_num_batched_tokens=8)
+    recorder = start(peers)
+    for _ in range(1 if phase == "first chunk" else 2):
+        peers.step(peers.prefill)
+    (generation,) = peers.prefill.harness.scheduler.running
+    peers.prefill.harness.scheduler.preempt(generation)
+    other = peers.prefill.harness.submit("other", list(range(700, 730)), 2)
+    peers.settle()
+    assert other.tokens == expected_outputs(list(range(700, 730)), 2)
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    assert peers.remote.counters.prompts_recomputed == 1
+    assert peers.remote.ledger.totals.arrived == 0
+    peers.check_idle()
