@@ -11,7 +11,7 @@ import os
 import resource
 import site
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="also check this store, as its configuration says (file: give the directory)",
     )
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}", nargs="+", default=[], metavar="URL", help=f"also check these servers with --role {role}"
+        )
+    parser.add_argument("--peer-secret-file", type=Path, metavar="FILE", help="the secret of these servers")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     if args.source is not None:  # another tree says nothing about this machine
         this_machine = [Finding(None, each.name, each.detail) for each in this_machine]
     findings += [*this_machine, *storage_findings(args.kvcache_storage_backend, args.kvcache_storage_dir)]
+    findings += peer_findings(args.prefill, args.decode, args.peer_secret_file)
     for finding in findings:
         print(finding)
     failed = sum(finding.ok is False for finding in findings)
@@ -171,6 +177,20 @@ def storage_findings(backend: str | None, directory: Path | None) -> Iterator[Fi
         yield _tried("storage mooncake", round_trip.try_mooncake, "")
     if backend == "attention_store":
         yield _tried("storage attention_store", _try_attention_store, ", from and to the memory of the embedded server")
+
+
+def peer_findings(prefill: Sequence[str], decode: Sequence[str], secret_file: Path | None) -> Iterator[Finding]:
+    """The prefill and decode servers that are named: there, with the same secret, and caches that fit."""
+    if not prefill and not decode:
+        return
+    try:
+        from .embedded.disaggregation.secret_file import read_secret
+        from .embedded.disaggregation.trial import try_servers
+    except ModuleNotFoundError as error:
+        yield Finding(False, "prefill and decode servers", f"trying them needs the package {error.name}")
+        return
+    for verdict in try_servers(prefill, decode, read_secret(secret_file)):
+        yield Finding(*verdict)
 
 
 def _try_attention_store() -> RoundTrip:

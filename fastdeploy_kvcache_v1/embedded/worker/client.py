@@ -29,8 +29,10 @@ from ...storage.engine.link import StorageLink
 from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
 from ...swap_message import SwapEncoder
+from ...transfer.rank_messages import TransferNews
 from .liveness import ProgressBoard, Watchdog, make_page
-from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
+from .messages import BatchMessage, TransferEnd, WorkerConnected, WorkerFailed, WorkerReady
+from .transfers import TransferConfig
 
 FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
 
@@ -61,6 +63,8 @@ class WorkerConfig:
     model_family: str | None = None
     mtp: bool = False
     """Both of the random model."""
+    transfer: TransferConfig | None = None
+    """Of a server with a role."""
     copy_faults: str = ""
     """Test hook, see `copy_faults.py`."""
 
@@ -118,6 +122,8 @@ class ProcessWorkerClient:
         self.ops: dict[str, str] = {}
         """Name of the implementation behind every copy op of the worker."""
         self.copy_paths: tuple[CopyPath, ...] = ()
+        self.transfer: TransferEnd | None = None
+        """Where other servers reach the worker of a server with a role."""
         try:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
@@ -128,7 +134,7 @@ class ProcessWorkerClient:
             # The names have served: from here on not even a SIGKILL leaves files behind.
             self._remove_directory()
             ready = self._expect(self._process, WorkerReady)
-            self.ops, self.copy_paths = ready.ops, ready.paths
+            self.ops, self.copy_paths, self.transfer = ready.ops, ready.paths, ready.transfer
             self._is_ready = True
         except BaseException:
             self.close()
@@ -139,7 +145,7 @@ class ProcessWorkerClient:
         return None if self._process is None else self._process.pid
 
     def listen(
-        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+        self, on_message: Callable[[StepResult | TransferReport | TransferNews], None], on_death: Callable[[str], None]
     ) -> None:
         assert not self._threads, "listen once"
         for target, name, arguments in (
@@ -276,7 +282,7 @@ class ProcessWorkerClient:
             on_death(reason)
 
     def _receive(
-        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+        self, on_message: Callable[[StepResult | TransferReport | TransferNews], None], on_death: Callable[[str], None]
     ) -> None:
         process = self._process
         try:

@@ -1,8 +1,8 @@
 """What crosses the socket between the engine process and the worker process. Plain picklable data.
 
 Engine to worker: one `BatchMessage` per step, or `None` to stop. Worker to engine: `WorkerConnected`,
-then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, and `TransferReport`s for copies that end between
-two steps.
+then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, `TransferReport`s for copies that end between two
+steps, and with a role `TransferNews` of leases and fetches that ended.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from ...batch_request import BatchRequest
 from ...metadata import CopyPath
 from ...model.step import StepTask
 from ...swap_message import SwapDecoder, SwapEncoder, SwapMessage
+from ...transfer.geometry import Geometry
+from ...transfer.rank_messages import TransferCommand
 
 
 @dataclass(frozen=True)
@@ -21,19 +23,30 @@ class BatchMessage:
 
     requests: list[StepTask]
     swaps: list[SwapMessage]
+    transfers: list[TransferCommand] = field(default_factory=list)
 
     @classmethod
     def pack(cls, batch: BatchRequest, encoder: SwapEncoder) -> BatchMessage:
-        return cls(batch.requests, [encoder.encode(step) for step in batch.swap_steps])
+        return cls(batch.requests, [encoder.encode(step) for step in batch.swap_steps], batch.transfers)
 
     def unpack(self, decoder: SwapDecoder) -> BatchRequest:
         """Raises as `SwapDecoder.decode`."""
-        return BatchRequest(self.requests, [decoder.decode(message) for message in self.swaps])
+        return BatchRequest(self.requests, [decoder.decode(message) for message in self.swaps], self.transfers)
 
 
 @dataclass(frozen=True)
 class WorkerConnected:
     """Both sockets are connected: their names are not needed any more."""
+
+
+@dataclass(frozen=True)
+class TransferEnd:
+    """Where other servers reach a worker, and what they find there."""
+
+    port: int | None
+    """For prefill servers; None where the role is prefill."""
+    plane_address: bytes
+    geometry: Geometry
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,8 @@ class WorkerReady:
     """Name of the implementation behind every copy op, as `ops.live()` says."""
     paths: tuple[CopyPath, ...] = ()
     """How it copies, as `ops.copy_paths()` says."""
+    transfer: TransferEnd | None = None
+    """Of a server with a role."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""Tries out servers of both roles: are they there, do they know the secret, do their caches fit?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx
+import msgspec
+
+from ...errors import KVCacheError, PeerRefusedError
+from ...transfer.authentication import prove_to_peer
+from ...transfer.channel import connect
+from ...transfer.geometry import require_compatible
+from ...transfer.socket_plane import SocketPlane
+from ..http.access import OPERATOR_HEADER
+from .role_info import PATH, RoleInfo
+
+__all__ = ["try_servers"]
+
+TIMEOUT_S = 10.0
+
+Verdict = tuple[bool | None, str, str]
+"""Whether it is well (None: nothing was tried), what, and how."""
+
+
+def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret: bytes) -> Iterator[Verdict]:
+    """Each server alone, then each pair."""
+    infos: dict[str, dict[str, RoleInfo]] = {"prefill": {}, "decode": {}}
+    for role, urls in (("prefill", prefill_urls), ("decode", decode_urls)):
+        for url in urls:
+            try:
+                infos[role][url] = info = _ask(url, role)
+                yield _reach(url, info, secret)
+            except (KVCacheError, httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, OSError, EOFError) as error:
+                yield False, f"{role} server {url}", " ".join(str(error).split()) or type(error).__name__
+    for prefill, source in infos["prefill"].items():
+        for decode, target in infos["decode"].items():
+            name = f"{prefill} for {decode}"
+            try:
+                _require_fit(source, target)
+            except KVCacheError as error:
+                yield False, name, str(error)
+            else:
+                yield True, name, "their caches fit"
+
+
+def _ask(url: str, role: str) -> RoleInfo:
+    answer = httpx.get(f"{url.rstrip('/')}{PATH}", headers={OPERATOR_HEADER: "1"}, timeout=TIMEOUT_S, trust_env=False)
+    if answer.status_code == 404:
+        raise PeerRefusedError(f"it is mixed: start it with --role {role}")
+    answer.raise_for_status()
+    info = msgspec.json.decode(answer.content, type=RoleInfo)
+    if info.role != role:
+        raise PeerRefusedError(f"its role is {info.role}: start it with --role {role}")
+    return info
+
+
+def _reach(url: str, info: RoleInfo, secret: bytes) -> Verdict:
+    deadline = time.monotonic() + TIMEOUT_S
+    name = f"{info.role} server {url}"
+    if info.port is not None:
+        channel = connect(info.host, info.port, deadline)
+        try:
+            prove_to_peer(channel, secret, b"control", deadline)
+        finally:
+            channel.close()
+        return True, name, f"its worker listens at {info.host}:{info.port} and knows the secret"
+    if info.plane != "socket":
+        return None, name, f"it answers; the plane {info.plane} is not tried from here"
+    plane = SocketPlane("127.0.0.1", secret)
+    try:
+        plane.open(info.plane_address, deadline).close()
+    finally:
+        plane.close()
+    return True, name, "its blocks can be reached, and it knows the secret"
+
+
+def _require_fit(source: RoleInfo, target: RoleInfo) -> None:
+    if source.plane != target.plane:
+        raise PeerRefusedError(f"--transfer-plane is {source.plane} and {target.plane}: give both the same one")
+    require_compatible(source.geometry, target.geometry)
