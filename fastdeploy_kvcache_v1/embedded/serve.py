@@ -126,7 +126,14 @@ def _serve(
         max_num_batched_tokens=config.max_num_batched_tokens,
         may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
     )
-    core = EngineCore(manager, scheduler, worker.send, storage=storage, recorder=recorder)
+    core = EngineCore(
+        manager,
+        scheduler,
+        worker.send,
+        storage=storage,
+        recorder=recorder,
+        num_ranks=config.tensor_parallel_size,
+    )
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops)
     core.observe_first_token = metrics.observe_first_token
     if storage is not None:
@@ -189,6 +196,7 @@ def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_fault
         copy_faults=copy_faults,
         model_family=config.model_family,
         mtp=config.mtp,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 

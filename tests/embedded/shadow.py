@@ -113,7 +113,7 @@ class ShadowWorkerClient:
         self.gate.set()
 
     def listen(
-        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+        self, on_message: Callable[[int, StepResult | TransferReport], None], on_death: Callable[[str], None]
     ) -> None:
         self._on_death = on_death
         self._thread = threading.Thread(target=self._run, args=(on_message,))
@@ -132,10 +132,10 @@ class ShadowWorkerClient:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, on_message: Callable[[StepResult | TransferReport], None]) -> None:
+    def _run(self, on_message: Callable[[int, StepResult | TransferReport], None]) -> None:
         while (batch := self._inbox.get()) is not None:
             self.gate.wait()
-            on_message(self.worker.run(batch))
+            on_message(0, self.worker.run(batch))
 
 
 class Recorder:
@@ -180,6 +180,7 @@ class Harness:
         max_num_batched_tokens: int = 32,
         fails: Callable[[TransferResult], bool] = lambda result: False,
         storage: Callable[[CacheManager, ShadowWorker], StorageTier] | None = None,
+        num_ranks: int = 1,
     ) -> None:
         self.config = config
         self.manager = CacheManager(config)
@@ -193,7 +194,7 @@ class Harness:
             may_start=lambda generation: tier is None or tier.may_start(generation.request_id),
         )
         self.sent: list[BatchRequest] = []
-        self.core = EngineCore(self.manager, self.scheduler, self.sent.append, storage=tier)
+        self.core = EngineCore(self.manager, self.scheduler, self.sent.append, storage=tier, num_ranks=num_ranks)
 
     @property
     def num_preemptions(self) -> int:

@@ -25,12 +25,14 @@ class WorkerClient(Protocol):
     """The engine's end of a worker."""
 
     def listen(
-        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+        self, on_message: Callable[[int, StepResult | TransferReport], None], on_death: Callable[[str], None]
     ) -> None:
-        """Deliver answers, and at most once the reason of an unexpected death, from a thread of the client."""
+        """Deliver answers, each with its rank, and at most once the reason of an unexpected death, from threads of the
+        client.
+        """
 
     def send(self, batch: BatchRequest) -> None:
-        """Hand over a batch without blocking. Sending to a dead worker is not an error: `on_death` tells."""
+        """Hand over a batch to every rank without blocking. A dead worker is no error here: `on_death` tells."""
 
     def close(self) -> None:
         """Stop the worker and free everything. No callback runs afterwards. Idempotent."""
@@ -131,11 +133,11 @@ class Engine:
     def _request_stop(self) -> None:
         self._stop = True
 
-    def _on_message(self, message: StepResult | TransferReport) -> None:
+    def _on_message(self, rank: int, message: StepResult | TransferReport) -> None:
         if isinstance(message, StepResult):
-            self._post(lambda: self._core.on_step_result(message))
+            self._post(lambda: self._core.on_step_result(message, rank))
         else:
-            self._post(lambda: self._core.on_report(message))
+            self._post(lambda: self._core.on_report(message, rank))
 
     def on_storage(self, answer: Answer) -> None:
         """What the link to the storage delivers, on its own thread."""

@@ -25,8 +25,6 @@ from ...trace_recorder import TraceRecorder
 from ..engine.engine_core import EngineCounters
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-WORKER_RANK = "0"
-"""There is one worker."""
 
 Family = CounterMetricFamily | GaugeMetricFamily
 
@@ -50,7 +48,7 @@ class Snapshot:
             case Source.STATS:
                 return [((), self.cache)]
             case Source.COPIES:
-                return [((WORKER_RANK,), self.engine.copies)]
+                return [((str(rank),), copies) for rank, copies in enumerate(self.engine.copies)]
             case Source.STORAGE:
                 return [] if self.storage is None else [((), self.storage)]
             case Source.TRACE:
