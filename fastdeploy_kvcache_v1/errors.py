@@ -18,6 +18,9 @@ KVCacheError
 ├── ModelFetchError            a model cannot be downloaded or converted here; the message says what to do
 ├── TraceError                 a request trace has a broken line (named by its number)
 ├── MessageVersionError        engine and worker speak different versions of a message
+├── RankGroupError             the tensor-parallel ranks cannot compute together any more
+│   ├── RankLostError          one of them ended or does not answer
+│   └── RanksDisagreeError     two of them computed something else for the same tokens
 └── WorkerDiedError            the worker process ended while requests needed it
 """
 
@@ -36,6 +39,9 @@ __all__ = [
     "OverlayError",
     "PeerRefusedError",
     "PoolInUseError",
+    "RankGroupError",
+    "RankLostError",
+    "RanksDisagreeError",
     "RemoteReadError",
     "StorageError",
     "TraceError",
@@ -125,6 +131,18 @@ class ModelFetchError(KVCacheError):
 
 class TraceError(KVCacheError, ValueError):
     """A request trace cannot be read; the message names file and line number."""
+
+
+class RankGroupError(KVCacheError):
+    """The tensor-parallel ranks cannot compute together any more: their worker processes must end."""
+
+
+class RankLostError(RankGroupError):
+    """A rank ended, or sent nothing in time. One line: which one."""
+
+
+class RanksDisagreeError(RankGroupError):
+    """Ranks that must compute the same did not (a bug): nothing of the step may be used."""
 
 
 class WorkerDiedError(KVCacheError):

@@ -138,7 +138,15 @@ def _serve(
     )
     is_prefill = config.role is not None and config.role.role is Role.PREFILL
     peers = PeerRequests(manager, scheduler, remote=remote, offered=OfferedPrefills() if is_prefill else None)
-    core = EngineCore(manager, scheduler, worker.send, storage=storage, recorder=recorder, peers=peers)
+    core = EngineCore(
+        manager,
+        scheduler,
+        worker.send,
+        storage=storage,
+        recorder=recorder,
+        peers=peers,
+        num_ranks=config.tensor_parallel_size,
+    )
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops, copy_paths=worker.copy_paths)
     core.observe_first_token = metrics.observe_first_token
     if storage is not None:
@@ -247,6 +255,7 @@ def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_fault
         model_family=config.model_family,
         mtp=config.mtp,
         transfer=_transfer_config(config),
+        tensor_parallel_size=config.tensor_parallel_size,
     )
 
 

@@ -59,6 +59,8 @@ class ServerConfig:
     """The random model has a draft layer."""
     role: RoleSettings | None = None
     """None: mixed."""
+    tensor_parallel_size: int = 1
+    """Worker processes, each with its share of the model's heads."""
 
     @property
     def is_random_model(self) -> bool:
@@ -73,6 +75,7 @@ DEFAULTS: dict[str, object] = {
     "block_size": KVCacheConfig.block_size,
     "eviction_policy": KVCacheConfig.eviction_policy,
     "enable_prefix_caching": KVCacheConfig.enable_prefix_caching,
+    "tensor_parallel_size": ServerConfig.tensor_parallel_size,
     "seed": 0,
     "cache_dtype": "float32",
     "log_level": "warning",
@@ -120,6 +123,12 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", "longest sequence, prompt and output (default: the model's)", type=int, metavar="TOKENS")
     add("--max-num-seqs", "requests computed together, at most", type=int, metavar="N")
     add("--max-num-batched-tokens", "tokens computed per step, at most", type=int, metavar="TOKENS")
+    add(
+        "--tensor-parallel-size",
+        "worker processes that share the model's attention heads; the output does not depend on it",
+        type=int,
+        metavar="N",
+    )
     add("--block-size", HELP["block_size"], type=int, metavar="TOKENS")
     add("--num-gpu-blocks-override", "blocks of the device tier (default: by memory)", type=int, metavar="BLOCKS")
     add(
@@ -202,6 +211,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         ("port", 0),
         ("max_connections", 1),
         ("threads", 1),
+        ("tensor_parallel_size", 1),
     ):
         _require_at_least(values, name, least)
     if values.port > 65_535:
@@ -226,6 +236,8 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         raise ConfigError("--role does not go with --kvcache-storage-backend: leave one of them out")
     if role is not None and not cache.enable_prefix_caching:
         raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
+    if role is not None and values.tensor_parallel_size > 1:
+        raise ConfigError("--role needs --tensor-parallel-size 1: leave one of them out")
     return ServerConfig(
         model_path=model_path,
         served_model_name=given.get("served_model_name", default_name),
@@ -250,6 +262,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         model_family=values.model_family,
         mtp=values.mtp,
         role=role,
+        tensor_parallel_size=values.tensor_parallel_size,
     )
 
 
@@ -259,7 +272,9 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
     if values.write_through_threshold is None:
         values.write_through_threshold = KVCacheConfig.write_through_threshold
     _require_at_least(values, "write_through_threshold", 1)
-    block_bytes = model.cache_backend(block_size=values.block_size, dtype=values.cache_dtype).layout.block_bytes
+    num_ranks = values.tensor_parallel_size
+    backend = model.shard(num_ranks).cache_backend(block_size=values.block_size, dtype=values.cache_dtype)
+    block_bytes = backend.layout.block_bytes * num_ranks  # a latent cache is whole on each rank
     share = int(free_bytes * MEMORY_SHARE)
     num_device_blocks = values.num_gpu_blocks_override
     if num_device_blocks is None:
@@ -299,6 +314,11 @@ def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> Stora
         prefetch=values.storage_prefetch,
     )
     if settings.uses_device_tier:
+        if values.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"--kvcache-storage-backend {values.kvcache_storage_backend} has one worker: leave out "
+                "--tensor-parallel-size, or choose file or mooncake"
+            )
         if not cache.enable_prefix_caching:
             raise ConfigError("--kvcache-storage-backend needs the cache: leave out --no-enable-prefix-caching")
     elif not cache.num_host_blocks:

@@ -17,14 +17,15 @@ __all__ = ["storage_namespace"]
 def storage_namespace(config: ServerConfig) -> Namespace:
     """Reads the whole model. Raises `ModelError`."""
     model = load_model_config(config.model_path, config.model_family, mtp=config.mtp)
-    backend = model.cache_backend(block_size=config.cache.block_size, dtype=config.cache_dtype)
+    own = model.shard(config.tensor_parallel_size)
+    backend = own.cache_backend(block_size=config.cache.block_size, dtype=config.cache_dtype)
     math_library = f"{paddle_version()}, MKL_CBWR {os.environ.get('MKL_CBWR', '')!r}"
     return Namespace(
         model=f"{model}" if config.model_path is None else model_digest(config.model_path),
         weight_epoch="0",
         layout=backend.layout,
         block_size=config.cache.block_size,
-        tensor_parallel_size=1,
+        tensor_parallel_size=config.tensor_parallel_size,
         implementation=f"embedded {__version__}, {math_library}, {processor()}",
         hash_version=HASH_VERSION.decode(),
     )

@@ -140,3 +140,7 @@ class Family(Generic[Weights]):
     """Weights of the layer whose tensors have this prefix."""
     projection: Callable[[Weights, ModelConfig], Projection]
     attention: Callable[[BatchPlan, ModelConfig, NDArray[np.float32], NDArray[np.float32]], StepAttention]
+    shard: Callable[[Weights, ModelConfig, int, int], Weights]
+    """`shard(weights, config, rank, size)`: what a tensor-parallel rank projects with, of the whole model's weights and
+    configuration. The output projection stays whole, see `shards`.
+    """

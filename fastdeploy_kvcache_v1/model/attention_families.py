@@ -9,9 +9,27 @@ from .attention import Family
 from .config import ModelConfig
 
 FAMILIES: dict[str, Family[Any]] = {
-    "gqa": Family((2, 4), attention_gqa.read_weights, attention_gqa.GQAProjection, attention_gqa.GroupedQueryAttention),
-    "mla": Family((1,), attention_mla.read_weights, attention_mla.MLAProjection, attention_mla.LatentAttention),
-    "dsa": Family((2,), attention_dsa.read_weights, attention_dsa.DSAProjection, attention_dsa.SparseAttention),
+    "gqa": Family(
+        (2, 4),
+        attention_gqa.read_weights,
+        attention_gqa.GQAProjection,
+        attention_gqa.GroupedQueryAttention,
+        attention_gqa.shard_weights,
+    ),
+    "mla": Family(
+        (1,),
+        attention_mla.read_weights,
+        attention_mla.MLAProjection,
+        attention_mla.LatentAttention,
+        attention_mla.shard_weights,
+    ),
+    "dsa": Family(
+        (2,),
+        attention_dsa.read_weights,
+        attention_dsa.DSAProjection,
+        attention_dsa.SparseAttention,
+        attention_mla.shard_weights,
+    ),
 }
 """By the names of `fastdeploy_kvcache_v1.attention.registry`."""
 

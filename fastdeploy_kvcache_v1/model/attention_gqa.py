@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,27 @@ def read_weights(source: Source, prefix: str, config: ModelConfig) -> GQAWeights
         qk_norm=qk_norm,
         output=read("o_proj.weight", hidden, rows["q"]),
         output_bias=output_bias,
+    )
+
+
+def shard_weights(weights: GQAWeights, config: ModelConfig, rank: int, size: int) -> GQAWeights:
+    """Every rank has some of the query heads, and the key-value heads that those share."""
+
+    def own(rows: Array | None, *counts: int) -> Array | None:
+        """The rank's share of each group of `counts` heads."""
+        if rows is None:
+            return None
+        groups = np.split(rows, np.cumsum(np.array(counts[:-1], dtype=np.int64) * config.head_dim))
+        return np.concatenate([np.split(group, size)[rank] for group in groups])
+
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    qkv = own(weights.qkv, heads, kv_heads, kv_heads)
+    assert qkv is not None
+    return replace(
+        weights,
+        qkv=qkv,
+        qkv_bias=own(weights.qkv_bias, heads, kv_heads, kv_heads),
+        qk_norm=own(weights.qk_norm, heads, kv_heads),
     )
 
 

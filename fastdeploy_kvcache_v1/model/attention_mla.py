@@ -7,8 +7,8 @@ token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
@@ -56,6 +56,15 @@ def read_weights(source: Source, prefix: str, config: ModelConfig) -> MLAWeights
         latent_norm=norm,
         output=_product("ohv,hvr->ohr", output, up_values).reshape(hidden, -1),
     )
+
+
+LatentWeights = TypeVar("LatentWeights", bound=MLAWeights)
+
+
+def shard_weights(weights: LatentWeights, config: ModelConfig, rank: int, size: int) -> LatentWeights:
+    """Every rank has some of the query heads; the latent vector, and an indexer, are whole on each."""
+    queries, down = np.split(weights.queries_latent, [config.num_heads * config.head_dim])
+    return replace(weights, queries_latent=np.concatenate([np.split(queries, size)[rank], down]))
 
 
 def latent_of(config: ModelConfig) -> LatentConfig:

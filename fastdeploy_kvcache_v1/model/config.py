@@ -131,6 +131,20 @@ class ModelConfig:
         """Heads of `head_dim` elements in a token's projection: queries, keys, and values unless keys hold them."""
         return self.num_heads + self.num_kv_heads * (2 if self.latent is None else 1)
 
+    def shard(self, size: int) -> ModelConfig:
+        """What one of `size` tensor-parallel ranks has: its share of the heads. A latent cache is whole on each.
+
+        Raises `ConfigError` for a number of heads that `size` does not divide.
+        """
+        if self.latent is not None:
+            split = {"num_heads": self.num_heads}
+        else:
+            split = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        if any(number % size for number in split.values()):
+            heads = " and ".join(f"{name} {number}" for name, number in split.items())
+            raise ConfigError(f"--tensor-parallel-size {size} must divide the model's {heads}")
+        return replace(self, **{name: number // size for name, number in split.items()})  # type: ignore[arg-type]
+
     def cache_backend(self, *, block_size: int, dtype: str) -> AttentionCacheBackend:
         """What its cache looks like, with blocks of `block_size` tokens. Takes no memory; raises `ConfigError`.
 

@@ -20,9 +20,11 @@ from .attention_families import family_of
 from .config import ModelConfig
 from .layers import DecoderLayer, DraftInput, linear, rms_norm
 from .plan import ANY_ROWS, FIXED_TILES, BatchPlan, RowCut, SequenceSlice
+from .ranks import ONE_RANK, Ranks
 from .rope import rope_tables
 from .row_probe import rows_stand_alone
-from .tensors import step_tensor
+from .shards import require_heads_stand_alone, shard_weights
+from .tensors import as_array, step_tensor
 from .weights import DecoderWeights, load_weights
 
 __all__ = ["Decoder", "SequenceSlice"]
@@ -38,26 +40,38 @@ class Decoder:
     Call `configure_reproducible_math` before the first import of this module.
     """
 
-    def __init__(self, weights: DecoderWeights, config: ModelConfig, cut: RowCut | None = None) -> None:
-        """`cut` is found out when it is not given."""
+    def __init__(
+        self, weights: DecoderWeights, config: ModelConfig, cut: RowCut | None = None, ranks: Ranks = ONE_RANK
+    ) -> None:
+        """`cut` is found out when it is not given. With several `ranks` this is one of them, see `shards`; `weights`
+        and `config` are those of the whole model. Raises `ConfigError` if it cannot be split so.
+        """
         paddle.set_device("cpu")
         self.config = config
+        self._ranks = ranks
+        self._own = config.shard(ranks.size)
+        """With the heads of this rank."""
         self._embedding = paddle.to_tensor(weights.embedding)
         tied = weights.lm_head is weights.embedding
         self._lm_head = self._embedding if tied else paddle.to_tensor(weights.lm_head)
         self._final_norm = paddle.to_tensor(weights.final_norm)
         self._family = family = family_of(config)
         self._layers = [
-            DecoderLayer(layer, config, family.projection(layer.attention, config)) for layer in weights.layers
+            DecoderLayer(layer, config, family.projection(shard_weights(layer.attention, config, ranks), self._own))
+            for layer in weights.layers
         ]
         self._draft = None if weights.draft is None else DraftInput(weights.draft, config)
-        self.cut = cut or self._find_cut()
+        self.cut = cut or self._find_cut(weights)
+        if ranks.size > 1:
+            require_heads_stand_alone(weights.layers[0].attention, config, self.cut, ranks.size)
         self._cos, self._sin = rope_tables(config.rope, config.rope_dim, 0)
 
     @classmethod
-    def load(cls, path: Path | None, config: ModelConfig) -> Decoder:
-        """From a model directory, or with random weights. Raises `ModelError` for weights that do not fit `config`."""
-        return cls(load_weights(path, config), config)
+    def load(cls, path: Path | None, config: ModelConfig, ranks: Ranks = ONE_RANK) -> Decoder:
+        """From a model directory, or with random weights. Raises `ModelError` for weights that do not fit `config`,
+        `ConfigError` as the constructor.
+        """
+        return cls(load_weights(path, config), config, ranks=ranks)
 
     def forward(
         self,
@@ -72,7 +86,8 @@ class Decoder:
         them. `before_layer(l)` is called once per layer, in order, when the new KV of layer `l` is written and before
         anything of its caches is read: it may wait for copies into other slots. What it raises ends the call;
         computing the same slices again is then safe.
-        Raises `ValueError` for slices that do not fit the model, their block tables or the caches.
+        Raises `ValueError` for slices that do not fit the model, their block tables or the caches; with several ranks
+        also as `Ranks.gather`.
         """
         if not sequences:
             return []
@@ -89,7 +104,7 @@ class Decoder:
             needed = " or ".join(str(number * len(self._layers)) for number in self._family.num_roles)
             raise ValueError(f"{len(self._layers)} layers need {needed} caches, got {len(caches)}")
         num_blocks, _, block_size, _ = caches[0].shape
-        plan = BatchPlan.build(sequences, self.config, self.cut, num_blocks=num_blocks, block_size=block_size)
+        plan = BatchPlan.build(sequences, self._own, self.cut, num_blocks=num_blocks, block_size=block_size)
         self._extend_rope_tables(num_blocks * block_size)
         return plan
 
@@ -100,8 +115,12 @@ class Decoder:
             rows[given.first : given.first + len(given.values)] = paddle.to_tensor(given.values)
         return rows
 
-    def _find_cut(self) -> RowCut:
-        if rows_stand_alone(self._layers[0], self._lm_head, self.config):
+    def _find_cut(self, weights: DecoderWeights) -> RowCut:
+        """Of the whole model: it must not depend on the number of ranks."""
+        first, layer = weights.layers[0], self._layers[0]
+        if self._ranks.size > 1:
+            layer = DecoderLayer(first, self.config, self._family.projection(first.attention, self.config))
+        if rows_stand_alone(layer, self._lm_head, self.config):
             return ANY_ROWS
         logger.warning("the math library's results depend on the number of rows: computing 8 rows at a time, slowly")
         return FIXED_TILES
@@ -122,7 +141,7 @@ class Decoder:
         before_layer: Callable[[int], None] | None,
     ) -> Tensor:
         """The hidden states `[rows, hidden]` after some `layers`, from those before them."""
-        attention = self._family.attention(plan, self.config, self._cos[plan.positions], self._sin[plan.positions])
+        attention = self._family.attention(plan, self._own, self._cos[plan.positions], self._sin[plan.positions])
         num_roles = len(caches) // len(self._layers)
         pieces = self._split(hidden)
         for index in layers:
@@ -131,9 +150,13 @@ class Decoder:
             queries = attention.write([_join(list(each)) for each in projected], own)
             if before_layer is not None:
                 before_layer(index)
-            attended = attention.attend(queries, own)
+            attended = self._of_all_ranks(attention.attend(queries, own))
             pieces = [layer.finish(*piece) for piece in zip(pieces, self._split(attended), strict=True)]
         return _join(pieces)
+
+    def _of_all_ranks(self, attended: Tensor) -> Tensor:
+        """`[rows, heads of this rank * value_dim]` -> `[rows, num_heads * value_dim]`."""
+        return attended if self._ranks.size == 1 else step_tensor(self._ranks.gather(as_array(attended)))
 
     def join_drafts(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """What the draft layer gets: `[rows, hidden]` of embeddings and hidden states of as many rows."""

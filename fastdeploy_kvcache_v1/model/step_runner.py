@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..batch_request import BatchRequest
-from ..errors import ModelError, TransferError
+from ..errors import ModelError, RankGroupError, TransferError
 from ..metadata import TransferReport
 from ..worker.cache_controller import CacheController
 from ..worker.layer_done_counter import LayerDoneCounter
 from .plan import DraftSlice, SequenceSlice
+from .ranks import ONE_RANK, PeerError, PeerTransferError, Ranks
 from .sampler import sample
 from .step import StepResult, StepTask
 from .vision import EmbeddedRows, VisionEncoder
@@ -62,7 +63,8 @@ class StepRunner:
     """Runs batches against one set of caches. Single-threaded.
 
     A copy that fails or is late costs only the requests whose blocks it was filling: they are dropped from the step
-    and reported for a retry, the others are computed again without them.
+    and reported for a retry, the others are computed again without them. With several `ranks` that holds for all of
+    them: each drops the same requests, whichever rank's copy it was, before any rank reports a token.
     """
 
     def __init__(
@@ -76,11 +78,13 @@ class StepRunner:
         forward_with_drafts: ForwardWithDrafts | None = None,
         vision: VisionEncoder | None = None,
         transfers: Transfers | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         """`on_progress` is called when a batch was taken, before each layer is computed, and when all of it is done.
 
         `forward_with_drafts` computes instead of `forward` where the model has a draft layer. `vision` of a model that
-        sees images. `transfers` of a server with a role.
+        sees images. `transfers` of a server with a role. Every rank of `ranks` runs the same batches; `forward` and the
+        like are given the same.
         """
         self._forward = forward
         self._forward_with_drafts = forward_with_drafts
@@ -90,6 +94,7 @@ class StepRunner:
         self._on_progress = on_progress
         self._vision = vision
         self._transfers = transfers
+        self._ranks = ranks
 
     @property
     def has_open_copies(self) -> bool:
@@ -97,7 +102,9 @@ class StepRunner:
         return self._controller.num_unreported_copies > 0
 
     def run(self, batch: BatchRequest) -> StepResult:
-        """Raises only when the copies of the batch could not be submitted: the caches are then unusable."""
+        """Raises only when the copies of the batch could not be submitted: the caches are then unusable. And
+        `RankGroupError` when the ranks cannot go on together.
+        """
         self._on_progress()
         counter: LayerDoneCounter | None = None
         for step in batch.swap_steps:
@@ -121,7 +128,9 @@ class StepRunner:
         """Forward pass and sampling; fills `result`."""
         while tasks:
             try:
-                computed = self._run_forward(tasks, counter)
+                computed = self._run_on_all_ranks(tasks, counter)
+            except RankGroupError:
+                raise
             except TransferError as error:
                 dropped = self._affected(tasks, counter)
                 logger.warning("dropped %d of %d requests from the step: %s", len(dropped), len(tasks), error)
@@ -143,9 +152,21 @@ class StepRunner:
         """Tasks that read a slot whose content did not arrive."""
         lost = set() if counter is None else set(counter.target_slots)
         lost.update(self._controller.failed_slots({slot for task in tasks for slot in self._slots(task)[0]}))
+        lost = self._ranks.union(lost)
         affected = [task for task in tasks if not lost.isdisjoint(self._slots(task)[0])]
         # None at all: without a counter to leave out, the same pass would fail the same way again.
         return affected if affected or counter is not None else tasks
+
+    def _run_on_all_ranks(self, tasks: Sequence[StepTask], counter: LayerDoneCounter | None) -> StepResult:
+        """As `_run_forward`, on all ranks or on none."""
+        try:
+            result = self._run_forward(tasks, counter)
+        except (PeerTransferError, PeerError, RankGroupError):
+            raise
+        except Exception as error:  # whatever it is: the others must not wait for this rank
+            self._ranks.fail(error)
+        self._ranks.agree(repr((result.tokens, result.accepted, result.drafts, result.errors)).encode())
+        return result
 
     def _run_forward(self, tasks: Sequence[StepTask], counter: LayerDoneCounter | None) -> StepResult:
         slots = [self._slots(task) for task in tasks]

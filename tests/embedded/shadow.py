@@ -116,7 +116,7 @@ class ShadowWorkerClient:
         self.gate.set()
 
     def listen(
-        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+        self, on_message: Callable[[int, StepResult | TransferReport], None], on_death: Callable[[str], None]
     ) -> None:
         self._on_death = on_death
         self._thread = threading.Thread(target=self._run, args=(on_message,))
@@ -135,10 +135,10 @@ class ShadowWorkerClient:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, on_message: Callable[[StepResult | TransferReport], None]) -> None:
+    def _run(self, on_message: Callable[[int, StepResult | TransferReport], None]) -> None:
         while (batch := self._inbox.get()) is not None:
             self.gate.wait()
-            on_message(self.worker.run(batch))
+            on_message(0, self.worker.run(batch))
 
 
 class Recorder:
@@ -185,6 +185,7 @@ class Harness:
         storage: Callable[[CacheManager, ShadowWorker], StorageTier] | None = None,
         remote: RemotePrefills | None = None,
         offered: OfferedPrefills | None = None,
+        num_ranks: int = 1,
     ) -> None:
         """`remote` of a decode server, `offered` of a prefill server."""
         self.config = config
@@ -201,7 +202,9 @@ class Harness:
         )
         self.sent: list[BatchRequest] = []
         peers = PeerRequests(self.manager, self.scheduler, remote=remote, offered=offered)
-        self.core = EngineCore(self.manager, self.scheduler, self.sent.append, storage=tier, peers=peers)
+        self.core = EngineCore(
+            self.manager, self.scheduler, self.sent.append, storage=tier, peers=peers, num_ranks=num_ranks
+        )
 
     @property
     def num_preemptions(self) -> int:

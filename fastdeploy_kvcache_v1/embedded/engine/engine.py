@@ -28,11 +28,13 @@ WorkerMessage = StepResult | TransferReport | TransferNews
 class WorkerClient(Protocol):
     """The engine's end of a worker."""
 
-    def listen(self, on_message: Callable[[WorkerMessage], None], on_death: Callable[[str], None]) -> None:
-        """Deliver answers, and at most once the reason of an unexpected death, from a thread of the client."""
+    def listen(self, on_message: Callable[[int, WorkerMessage], None], on_death: Callable[[str], None]) -> None:
+        """Deliver answers, each with its rank, and at most once the reason of an unexpected death, from threads of the
+        client.
+        """
 
     def send(self, batch: BatchRequest) -> None:
-        """Hand over a batch without blocking. Sending to a dead worker is not an error: `on_death` tells."""
+        """Hand over a batch to every rank without blocking. A dead worker is no error here: `on_death` tells."""
 
     def close(self) -> None:
         """Stop the worker and free everything. No callback runs afterwards. Idempotent."""
@@ -133,14 +135,14 @@ class Engine:
     def _request_stop(self) -> None:
         self._stop = True
 
-    def _on_message(self, message: WorkerMessage) -> None:
+    def _on_message(self, rank: int, message: WorkerMessage) -> None:
         match message:
             case StepResult():
-                self._post(lambda: self._core.on_step_result(message))
+                self._post(lambda: self._core.on_step_result(message, rank))
             case TransferNews():
                 self._post(lambda: self._core.on_transfer_news(message))
             case TransferReport():
-                self._post(lambda: self._core.on_report(message))
+                self._post(lambda: self._core.on_report(message, rank))
 
     def on_prefill_answer(self, request_id: str, answer: PrefillAnswer | str) -> None:
         """What the client of prefill servers delivers, on its own thread."""

@@ -20,6 +20,7 @@ from ...transfer.rank_messages import TransferNews
 from ..prefill_job import PrefillAnswer
 from .generation import Delta, Failure, Generation, State
 from .peer_requests import PeerRequests
+from .rank_answers import RankAnswers
 from .scheduler import Scheduled, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ MAX_COPY_FAILURES = 3
 class EngineCounters:
     """Totals since the start. Written by the engine thread only; any thread may read single fields."""
 
-    copies: RankCopies = field(default_factory=RankCopies)
+    copies: tuple[RankCopies, ...] = field(default_factory=lambda: (RankCopies(),))
+    """By worker rank."""
     steps: int = 0
     computed_tokens: int = 0
     """Tokens that went through the model, those computed again after a preemption included."""
@@ -66,7 +68,9 @@ class EngineCore:
         recorder: TraceRecorder | None = None,
         peers: PeerRequests | None = None,
         clock: Callable[[], float] = time.monotonic,
+        num_ranks: int = 1,
     ) -> None:
+        """`send` brings a batch to each of `num_ranks` worker ranks; each answers it with one result."""
         self._clock = clock
         self._manager = manager
         self._scheduler = scheduler
@@ -82,7 +86,8 @@ class EngineCore:
         self._step_in_flight = -1
         self._sent_at = 0.0
         self._closed: Failure | None = None
-        self.counters = EngineCounters()
+        self._answers = RankAnswers(num_ranks)
+        self.counters = EngineCounters(copies=tuple(RankCopies() for _ in range(num_ranks)))
 
     @property
     def is_idle(self) -> bool:
@@ -141,6 +146,7 @@ class EngineCore:
             self.peers.check_idle()
         else:
             self._manager.check()
+        self._answers.check()
         return {
             "idle": self.is_idle and self.peers.is_idle,
             "running": self._scheduler.num_running,
@@ -193,15 +199,19 @@ class EngineCore:
                 self.storage.request_arrived(generation.request_id, generation.hasher, generation.tokens)
         self.storage.go_on()
 
-    def on_step_result(self, result: StepResult) -> None:
-        """Take the answer to the batch in flight."""
+    def on_step_result(self, answer: StepResult, rank: int = 0) -> None:
+        """Take a rank's answer to the batch in flight. The step ends with the last one."""
         assert self._in_flight is not None, "the worker answered a batch that was not sent"
+        retry = self._take_transfers(rank, answer.report)
+        result = self._answers.take_step(rank, answer)
+        if result is None:
+            self._retry(retry)
+            return
         plan, self._in_flight = self._in_flight, None
         if self.storage is not None:
             self.storage.pass_ended(self._step_in_flight)
         self._measure(plan, self._clock() - self._sent_at - result.report.exposed_wait_s)
-        retry = dict(result.retry)
-        retry.update(self._take_transfers(result.report))
+        retry = {**result.retry, **retry}
         for item in plan:
             generation = item.generation
             if generation.state is not State.RUNNING:  # ended while the worker was computing
@@ -221,9 +231,9 @@ class EngineCore:
         chunks = [(start, start + count) for start, count in prompts]
         self._scheduler.load_costs.computed(PrefillTime.of(chunks, seconds))
 
-    def on_report(self, report: TransferReport) -> None:
-        """Take the outcome of copies that ended between two steps."""
-        self._retry(self._take_transfers(report))
+    def on_report(self, report: TransferReport, rank: int = 0) -> None:
+        """Take the outcome of a rank's copies that ended between two steps."""
+        self._retry(self._take_transfers(rank, report))
 
     def on_storage(self, answer: Answer) -> None:
         """Take what the store says."""
@@ -262,11 +272,11 @@ class EngineCore:
         stored = None if self.storage is None else self.storage.seconds_to_next_deadline()
         return min((each for each in (stored, self.peers.seconds_to_deadline()) if each is not None), default=None)
 
-    def _take_transfers(self, report: TransferReport) -> dict[str, str]:
+    def _take_transfers(self, rank: int, report: TransferReport) -> dict[str, str]:
         """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""
-        self.counters.copies.add(report)
+        self.counters.copies[rank].add(report)
         affected: dict[str, str] = {}
-        for result in report.transfers:
+        for result in self._answers.take_report(rank, report).transfers:
             if result.ok and result.target is CacheLevel.DEVICE:
                 self._scheduler.load_costs.loaded(LoadTime(result.num_blocks, result.seconds))
             elif not result.ok:
@@ -274,7 +284,7 @@ class EngineCore:
                 logger.warning("step %d: %s", result.step, reason)
                 affected.update(dict.fromkeys(self._manager.transfer_failed(result), reason))
         if self.storage is not None:
-            self.storage.copies_reported(0, report)
+            self.storage.copies_reported(rank, report)
         return affected
 
     def _retry(self, reasons: dict[str, str]) -> None:

@@ -28,8 +28,6 @@ from ..engine.engine_core import EngineCounters
 from ..engine.peer_requests import PeerRequests
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-WORKER_RANK = "0"
-"""There is one worker."""
 
 Family = CounterMetricFamily | GaugeMetricFamily
 
@@ -54,7 +52,7 @@ class Snapshot:
             case Source.STATS:
                 return [((), self.cache)]
             case Source.COPIES:
-                return [((WORKER_RANK,), self.engine.copies)]
+                return [((str(rank),), copies) for rank, copies in enumerate(self.engine.copies)]
             case Source.STORAGE:
                 return [] if self.storage is None else [((), self.storage)]
             case Source.TRACE:
@@ -79,16 +77,19 @@ class Metrics:
         snapshot: Callable[[], Snapshot],
         *,
         copy_ops: Mapping[str, str] | None = None,
-        copy_paths: Iterable[CopyPath] = (),
+        copy_paths: Iterable[Iterable[CopyPath]] = (),
     ) -> None:
-        """`copy_ops`: name of the implementation behind every copy op of the worker. `copy_paths`: how it copies."""
+        """`copy_ops`: name of the implementation behind every copy op of the worker. `copy_paths`: how each
+        rank copies.
+        """
         self._registry = CollectorRegistry()
         live = Gauge(COPY_OP.full_name, COPY_OP.help, COPY_OP.label_names, registry=self._registry)
         for op, implementation in (copy_ops or {}).items():
             live.labels(op, implementation).set(1)
         paths = Gauge(COPY_PATH.full_name, COPY_PATH.help, COPY_PATH.label_names, registry=self._registry)
-        for path in copy_paths:
-            paths.labels(*path, WORKER_RANK).set(0 if path.left else 1)
+        for rank, ways in enumerate(copy_paths):
+            for path in ways:
+                paths.labels(*path, rank).set(0 if path.left else 1)
         self._registry.register(_SnapshotCollector(snapshot))
         self._first_token = Histogram(
             TIME_TO_FIRST_TOKEN.full_name, TIME_TO_FIRST_TOKEN.help, buckets=TTFT_BUCKETS, registry=self._registry

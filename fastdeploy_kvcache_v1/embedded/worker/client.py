@@ -1,309 +1,139 @@
-"""The engine's end of the worker process: starts it, talks to it, notices its death, cleans up after it."""
+"""The engine's end of the worker processes, one per tensor-parallel rank: starts them, talks to them, cleans up."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import pickle
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import zmq
 
 from ...batch_request import BatchRequest
-from ...errors import ConfigError, WorkerDiedError
-from ...metadata import CopyPath, TransferReport
-from ...model.step import StepResult
+from ...errors import ConfigError
+from ...metadata import CopyPath
 from ...storage.backends import make_link
 from ...storage.engine.link import StorageLink
-from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
-from ...swap_message import SwapEncoder
-from ...transfer.rank_messages import TransferNews
-from .liveness import ProgressBoard, Watchdog, make_page
-from .messages import BatchMessage, TransferEnd, WorkerConnected, WorkerFailed, WorkerReady
-from .transfers import TransferConfig
+from .launch import WorkerConfig, storage_addresses
+from .messages import TransferEnd
+from .rank_process import POLL_MS, STOP_TIMEOUT_S, Answer, RankProcess
 
-FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
+__all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError", "WorkerConfig"]
 
-logger = logging.getLogger(__name__)
-
-POLL_MS = 100
-STOP_TIMEOUT_S = 2.0
-MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/storage-commands")
+MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/storage-commands12")
 """Unix socket names have at most 107 bytes."""
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
-    """Everything the worker process needs to know."""
-
-    model_path: Path | None
-    max_model_len: int
-    block_size: int
-    cache_dtype: str
-    num_device_blocks: int
-    num_host_blocks: int
-    log_level: str
-    layer_timeout_s: float = 30.0
-    num_threads: int = 1
-    storage: StorageSettings | None = None
-    namespace: Namespace | None = None
-    """Of its blocks, if there is storage."""
-    model_family: str | None = None
-    mtp: bool = False
-    """Both of the random model."""
-    transfer: TransferConfig | None = None
-    """Of a server with a role."""
-    copy_faults: str = ""
-    """Test hook, see `copy_faults.py`."""
-
-
-@dataclass(frozen=True)
-class WorkerLaunch:
-    """What the worker reads from its standard input."""
-
-    config: WorkerConfig
-    tasks_address: str
-    results_address: str
-    parent_pid: int
-    progress_fd: int
-    """Inherited; see `liveness.py`."""
-    storage_addresses: tuple[str, str] = ("", "")
-    """For commands and results of the storage agent, if there is storage."""
-
-
 class StartInterruptedError(Exception):
-    """The server was told to stop while its worker started; nothing is left of it."""
+    """The server was told to stop while its workers started; nothing is left of them."""
 
 
 class ProcessWorkerClient:
-    """A `WorkerClient` over one spawned worker process and two ZeroMQ sockets in a private directory.
+    """A `WorkerClient` over spawned worker processes and two ZeroMQ sockets to each in a private directory.
 
-    Construct and `close` on the main thread: the worker dies with the thread that started it.
+    Construct and `close` on the main thread: the workers die with the thread that started them.
     """
 
     def __init__(
         self, config: WorkerConfig, *, stop_requested: Callable[[], bool] = lambda: False, timeout_s: float = 0.0
     ) -> None:
-        """Starts the worker and returns when it can take batches.
+        """Starts all ranks and returns when they can take batches.
 
         A worker that makes no progress for `timeout_s` although there is something to do counts as dead, and is killed;
-        0 sets no limit. Until it is ready, only `stop_requested` ends the wait.
+        0 sets no limit. Until they are ready, only `stop_requested` ends the wait.
 
-        Raises `ConfigError` when it refuses its settings or model, `WorkerDiedError` when it ends for another reason,
+        Raises `ConfigError` when one refuses its settings or model, `WorkerDiedError` when it ends for another reason,
         `StartInterruptedError` soon after `stop_requested` became true.
         """
         self._stop_requested = stop_requested
-        self._closing = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._ranks: list[RankProcess] = []
+        self._is_dead = threading.Lock()
+        """Held once the end of one rank was told: what becomes of the others then follows from it."""
         self._directory = _private_directory()
-        self._context = zmq.Context()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_ready = False
-        self._watchdog = Watchdog(timeout_s)
-        self._board: ProgressBoard | None = None
-        self._num_sent = self._num_answered = 0
-        self._encoder = SwapEncoder()
-        self._death = threading.Lock()
-        """Held by the thread that reports the end."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.storage: StorageLink | None = None
-        """To the worker's storage agent, if there is storage."""
+        """To the workers' storage agents, if there is storage."""
         self.ops: dict[str, str] = {}
-        """Name of the implementation behind every copy op of the worker."""
-        self.copy_paths: tuple[CopyPath, ...] = ()
+        """Name of the implementation behind every copy op of the workers."""
+        self.copy_paths: list[tuple[CopyPath, ...]] = []
+        """How each rank copies."""
         self.transfer: TransferEnd | None = None
         """Where other servers reach the worker of a server with a role."""
         try:
-            self._tasks = self._bind(zmq.PUSH, "tasks")
-            self._results = self._bind(zmq.PULL, "results")
             if config.storage is not None:
-                self.storage = self._bind_storage(config.storage)
-            self._process = self._spawn(config)
-            self._wait_until_connected(self._process)
-            # The names have served: from here on not even a SIGKILL leaves files behind.
-            self._remove_directory()
-            ready = self._expect(self._process, WorkerReady)
-            self.ops, self.copy_paths, self.transfer = ready.ops, ready.paths, ready.transfer
-            self._is_ready = True
+                self.storage = _bind_storage(self._directory, config.storage, config.tensor_parallel_size)
+            for rank in range(config.tensor_parallel_size):
+                process = RankProcess(
+                    self._context, self._directory, config, rank, timeout_s=timeout_s, on_poll=self._require_start
+                )
+                self._ranks.append(process)
+            self._wait_until_ready()
         except BaseException:
             self.close()
             raise
 
     @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+    def pids(self) -> list[int | None]:
+        """By rank."""
+        return [rank.pid for rank in self._ranks]
 
-    def listen(
-        self, on_message: Callable[[StepResult | TransferReport | TransferNews], None], on_death: Callable[[str], None]
-    ) -> None:
-        assert not self._threads, "listen once"
-        for target, name, arguments in (
-            (self._watch, "worker-watch", (on_death,)),
-            (self._receive, "worker-results", (on_message, on_death)),
-        ):
-            thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def listen(self, on_message: Callable[[int, Answer], None], on_death: Callable[[str], None]) -> None:
+        for number, rank in enumerate(self._ranks):
+            rank.listen(partial(on_message, number), partial(self._tell_death, on_death))
 
     def send(self, batch: BatchRequest) -> None:
-        self._num_sent += 1
-        self._send(BatchMessage.pack(batch, self._encoder))
+        for rank in self._ranks:
+            rank.send(batch)
 
     def close(self) -> None:
-        self._closing.set()
-        process, self._process = self._process, None
-        if process is not None:
-            self._stop(process)
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0))  # a process that not even SIGKILL ends must not keep us
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        for rank in self._ranks:
+            rank.request_stop()
+        deadline = time.monotonic() + STOP_TIMEOUT_S  # for all of them together
+        for rank in self._ranks:
+            rank.close(deadline)
         if self.storage is not None:
             self.storage.close()
         self._context.destroy(linger=0)
         self._remove_directory()
 
+    def _wait_until_ready(self) -> None:
+        for rank in self._ranks:
+            rank.wait_connected()
+        while self.storage is not None and not self.storage.is_connected(POLL_MS):
+            self._require_start()
+        # The names have served: from here on not even a SIGKILL leaves files behind.
+        self._remove_directory()
+        for rank in self._ranks:
+            ready = rank.wait_ready()
+            self.ops, self.transfer = ready.ops, ready.transfer
+            self.copy_paths.append(ready.paths)
+
+    def _require_start(self) -> None:
+        """The ranks wait for each other: one that ends would keep the others from starting."""
+        if self._stop_requested():
+            raise StartInterruptedError("stopped while the worker started")
+        for rank in self._ranks:
+            rank.require_running()
+
+    def _tell_death(self, on_death: Callable[[str], None], reason: str) -> None:
+        if self._is_dead.acquire(blocking=False):
+            on_death(reason)
+
     def _remove_directory(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _stop(self, process: subprocess.Popen[bytes]) -> None:
-        if self._is_ready:
-            self._send(None)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_TIMEOUT_S)
-                return
-            logger.warning("worker process %d does not stop, killing it", process.pid)
-        process.kill()  # while it starts it has nothing to finish, and reads no messages
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            logger.error("worker process %d does not end even when killed, leaving it behind", process.pid)
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        try:
-            socket.bind(self._address(name))
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot make a socket in {self._directory}: {error}") from None
-        return socket
-
-    def _bind_storage(self, settings: StorageSettings) -> StorageLink:
-        try:
-            return make_link(settings, [self._address("storage-commands")], self._address("storage-results"))
-        except zmq.ZMQError as error:
-            raise ConfigError(f"cannot make a socket in {self._directory}: {error}") from None
-
-    def _address(self, name: str) -> str:
-        return f"ipc://{self._directory / name}"
-
-    def _spawn(self, config: WorkerConfig) -> subprocess.Popen[bytes]:
-        package_root = str(Path(__file__).resolve().parents[3])
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
-        page = self._make_board()
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.process"],
-                stdin=subprocess.PIPE,
-                stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
-                pass_fds=(page,),
-            )
-        finally:
-            os.close(page)
-        storage = (self._address("storage-commands"), self._address("storage-results"))
-        launch = WorkerLaunch(config, self._address("tasks"), self._address("results"), os.getpid(), page, storage)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(pickle.dumps(launch))
-        return process
-
-    def _make_board(self) -> int:
-        try:
-            page = make_page(self._directory)
-        except OSError as error:
-            raise ConfigError(f"cannot write to {self._directory}: {error}") from None
-        self._board = ProgressBoard(page)
-        return page
-
-    def _wait_until_connected(self, process: subprocess.Popen[bytes]) -> None:
-        """Both sockets have a peer. The worker connects first and loads its model then."""
-        self._expect(process, WorkerConnected)
-        # Writable once the worker's end is connected. Why one has ended already is told by its next message, or none.
-        while not self._tasks.poll(POLL_MS, zmq.POLLOUT) and process.poll() is None:
-            self._require_wanted()
-        while self.storage is not None and not self.storage.is_connected(POLL_MS) and process.poll() is None:
-            self._require_wanted()
-
-    def _expect(self, process: subprocess.Popen[bytes], kind: type[FirstMessage]) -> FirstMessage:
-        while not self._results.poll(POLL_MS):
-            self._require_wanted()
-            if process.poll() is not None and not self._results.poll(POLL_MS):  # its last words count first
-                raise WorkerDiedError(f"the worker process {_describe_exit(process.returncode)} while starting")
-        message = pickle.loads(self._results.recv())
-        if isinstance(message, WorkerFailed):
-            raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
-        assert isinstance(message, kind), f"unexpected message {message!r} from a starting worker"
-        return message
-
-    def _require_wanted(self) -> None:
-        if self._stop_requested():
-            raise StartInterruptedError("stopped while the worker started")
-
-    def _send(self, message: BatchMessage | None) -> None:
-        # EAGAIN: the worker is not connected any more, and the watcher tells the engine.
-        with contextlib.suppress(zmq.Again, zmq.ContextTerminated):
-            self._tasks.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK)
-
-    def _watch(self, on_death: Callable[[str], None]) -> None:
-        process = self._process
-        if process is None:
-            return
-        status = process.wait()
-        self._tell_death(f"the worker process {process.pid} {_describe_exit(status)}", on_death)
-
-    def _tell_death(self, reason: str, on_death: Callable[[str], None]) -> None:
-        if not self._closing.is_set() and self._death.acquire(blocking=False):
-            logger.error("%s", reason)
-            on_death(reason)
-
-    def _receive(
-        self, on_message: Callable[[StepResult | TransferReport | TransferNews], None], on_death: Callable[[str], None]
-    ) -> None:
-        process = self._process
-        try:
-            while not self._closing.is_set():
-                if self._results.poll(POLL_MS):
-                    message = pickle.loads(self._results.recv())
-                    self._num_answered += isinstance(message, StepResult)
-                    on_message(message)
-                if process is not None and (stuck := self._stuck()):
-                    self._tell_death(f"the worker process {process.pid} is stuck: {stuck}", on_death)
-                    process.kill()
-                    return
-        except Exception:  # the edge of the thread: without answers every request would hang
-            logger.exception("an answer of the worker cannot be read, killing it")
-            if process is not None:
-                process.kill()  # the watcher reports its end
-
-    def _stuck(self) -> str | None:
-        assert self._board is not None
-        step = self._num_sent if self._num_sent > self._num_answered else None
-        return self._watchdog.look(time.monotonic(), self._board.read(), step=step)
+def _bind_storage(directory: Path, settings: StorageSettings, num_ranks: int) -> StorageLink:
+    addresses = [storage_addresses(directory, rank) for rank in range(num_ranks)]
+    try:
+        return make_link(settings, [commands for commands, _ in addresses], addresses[0][1])
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot make a socket in {directory}: {error}") from None
 
 
 def _private_directory() -> Path:
@@ -315,9 +145,3 @@ def _private_directory() -> Path:
         return Path(tempfile.mkdtemp(prefix="fastdeploy-kvcache-", dir=parent))
     except OSError as error:
         raise ConfigError(f"cannot make a temporary directory: {error}: set TMPDIR to another place") from None
-
-
-def _describe_exit(status: int) -> str:
-    if status >= 0:
-        return f"exited with status {status}"
-    return f"was killed by {signal.Signals(-status).name}"

@@ -26,6 +26,8 @@ class Progress(NamedTuple):
     """Grows with every copy that ends, well or not."""
     oldest_copy: int = -1
     """Swap step of the oldest copy that still runs, -1 for none."""
+    waits_for_ranks: int = 0
+    """1 while it waits for what other tensor-parallel ranks compute."""
 
 
 class ProgressBoard:
@@ -45,8 +47,11 @@ class ProgressBoard:
     def set_copies(self, ended: int, oldest: int) -> None:
         self._words[1], self._words[2] = ended, oldest
 
+    def set_waits(self, waits_for_ranks: bool) -> None:
+        self._words[3] = waits_for_ranks
+
     def read(self) -> Progress:
-        return Progress(*self._words[:3].tolist())
+        return Progress(*self._words[:4].tolist())
 
     def close(self) -> None:
         self._words.release()
@@ -92,7 +97,8 @@ class Watchdog:
         """What is stuck and for how long, or None. `step` is the one that the worker owes an answer to."""
         elapsed = 0.0 if self._last is None else min(now - self._last, LONGEST_TICK_S)
         self._last = now
-        compute_s = self._compute.seconds(None if step is None else (step, progress.computed), elapsed)
+        computes = step is not None and not progress.waits_for_ranks
+        compute_s = self._compute.seconds((step, progress.computed) if computes else None, elapsed)
         copies_s = self._copies.seconds(None if progress.oldest_copy < 0 else progress.copies_ended, elapsed)
         if not self._limit_s:
             return None

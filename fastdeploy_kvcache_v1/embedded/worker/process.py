@@ -17,8 +17,9 @@ from dataclasses import replace
 
 import zmq
 
-from ...errors import ConfigError, KVCacheError, ModelError, StorageError
+from ...errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError
 from ...model import configure_reproducible_math, load_model_config
+from ...model.ranks import Ranks, join_ranks
 from ...model.step_runner import StepRunner
 from ...model.vision import VisionEncoder
 from ...orphan import die_with_parent
@@ -28,7 +29,7 @@ from ...transfer.rank_transfers import RankTransfers
 from ...worker import ops
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
-from .client import WorkerLaunch
+from .launch import WorkerLaunch
 from .liveness import ProgressBoard
 from .messages import BatchMessage, TransferEnd, WorkerConnected, WorkerFailed, WorkerReady
 from .storage_agent import give_memory, host_trailer_bytes, make_agent
@@ -42,6 +43,12 @@ OPEN_TRANSFERS_POLL_MS = 1
 IDLE_TRANSFERS_POLL_MS = 100
 DRAIN_TIMEOUT_S = 5.0
 
+RANKS_CONNECT_TIMEOUT_S = 300.0
+"""The engine notices at once when one of them ends."""
+
+END_OF_GROUP_S = 10.0
+"""So long a rank that lost another one waits to be stopped. The engine should tell of the one that ended first."""
+
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -49,7 +56,8 @@ def main() -> int:
     launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
     die_with_parent(launch.parent_pid)
     logging.basicConfig(
-        level=launch.config.log_level.upper(), format="%(asctime)s %(levelname)s worker %(name)s: %(message)s"
+        level=launch.config.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s worker{launch.rank or ''} %(name)s: %(message)s",
     )
     context = zmq.Context()
     tasks = context.socket(zmq.PULL)
@@ -57,17 +65,32 @@ def main() -> int:
     try:
         tasks.connect(launch.tasks_address)
         results.connect(launch.results_address)
-        agent = make_agent(launch.config.storage, launch.storage_addresses)
+        agent = make_agent(launch.config.storage, launch.storage_addresses, launch.rank)
+        board = ProgressBoard(launch.progress_fd)
+        ranks = join_ranks(
+            launch.ranks_path,
+            launch.rank,
+            launch.config.tensor_parallel_size,
+            connect_timeout_s=RANKS_CONNECT_TIMEOUT_S,
+            timeout_s=launch.ranks_timeout_s,
+            on_wait=board.set_waits,
+        )
         _send(results, WorkerConnected())
-        return _serve(launch, tasks, results, agent)
+        return _serve(launch, board, ranks, tasks, results, agent)
     finally:
         context.destroy(linger=1000)
 
 
-def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes], agent: LaneAgent | None) -> int:
+def _serve(
+    launch: WorkerLaunch,
+    board: ProgressBoard,
+    ranks: Ranks,
+    tasks: zmq.Socket[bytes],
+    results: zmq.Socket[bytes],
+    agent: LaneAgent | None,
+) -> int:
     try:
-        board = ProgressBoard(launch.progress_fd)
-        runner, controller, transfers = _build(launch, board)
+        runner, controller, transfers = _build(launch, board, ranks)
         if agent is not None:
             give_memory(agent, controller, launch.config.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
@@ -82,6 +105,10 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
     try:
         _loop(runner, tasks, results, lambda: _show_copies(controller, board), transfers)
         controller.drain(DRAIN_TIMEOUT_S)
+    except RankGroupError as error:
+        logger.error("rank %d cannot go on: %s", launch.rank, error)
+        tasks.poll(int(END_OF_GROUP_S * 1000))
+        return 1
     finally:
         if transfers is not None:
             transfers.close()
@@ -90,7 +117,9 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
     return 0
 
 
-def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, CacheController, RankTransfers | None]:
+def _build(
+    launch: WorkerLaunch, board: ProgressBoard, ranks: Ranks
+) -> tuple[StepRunner, CacheController, RankTransfers | None]:
     config = launch.config
     configure_reproducible_math(config.num_threads)
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
@@ -100,11 +129,12 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
 
     model = load_model_config(config.model_path, config.model_family, mtp=config.mtp)
     model = replace(model, max_position=config.max_model_len)
-    decoder = Decoder.load(config.model_path, model)
+    decoder = Decoder.load(config.model_path, model, ranks)
     controller = CacheController(
-        model.cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
-        runtime=make_runtime(config.copy_faults),
+        model.shard(ranks.size).cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
+        runtime=make_runtime(config.copy_faults, ranks.rank),
         layer_timeout_s=config.layer_timeout_s,
+        rank=ranks.rank,
         host_trailer_bytes=host_trailer_bytes(config.storage),
         host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
     )
@@ -124,6 +154,7 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
         forward_with_drafts=DraftingDecoder(decoder).forward if model.num_draft_layers else None,
         vision=VisionEncoder(model.hidden_size, model.seed) if config.model_path is None else None,
         transfers=transfers,
+        ranks=ranks,
     )
     return runner, controller, transfers
 

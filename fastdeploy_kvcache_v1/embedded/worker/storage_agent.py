@@ -19,13 +19,13 @@ from ...worker.cache_controller import CacheController
 __all__ = ["give_memory", "host_trailer_bytes", "make_agent"]
 
 
-def make_agent(settings: StorageSettings | None, addresses: tuple[str, str]) -> LaneAgent | None:
-    """`addresses` are those of its commands and of its answers."""
+def make_agent(settings: StorageSettings | None, addresses: tuple[str, str], rank: int) -> LaneAgent | None:
+    """`addresses` are those of its commands and of its answers; `rank` is its worker's."""
     if settings is None:
         return None
     if settings.uses_device_tier:
-        return AttentionStoreAgent(*addresses, rank=0)
-    return StorageAgent(*addresses, rank=0, open_backend=partial(open_backend, settings))
+        return AttentionStoreAgent(*addresses, rank=rank)
+    return StorageAgent(*addresses, rank=rank, open_backend=partial(open_backend, settings, rank=rank))
 
 
 def host_trailer_bytes(settings: StorageSettings | None) -> int:

@@ -3,7 +3,8 @@
 The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
 `{"seed": 1, "max_delay_ms": 5, "delay_ms": {"input": 20}, "fail": {"input": [0, 9], "output": "all"}, "hang":
 {"output": [3]}}`: every copy first sleeps a random time, and the time of its stream; the named calls on a stream,
-counted from 0, fail, or never end. Streams are `input` (swap-in, a call per layer) and `output` (swap-out).
+counted from 0, fail, or never end. Streams are `input` (swap-in, a call per layer) and `output` (swap-out). With
+`"ranks": [1]` all this happens to these tensor-parallel ranks only.
 """
 
 from __future__ import annotations
@@ -59,13 +60,16 @@ def _names(calls: Any, call: int) -> bool:
     return calls == "all" or call in calls
 
 
-def make_runtime(faults: str) -> CpuRuntime:
+def make_runtime(faults: str, rank: int = 0) -> CpuRuntime:
     """A CPU runtime with the faults described in JSON, or a plain one for ''. Raises `ConfigError`."""
     if not faults:
         return CpuRuntime()
     try:
-        return CpuRuntime(delay=CopyFaults(**json.loads(faults)))
-    except (ValueError, TypeError) as error:
+        options = json.loads(faults)
+        ranks = options.pop("ranks", [rank])
+        delay = CopyFaults(**options)
+        return CpuRuntime(delay=delay) if rank in ranks else CpuRuntime()
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"FASTDEPLOY_KVCACHE_COPY_FAULTS is not a valid description of copy faults: {error}"
         ) from None

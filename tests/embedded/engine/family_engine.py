@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
+from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.model.config import IndexerConfig, random_model
 from fastdeploy_kvcache_v1.model.decoder import Decoder
 from fastdeploy_kvcache_v1.model.mtp import DraftingDecoder
+from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, RankGroup, Ranks
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
@@ -45,8 +49,25 @@ def decoder_of(family: str, mtp: bool) -> Decoder:
     return Decoder.load(None, model_of(family, mtp=mtp))
 
 
+def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
+    """Ranks in this process, each for a thread of its own."""
+    if size == 1:
+        return [ONE_RANK]
+    pairs = [socket.socketpair() for _ in range(size - 1)]
+    hub = RankGroup(0, [mine for mine, _ in pairs], size=size, timeout_s=timeout_s)
+    others = [RankGroup(rank, [theirs], size=size, timeout_s=timeout_s) for rank, (_, theirs) in enumerate(pairs, 1)]
+    return [hub, *others]
+
+
+@cache
+def rank_decoders(family: str, mtp: bool, size: int) -> list[tuple[Ranks, Decoder]]:
+    if size == 1:
+        return [(ONE_RANK, decoder_of(family, mtp))]
+    return [(ranks, Decoder.load(None, model_of(family, mtp=mtp), ranks)) for ranks in rank_group(size)]
+
+
 class FamilyEngine:
-    """One server without its processes. Copies take a moment, each its own."""
+    """One server without its processes; with `size` worker ranks. Copies take a moment, each its own."""
 
     def __init__(
         self,
@@ -58,7 +79,8 @@ class FamilyEngine:
         num_host_blocks: int = 0,
         caching: bool = True,
         seed: int = 0,
-        runtime: CpuRuntime | None = None,
+        runtimes: Sequence[CpuRuntime] = (),
+        size: int = 1,
         layer_timeout_s: float = 30.0,
         max_num_batched_tokens: int = 48,
         roles: dict[str, object] | None = None,
@@ -71,23 +93,38 @@ class FamilyEngine:
             write_policy=policy,
             enable_prefix_caching=caching,
         )
-        self.harness = Harness(config, max_num_seqs=3, max_num_batched_tokens=max_num_batched_tokens, **(roles or {}))
+        self.harness = Harness(
+            config,
+            max_num_seqs=3,
+            max_num_batched_tokens=max_num_batched_tokens,
+            num_ranks=size,
+            **(roles or {}),
+        )
         # Whether a load pays is a matter of time; here each is made.
         self.harness.scheduler.load_costs.blocks_to_load = lambda num_host_blocks, *args, **options: num_host_blocks
         self.random = random.Random(seed)
-        self.runtime = runtime or CpuRuntime(delay=lambda stream: time.sleep(self.random.random() * 0.0005))
-        model, dtype = model_of(family, mtp=mtp), FAMILIES[family][1]
-        backend = model.cache_backend(block_size=BLOCK, dtype=dtype)
-        self.controller = CacheController(backend, runtime=self.runtime, layer_timeout_s=layer_timeout_s)
-        caches = self.controller.initialize_kv_cache(num_device_blocks, num_host_blocks)
-        decoder = decoder_of(family, mtp)
-        self.runner = StepRunner(
-            decoder.forward,
-            self.controller,
-            caches,
-            block_size=BLOCK,
-            forward_with_drafts=DraftingDecoder(decoder).forward if mtp else None,
-        )
+        self.runtimes = list(runtimes) or [
+            CpuRuntime(delay=lambda stream: time.sleep(self.random.random() * 0.0005)) for _ in range(size)
+        ]
+        model, dtype = model_of(family, mtp=mtp).shard(size), FAMILIES[family][1]
+        self.controllers: list[CacheController] = []
+        self.runners: list[StepRunner] = []
+        for (ranks, decoder), runtime in zip(rank_decoders(family, mtp, size), self.runtimes, strict=True):
+            backend = model.cache_backend(block_size=BLOCK, dtype=dtype)
+            controller = CacheController(backend, runtime=runtime, layer_timeout_s=layer_timeout_s, rank=ranks.rank)
+            caches = controller.initialize_kv_cache(num_device_blocks, num_host_blocks)
+            runner = StepRunner(
+                decoder.forward,
+                controller,
+                caches,
+                block_size=BLOCK,
+                forward_with_drafts=DraftingDecoder(decoder).forward if mtp else None,
+                ranks=ranks,
+            )
+            self.controllers.append(controller)
+            self.runners.append(runner)
+        self.controller, self.runner = self.controllers[0], self.runners[0]
+        self._threads = ThreadPoolExecutor(size)
 
     @property
     def counters(self):
@@ -121,23 +158,35 @@ class FamilyEngine:
             return False
         batch = self.harness.sent.pop()
         meanwhile()
-        result = self.runner.run(batch)
-        assert result.errors == {}
-        core.on_step_result(result)
-        self.harness.manager.check()
-        self.controller.check()
+        # As rank processes do: each takes its own message apart.
+        batches = [BatchRequest(list(batch.requests), list(batch.swap_steps)) for _ in self.runners]
+        results = list(self._threads.map(lambda runner, batch: runner.run(batch), self.runners, batches))
+        answers = list(enumerate(results))
+        self.random.shuffle(answers)
+        for rank, result in answers:
+            assert result.errors == {}
+            core.on_step_result(result, rank)
+        core.check()
+        for controller in self.controllers:
+            controller.check()
         return True
 
+    def settle(self) -> None:
+        """Until every copy is told, those of the ranks in any order."""
+        for rank in self.random.sample(range(len(self.runners)), len(self.runners)):
+            self.controllers[rank].drain(30)
+            self.harness.core.on_report(self.runners[rank].take_report(), rank)
+
     def close(self) -> None:
-        self.controller.drain(30)
-        self.harness.core.on_report(self.runner.take_report())
+        self.settle()
         while self.step_with(lambda: None):
             pass
-        self.controller.drain(30)
-        self.harness.core.on_report(self.runner.take_report())
+        self.settle()
         self.harness.manager.check_idle()
-        self.controller.free()
-        self.runtime.close()
+        self._threads.shutdown()
+        for controller, runtime in zip(self.controllers, self.runtimes, strict=True):
+            controller.free()
+            runtime.close()
 
 
 def conversations(engine: FamilyEngine) -> list[list[int]]:
@@ -157,10 +206,4 @@ def conversations(engine: FamilyEngine) -> list[list[int]]:
     return outputs + engine.ask(*([*text[:-5], 40, 41, 42] for text in texts))
 
 
-def settle(engine: FamilyEngine) -> None:
-    """Until every copy is told."""
-    engine.controller.drain(30)
-    engine.harness.core.on_report(engine.runner.take_report())
-
-
-__all__ = ["BLOCK", "FAMILIES", "FamilyEngine", "conversations", "decoder_of", "model_of", "settle"]
+__all__ = ["BLOCK", "FAMILIES", "FamilyEngine", "conversations", "decoder_of", "model_of", "rank_group"]

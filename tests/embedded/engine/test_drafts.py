@@ -161,9 +161,12 @@ def expected(seed):
     return outputs
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_no_overlap_of_events_changes_a_token(policy):
-    """Failed, late and slow copies, aborts, resets and preemptions, under requests that are drafted for."""
+def test_no_overlap_of_events_changes_a_token(policy, size):
+    """Failed, late and slow copies, aborts, resets and preemptions, under requests that are drafted for. With two
+    ranks, each has faults of its own.
+    """
     seed = list(WritePolicy).index(policy)
     rng = random.Random(seed)
     served = FamilyEngine(
@@ -172,7 +175,8 @@ def test_no_overlap_of_events_changes_a_token(policy):
         policy=policy,
         num_device_blocks=14,
         num_host_blocks=60,
-        runtime=CpuRuntime(delay=Faults(seed)),
+        runtimes=[CpuRuntime(delay=Faults(seed + 100 * rank)) for rank in range(size)],
+        size=size,
         layer_timeout_s=0.05,
     )
     waiting = dict(enumerate(prompts(seed)))
@@ -192,7 +196,7 @@ def test_no_overlap_of_events_changes_a_token(policy):
         else:
             assert "gave up after 3 more attempts" in recorder.failure.message
     assert served.drafts[1] > 0
-    assert served.harness.core.counters.copies.swap_in.blocks > 0
+    assert served.harness.core.counters.copies[0].swap_in.blocks > 0
     served.close()
 
 

@@ -30,8 +30,8 @@ def test_random_load_with_a_far_too_small_device_tier(policy, seed):
     assert {name: recorder.tokens for name, recorder in recorders.items()} == expected
     counters = harness.core.counters
     assert counters.finished == 80
-    assert counters.copies.swap_in.blocks > 0
-    assert counters.copies.swap_out.blocks > 0
+    assert counters.copies[0].swap_in.blocks > 0
+    assert counters.copies[0].swap_out.blocks > 0
     assert harness.num_preemptions > 0
 
 
@@ -162,7 +162,7 @@ def test_backups_of_finished_requests_travel_without_any_request():
     while (batch := harness.step()) is not None:
         batches.append(batch)
     assert [(len(batch.requests), len(batch.swap_steps)) for batch in batches] == [(1, 0), (0, 1)]
-    assert harness.core.counters.copies.swap_out.blocks == 2
+    assert harness.core.counters.copies[0].swap_out.blocks == 2
 
 
 def test_stop_string_ends_and_cuts_the_output():

@@ -28,7 +28,7 @@ def test_random_copy_failures_change_no_token(seed):
             assert recorder.tokens == expected_outputs(prompt, output)
         else:
             assert recorder.failure.status == 500
-    assert harness.core.counters.copies.swap_in.failures + harness.core.counters.copies.swap_out.failures > 0
+    assert harness.core.counters.copies[0].swap_in.failures + harness.core.counters.copies[0].swap_out.failures > 0
     assert harness.core.counters.finished > 50
 
 
@@ -71,7 +71,7 @@ def test_failed_swap_in_does_not_count_as_cached():
         harness.run()
     again = harness.submit("again", prompt, 2)
     harness.run()
-    assert harness.core.counters.copies.swap_in.failures > 0
+    assert harness.core.counters.copies[0].swap_in.failures > 0
     assert again.tokens == expected_outputs(prompt, 2)
     usage = again.deltas[-1].usage
     assert usage is not None
@@ -152,7 +152,7 @@ def test_requests_lose_a_step_to_what_the_worker_says_and_to_what_the_report_say
 def test_report_between_steps_is_counted():
     harness = Harness(small())
     harness.core.on_report(TransferReport((), 0.5))
-    assert harness.core.counters.copies.exposed_wait_s == 0.5
+    assert harness.core.counters.copies[0].exposed_wait_s == 0.5
 
 
 def test_failure_told_twice_preempts_once():
@@ -174,5 +174,5 @@ def test_failed_backup_is_forgotten_and_counted():
     recorder = harness.submit("a", range(9), 6)
     harness.run()
     assert recorder.tokens == expected_outputs(range(9), 6)
-    assert harness.core.counters.copies.swap_out.failures > 0
+    assert harness.core.counters.copies[0].swap_out.failures > 0
     assert harness.manager.stats().host_cached_blocks == 0

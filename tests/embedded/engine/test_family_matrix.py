@@ -1,4 +1,4 @@
-"""Every attention family through engine, cache and copies: the same tokens as without a cache.
+"""Every attention family through engine, cache and copies, on one rank and on two: the same tokens as without a cache.
 
 A part of the matrix runs always, all of it with FASTDEPLOY_KVCACHE_WHOLE_MATRIX=1.
 """
@@ -9,14 +9,27 @@ from functools import cache
 import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
-from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine, conversations, settle
+from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine, conversations
 
 DEVICE_ONLY = "device only"
 TIERS = (DEVICE_ONLY, *(policy.value for policy in WritePolicy))
-ALL = [(family, tier, mtp) for family in FAMILIES for tier in TIERS for mtp in (False, True)]
+SIZES = (1, 2)
+"""Tensor-parallel ranks."""
+ALL = [(family, tier, mtp, size) for family in FAMILIES for tier in TIERS for mtp in (False, True) for size in SIZES]
 WHOLE = os.environ.get("FASTDEPLOY_KVCACHE_WHOLE_MATRIX") == "1"
-# Each family with each tier, each of them with drafts at least once, and grouped queries with everything.
-CASES = [case for at, case in enumerate(ALL) if WHOLE or case[0] == "gqa" or (at // 2 + at) % 2 == 0]
+
+
+def is_in_the_thin_matrix(family, tier, mtp, size):
+    """On one rank each family with each tier, each of them with drafts at least once, and grouped queries with
+    everything. On two every other family with a tier.
+    """
+    number = list(FAMILIES).index(family) + TIERS.index(tier)
+    if size > 1:
+        return number % 2 == 0 and mtp == (number % 4 == 0)
+    return family == "gqa" or mtp == (number % 2 == 1)
+
+
+CASES = [case for case in ALL if WHOLE or is_in_the_thin_matrix(*case)]
 
 
 @cache
@@ -28,30 +41,34 @@ def without_cache(family):
     return outputs
 
 
-def engine_of(family, tier, mtp, **options):
+def engine_of(family, tier, mtp, size, **options):
     if tier == DEVICE_ONLY:
-        return FamilyEngine(family, mtp=mtp, num_device_blocks=60, **options)
-    return FamilyEngine(family, mtp=mtp, policy=WritePolicy(tier), num_host_blocks=80, **options)
+        return FamilyEngine(family, mtp=mtp, size=size, num_device_blocks=60, **options)
+    return FamilyEngine(family, mtp=mtp, size=size, policy=WritePolicy(tier), num_host_blocks=80, **options)
 
 
 def test_the_thinned_matrix_has_everything_once():
-    for position, values in enumerate((FAMILIES, TIERS, (False, True))):
-        assert {case[position] for case in CASES} == set(values)
-    assert {case[:2] for case in CASES} == {case[:2] for case in ALL}
+    for size in SIZES:
+        cases = [case for case in CASES if case[3] == size]
+        for position, values in enumerate((FAMILIES, TIERS, (False, True))):
+            assert {case[position] for case in cases} == set(values)
+    assert {case[:2] for case in CASES if case[3] == 1} == {case[:2] for case in ALL}
 
 
-@pytest.mark.parametrize(("family", "tier", "mtp"), CASES)
-def test_the_cache_changes_no_token(family, tier, mtp):
-    engine = engine_of(family, tier, mtp)
+@pytest.mark.parametrize(("family", "tier", "mtp", "size"), CASES)
+def test_the_cache_changes_no_token(family, tier, mtp, size):
+    engine = engine_of(family, tier, mtp, size)
     assert conversations(engine) == without_cache(family)
-    settle(engine)
-    counters, copies = engine.counters, engine.harness.core.counters.copies
+    engine.settle()
+    counters = engine.counters
     assert counters.device_hit_tokens > 10 * BLOCK
     if tier != DEVICE_ONLY:
         assert counters.host_hit_tokens > 4 * BLOCK
-        block_bytes = engine.controller.layout.block_bytes
-        assert copies.swap_in.bytes == counters.swap_in_blocks * block_bytes
-        assert copies.swap_out.bytes == counters.swap_out_blocks * block_bytes
+        for rank, copies in enumerate(engine.harness.core.counters.copies):
+            block_bytes = engine.controllers[rank].layout.block_bytes
+            assert copies.swap_in.bytes == counters.swap_in_blocks * block_bytes
+            assert copies.swap_out.bytes == counters.swap_out_blocks * block_bytes
+        assert len(engine.harness.core.counters.copies) == size
     assert (engine.drafts[1] > 0) == mtp, "some guesses are right, if there are any"
     engine.close()
 
@@ -87,7 +104,7 @@ def test_a_draft_cache_that_did_not_come_back_shows_in_the_drafts_only(family):
     expected = engine.ask(prompt, max_tokens=60)
     before = engine.drafts
     push_out(engine)
-    settle(engine)
+    engine.settle()
     for rows in engine.controller.host_pool.layers[-1]:
         for slot in range(80):
             engine.controller.host_pool.block(slot)[-rows.row_bytes * len(engine.controller.host_pool.layers[-1]) :] = 0

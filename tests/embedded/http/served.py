@@ -47,7 +47,7 @@ class Server:
         metrics = Metrics(
             lambda: _snapshot(manager, scheduler, core),
             copy_ops={"swap_cache_per_layer.cpu": "some"},
-            copy_paths=[CopyPath("in", "some"), CopyPath("out", "other", "it is slow")],
+            copy_paths=[[CopyPath("in", "some"), CopyPath("out", "other", "it is slow")]],
         )
         core.observe_first_token = metrics.observe_first_token
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)

@@ -12,8 +12,9 @@ import pytest
 import zmq
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
-from fastdeploy_kvcache_v1.embedded.worker import client as worker_client
+from fastdeploy_kvcache_v1.embedded.worker import rank_process
 from fastdeploy_kvcache_v1.embedded.worker.client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
+from fastdeploy_kvcache_v1.embedded.worker.rank_process import RankProcess
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 
@@ -49,13 +50,13 @@ def test_socket_that_cannot_be_made_is_one_line_and_leaves_nothing(temp_dir, mon
 def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
     """So that a SIGKILL in the long part of the start leaves nothing behind."""
     seen = []
-    expect = ProcessWorkerClient._expect
+    expect = RankProcess._expect
 
-    def watch(self, process, kind):
+    def watch(self, kind):
         seen.append((kind.__name__, len(os.listdir(temp_dir))))
-        return expect(self, process, kind)
+        return expect(self, kind)
 
-    monkeypatch.setattr(ProcessWorkerClient, "_expect", watch)
+    monkeypatch.setattr(RankProcess, "_expect", watch)
     client = ProcessWorkerClient(CONFIG)
     client.close()
     assert seen == [("WorkerConnected", 1), ("WorkerReady", 0)]
@@ -73,9 +74,9 @@ def test_unreadable_answer_ends_the_worker_instead_of_hanging_everybody(temp_dir
         def unreadable(data):
             raise EOFError("a torn message")
 
-        pid = client.pid
-        client.listen(lambda message: None, on_death)
-        monkeypatch.setattr(worker_client.pickle, "loads", unreadable)
+        (pid,) = client.pids
+        client.listen(lambda rank, message: None, on_death)
+        monkeypatch.setattr(rank_process.pickle, "loads", unreadable)
         client.send(BatchRequest())
         assert died.wait(30)
         assert reasons == [f"the worker process {pid} was killed by SIGKILL"]
@@ -108,7 +109,7 @@ def test_full_disk_under_the_progress_board_is_one_line(temp_dir, monkeypatch):
     def no_space(directory):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
 
-    monkeypatch.setattr(worker_client, "make_page", no_space)
+    monkeypatch.setattr(rank_process, "make_page", no_space)
     with pytest.raises(ConfigError, match=r"cannot write to .*No space left on device"):
         ProcessWorkerClient(CONFIG)
     assert os.listdir(temp_dir) == []
@@ -125,8 +126,8 @@ def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
             reasons.append(reason)
             died.set()
 
-        worker = psutil.Process(client.pid)
-        client.listen(lambda message: None, on_death)
+        worker = psutil.Process(*client.pids)
+        client.listen(lambda rank, message: None, on_death)
         worker.suspend()
         client.send(BatchRequest())
         if timeout_s:
@@ -137,9 +138,9 @@ def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
             worker.kill()
             assert died.wait(30)
             reason = f"the worker process {worker.pid} was killed by SIGKILL"
-        for thread in client._threads:
+        for thread in client._ranks[0]._threads:
             thread.join(1.0)
-        assert not client._threads[0].is_alive(), "the watcher has seen the end, and had nothing to add"
+        assert not client._ranks[0]._threads[0].is_alive(), "the watcher has seen the end, and had nothing to add"
         assert [record.getMessage() for record in caplog.records] == reasons
         assert [re.fullmatch(reason, each) is not None for each in reasons] == [True]
     finally:
@@ -152,7 +153,7 @@ def test_copy_that_never_ends_is_noticed_while_steps_come_and_go(temp_dir):
     try:
         died, reasons, answers = threading.Event(), [], []
 
-        def on_message(message):
+        def on_message(rank, message):
             answers.append(message)
             client.send(BatchRequest())
 
@@ -160,7 +161,7 @@ def test_copy_that_never_ends_is_noticed_while_steps_come_and_go(temp_dir):
             reasons.append(reason)
             died.set()
 
-        pid = client.pid
+        (pid,) = client.pids
         client.listen(on_message, on_death)
         evict = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, (1,), (2,))
         client.send(BatchRequest(swap_steps=[SwapStep(6, (evict,))]))

@@ -1,15 +1,17 @@
 """The worker's loop between two batches."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 
 from fastdeploy_kvcache_v1.embedded.worker import process
-from fastdeploy_kvcache_v1.embedded.worker.client import WorkerConfig, WorkerLaunch
+from fastdeploy_kvcache_v1.embedded.worker.launch import WorkerConfig, WorkerLaunch
 from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_MS, _build, _loop
 from fastdeploy_kvcache_v1.errors import ModelError
 from fastdeploy_kvcache_v1.metadata import TransferReport
 from fastdeploy_kvcache_v1.model.decoder import Decoder
+from fastdeploy_kvcache_v1.model.ranks import ONE_RANK
 
 
 class Idle:
@@ -53,7 +55,7 @@ def test_ended_copies_are_waited_for_until_they_are_reported():
 
 
 def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_server(monkeypatch):
-    def load(path, config):
+    def load(path, config, ranks):
         raise ModelError(f"loaded for {config.max_position}")
 
     monkeypatch.setattr(Decoder, "load", load)
@@ -61,5 +63,5 @@ def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_ser
     monkeypatch.setattr(process, "configure_reproducible_math", asked.append)
     config = WorkerConfig(None, 77, 16, "float32", 8, 0, "warning", num_threads=3)
     with pytest.raises(ModelError, match="loaded for 77"):
-        _build(WorkerLaunch(config, "", "", 0, -1), board=None)
+        _build(WorkerLaunch(config, 0, Path(), 0, -1), board=None, ranks=ONE_RANK)
     assert asked == [3]

@@ -1,0 +1,169 @@
+"""Rounds of a group of ranks: one answer for all of them, whatever one of them does."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.errors import RankLostError, RanksDisagreeError, TransferError
+from fastdeploy_kvcache_v1.model.ranks import (
+    _FRAME,
+    DATA,
+    ONE_RANK,
+    PeerError,
+    PeerTransferError,
+    RankGroup,
+    join_ranks,
+)
+from tests.embedded.engine.family_engine import rank_group
+
+
+def on_all(ranks, action):
+    """What `action(rank)` gives, or raises, on each rank at the same time."""
+
+    def outcome(rank):
+        try:
+            return action(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(outcome, ranks))
+
+
+@pytest.fixture(params=[2, 3])
+def ranks(request):
+    group = rank_group(request.param)
+    yield group
+    for rank in group:
+        rank.close()
+
+
+def part_of(rank, rows=300, width=500):
+    """Larger than a socket's buffer: a rank that only writes would wait for one that only writes."""
+    return np.arange(rows * width, dtype=np.float32).reshape(rows, width) + rank.rank
+
+
+def test_parts_are_gathered_in_rank_order(ranks):
+    expected = np.concatenate([part_of(rank) for rank in ranks], axis=1)
+    for gathered in on_all(ranks, lambda rank: rank.gather(part_of(rank))):
+        assert np.array_equal(gathered, expected)
+
+
+def test_one_rank_is_a_group_of_its_own():
+    part = part_of(ONE_RANK)
+    assert ONE_RANK.gather(part) is part
+    assert ONE_RANK.union([3, 1]) == {1, 3}
+    ONE_RANK.agree(b"anything")
+    with pytest.raises(KeyError):
+        ONE_RANK.fail(KeyError("k"))
+
+
+def test_every_rank_gets_what_any_rank_gives(ranks):
+    assert on_all(ranks, lambda rank: rank.union({rank.rank, 7})) == [{*range(len(ranks)), 7}] * len(ranks)
+    assert on_all(ranks, lambda rank: rank.union(())) == [set()] * len(ranks)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [(TransferError("no link"), PeerTransferError, "no link"), (OSError(5), PeerError, "OSError(5)")],
+)
+def test_a_failure_of_one_rank_is_that_of_all_and_the_group_goes_on(ranks, failing, error, kind, told):
+    def act(rank):
+        return rank.fail(error) if rank.rank == failing else rank.gather(part_of(rank))
+
+    outcomes = on_all(ranks, act)
+    assert [type(each) for each in outcomes] == [kind] * len(ranks)
+    assert {str(each) for each in outcomes} == {f"rank {failing}: {told}"}
+    assert on_all(ranks, lambda rank: rank.union({1})) == [{1}] * len(ranks)
+
+
+def test_of_a_failed_copy_and_another_failure_all_ranks_see_the_other_one(ranks):
+    def act(rank):
+        rank.fail(ValueError("a bug") if rank.rank == 1 else TransferError("no link"))
+
+    assert {(type(each), str(each)) for each in on_all(ranks, act)} == {(PeerError, "rank 1: ValueError('a bug')")}
+
+
+def test_ranks_that_come_to_other_results_are_told_so(ranks):
+    assert on_all(ranks, lambda rank: rank.agree(b"same")) == [None] * len(ranks)
+    outcomes = on_all(ranks, lambda rank: rank.agree(b"same" if rank.rank == 0 else b"other"))
+    assert {type(each) for each in outcomes} == {RanksDisagreeError}
+
+
+def test_parts_of_different_sizes_are_no_result(ranks):
+    outcomes = on_all(ranks, lambda rank: rank.gather(part_of(rank, rows=2 + (rank.rank == 1))))
+    assert {type(each) for each in outcomes} == {RanksDisagreeError}
+
+
+def test_a_rank_in_another_round_is_noticed(ranks):
+    """Its numbers would be taken for those of another layer."""
+    ranks[1]._peers[0].send(_FRAME.pack(1, DATA, 0))
+    with pytest.raises(RanksDisagreeError, match="rank 1 is in round 1, rank 0 in 0"):
+        ranks[0].union(())
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_ended_is_named_at_once_by_those_that_need_it(dead):
+    ranks = rank_group(2, timeout_s=None)
+    ranks[dead].close()
+    (alive,) = [rank for rank in ranks if rank.rank != dead]
+    with pytest.raises(RankLostError, match=f"rank {dead} of 2 has ended"):
+        alive.gather(part_of(alive))
+    alive.close()
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_that_sends_nothing_is_lost_after_the_time_limit(silent):
+    ranks = rank_group(2, timeout_s=0.2)
+    (other,) = [rank for rank in ranks if rank.rank != silent]
+    with pytest.raises(RankLostError, match=rf"rank {silent} of 2 sent nothing for 0\.2 s"):
+        other.union(())
+    for rank in ranks:
+        rank.close()
+
+
+def test_waiting_for_others_is_told():
+    told = []
+    near, far = socket.socketpair()
+    ranks = [
+        RankGroup(0, [near], size=2, timeout_s=30, on_wait=told.append),
+        RankGroup(1, [far], size=2, timeout_s=30),
+    ]
+    on_all(ranks, lambda rank: rank.union(()))
+    assert told == [True, False]
+    on_all(ranks, lambda rank: rank.agree(b"%d" % rank.rank))
+    assert told == [True, False] * 2, "also when it ends in an error"
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_ranks_meet_at_a_socket_in_any_order(tmp_path, last):
+    path, others_came = tmp_path / "ranks", threading.Barrier(3)
+
+    def join(rank):
+        if rank == last:
+            others_came.wait(30)
+            return join_ranks(path, rank, 3, connect_timeout_s=30, timeout_s=30)
+        threading.Thread(target=others_came.wait, args=(30,)).start()
+        return join_ranks(path, rank, 3, connect_timeout_s=30, timeout_s=30)
+
+    group = on_all(range(3), join)
+    assert on_all(group, lambda rank: rank.union({rank.rank})) == [{0, 1, 2}] * 3
+    assert not path.exists(), "its name has served"
+    for rank in group:
+        rank.close()
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
+def test_a_rank_that_does_not_come_is_named(tmp_path, rank, missing):
+    with pytest.raises(RankLostError, match=f"rank {missing} of 2 did not come up"):
+        join_ranks(tmp_path / "ranks", rank, 2, connect_timeout_s=0.1, timeout_s=None)
+
+
+def test_a_model_that_is_not_split_needs_no_socket(tmp_path):
+    assert join_ranks(tmp_path / "ranks", 0, 1, connect_timeout_s=0, timeout_s=None) is ONE_RANK
