@@ -76,12 +76,8 @@ class Workshop:
 
     def _changed(self, mutation: NativeMutation) -> list[Path]:
         path = self.tree / "cuda" / mutation.file
-        original = text = path.read_text(encoding="utf-8")
-        for was, now in mutation.changes:
-            if text.count(was) != 1:
-                raise LookupError(f"{mutation.file} has {text.count(was)} times, not once: {was!r}")
-            text = text.replace(was, now)
-        path.write_text(text, encoding="utf-8")
+        original = path.read_text(encoding="utf-8")
+        path.write_text(mutation.applied_to(original), encoding="utf-8")
         made = []
         try:
             for name in mutation.compiled:

@@ -12,6 +12,14 @@ class NativeMutation(NamedTuple):
     file: str
     changes: tuple[tuple[str, str], ...]
 
+    def applied_to(self, text: str) -> str:
+        """Raises `LookupError` when a text is not in `text`, once."""
+        for was, now in self.changes:
+            if text.count(was) != 1:
+                raise LookupError(f"{self.file} has {text.count(was)} times, not once: {was!r}")
+            text = text.replace(was, now)
+        return text
+
     @property
     def compiled(self) -> tuple[str, ...]:
         """Sources that have to be compiled again."""
@@ -57,8 +65,8 @@ NATIVE_MUTATIONS = [
     _mutation(
         "what is gathered goes to another stream",
         "staged.cc",
-        "gathered, false, true, copy.stream}",
-        "gathered, false, true, nullptr}",
+        "gathered, false, true, false, copy.stream}",
+        "gathered, false, true, false, nullptr}",
     ),
     # ---- rectangles
     _mutation(
