@@ -10,6 +10,7 @@ from _support import RESULTS, ROOT
 
 DOCS = ROOT / "docs" / "benchmarks.md"
 ATTACKS = ROOT / "docs" / "embedded-server.md"
+NATIVE_OPS = ROOT / "docs" / "native-ops.md"
 
 Row = tuple[str, str, str]
 """What was measured, the result, the target."""
@@ -210,16 +211,52 @@ def worker_steps() -> str:
         for name in ("worker_steps_before", "worker_steps")
     )
     lines = [
-        "| blocks per step | rows | receive, us: before, now | event queries at most | pass, us: before, now |",
+        "| blocks per step | rows | receive, us: before, now, least now | event queries at most "
+        "| pass, us: before, now, least now |",
         "|---|---|---|---|---|",
     ]
     for old, new in zip(before, after, strict=True):
         assert (old["rows"], old["copies"]) == (new["rows"], new["copies"])
         cells = [new["copies"], str(new["rows"])]
         for part, number in (("receive", "median_us"), ("receive", "most_event_queries"), ("pass", "median_us")):
-            cells.append(", ".join(f"{each[part][number]:,.0f}" for each in (old, new)))
+            numbers = [old[part][number], new[part][number]]
+            numbers += [new[part]["least_us"]] if number == "median_us" else []
+            cells.append(", ".join(f"{each:,.0f}" for each in numbers))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+SUBMITTED_ROWS = ("16 KB", "64 KB", "41 + 8.25 KB")
+SUBMITTED_BLOCKS = (100, 2000)
+
+
+def copy_submission() -> str:
+    """Calls, descriptors and CPU of a submission before and after the cost model, a choice of the cases."""
+    before, after = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("copy_submission_before", "copy_submission")
+    )
+    lines = [
+        "| row | blocks | in: before | in: now | out: before | out: now | CPU per layer, us: in | out |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for old, new in zip(before["cases"], after["cases"], strict=True):
+        assert [old[key] for key in ("rows", "blocks", "shape")] == [new[key] for key in ("rows", "blocks", "shape")]
+        if new["rows"] in SUBMITTED_ROWS and new["blocks"] in SUBMITTED_BLOCKS:
+            cells = [new["rows"], f"{new['blocks']:,} {new['shape']}"]
+            cells += [_submission(case[way]) for way in ("in", "out") for case in (old, new)]
+            for way, layers in (("in", 1), ("out", after["layers"])):
+                cells.append(", ".join(f"{case[way]['us'] / layers:,.1f}" for case in (old, new)))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _submission(case: dict[str, Any]) -> str:
+    if case["descriptors"]:
+        return f"{case['calls']} batch{'es' if case['calls'] > 1 else ''}, {case['descriptors']:,} descriptors"
+    copies = case["calls"] - case["launches"]
+    parts = [(case["launches"], "launch", "es"), (copies, "call", "s")]
+    return ", ".join(f"{number} {word}{plural if number > 1 else ''}" for number, word, plural in parts if number)
 
 
 def storage() -> str:
@@ -279,6 +316,7 @@ def main() -> None:
     update(DOCS, "benchmarks", text)
     update(DOCS, "growth", growth())
     update(DOCS, "worker_steps", worker_steps())
+    update(NATIVE_OPS, "copy_submission", copy_submission())
     if (RESULTS / "serve_workloads.json").exists():
         update(DOCS, "serve_workloads", serve_workloads())
     if (RESULTS / "storage.json").exists():

@@ -36,7 +36,7 @@ from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
 LAYERS, BLOCK_SIZE, ROW_BYTES = 48, 64, 16 << 10
 DEVICE_SLOTS, HOST_SLOTS = 40_000, 60_000
 ROWS, ROW_BLOCKS = 64, 256
-STEPS, WARM_UP = 60, 20
+STEPS, WARM_UP = 200, 20
 ROWS_ATTRIBUTE = "_kvcache_v1_rows"
 """As `transport.ROWS_ATTRIBUTE`; older checkouts do not know it."""
 
@@ -119,6 +119,7 @@ def run(num_rows: int, out: int, into: int) -> dict[str, Any]:
     gc.enable()
     return {
         name: {
+            "least_us": 1e6 * min(values),
             "median_us": 1e6 * median(values),
             "p10_us": 1e6 * percentile(values, 0.1),
             "p90_us": 1e6 * percentile(values, 0.9),

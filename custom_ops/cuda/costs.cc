@@ -5,6 +5,8 @@
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "rectangles.h"
 
@@ -49,17 +51,20 @@ Count count(const Entry& entry, const Plan& plan) {
   return made;
 }
 
-// Entries of one shape, which the layers of a model are, are counted once.
+bool are_alike(const Entry& one, const Entry& other) {
+  return one.row_bytes() == other.row_bytes() && one.target.pitch == other.target.pitch &&
+         one.source.pitch == other.source.pitch;
+}
+
+// Entries of one shape are counted once: a model has one or two, however many layers it has.
 Count count(const Copy& copy) {
-  Count all, last;
-  const Entry* counted = nullptr;
+  Count all;
+  std::vector<std::pair<const Entry*, Count>> shapes;
   for (const auto& entry : copy.entries) {
-    if (counted == nullptr || entry.row_bytes() != counted->row_bytes() ||
-        entry.target.pitch != counted->target.pitch || entry.source.pitch != counted->source.pitch) {
-      last = count(entry, copy.plan);
-      counted = &entry;
-    }
-    all.calls += last.calls, all.rows += last.rows, all.ranges += last.ranges;
+    auto known =
+        std::find_if(shapes.begin(), shapes.end(), [&](auto& shape) { return are_alike(*shape.first, entry); });
+    if (known == shapes.end()) known = shapes.insert(known, {&entry, count(entry, copy.plan)});
+    all.calls += known->second.calls, all.rows += known->second.rows, all.ranges += known->second.ranges;
   }
   return all;
 }

@@ -49,6 +49,28 @@ void the_kernel_moves_every_byte(Random& random) {
   EXPECT(launches > 20 && copied > 20 && narrow > 20);
 }
 
+// More runs than blocks in a run, on one side with something between the rows: one rectangle for each of the blocks.
+void runs_at_equal_distances_move_every_byte() {
+  constexpr int64_t kSlots = 64, kWidth = 24, kPitch = 40;
+  static uint8_t host[kSlots * kPitch], device[kSlots * kWidth];
+  for (size_t i = 0; i < sizeof(host); ++i) host[i] = static_cast<uint8_t>(i % 251 + 1);
+  std::vector<kvswap_run> list;
+  for (int64_t i = 0; i < 8; ++i) list.push_back({5 * i, 7 * i, 2});
+  kvswap_plan* plan = nullptr;
+  EXPECT(kvswap_plan_runs(list.data(), static_cast<int64_t>(list.size()), &plan) == KVSWAP_OK);
+  const kvswap_rows to{reinterpret_cast<uint64_t>(device), kSlots, kWidth, kWidth};
+  const kvswap_rows of{reinterpret_cast<uint64_t>(host), kSlots, kWidth, kPitch};
+  const int calls = fake->calls;
+  EXPECT(kvswap_cuda_copy(&to, &of, 1, plan, 1, KVSWAP_PATH_RUNS, kStream) == KVSWAP_OK && fake->calls == calls + 2);
+  for (const auto& run : list) {
+    for (int64_t i = 0; i < run.blocks; ++i) {
+      const uint8_t* row = device + (run.target + i) * kWidth;
+      EXPECT(std::memcmp(row, host + (run.source + i) * kPitch, kWidth) == 0);
+    }
+  }
+  kvswap_plan_free(plan);
+}
+
 // Every width of access, and rows that end inside a piece, at its end, and just behind it.
 void rows_of_every_alignment_are_copied() {
   constexpr int64_t kPiece = kLanes * kLoads;
@@ -56,6 +78,10 @@ void rows_of_every_alignment_are_copied() {
   for (size_t i = 0; i < sizeof(source); ++i) source[i] = static_cast<uint8_t>(i % 251);
   const std::vector<kvswap_run> list{{0, 2, 1}, {1, 0, 2}};
   const kvswap::Plan plan = kvswap::checked_plan(list);
+  for (int64_t pitch : {33, 34, 36, 40, 48}) {
+    const kvswap_rows even{4096, 3, 32, 32}, odd{8192, 3, 32, pitch};
+    EXPECT(access_bytes({even, odd}) == pitch - 32 && access_bytes({odd, even}) == pitch - 32);
+  }
   for (int unit = 1; unit <= kVectorBytes; unit *= 2) {
     for (int64_t units : {int64_t{1}, kPiece - 1, kPiece, kPiece + 1, 2 * kPiece + 33}) {
       const int64_t width = unit * units, shift = unit % kVectorBytes;
@@ -262,6 +288,7 @@ int main(int argc, char** argv) {
   every_path_moves_every_byte(random);
   the_kernel_moves_every_byte(random);
   long_lists_are_cut();
+  runs_at_equal_distances_move_every_byte();
   without_a_usable_kernel_auto_falls_back();
   rows_further_apart_than_a_2d_copy_may_go_one_by_one();
   rows_of_every_alignment_are_copied();

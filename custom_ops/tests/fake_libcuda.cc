@@ -69,7 +69,7 @@ Result copy_2d(const Memcpy2D* copy, Stream stream) {
   ++state.copies_2d;
   ++state.calls;
   if (is_unified) ++state.unified_2d;
-  for (size_t row = 0; row < copy->height; ++row) {
+  for (size_t row = 0; row < copy->height && state.count_only == 0; ++row) {
     const Result result = copy_one(to + row * copy->target_pitch, of + row * copy->source_pitch, copy->width);
     if (result != kSuccess) return result;
   }
@@ -89,7 +89,7 @@ Result copy_batch(DevicePointer* to, DevicePointer* of, size_t* sizes, size_t co
   ++state.calls;
   state.descriptors += static_cast<int>(count);
   if (count > state.largest_batch) state.largest_batch = count;
-  for (size_t i = count; i-- > 0;) {
+  for (size_t i = count; state.count_only == 0 && i-- > 0;) {
     if (state.batch_fault == 1 && i == 0) continue;
     const Result result = copy_one(to[i], of[i], sizes[i]);
     if (result != kSuccess) {

@@ -172,10 +172,13 @@ void the_staged_path_moves_every_byte(Random& random) {
     EXPECT(fits_staging(copy) && blocks_in_staging(block) == pieces);
     if (!runs.runs.empty()) {
       ++copied;
+      std::memset(memory, 0xEE, sizeof(memory));
       const int waits = fake->event_waits, records = fake->event_records;
       enqueue(copy, KVSWAP_PATH_STAGED);
       EXPECT(fake->event_waits == waits + 1 && fake->event_records == records + 1);
       made.check();
+      const auto is_untouched = [](uint8_t byte) { return byte == 0xEE; };
+      EXPECT(std::all_of(memory + block * pieces, memory + sizeof(memory), is_untouched));
     }
     kvswap_plan_free(plan);
   }

@@ -76,10 +76,12 @@ def bitmap(slots: Iterable[int]) -> int:
         for number in numbers:
             bits |= 1 << int(number)
         return bits
-    array = numbers if isinstance(numbers, np.ndarray) else np.fromiter(numbers, np.int64, len(numbers))
-    if array.min() < 0:
+    is_array = isinstance(numbers, np.ndarray)
+    array = np.asarray(numbers, np.int64) if is_array else np.fromiter(numbers, np.int64, len(numbers))
+    highest = int(array.view(np.uint64).max())  # one look for both: a negative number is a huge one then
+    if highest >= 1 << 63:
         raise CacheStateError(f"slots are not negative, got {array.min()}")
-    marks = np.zeros(int(array.max()) + 1, np.bool_)
+    marks = np.zeros(highest + 1, np.bool_)
     marks[array] = True
     return int.from_bytes(np.packbits(marks, bitorder="little").tobytes(), "little")
 

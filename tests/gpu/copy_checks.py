@@ -127,6 +127,24 @@ def order_is_kept(name: str, way: Way) -> None:
         assert (cupy.asnumpy(array)[24:] == 0x5A).all(), "H2D read before the D2H was done"
 
 
+def two_streams_copy_at_once(name: str, way: Way) -> None:
+    """What one of them needs on the way, such as staging memory, the other does not spoil."""
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    rng = np.random.default_rng(6)
+    with tiers([[4096, 2048]] * 2, (48, 32), 6) as memory:
+        expected = memory.on_device()
+        for _turn in range(8):
+            memory.pool[:] = 0
+            chosen = [int(slot) for slot in rng.permutation(48)[:32]]
+            for number, stream in enumerate(streams):
+                half = range(16 * number, 16 * number + 16)
+                runs = plan_runs(chosen[half.start : half.stop], list(half), num_sources=48, num_targets=32)
+                way.all_layers(memory.host_rows, memory.device_rows, runs, stream.ptr)
+            for stream in streams:
+                stream.synchronize()
+            assert (memory.pool == expected[chosen]).all(), "one of two copies at once is wrong"
+
+
 def wrong_arguments_are_refused(name: str, way: Way) -> None:
     if name == CUPY:
         return  # relies on the checks of the face above it
@@ -154,5 +172,6 @@ CHECKS: tuple[Callable[[str, Way], Any], ...] = (
     random_copies,
     very_many_blocks,
     order_is_kept,
+    two_streams_copy_at_once,
     wrong_arguments_are_refused,
 )

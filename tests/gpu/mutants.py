@@ -22,7 +22,7 @@ import fake_gpu
 from mutations import MUTATIONS, Mutation
 
 PACKAGE = "fastdeploy_kvcache_v1"
-SEEDS, STEPS = range(1, 11), 150
+SEEDS, STEPS = range(1, 16), 150
 LIMIT_S = 100
 """A change that loops is noticed, too."""
 

@@ -140,8 +140,8 @@ MUTATIONS = [
     _mutation(
         "a row that decodes is named where its chunk ended",
         TABLES,
-        "stop = np.where(has_chunk, end - 1, self._high(end, chunk_pass)) + self._reach",
-        "stop = np.where(has_chunk, end - 1, end) + self._reach",
+        "        self._numbers[_STOP] += self._numbers[_PER_PASS]\n",
+        "",
     ),
     _mutation(
         "rows that grow are not named",
@@ -152,8 +152,8 @@ MUTATIONS = [
     _mutation(
         "a chunk is over before its pass",
         TABLES,
-        "has_chunk = chunk_pass == self._num_passes",
-        "has_chunk = chunk_pass == self._num_passes + 1",
+        "max(0, start - self._reach_back), end - 1 + self._reach, 0",
+        "max(0, end - self._reach_back), end + self._reach, self._tokens_per_pass",
     ),
     _mutation(
         "draft tokens are not named",
@@ -172,8 +172,8 @@ MUTATIONS = [
     _mutation(
         "the engine is believed more than it knows",
         TABLES,
-        "np.minimum(heard - 1, self._high(end, chunk_pass))",
-        "self._high(end, chunk_pass)",
+        "np.minimum(heard - 1, highest)",
+        "highest",
     ),
     _mutation(
         "new blocks of a row are not taken over",

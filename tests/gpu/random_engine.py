@@ -138,7 +138,7 @@ class RandomEngine:
             return []
         pressed = len(self.free) < len(self.device) // 3
         idle = [slot for slot in self.arrived if slot in self.cached and not self.users[slot]]
-        blocks = idle if idle and self.random.random() < 0.3 else self._whole_blocks()
+        blocks = idle if idle and self.random.random() < 0.5 else self._whole_blocks()
         count = min(len(blocks), self.random.randint(1, 4))
         if self.random.random() < 0.4:  # neighbours go in one run
             first, target = (

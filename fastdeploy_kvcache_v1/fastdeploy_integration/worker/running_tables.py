@@ -26,12 +26,11 @@ _UNKNOWN_LENGTH = 1 << 40
 _ENDED = -1
 """Instead of a length: the engine does not name the row any more."""
 
-_START, _END, _CHUNK_PASS, _LOW, _BLOCKS = range(5)
-"""What is known of a row's length, as places in `RunningTables._numbers`. Positions are tokens from the start of the
-sequence.
+_LOW, _STOP, _PER_PASS, _BLOCKS = range(4)
+"""What is known of a row, as places in `RunningTables._numbers`. Positions are tokens from the start of the sequence.
 
-Its chunk is `[start, end)`, which pass number `chunk_pass` computes; the row decodes after it, or rests. After the
-chunk no pass writes before `low` any more. Its table has so many blocks.
+The next pass writes in `[low, stop)`. Each pass moves `stop` by `per_pass`, which is 0 until the row's chunk was
+computed. Its table has so many blocks.
 """
 
 
@@ -72,11 +71,12 @@ class RunningTables:
         self._reach = 2 * draft_tokens + 3 if draft_tokens else 1
         self._reach_back = self._tokens_per_pass if draft_tokens else 0
         self._rows: dict[int, _Row] = {}
-        self._numbers: Numbers = np.zeros((5, 0), np.int64)
-        """One column per row of the batch, see `_START`."""
+        self._numbers: Numbers = np.zeros((4, 0), np.int64)
+        """One column per row of the batch, see `_LOW`."""
+        self._chunks: dict[int, tuple[int, int]] = {}
+        """Rows whose chunk the next pass computes: where they may write after it, from below and from above."""
         self._tables: Numbers = np.zeros((0, 0), np.int64)
         """`[row, block]`: slots; behind a row's table anything."""
-        self._num_passes = 0
         self._read: int | None = 0
         self._written: SlotSet | None = None
         """What `read` and `written` say until something changes; None when it has to be found out."""
@@ -101,6 +101,7 @@ class RunningTables:
                 self._row(task.idx).extended |= bitmap(list(map(int, task.extend_block_tables)))
             else:
                 self._rows.pop(task.idx, None)
+                self._chunks.pop(task.idx, None)
 
     def _row(self, index: int) -> _Row:
         """Of one that was never announced nothing is known but its table."""
@@ -109,9 +110,11 @@ class RunningTables:
         return self._rows[index]
 
     def _begin(self, index: int, table: list[int], *, start: int, end: int, low: int) -> None:
+        """The next pass computes `[start, end)`, and no later one writes before `low`."""
         self._rows[index] = _Row(table)
         self._keep(index, table, 0)
-        self._numbers[:_BLOCKS, index] = start, end, self._num_passes, low
+        self._chunks[index] = low, end
+        self._numbers[:_BLOCKS, index] = max(0, start - self._reach_back), end - 1 + self._reach, 0
 
     def _keep(self, index: int, table: list[int], known: int) -> None:
         """The arrays' part of a table whose first `known` blocks they have."""
@@ -132,38 +135,36 @@ class RunningTables:
         """
         self._written = None
         rows = self._indices()
-        settled = rows[self._numbers[_CHUNK_PASS, rows] < self._num_passes]
+        settled = rows[self._numbers[_PER_PASS, rows] > 0]
         lengths = dict(running)
         heard = np.array([lengths.get(index, _ENDED) for index in settled.tolist()], np.int64)
-        _, end, chunk_pass, low, _ = self._numbers[:, settled]
-        self._numbers[_LOW, settled] = np.maximum(low, np.minimum(heard - 1, self._high(end, chunk_pass)))
+        low, stop = self._numbers[:_PER_PASS, settled]
+        highest = stop - self._reach  # at which the next pass may start to write
+        self._numbers[_LOW, settled] = np.maximum(low, np.minimum(heard - 1, highest) - self._reach_back)
         for index in settled[heard == _ENDED].tolist():
             del self._rows[index]
             self._read = None
 
     def pass_submitted(self) -> None:
         """A pass is on the compute stream."""
-        self._num_passes += 1
         self._written = None
+        self._numbers[_STOP] += self._numbers[_PER_PASS]
+        for index, (low, end) in self._chunks.items():
+            known = max(0, low - self._reach_back), end + self._reach, self._tokens_per_pass
+            self._numbers[:_BLOCKS, index] = known
+        self._chunks.clear()
 
     def _indices(self) -> Numbers:
         return np.fromiter(self._rows, np.int64, len(self._rows))
-
-    def _high(self, end: Numbers, chunk_pass: Numbers) -> Numbers:
-        """The highest positions at which the next pass may start to write rows whose chunks have run."""
-        return end + (self._num_passes - 1 - chunk_pass) * self._tokens_per_pass
 
     def written(self) -> SlotSet:
         """Slots that the next pass may write. O(rows, and blocks between what is known of a row's length)."""
         if self._written is None:
             rows = self._indices()
-            start, end, chunk_pass, low, num_blocks = self._numbers[:, rows]
-            has_chunk = chunk_pass == self._num_passes
-            first = np.where(has_chunk, start, low) - self._reach_back
-            stop = np.where(has_chunk, end - 1, self._high(end, chunk_pass)) + self._reach
-            first_block = np.maximum(first, 0) // self._block_size
-            counts = np.maximum(np.minimum(-(-stop // self._block_size), num_blocks) - first_block, 0)
-            slots = bitmap(self._tables[np.repeat(rows, counts), ranges(first_block, counts)])
+            low, stop, _, num_blocks = self._numbers.take(rows, axis=1)
+            first = low // self._block_size
+            counts = np.maximum(np.minimum(-(-stop // self._block_size), num_blocks) - first, 0)
+            slots = bitmap(self._tables[np.repeat(rows, counts), ranges(first, counts)])
             for row in self._rows.values():
                 slots |= row.extended
             self._written = SlotSet(slots)
@@ -179,4 +180,5 @@ class RunningTables:
 
     def clear(self) -> None:
         self._rows.clear()
+        self._chunks.clear()
         self._read, self._written = 0, None
