@@ -242,7 +242,7 @@ def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
     cache = manager(40, 40, "write_through", max_queued_events=0)
     gc.collect()
     gc.disable()
-    # Threads of other tests in this process may leave garbage of their own: what counts is what the scheduler half left.
+    # Threads of other tests in this process may leave garbage: what counts is what the scheduler half left.
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         for turn in range(5):
