@@ -81,7 +81,7 @@ POLICIES = [
 
 @pytest.mark.parametrize(("policy", "host"), POLICIES)
 @pytest.mark.parametrize(
-    ("eviction", "most_runs"), [("lru", 3), ("adaptive", 3 + NUM_CLASSES), ("hyperbolic", 3 + NUM_CLASSES)]
+    ("eviction", "most_runs"), [("lru", 3), *((name, 3 + NUM_CLASSES) for name in ("adaptive", "hyperbolic", "lrfu"))]
 )
 def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int, eviction: str, most_runs: int) -> None:
     cache = manager(3000, host, policy, max_queued_events=0, eviction_policy=eviction)

@@ -45,7 +45,7 @@ class ReuseHistory:
         self._judge = Judge()
         self._num_evictable = num_evictable
         self._num_blocks_seen = 0
-        self._lru_age = 0
+        self.lru_age = 0
         """What was used less than so long ago, an LRU order would still hold."""
         self._watched = WatchedBlocks(most_blocks)
         self._worths = ALL_EQUAL
@@ -72,7 +72,7 @@ class ReuseHistory:
         """A request is admitted that has these blocks; it finds `num_cached` of them."""
         now = self.now = self.now + 1
         self._num_blocks_seen += len(hashes)
-        held_since = now - self._lru_age
+        held_since = now - self.lru_age
         known = found_by_lru = 0
         for group in self._watched.use(hashes, len(hashes)):
             known, time = group.depth, group.time
@@ -115,8 +115,8 @@ class ReuseHistory:
     def _refresh(self) -> None:
         for young, old, weights in self._ages.spans(self.now):
             self._rates.exposed((young + old) // 2, weights, REQUESTS_PER_REFRESH)
-        self._lru_age = self._ages.age_of(self.now, self._num_evictable())
-        if self._lru_age < self.now:
+        self.lru_age = self._ages.age_of(self.now, self._num_evictable())
+        if self.lru_age < self.now:
             self._judge.refresh()
         self._rates.refresh(DOUBT * self._num_blocks_seen / self.now, is_wanted=self._judge.trusts)
         self._worths = self._rates.worths if self._judge.trusts else ALL_EQUAL
