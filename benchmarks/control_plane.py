@@ -11,7 +11,8 @@ import json
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
@@ -56,10 +57,22 @@ class Naive:
 class Managed:
     """`seconds` is match + allocate + commit + finish; `step_seconds` is the `take_swap_step` in between."""
 
-    def __init__(self, num_device: int, num_host: int = 0, window: int = 1, policy: str = "write_back") -> None:
+    def __init__(
+        self,
+        num_device: int,
+        num_host: int = 0,
+        window: int = 1,
+        policy: str = "write_back",
+        eviction: str = KVCacheConfig.eviction_policy,
+    ) -> None:
         self.manager = CacheManager(
             KVCacheConfig(
-                num_device, num_host, block_size=BLOCK_SIZE, write_policy=WritePolicy(policy), max_queued_events=0
+                num_device,
+                num_host,
+                block_size=BLOCK_SIZE,
+                write_policy=WritePolicy(policy),
+                eviction_policy=eviction,
+                max_queued_events=0,
             )
         )
         self.window = window
@@ -86,13 +99,14 @@ class Managed:
         self.open.append(request_id)
 
 
-def load() -> list[Request]:
+def load(trace: Path | None = None) -> list[Request]:
+    """Of `trace`, or of the one on the command line."""
     hasher = TraceHasher(BLOCK_SIZE)
-    requests = read_trace(need_trace())
+    requests = read_trace(trace or need_trace())
     return [Request(number, hasher.prompt_hashes(one), one.input_length) for number, one in enumerate(requests)]
 
 
-def play_in_turns(requests: list[Request], contenders: dict[str, Naive | Managed]) -> None:
+def play_in_turns(requests: list[Request], contenders: Mapping[str, Naive | Managed]) -> None:
     for first in range(0, len(requests), TURN):
         for contender in contenders.values():
             for request in requests[first : first + TURN]:

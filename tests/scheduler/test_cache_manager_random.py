@@ -249,7 +249,7 @@ def test_long_runs(policy: WritePolicy, device: int, host: int) -> None:
         assert seen["failed"] or host < device
 
 
-@pytest.mark.parametrize("eviction", ["adaptive", "hyperbolic", *OTHER_POLICIES])
+@pytest.mark.parametrize("eviction", ["adaptive", "hyperbolic", "lrfu", *OTHER_POLICIES])
 @pytest.mark.parametrize("policy", WritePolicy)
 def test_long_runs_under_other_eviction_policies(policy: WritePolicy, eviction: str) -> None:
     seen = play(range(3), policy, 12, 24, eviction)

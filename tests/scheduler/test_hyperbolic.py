@@ -106,7 +106,9 @@ def test_it_is_deterministic_and_its_candidates_are_all_that_can_leave() -> None
     assert order == ["ef", "ab", "cd", "gh"]
 
 
-@pytest.mark.parametrize(("policy", "recency"), [("lru", True), ("hyperbolic", False), ("adaptive", True)])
+@pytest.mark.parametrize(
+    ("policy", "recency"), [("lru", True), ("hyperbolic", False), ("lrfu", False), ("adaptive", True)]
+)
 def test_the_gauge_says_whether_the_order_is_that_of_recency(policy: str, recency: bool) -> None:
     assert manager(4, eviction_policy=policy).stats().recency_rules is recency
     assert manager(4, 4, eviction_policy=policy).stats().recency_rules is recency

@@ -166,7 +166,8 @@ def test_each_tier_has_its_own_policy() -> None:
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_an_unknown_eviction_policy_is_refused_with_the_choices(tier: str) -> None:
     config = KVCacheConfig(4, 4, **{f"{tier}_eviction": "oldest"})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"'oldest' of the {tier} tier: choose one of adaptive, lru, hyperbolic"):
+    choices = "adaptive, lru, hyperbolic, lrfu"
+    with pytest.raises(ConfigError, match=f"'oldest' of the {tier} tier: choose one of {choices}"):
         CacheManager(config)
 
 

@@ -12,6 +12,7 @@ from .auto import Auto
 from .backup import BackupPolicy
 from .eviction import EvictionPolicy
 from .hyperbolic import Hyperbolic
+from .lrfu import Lrfu
 from .lru import LeastRecentlyUsed
 from .write_back import WriteBack
 from .write_through import WriteThrough
@@ -21,6 +22,7 @@ EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionPolicy]] = {
     "adaptive": Adaptive,
     "lru": lambda history: LeastRecentlyUsed(),
     "hyperbolic": Hyperbolic,
+    "lrfu": Lrfu,
 }
 BACKUP_POLICIES: dict[WritePolicy, Callable[[KVCacheConfig], BackupPolicy]] = {
     WritePolicy.AUTO: Auto,

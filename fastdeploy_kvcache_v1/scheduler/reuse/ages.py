@@ -25,20 +25,20 @@ class LiveAges:
         self._weights: list[list[float]] = [[0.0] * num_classes]
         self._most_spans = MERGED_AT_ONCE
 
-    def add(self, now: int, kind: int, weight: float) -> None:
-        """It was used at `now`."""
+    def young(self, now: int) -> list[float]:
+        """The weights, by class, of what was used last at `now`: to be added to."""
         if now >= self._starts[-1] + FIRST_SPAN:
             self._starts.append(now)
             self._weights.append([0.0] * self._num_classes)
             if len(self._starts) > self._most_spans:
                 self._merge(now)
-        self._weights[-1][kind] += weight
+        return self._weights[-1]
 
     def remove(self, time: int, kind: int, weight: float) -> None:
         """What was used at `time` has been used again, or is not watched any more."""
-        span = max(0, bisect_right(self._starts, time) - 1)
-        weights = self._weights[span]
-        weights[kind] = max(0.0, weights[kind] - weight)
+        weights = self._weights[bisect_right(self._starts, time, 1) - 1]
+        left = weights[kind] - weight
+        weights[kind] = left if left > 0 else 0.0
 
     def spans(self, now: int) -> Iterator[tuple[int, int, Sequence[float]]]:
         """Youngest first: ages between which its uses lie, and the weight of each class."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 PER_OCTAVE = 4
 DEEPEST = 1 << 26
 
@@ -18,5 +20,11 @@ DEPTHS = _depths()
 """In blocks from the start of the prompt, ascending. The same for every prompt, so prompts with a common prefix have
 common watched blocks; each stands for the blocks between the one before and itself."""
 
-WIDTHS = tuple(depth - above for depth, above in zip(DEPTHS, (0, *DEPTHS), strict=False))
-"""Blocks that each watched one stands for."""
+INDICES = tuple(depth - 1 for depth in DEPTHS)
+"""The same, counted from 0."""
+
+
+def last_watched(depth: int) -> int:
+    """The deepest watched block up to `depth`; 0 if there is none."""
+    end = bisect_right(DEPTHS, depth)
+    return DEPTHS[end - 1] if end else 0

@@ -6,23 +6,21 @@ prompt of n blocks, and its memory is bounded.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ...metadata import BlockHash
 from ..run import Run
 from .ages import LiveAges
-from .depths import DEPTHS, WIDTHS
+from .depths import last_watched
 from .judge import Judge
-from .rates import CLASSES, MOST_USES, NUM_CLASSES, ReuseRates
+from .rates import AGE_CLASSES, CLASSES, MOST_USES, NUM_CLASSES, ReuseRates, table
+from .watched import IN_USE, WatchedBlocks
 
 REQUESTS_PER_REFRESH = 64
 
-IN_USE = -1
-"""In place of a time: a running request uses the block, so no eviction can take it."""
-
-UNKNOWN = (0, IN_USE)
+ALL_EQUAL = table()
+"""What blocks are worth while recency rules."""
 
 DOUBT = 2.0
 """Evidence of so many average requests is shared by all classes of blocks before one is told from the others."""
@@ -45,21 +43,16 @@ class ReuseHistory:
         self._rates = ReuseRates()
         self._ages = LiveAges(NUM_CLASSES)
         self._judge = Judge()
-        self._most_blocks = most_blocks
         self._num_evictable = num_evictable
         self._num_blocks_seen = 0
-        self._lru_age = 0
+        self.lru_age = 0
         """What was used less than so long ago, an LRU order would still hold."""
-        self._watched: dict[BlockHash, tuple[int, int]] = {}
-        """Later requests that found it computed before, and time of the last use or `IN_USE`. Blocks that were used
-        alike share their entry.
-        """
-        self._watched_before: dict[BlockHash, tuple[int, int]] = {}
-        """Of the generation before: what is used again moves to this one, the rest is forgotten with it."""
+        self._watched = WatchedBlocks(most_blocks)
+        self._worths = ALL_EQUAL
 
     def __len__(self) -> int:
         """Blocks that are watched."""
-        return len(self._watched) + len(self._watched_before)
+        return len(self._watched)
 
     @property
     def rules(self) -> bool:
@@ -68,7 +61,7 @@ class ReuseHistory:
 
     def worth(self, run: Run) -> float:
         """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
-        return self._rates.worth(run.kind, self.now - run.last_use) if self._judge.trusts else 0.0
+        return self._worths[run.kind][AGE_CLASSES[(self.now - run.last_use).bit_length()]]
 
     @property
     def ripening(self) -> Sequence[int]:
@@ -77,82 +70,53 @@ class ReuseHistory:
 
     def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> None:
         """A request is admitted that has these blocks; it finds `num_cached` of them."""
-        self.now += 1
-        count = len(hashes)
-        self._num_blocks_seen += count
-        watched, before, held_since = self._watched, self._watched_before, self.now - self._lru_age
-        found = found_by_lru = above = begin = 0
-        group = using = UNKNOWN
-        for depth in DEPTHS:
-            if depth > count:
-                break
-            block = hashes[depth - 1]
-            seen = watched.get(block) or before.get(block)
-            if seen is None:
-                break
-            if seen is not group:
-                self._used_again(group, above - begin)
-                group, using, begin = seen, (min(seen[0] + 1, MOST_USES), IN_USE), above
-            watched[block] = using
-            if seen[1] == IN_USE or seen[1] > held_since:
-                found_by_lru = depth
-            if depth <= num_cached:
-                found = depth
-            above = depth
-        self._used_again(group, above - begin)
-        self._judge.compare(found, found_by_lru)
-        if not self.now % REQUESTS_PER_REFRESH:
+        now = self.now = self.now + 1
+        self._num_blocks_seen += len(hashes)
+        held_since = now - self.lru_age
+        known = found_by_lru = 0
+        for group in self._watched.use(hashes, len(hashes)):
+            known, time = group.depth, group.time
+            if time == IN_USE:
+                found_by_lru = known
+            else:
+                if time > held_since:
+                    found_by_lru = known
+                self._rates.used_again(CLASSES[group.uses], now - time, group.num_blocks)
+                self._ages.remove(time, CLASSES[group.uses], group.num_blocks)
+                group.time = IN_USE
+            if group.uses < MOST_USES:
+                group.uses += 1
+        self._judge.compare(known if known <= num_cached else last_watched(num_cached), found_by_lru)
+        if not now % REQUESTS_PER_REFRESH:
             self._refresh()
 
     def ended(self, hashes: Sequence[BlockHash], num_cached: int) -> list[Stretch]:
         """A request has ended whose first `num_cached` blocks are cached: they count as used now. Returns the stretches
         of these blocks, the deepest first.
         """
-        watched, before = self._watched, self._watched_before
-        group: tuple[int, int] | None = None
-        used, width = UNKNOWN, 0
-        stretches: list[Stretch] = []
-        for index in range(bisect_right(DEPTHS, num_cached) - 1, -1, -1):
-            depth = DEPTHS[index]
-            block = hashes[depth - 1]
-            seen = watched.get(block) or before.get(block, UNKNOWN)
-            if seen is not group:
-                self._used(group, width)
-                group, used, width = seen, (seen[0], self.now), 0
-                if not stretches or stretches[-1].kind != CLASSES[seen[0]]:
-                    stretches.append(Stretch(depth, CLASSES[seen[0]]))
-            watched[block] = used
-            width += WIDTHS[index]
-        self._used(group, width)
-        if len(watched) > self._most_blocks // 2:
-            self._watched, self._watched_before = {}, watched
+        now, kind = self.now, -1
+        weights, stretches = self._ages.young(now), list[Stretch]()
+        for group in reversed(self._watched.use_all(hashes, num_cached)):
+            if CLASSES[group.uses] != kind:
+                kind = CLASSES[group.uses]
+                stretches.append(Stretch(group.depth, kind))
+            if group.time != IN_USE:  # another request that used them has ended before
+                self._ages.remove(group.time, kind, group.num_blocks)
+            weights[kind] += group.num_blocks
+            group.time = now
+        self._watched.make_room()
         return stretches
 
     def forget(self) -> None:
         """The cache was emptied. What was learned stays."""
-        self._watched, self._watched_before = {}, {}
+        self._watched.forget()
         self._ages = LiveAges(NUM_CLASSES, self.now)
-
-    def _used_again(self, group: tuple[int, int], num_blocks: int) -> None:
-        """Blocks whose entry was `group` are in use now."""
-        uses, time = group
-        if time != IN_USE:
-            self._rates.used_again(CLASSES[uses], self.now - time, num_blocks)
-            self._ages.remove(time, CLASSES[uses], num_blocks)
-
-    def _used(self, group: tuple[int, int] | None, num_blocks: int) -> None:
-        """Blocks whose entry was `group` may be used again from now on."""
-        if group is None:
-            return
-        uses, time = group
-        if time != IN_USE:  # another request that used them has ended before
-            self._ages.remove(time, CLASSES[uses], num_blocks)
-        self._ages.add(self.now, CLASSES[uses], num_blocks)
 
     def _refresh(self) -> None:
         for young, old, weights in self._ages.spans(self.now):
             self._rates.exposed((young + old) // 2, weights, REQUESTS_PER_REFRESH)
-        self._rates.refresh(DOUBT * self._num_blocks_seen / self.now)
-        self._lru_age = self._ages.age_of(self.now, self._num_evictable())
-        if self._lru_age < self.now:
+        self.lru_age = self._ages.age_of(self.now, self._num_evictable())
+        if self.lru_age < self.now:
             self._judge.refresh()
+        self._rates.refresh(DOUBT * self._num_blocks_seen / self.now, is_wanted=self._judge.trusts)
+        self._worths = self._rates.worths if self._judge.trusts else ALL_EQUAL

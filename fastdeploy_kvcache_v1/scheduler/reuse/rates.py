@@ -29,9 +29,8 @@ Table = list[list[float]]
 AGE_CLASSES = tuple(max(YOUNGEST, min(bits, NUM_AGES - 1)) for bits in range(65))
 """By the number of bits of an age."""
 
-
-def _age_class(age: int) -> int:
-    return AGE_CLASSES[age.bit_length()]
+AGE_WIDTHS = tuple(1 << max(0, age - 1) for age in range(NUM_AGES))
+"""Requests that pass in each class of ages."""
 
 
 class ReuseRates:
@@ -41,54 +40,59 @@ class ReuseRates:
     """
 
     def __init__(self) -> None:
-        self._used = _table()
-        self._exposed = _table()
-        self._worth = _table()
+        self._used = table()
+        self._exposed = table()
+        self.worths = table()
+        """Of a block, by class and `AGE_CLASSES`, as of the last refresh; 0 while nothing is known."""
         self.ripening: tuple[int, ...] = ()
         """Classes whose blocks are worth more when they are older: they come back after a while, not at once."""
 
-    def worth(self, kind: int, age: int) -> float:
-        """Of a block, as of the last refresh; 0 while nothing is known."""
-        return self._worth[kind][AGE_CLASSES[age.bit_length()]]
-
     def used_again(self, kind: int, age: int, num_blocks: int) -> None:
-        self._used[kind][_age_class(age)] += num_blocks
+        self._used[kind][AGE_CLASSES[age.bit_length()]] += num_blocks
 
     def exposed(self, age: int, num_blocks: Sequence[float], num_requests: int) -> None:
         """So many blocks of that age, by class, could have been used by each of `num_requests`."""
+        age_class = AGE_CLASSES[age.bit_length()]
         for exposed, count in zip(self._exposed, num_blocks, strict=True):
-            exposed[_age_class(age)] += num_requests * count
+            exposed[age_class] += num_requests * count
 
-    def refresh(self, doubt: float) -> None:
-        """Compute every worth anew. To the evidence of each class, `doubt` blocks used again at the rate of all classes
-        are added.
+    def refresh(self, doubt: float, *, is_wanted: bool = True) -> None:
+        """What was seen counts less from now on. Before, if any worth `is_wanted` until the next time, compute all
+        anew: to the evidence of each class, `doubt` blocks used again at the rate of all classes are added.
         """
+        if is_wanted:
+            self._compute(doubt)
+        for row in (*self._used, *self._exposed):
+            row[:] = [DECAY * value for value in row]
+
+    def _compute(self, doubt: float) -> None:
         shared = self._shared_rates()
         for kind, (used, exposed) in enumerate(zip(self._used, self._exposed, strict=True)):
             rates = [
-                (used[age] + doubt) / (exposed[age] + doubt / shared[age]) if shared[age] else 0.0
-                for age in range(NUM_AGES)
+                (uses + doubt) / (chances + doubt / rate) if rate else 0.0
+                for uses, chances, rate in zip(used, exposed, shared, strict=True)
             ]
-            self._worth[kind] = _best_ratios(rates)
-        rows = [row[YOUNGEST:] for row in self._worth]
+            self.worths[kind] = _best_ratios(rates)
+        rows = [row[YOUNGEST:] for row in self.worths]
         self.ripening = tuple(kind for kind, row in enumerate(rows) if row[0] < RIPE * max(row))
-        for row in (*self._used, *self._exposed):
-            row[:] = [DECAY * value for value in row]
 
     def _shared_rates(self) -> list[float]:
         """Uses per block and request, of all classes together. Where none was seen, half of the rate at the age before:
         as rare as evidence can be there.
         """
-        rates: list[float] = []
-        for age in range(NUM_AGES):
-            used, exposed = sum(row[age] for row in self._used), sum(row[age] for row in self._exposed)
-            before = rates[-1] if rates else 0.0
-            rates.append(used / exposed if used and exposed else before / 2)
+        rates, rate = list[float](), 0.0
+        for uses, chances in zip(_totals(self._used), _totals(self._exposed), strict=True):
+            rate = uses / chances if uses and chances else rate / 2
+            rates.append(rate)
         return rates
 
 
-def _table() -> Table:
+def table() -> Table:
     return [[0.0] * NUM_AGES for _ in range(NUM_CLASSES)]
+
+
+def _totals(table: Table) -> list[float]:
+    return [sum(column) for column in zip(*table, strict=True)]
 
 
 def _best_ratios(rates: Sequence[float]) -> list[float]:
@@ -98,17 +102,18 @@ def _best_ratios(rates: Sequence[float]) -> list[float]:
     slope of its upper hull.
     """
     points, unused, wait = [(0.0, 0.0)], 1.0, 0.0
-    for age, rate in enumerate(rates):
-        width = 1 << max(0, age - 1)
+    for rate, width in zip(rates, AGE_WIDTHS, strict=True):
         left = unused / (1.0 + rate * width)
         wait += width * (unused + left) / 2
         unused = left
         points.append((wait, 1.0 - unused))
     hull, best = [points.pop()], []
     for point in reversed(points):
-        while len(hull) > 1 and _slope(point, hull[-1]) <= _slope(point, hull[-2]):
+        slope = _slope(point, hull[-1])
+        while len(hull) > 1 and slope <= (further := _slope(point, hull[-2])):
             hull.pop()
-        best.append(_slope(point, hull[-1]))
+            slope = further
+        best.append(slope)
         hull.append(point)
     return best[::-1]
 

@@ -17,7 +17,7 @@ def test_against_a_list_of_all_uses(seed: int) -> None:
     for now in range(2_000):
         for _ in range(dice.randint(0, 3)):
             use = (now, dice.randint(0, 1), dice.randint(1, 9))
-            ages.add(*use)
+            ages.young(now)[use[1]] += use[2]
             uses.append(use)
         while len(uses) > 1_000 or (uses and dice.random() < 0.2):
             ages.remove(*uses.pop(dice.randrange(len(uses))))
@@ -42,5 +42,5 @@ def test_against_a_list_of_all_uses(seed: int) -> None:
 def test_what_was_never_added_cannot_make_a_weight_negative() -> None:
     ages = LiveAges(1, now=10)
     ages.remove(3, 0, 5)
-    ages.add(12, 0, 1)
+    ages.young(12)[0] += 1
     assert sum(weights[0] for _, _, weights in ages.spans(13)) == 1

@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.reuse.depths import DEPTHS, WIDTHS
+from fastdeploy_kvcache_v1.scheduler.reuse.depths import DEPTHS, last_watched
 
 
 @pytest.mark.parametrize("length", [1, 7, 8, 100, 5_000, 1 << 20])
@@ -18,6 +18,6 @@ def test_few_blocks_of_a_long_prompt_are_watched() -> None:
     assert bisect_right(DEPTHS, 1 << 14) <= 4 * 14
 
 
-def test_the_widths_add_up_to_the_depths() -> None:
+def test_the_deepest_watched_block_is_the_last_one_that_a_prompt_has() -> None:
     assert list(DEPTHS) == sorted(set(DEPTHS))
-    assert [sum(WIDTHS[: index + 1]) for index in range(40)] == list(DEPTHS[:40])
+    assert [last_watched(depth) for depth in (0, 1, 7, 8, 9, 10, 11)] == [0, 1, 7, 8, 8, 10, 10]

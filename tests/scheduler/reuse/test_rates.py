@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from fastdeploy_kvcache_v1.scheduler.reuse import rates as module
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import (
     CLASSES,
     NUM_AGES,
@@ -13,6 +14,10 @@ from fastdeploy_kvcache_v1.scheduler.reuse.rates import (
     ReuseRates,
     _best_ratios,
 )
+
+
+def worth(rates: ReuseRates, kind: int, age: int) -> float:
+    return rates.worths[kind][module.AGE_CLASSES[age.bit_length()]]
 
 
 def best_ratio(rates: list[float], age: int) -> float:
@@ -53,34 +58,47 @@ def taught(*lessons: tuple[int, int, float, float]) -> ReuseRates:
 def test_nothing_is_worth_anything_before_anything_is_known() -> None:
     rates = ReuseRates()
     rates.refresh(0.0)
-    assert {rates.worth(kind, age) for kind in range(NUM_CLASSES) for age in (0, 100, 1 << 30)} == {0.0}
+    assert {worth(rates, kind, age) for kind in range(NUM_CLASSES) for age in (0, 100, 1 << 30)} == {0.0}
 
 
 def test_what_is_used_more_often_is_worth_more() -> None:
     rates = taught((0, 10, 10, 10_000), (1, 10, 1_000, 10_000))
-    assert rates.worth(1, 10) > 5 * rates.worth(0, 10)
+    assert worth(rates, 1, 10) > 5 * worth(rates, 0, 10)
 
 
 def test_a_block_that_comes_back_after_a_while_is_worth_more_shortly_before() -> None:
     rates = taught((0, 300, 1_000, 10_000), (0, 10, 0, 10_000), (0, 100, 0, 10_000))
-    assert rates.worth(0, 300) > rates.worth(0, 10) > 0
+    assert worth(rates, 0, 300) > worth(rates, 0, 10) > 0
 
 
 def test_a_class_of_which_little_is_known_is_worth_what_all_are() -> None:
     rates = taught((0, 10, 1_000, 100_000), (3, 10, 0, 1))
-    assert rates.worth(CLASSES[3], 10) == pytest.approx(rates.worth(0, 10), rel=0.1)
+    assert worth(rates, CLASSES[3], 10) == pytest.approx(worth(rates, 0, 10), rel=0.1)
 
 
 def test_old_lessons_fade() -> None:
     rates = taught((0, 10, 1_000, 10_000))
-    before = rates.worth(0, 10)
+    before = worth(rates, 0, 10)
     for _ in range(300):
         rates.exposed(10, [10_000] + [0] * (NUM_CLASSES - 1), 1)
         rates.refresh(1.0)
-    assert rates.worth(0, 10) < before / 50
+    assert worth(rates, 0, 10) < before / 50
 
 
 def test_a_class_that_comes_back_after_a_while_ripens_and_others_do_not() -> None:
     lessons = [(0, age, 0, 10_000) for age in (1, 10, 100)] + [(0, 300, 5_000, 10_000)]
     assert 0 in taught(*lessons).ripening
     assert taught((0, 4, 5_000, 10_000), (0, 10, 500, 10_000), (0, 100, 50, 10_000)).ripening == ()
+
+
+def test_what_is_not_wanted_is_not_computed_but_forgotten_all_the_same() -> None:
+    wanted, idle = ReuseRates(), ReuseRates()
+    for rates in (wanted, idle):
+        rates.used_again(0, 10, 100)
+        rates.exposed(10, [500.0] * NUM_CLASSES, 64)
+    wanted.refresh(1.0)
+    idle.refresh(1.0, is_wanted=False)
+    assert worth(wanted, 0, 10) > 0 == worth(idle, 0, 10)
+    wanted.refresh(1.0)
+    idle.refresh(1.0)
+    assert wanted.worths == idle.worths

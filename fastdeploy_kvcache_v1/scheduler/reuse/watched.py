@@ -1,0 +1,126 @@
+"""WatchedBlocks: the watched blocks of past prompts, in groups that the same requests have used.
+
+A group is to watched blocks what a run is to cached ones: a request that uses all of it costs the same however many
+blocks it has. It is cut where a prompt leaves it, or ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from ...metadata import BlockHash
+from .depths import DEPTHS, INDICES
+
+IN_USE = -1
+"""In place of a time: a running request uses the blocks, so no eviction can take them."""
+
+
+class Group:
+    """Watched blocks that follow each other in a prompt: those at `DEPTHS[begin:end]`."""
+
+    __slots__ = ("begin", "depth", "end", "generation", "num_blocks", "time", "uses")
+
+    def __init__(self, begin: int, end: int, uses: int, time: int, generation: int) -> None:
+        self.end = end
+        self.depth = DEPTHS[end - 1]
+        """Blocks from the start of the prompt to the last one."""
+        self.begin_at(begin)
+        self.uses = uses
+        """Later requests that found them computed before, as far as they are counted."""
+        self.time = time
+        """Of the last use, or `IN_USE`."""
+        self.generation = generation
+        """The last one in which they were used: it holds their names."""
+
+    def begin_at(self, begin: int) -> None:
+        self.begin = begin
+        self.num_blocks = self.depth - (DEPTHS[begin - 1] if begin else 0)
+        """Blocks that the watched ones stand for."""
+
+
+class WatchedBlocks:
+    """Groups by the names of their blocks. Names are chained: a prompt that shares a block shares all before it.
+
+    There are two generations. What is used moves to the younger one, and the older one is forgotten as a whole: so the
+    start of a prompt is never forgotten before its rest. Not thread-safe: the manager's lock covers it.
+    """
+
+    def __init__(self, most_blocks: int) -> None:
+        self._most_blocks = most_blocks
+        self._generation = 0
+        self._young: dict[BlockHash, Group] = {}
+        self._old: dict[BlockHash, Group] = {}
+        """Of what has moved to the younger generation since, the names are still here, too."""
+
+    def __len__(self) -> int:
+        """Names that are kept; at most `most_blocks` after `make_room`, but for those of one prompt."""
+        return len(self._young) + len(self._old)
+
+    def use(self, hashes: Sequence[BlockHash], num_blocks: int) -> list[Group]:
+        """The groups of the first `num_blocks` of a prompt, in its order, as far as they are known. The last one is cut
+        where the prompt leaves it. O(groups), and O(log n) for one that is cut or moves to the younger generation.
+        """
+        groups: list[Group] = []
+        young, old, end = self._young, self._old, bisect_right(DEPTHS, num_blocks)
+        begin = 0
+        while begin < end:
+            block = hashes[INDICES[begin]]
+            group = young.get(block) or old.get(block)
+            if group is None:
+                break
+            assert group.begin == begin, "a prompt that shares a block shares all before it"
+            groups.append(group)
+            begin = group.end
+        if groups and not self._has(groups[-1], hashes, end):
+            groups[-1] = self._cut(groups[-1], hashes, end)
+        for group in groups:
+            if group.generation != self._generation:
+                group.generation = self._generation
+                self._name(group, hashes)
+        return groups
+
+    def _has(self, group: Group, hashes: Sequence[BlockHash], end: int) -> bool:
+        """Are the first `end` watched blocks of a prompt all of `group`, of which they share the first one?"""
+        return group.end <= end and self._group(hashes[INDICES[group.end - 1]]) is group
+
+    def _group(self, block: BlockHash) -> Group | None:
+        return self._young.get(block) or self._old.get(block)
+
+    def use_all(self, hashes: Sequence[BlockHash], num_blocks: int) -> list[Group]:
+        """As `use`, with a new group that is `IN_USE` for blocks that are not known."""
+        groups, end = self.use(hashes, num_blocks), bisect_right(DEPTHS, num_blocks)
+        known = groups[-1].end if groups else 0
+        if known < end:
+            group = Group(known, end, 0, IN_USE, self._generation)
+            self._name(group, hashes)
+            groups.append(group)
+        return groups
+
+    def make_room(self) -> None:
+        """Forget the older generation if the younger one has half of what there may be."""
+        if len(self._young) > self._most_blocks // 2:
+            self._generation += 1
+            self._young, self._old = {}, self._young
+
+    def forget(self) -> None:
+        self._young, self._old = {}, {}
+
+    def _cut(self, group: Group, hashes: Sequence[BlockHash], end: int) -> Group:
+        """A new group for its upper part, as far as it has the first `end` watched blocks of the prompt. O(log n)."""
+        low, high = group.begin + 1, min(group.end, end) + 1  # the first `low` are the prompt's, the first `high` not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._group(hashes[INDICES[middle - 1]]) is group:
+                low = middle
+            else:
+                high = middle
+        upper = Group(group.begin, low, group.uses, group.time, self._generation)
+        self._name(upper, hashes)
+        group.begin_at(low)
+        return upper
+
+    def _name(self, group: Group, hashes: Sequence[BlockHash]) -> None:
+        young = self._young
+        for index in INDICES[group.begin : group.end]:
+            young[hashes[index]] = group
