@@ -95,7 +95,7 @@ class Cluster:
     def start_router(self) -> None:
         urls = {role: [each.url for name, each in self.servers.items() if name.startswith(role)] for role in ROLES}
         flags = [word for role, listed in urls.items() if listed for word in (f"--{role}", *listed)]
-        health = ("--health-interval", "0.2", "--health-timeout", "4")
+        health = ("--health-interval", "0.2", "--health-timeout", "6")
         self.router = RouterProcess(self.directory / "router", *flags, *self.secret_flags, *health)
         self.stack.callback(self.router.kill)
         self.router.wait_ready()
