@@ -224,5 +224,5 @@ def test_doctor_tells_who_is_there_and_fits(tmp_path):
         odd = servers.start("decode1", "--block-size", "16")
         odd.wait_ready()
         found = doctor(servers, "--prefill", prefill, "--decode", odd.url, *servers.secret_flags)
-        assert "16" in found
+        assert "is 8 here and 16 on the peer" in found
         assert found.count("FAIL") == 1
