@@ -226,3 +226,14 @@ def test_doctor_tells_who_is_there_and_fits(tmp_path):
         found = doctor(servers, "--prefill", prefill, "--decode", odd.url, *servers.secret_flags)
         assert "is 8 here and 16 on the peer" in found
         assert found.count("FAIL") == 1
+
+
+def test_the_mooncake_plane_moves_the_same_blocks(tmp_path, expected):
+    """With a digest that both sides make, for this plane has no checksums."""
+    with cluster(tmp_path, *FLAGS, "--transfer-plane", "mooncake") as servers:
+        with servers.router.client() as client, ThreadPoolExecutor(4) as pool:
+            outputs = list(pool.map(lambda seed: ask(client, seed), range(8)))
+        assert outputs == [expected(seed) for seed in range(8)]
+        assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") == 8
+        servers.assert_idle()
+        servers.stop()

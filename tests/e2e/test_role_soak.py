@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.peer_servers import Cluster, cluster
 from tests.e2e.server_process import ServerProcess, started
@@ -84,6 +85,7 @@ class Faults:
         self._servers.start(name, "--port", port).wait_ready()
 
 
+@pytest.mark.timeout(300 + 4 * NUM_REQUESTS)
 def test_requests_survive_random_faults_and_nothing_is_left(tmp_path):
     rng = random.Random(11)
     with started(tmp_path / "mixed", *FLAGS) as mixed:
