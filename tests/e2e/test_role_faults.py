@@ -18,6 +18,9 @@ import pytest
 from tests.e2e.peer_servers import Cluster, cluster
 from tests.e2e.server_process import ServerProcess, started, wait_until
 
+pytestmark = pytest.mark.timeout(900)
+"""Each starts three or four servers, at times on a machine that is busy with other tests."""
+
 FLAGS = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--max-model-len", "4096")
 LONG = 3000
 """Tokens of a prompt that takes some 50 steps."""

@@ -39,8 +39,12 @@ def body_of(number: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 10, "ignore_eos": True, "return_token_ids": True, **sampling}
 
 
-def tokens_of(url: str, number: int, timeout_s: float = 120.0) -> list[int]:
+def tokens_of(url: str, number: int, timeout_s: float = 120.0) -> list[int] | None:
+    """None when no decode server finished the request: a fault for one, and the next fault for the other."""
     answer = httpx.post(f"{url}/v1/completions", json=body_of(number), timeout=timeout_s)
+    if answer.status_code in (502, 503):
+        assert "no decode server" in answer.json()["error"]["message"]
+        return None
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]
     return tokens
@@ -103,8 +107,9 @@ def test_requests_survive_random_faults_and_nothing_is_left(tmp_path):
                     tokens_of(servers.router.url, number, timeout_s=place % 11 * 0.05 + 0.01)
                 outcomes["left"] += 1
             else:
-                assert tokens_of(servers.router.url, number) == expected[number]
-                outcomes["right"] += 1
+                tokens = tokens_of(servers.router.url, number)
+                assert tokens in (None, expected[number])
+                outcomes["right" if tokens else "failed"] += 1
 
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             list(pool.map(request, range(NUM_REQUESTS)))
@@ -115,3 +120,5 @@ def test_requests_survive_random_faults_and_nothing_is_left(tmp_path):
         print(f"{dict(outcomes)}, faults {dict(faults.counts)}, {arrived:.0f} arrived, {recomputed:.0f} recomputed")
         assert faults.counts.total() > 0
         assert outcomes.total() == NUM_REQUESTS
+        assert outcomes["failed"] <= faults.counts.total() * NUM_CLIENTS / 2
+        assert arrived > 0
