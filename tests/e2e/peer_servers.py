@@ -19,6 +19,9 @@ SECRET = "the secret of these tests"
 QUICK = ("--transfer-silence", "4")
 """A stopped peer is found after 4 s; a busy machine is not taken for one."""
 
+PATIENCE_S = 600.0
+"""Four servers start at once, at times beside other tests."""
+
 
 class RouterProcess:
     """`fastdeploy-kvcache router` on a free port."""
@@ -159,6 +162,6 @@ def cluster(
         for number in range(num_decode):
             made.start(f"decode{number}", *decode_flags)
         for server in made.servers.values():
-            server.wait_ready()
+            server.wait_ready(PATIENCE_S)
         made.start_router()
         yield made

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.peer_servers import Cluster, cluster
+from tests.e2e.peer_servers import PATIENCE_S, Cluster, cluster
 from tests.e2e.server_process import ServerProcess, started, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -109,7 +109,7 @@ def test_a_prefill_server_that_dies_or_stops_costs_no_token_and_no_block(tmp_pat
             send(dead, signal.SIGCONT)
         else:
             port = dead.url.rpartition(":")[2]
-            servers.start("prefill0", "--port", port).wait_ready()
+            servers.start("prefill0", "--port", port).wait_ready(PATIENCE_S)
         servers.wait_alive("prefill0", "decode0")
         before = servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}")
         with servers.router.client() as client:
@@ -225,7 +225,7 @@ def test_doctor_tells_who_is_there_and_fits(tmp_path):
         assert "its role is decode: start it with --role prefill" in found
         assert found.count("FAIL") == 2
         odd = servers.start("decode1", "--block-size", "16")
-        odd.wait_ready()
+        odd.wait_ready(PATIENCE_S)
         found = doctor(servers, "--prefill", prefill, "--decode", odd.url, *servers.secret_flags)
         assert "is 8 here and 16 on the peer" in found
         assert found.count("FAIL") == 1

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.peer_servers import Cluster, cluster
+from tests.e2e.peer_servers import PATIENCE_S, Cluster, cluster
 from tests.e2e.server_process import ServerProcess, started
 
 NUM_REQUESTS = int(os.environ.get("FASTDEPLOY_KVCACHE_SOAK", "60"))
@@ -86,10 +86,10 @@ class Faults:
     def _restart(self, name: str, server: ServerProcess) -> None:
         port = server.url.rpartition(":")[2]
         server.kill()
-        self._servers.start(name, "--port", port).wait_ready()
+        self._servers.start(name, "--port", port).wait_ready(PATIENCE_S)
 
 
-@pytest.mark.timeout(300 + 4 * NUM_REQUESTS)
+@pytest.mark.timeout(900 + 4 * NUM_REQUESTS)
 def test_requests_survive_random_faults_and_nothing_is_left(tmp_path):
     rng = random.Random(11)
     with started(tmp_path / "mixed", *FLAGS) as mixed:
