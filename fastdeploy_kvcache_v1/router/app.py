@@ -48,7 +48,8 @@ def create_app(settings: RouterSettings) -> FastAPI:
     # The length of an answer is nobody's business here: who stops answering /health is given up, whatever it does.
     http = httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=settings.timeout_s),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        # A server may close an idle connection just when it is used again, which would look like its death.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
     )
     forwarder = Forwarder(http, prefills, decodes, settings.secret)
