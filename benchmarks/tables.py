@@ -132,6 +132,29 @@ def transfer(result: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def roles(result: dict[str, Any]) -> list[Row]:
+    over = f"{result['first_token_over_mixed']:.2f}x"
+    value = f"{over} ({result['roles_first_token_ms']:,.0f} of {result['mixed_first_token_ms']:,.0f} ms)"
+    name = f"first token of {result['prompt_tokens']:,} tokens, prefill and decode servers over a mixed one"
+    rows = [(name, value, "<= 1.1x on a machine of its own")]
+    if "roles_second_token_ms" in result:
+        gaps = f"{result['roles_second_token_ms']:.0f}, {result['mixed_second_token_ms']:.0f} ms"
+        rows.append(("from the first to the second token, prefill and decode servers, a mixed one", gaps, ""))
+    return rows
+
+
+def transfer_overlap(result: dict[str, Any]) -> list[Row]:
+    return [
+        (
+            f"share of a transfer that is hidden, half as long as the prefill, told {way}",
+            f"{told['hidden_share']:.0%} ({told['exposed_ms']:.0f} of {result['transfer_ms']:,.0f} ms are left)",
+            ">= 70 %" if way == "layer by layer" else "",
+        )
+        for way, told in result["told"].items()
+        if told["hidden_share"]
+    ]
+
+
 def storage_server(result: dict[str, Any]) -> list[Row]:
     rows = []
     for length, times in result["first_token"].items():
@@ -158,6 +181,8 @@ SECTIONS = {
     "cpu_model": cpu_model,
     "storage_mooncake": storage_mooncake,
     "transfer": transfer,
+    "transfer_overlap": transfer_overlap,
+    "roles": roles,
     "storage_server": storage_server,
 }
 

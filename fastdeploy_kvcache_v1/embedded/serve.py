@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import signal
 import socket
@@ -195,13 +196,14 @@ def _transfer_config(config: ServerConfig) -> TransferConfig | None:
     role = config.role
     if role is None:
         return None
+    namespace = storage_namespace(config)
     return TransferConfig(
         settings=role.transfer,
         address=role.address,
         is_decode=role.role is Role.DECODE,
         plane=role.plane,
         checksums=role.checksums,
-        model=storage_namespace(config).digest,
+        model=hashlib.sha256(f"{namespace.model} {namespace.implementation}".encode()).hexdigest()[:32],
     )
 
 

@@ -14,7 +14,10 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from ..embedded.http.access import HostCheck
+from ..embedded.http.deadlines import DeadlineProtocol
 from ..embedded.http.errors import install_error_handlers
+from ..embedded.http.linger import Linger
 from ..embedded.http.request_bodies import BodyRoom
 from .forwarding import Forwarder
 from .servers import ServerGroup
@@ -35,6 +38,9 @@ class RouterSettings:
     interval_s: float
     timeout_s: float
     max_request_mib: float
+    host: str
+    """That it was told to listen on."""
+    allowed_hosts: tuple[str, ...] = ()
 
 
 def create_app(settings: RouterSettings) -> FastAPI:
@@ -42,7 +48,8 @@ def create_app(settings: RouterSettings) -> FastAPI:
     # The length of an answer is nobody's business here: who stops answering /health is given up, whatever it does.
     http = httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=settings.timeout_s),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        # A server may close an idle connection just when it is used again, which would look like its death.
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
     )
     forwarder = Forwarder(http, prefills, decodes, settings.secret)
@@ -63,6 +70,8 @@ def create_app(settings: RouterSettings) -> FastAPI:
             await http.aclose()
 
     app = FastAPI(title="fastdeploy-kvcache router", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.add_middleware(HostCheck, host=settings.host, allowed_hosts=settings.allowed_hosts)
+    app.add_middleware(Linger)
     install_error_handlers(app)
 
     @app.post("/v1/completions")
@@ -99,7 +108,13 @@ class _HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI, settings: RouterSettings) -> None:
         super().__init__(
             uvicorn.Config(
-                app, log_config=None, access_log=False, loop="asyncio", ws="none", timeout_graceful_shutdown=GRACE_S
+                app,
+                log_config=None,
+                access_log=False,
+                loop="asyncio",
+                http=DeadlineProtocol,
+                ws="none",
+                timeout_graceful_shutdown=GRACE_S,
             )
         )
         self._settings = settings

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="without an answer to /health for so long, a server gets no requests and loses its own (default: 10)",
     )
+    parser.add_argument("--allowed-hosts", metavar="NAMES", help="names under which clients call it, as with serve")
     parser.add_argument(
         "--max-request-mib", type=float, default=16.0, metavar="MIB", help="largest request body (default: 16)"
     )
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
         interval_s=args.health_interval,
         timeout_s=args.health_timeout,
         max_request_mib=args.max_request_mib,
+        host=args.host,
+        allowed_hosts=tuple(filter(None, (args.allowed_hosts or "").split(","))),
     )
     logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

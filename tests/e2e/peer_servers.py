@@ -19,6 +19,9 @@ SECRET = "the secret of these tests"
 QUICK = ("--transfer-silence", "4")
 """A stopped peer is found after 4 s; a busy machine is not taken for one."""
 
+PATIENCE_S = 600.0
+"""Four servers start at once, at times beside other tests."""
+
 
 class RouterProcess:
     """`fastdeploy-kvcache router` on a free port."""
@@ -95,7 +98,7 @@ class Cluster:
     def start_router(self) -> None:
         urls = {role: [each.url for name, each in self.servers.items() if name.startswith(role)] for role in ROLES}
         flags = [word for role, listed in urls.items() if listed for word in (f"--{role}", *listed)]
-        health = ("--health-interval", "0.2", "--health-timeout", "4")
+        health = ("--health-interval", "0.2", "--health-timeout", "6")
         self.router = RouterProcess(self.directory / "router", *flags, *self.secret_flags, *health)
         self.stack.callback(self.router.kill)
         self.router.wait_ready()
@@ -159,6 +162,6 @@ def cluster(
         for number in range(num_decode):
             made.start(f"decode{number}", *decode_flags)
         for server in made.servers.values():
-            server.wait_ready()
+            server.wait_ready(PATIENCE_S)
         made.start_router()
         yield made

@@ -74,9 +74,9 @@ class ServerProcess:
     def stderr(self) -> str:
         return self.stderr_path.read_text()
 
-    def wait_ready(self) -> str:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
         """The ready line."""
-        wait_until(lambda: "\n" in self.stdout or self.process.poll() is not None, "the ready line", START_TIMEOUT_S)
+        wait_until(lambda: "\n" in self.stdout or self.process.poll() is not None, "the ready line", timeout_s)
         assert self.process.poll() is None, self.stderr
         self.remember_descendants()
         return self.stdout

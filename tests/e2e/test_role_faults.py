@@ -15,8 +15,11 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.peer_servers import Cluster, cluster
+from tests.e2e.peer_servers import PATIENCE_S, Cluster, cluster
 from tests.e2e.server_process import ServerProcess, started, wait_until
+
+pytestmark = pytest.mark.timeout(900)
+"""Each starts three or four servers, at times on a machine that is busy with other tests."""
 
 FLAGS = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--max-model-len", "4096")
 LONG = 3000
@@ -106,7 +109,7 @@ def test_a_prefill_server_that_dies_or_stops_costs_no_token_and_no_block(tmp_pat
             send(dead, signal.SIGCONT)
         else:
             port = dead.url.rpartition(":")[2]
-            servers.start("prefill0", "--port", port).wait_ready()
+            servers.start("prefill0", "--port", port).wait_ready(PATIENCE_S)
         servers.wait_alive("prefill0", "decode0")
         before = servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}")
         with servers.router.client() as client:
@@ -222,7 +225,18 @@ def test_doctor_tells_who_is_there_and_fits(tmp_path):
         assert "its role is decode: start it with --role prefill" in found
         assert found.count("FAIL") == 2
         odd = servers.start("decode1", "--block-size", "16")
-        odd.wait_ready()
+        odd.wait_ready(PATIENCE_S)
         found = doctor(servers, "--prefill", prefill, "--decode", odd.url, *servers.secret_flags)
-        assert "16" in found
+        assert "is 8 here and 16 on the peer" in found
         assert found.count("FAIL") == 1
+
+
+def test_the_mooncake_plane_moves_the_same_blocks(tmp_path, expected):
+    """With a digest that both sides make, for this plane has no checksums."""
+    with cluster(tmp_path, *FLAGS, "--transfer-plane", "mooncake") as servers:
+        with servers.router.client() as client, ThreadPoolExecutor(4) as pool:
+            outputs = list(pool.map(lambda seed: ask(client, seed), range(8)))
+        assert outputs == [expected(seed) for seed in range(8)]
+        assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") == 8
+        servers.assert_idle()
+        servers.stop()

@@ -9,6 +9,9 @@ from tests.e2e.workload import run_workload
 ROOMY = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "256")
 
 
+pytestmark = pytest.mark.timeout(900)
+
+
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     with started(tmp_path_factory.mktemp("mixed"), *ROOMY) as server, server.client() as client:

@@ -68,7 +68,8 @@ class PrefillClient:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+        # A server may close an idle connection just when it is used again, which would look like its failure.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(timeout=self._timeout, limits=limits, trust_env=False)
         self._loop.run_forever()
         for task in self._tasks.values():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 from ...batch_request import BatchRequest
-from ...copy_totals import RankCopies
 from ...metadata import CacheLevel, TransferReport
 from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
@@ -18,6 +17,7 @@ from ...timings import LoadTime, PrefillTime
 from ...trace_recorder import TraceRecorder
 from ...transfer.rank_messages import TransferNews
 from ..prefill_job import PrefillAnswer
+from .engine_counters import EngineCounters
 from .generation import Delta, Failure, Generation, State
 from .peer_requests import PeerRequests
 from .rank_answers import RankAnswers
@@ -30,25 +30,6 @@ FETCHED_AHEAD = 32
 
 MAX_COPY_FAILURES = 3
 """A request is computed again this often after failed copies; the next failure ends it."""
-
-
-@dataclass
-class EngineCounters:
-    """Totals since the start. Written by the engine thread only; any thread may read single fields."""
-
-    copies: tuple[RankCopies, ...] = field(default_factory=lambda: (RankCopies(),))
-    """By worker rank."""
-    steps: int = 0
-    computed_tokens: int = 0
-    """Tokens that went through the model, those computed again after a preemption included."""
-    generated_tokens: int = 0
-    draft_tokens: int = 0
-    """Guesses that were verified."""
-    accepted_draft_tokens: int = 0
-    """Those of them that were right and needed."""
-    finished: int = 0
-    aborted: int = 0
-    failed: int = 0
 
 
 class EngineCore:

@@ -76,9 +76,8 @@ class PeerRequests:
 
     def lost_offers(self) -> list[Generation]:
         """Waiting requests whose blocks were taken away after they were offered: nobody can use them any more."""
-        if self.offered is None or not len(self.offered):
-            return []
-        return [each for each in self._scheduler.waiting if each.has_lost_offer]
+        lost, self._scheduler.lost_offers = self._scheduler.lost_offers, []
+        return [each for each in lost if each.state is State.WAITING]
 
     def keep(self, generation: Generation) -> bool:
         """The request is computed. True: its blocks stay where they are until the lease has ended."""

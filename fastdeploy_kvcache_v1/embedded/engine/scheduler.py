@@ -75,6 +75,8 @@ class Scheduler:
         """Those that hold slots and are not computed: fetching, offered, leaving."""
         self.newly_fetching: list[Generation] = []
         """Admitted by the last `schedule`, to be filled by another server."""
+        self.lost_offers: list[Generation] = []
+        """Preempted after their blocks were offered. They wait, and never start again: whoever ends them empties it."""
         self._running: list[Generation] = []
         """In order of arrival, as is `_waiting`."""
         self._waiting: OrderedDict[int, Generation] = OrderedDict()
@@ -150,7 +152,9 @@ class Scheduler:
         assert generation.state is State.RUNNING, f"preempted request {generation.request_id} was not running"
         self._manager.preempt(generation.request_id)
         self._running.remove(generation)
-        generation.has_lost_offer = generation.request.offered_to is not None
+        if generation.request.offered_to is not None:
+            generation.has_lost_offer = True
+            self.lost_offers.append(generation)
         planned = self._plan.pop(generation.request_id, None)
         if planned is not None:
             self._budget += planned.num_tokens + len(planned.drafts)

@@ -24,7 +24,7 @@ from ...metric_table import (
 from ...scheduler.cache_stats import CacheStats
 from ...storage.engine.tier import StorageTier
 from ...trace_recorder import TraceRecorder
-from ..engine.engine_core import EngineCounters
+from ..engine.engine_counters import EngineCounters
 from ..engine.peer_requests import PeerRequests
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -1,0 +1,103 @@
+"""Prefill and decode servers beside a mixed one, in one run: time to the first token, and from there to the second.
+
+Each prompt is new to all servers. It goes to the mixed server and, through the router, to a decode server, in turns.
+The first token comes from the prefill server; what a request waits for its blocks shows between the first and the
+second.
+Ratios are medians of those of each prompt. All servers share the cores, and only one request is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import deep_model
+from _support import median, save
+
+from fastdeploy_kvcache_v1.bench_serve.client import Pace, play
+from fastdeploy_kvcache_v1.bench_serve.report import Answer
+from fastdeploy_kvcache_v1.bench_serve.server_process import free_port, running_server
+from fastdeploy_kvcache_v1.bench_serve.session import Session, Turn, random_tokens
+
+PROMPT_TOKENS = 2_000
+NUM_PROMPTS = 8
+SERVE = ("--embedded", "--num-gpu-blocks-override", "400", "--max-num-batched-tokens", "512")
+
+
+@contextmanager
+def router(prefill: str, decode: str, flags: tuple[str, ...]) -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "router", "--port", str(port)]
+    with subprocess.Popen([*command, *flags, "--prefill", prefill, "--decode", decode]) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_healthy(url)
+            yield url
+        finally:
+            process.terminate()
+
+
+def _wait_until_healthy(url: str) -> None:
+    while True:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.1)
+
+
+def ask(url: str, tokens: tuple[int, ...]) -> Answer:
+    """Two tokens: `first_token_s`, and from there to `total_s` the second one."""
+    session = Session("prompt", (Turn(tokens, 2),))
+    (answer,) = asyncio.run(play(url, [session], Pace(1), {"temperature": 0.0}, lambda: None))
+    assert answer.error is None, answer.error
+    return answer
+
+
+def gap_s(answer: Answer) -> float:
+    return answer.total_s - answer.first_token_s
+
+
+def measure(mixed: str, routed: str) -> dict[str, Any]:
+    for url in (mixed, routed):
+        ask(url, random_tokens(10**6, PROMPT_TOKENS))  # warm-up
+    rows = []
+    for seed in range(NUM_PROMPTS):
+        urls = (mixed, routed) if seed % 2 else (routed, mixed)
+        answers = {url: ask(url, random_tokens(seed, PROMPT_TOKENS)) for url in urls}
+        rows.append((answers[mixed], answers[routed]))
+    return {
+        "mixed_first_token_ms": 1e3 * median(alone.first_token_s for alone, _ in rows),
+        "roles_first_token_ms": 1e3 * median(two.first_token_s for _, two in rows),
+        "first_token_over_mixed": median(two.first_token_s / alone.first_token_s for alone, two in rows),
+        "mixed_second_token_ms": 1e3 * median(map(gap_s, (alone for alone, _ in rows))),
+        "roles_second_token_ms": 1e3 * median(map(gap_s, (two for _, two in rows))),
+        "tokens_identical": all(alone.token_ids == two.token_ids for alone, two in rows),
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        secret = Path(directory) / "secret"
+        secret.write_text("the secret of this benchmark")
+        secret.chmod(0o600)
+        model = ("--model", str(deep_model.write(Path(directory) / "model")))
+        shared = ("--peer-secret-file", str(secret))
+        mixed = stack.enter_context(running_server([*SERVE, *model]))
+        prefill = stack.enter_context(running_server([*SERVE, *model, "--role", "prefill", *shared]))
+        decode = stack.enter_context(running_server([*SERVE, *model, "--role", "decode", *shared]))
+        routed = stack.enter_context(router(prefill, decode, shared))
+        measured = measure(mixed, routed)
+    save("roles", {"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "model": "24 layers", **measured})
+
+
+if __name__ == "__main__":
+    main()
