@@ -50,9 +50,7 @@ def on_ranks(name, size, cut=None):
     return outcomes
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in FAMILIES), ("gqa", 4), ("mla", 4), ("qwen", 3)]
-)
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in FAMILIES), ("gqa", 4), ("mla", 4), ("qwen", 3)])
 def test_logits_and_caches_are_those_of_one_rank(name, size):
     logits, caches = on_one(name)
     outcomes = on_ranks(name, size)

@@ -55,9 +55,7 @@ def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
         return [ONE_RANK]
     pairs = [socket.socketpair() for _ in range(size - 1)]
     hub = RankGroup(0, [mine for mine, _ in pairs], size=size, timeout_s=timeout_s)
-    others = [
-        RankGroup(rank, [theirs], size=size, timeout_s=timeout_s) for rank, (_, theirs) in enumerate(pairs, 1)
-    ]
+    others = [RankGroup(rank, [theirs], size=size, timeout_s=timeout_s) for rank, (_, theirs) in enumerate(pairs, 1)]
     return [hub, *others]
 
 
