@@ -162,12 +162,16 @@ class CpuServer:
         """All of the server but the first, found by the arguments or the title that only they have."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def worker(self) -> psutil.Process:
-        workers = [
+    def workers(self) -> list[psutil.Process]:
+        """By rank, which Paddle has in the environment where there are several."""
+        found = [
             each for each in self.processes() if {"worker"} < set(each.cmdline()) and "--engine_pid" in each.cmdline()
         ]
-        assert len(workers) == 1
-        return workers[0]
+        return sorted(found, key=lambda each: int(each.environ().get("PADDLE_TRAINER_ID", "0")))
+
+    def worker(self) -> psutil.Process:
+        (worker,) = self.workers()
+        return worker
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Exit status; nothing may be left then."""

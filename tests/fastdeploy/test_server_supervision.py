@@ -136,7 +136,7 @@ def test_an_error_of_fastdeploy_is_shown(release, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "manager", "message"),
     [
-        (["--tensor-parallel-size", "2"], True, "--tensor-parallel-size cannot be used with --fastdeploy-cpu"),
+        (["--tensor-parallel-size", "3"], True, "--tensor-parallel-size 3 must divide the model's num_heads"),
         (["--swap-space", "1"], False, "--swap-space needs ENABLE_V1_KVCACHE_MANAGER=1"),
         (["--embedded"], True, "choose one"),
     ],

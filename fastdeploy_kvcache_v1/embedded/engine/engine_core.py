@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from ...batch_request import BatchRequest
+from ...copy_totals import RankCopies
 from ...metadata import CacheLevel, TransferReport
 from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager

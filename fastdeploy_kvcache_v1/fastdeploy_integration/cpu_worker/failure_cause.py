@@ -14,16 +14,20 @@ MAX_CHARACTERS = 300
 CAUSE = re.compile(
     r"^(?:[\w.]*(?:Error|Exception)(?::.+)?"  # the last line of a traceback
     r"|[\w. -]+: error: .+"  # argparse; FastDeploy gives its worker a name of three words
-    r"|Fatal Python error: .+|terminate called .+|corrupted .+|.*(?:core dumped|Illegal instruction).*)$"
+    r"|Fatal Python error: .+|terminate called .+|corrupted .+|.*(?:core dumped|Illegal instruction).*"
+    r"|worker rank \d+ of \d+ ended .+)$"  # `rank_processes`
 )
+FOLLOWS = re.compile(r"^(?:[\w.]*RankLostError:|worker rank \d+ of )")
+"""What the end of another rank leads to: said only if the log has no cause of that end."""
 
 
 def failure_cause(log_directory: Path) -> str | None:
     """One line with the name of its file; None when no log names a cause."""
     for name in LOGS:
-        for line in reversed(_tail(log_directory / name)):
-            if CAUSE.match(line):
-                return f"{line[:MAX_CHARACTERS]} ({name})"
+        found = [line for line in reversed(_tail(log_directory / name)) if CAUSE.match(line)]
+        if found:
+            line = next((each for each in found if not FOLLOWS.match(each)), found[0])
+            return f"{line[:MAX_CHARACTERS]} ({name})"
     return None
 
 

@@ -5,6 +5,7 @@ Module globals of FastDeploy are replaced where it asks a global for something t
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -23,6 +24,7 @@ _WORKER_COMMAND = re.compile(
     r"+--devices \S+ \S+/worker_process\.py (?P<arguments>.*) 2>(?P<errors>\S+)$",
     re.DOTALL,
 )
+_SIZE = re.compile(r"--tensor_parallel_size (\d+)")
 
 
 class CudaPlatform:
@@ -49,7 +51,7 @@ class WorkerLauncher:
 
 
 def cpu_worker_command(command: str) -> str:
-    """The shell command that starts our worker with the arguments of FastDeploy's command.
+    """The shell command that starts our worker, or one for each rank, with the arguments of FastDeploy's command.
 
     `paddle.distributed.launch` cannot select a device here. Nobody reads the worker's output after its start, so it
     goes to a file. Raises `ConfigError` for a command of unknown form.
@@ -58,9 +60,14 @@ def cpu_worker_command(command: str) -> str:
     if found is None:
         raise ConfigError(f"FastDeploy starts its worker in an unknown way: {command}: install a supported release")
     part = found.groupdict()
+    size = _SIZE.search(part["arguments"])
+    if size is None or size[1] == "1":
+        role, output = "worker", f"{part['log']}/workerlog.0"
+    else:
+        role, output = f"ranks {size[1]} {part['log']}", os.devnull
     return (
-        f"exec env {part['variables']}{part['python']} -u -m {LAUNCH} worker {part['arguments']} "
-        f">{part['log']}/workerlog.0 2>{part['errors']}"
+        f"exec env {part['variables']}{part['python']} -u -m {LAUNCH} {role} {part['arguments']} "
+        f">{output} 2>{part['errors']}"
     )
 
 

@@ -1,6 +1,7 @@
 """Start of one process of the server: `python -m ...cpu_worker.launch api|worker ARGUMENTS`.
 
 FastDeploy runs both as scripts, where they are `__main__` and nothing could be changed in them before they run.
+`launch ranks SIZE LOG_DIRECTORY ARGUMENTS` starts `launch worker ARGUMENTS` for each rank.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import os
 import runpy
 import sys
+from pathlib import Path
 
 from ...orphan import die_with_parent_thread
 from ...switch import is_enabled
@@ -17,6 +19,7 @@ from ..overlay.table import Where
 from . import activation
 from .environment import run_directory
 from .janitor import record_session
+from .rank_processes import run_ranks
 
 API_SERVER = "fastdeploy.entrypoints.openai.api_server"
 
@@ -25,6 +28,10 @@ def main() -> None:
     die_with_parent_thread()  # the supervisor's janitor ends what is left; this is for the time until it looks
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     role, sys.argv = sys.argv[1], sys.argv[1:]
+    if role == "ranks":
+        _, size, log_directory, *arguments = sys.argv
+        command = [sys.executable, "-u", "-m", __spec__.name, "worker", *arguments]
+        sys.exit(run_ranks(command, int(size), Path(log_directory)))
     if role == "worker":
         _prepare_math()
     else:

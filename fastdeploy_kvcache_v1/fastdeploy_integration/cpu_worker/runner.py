@@ -16,6 +16,7 @@ from ...copy_totals import RankCopies
 from ...metadata import TransferReport
 from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
+from ...model.ranks import ONE_RANK, Ranks
 from ...model.step import StepTask
 from ...model.step_runner import Logits, StepRunner
 from ...timings import PrefillTime
@@ -35,7 +36,11 @@ MAX_RETRIES = 3
 """Times a sequence is computed again because copies it depends on failed, before it is given up."""
 
 IDLE_SLEEP_S = 0.001
-STATS_FILE = "cpu_worker.json"
+
+
+def stats_file(rank: int) -> str:
+    """Where a rank writes what it copied."""
+    return f"cpu_worker{rank or ''}.json"
 
 
 @dataclass(frozen=True)
@@ -62,20 +67,23 @@ class CpuModelRunner:
     def __init__(
         self,
         config: RunnerConfig,
-        sender: TokenSender,
+        sender: TokenSender | None,
         *,
         stats_directory: Path,
         tell_weights_status: Callable[[int, int], None] = lambda port, status: None,
         tell_copies: Callable[[TransferReport], None] = lambda report: None,
         storage: RankStorage | None = None,
+        ranks: Ranks = ONE_RANK,
     ) -> None:
+        """`sender` of the rank that tells FastDeploy the tokens, which are the same on all `ranks`."""
         self._config = config
+        self._ranks = ranks
         self._tell_weights_status = tell_weights_status
         self._tell_copies = tell_copies
         self._storage = storage
         self._model = load_model_config(config.model_path)
         self._sender = sender
-        self._stats_file = stats_directory / STATS_FILE
+        self._stats_file = stats_directory / stats_file(ranks.rank)
         self._table = BatchRows(config.block_size)
         self._sampling: dict[int, Any] = {}
         self._passes = PassTracker() if storage is not None and storage.uses_device_tier else None
@@ -87,8 +95,10 @@ class CpuModelRunner:
         self._num_steps = 0
         self._copies = RankCopies()
         self._controller = CacheController(
-            self._model.cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
-            runtime=make_runtime(config.copy_faults),
+            self._model.shard(ranks.size).cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
+            runtime=make_runtime(config.copy_faults, ranks.rank),
+            rank=ranks.rank,
+            device=ranks.rank,
             host_trailer_bytes=0 if storage is None else storage.host_trailer_bytes,
             host_is_shared=storage is not None and storage.host_is_shared,
         )
@@ -108,7 +118,7 @@ class CpuModelRunner:
         """Read them (again): the directory may hold other ones by now."""
         from ...model.decoder import Decoder
 
-        self._decoder = Decoder.load(self._config.model_path, self._model)
+        self._decoder = Decoder.load(self._config.model_path, self._model, self._ranks)
 
     def drop_weights(self) -> None:
         self._decoder = None
@@ -117,7 +127,9 @@ class CpuModelRunner:
         """Both tiers, empty; the number of device blocks of the last time unless one is given."""
         self._num_device_blocks = num_device_blocks or self._num_device_blocks
         caches = self._controller.initialize_kv_cache(self._num_device_blocks, self._config.num_host_blocks)
-        self._steps = StepRunner(self._forward, self._controller, caches, block_size=self._config.block_size)
+        self._steps = StepRunner(
+            self._forward, self._controller, caches, block_size=self._config.block_size, ranks=self._ranks
+        )
         if self._storage is not None:
             self._storage.use(self._controller)
 
@@ -175,9 +187,14 @@ class CpuModelRunner:
                 self._sampling[int(task.idx)] = task
 
     def not_need_stop(self) -> bool:
-        """True when there is something to do (FastDeploy's name for it)."""
+        """True when there is something to do (FastDeploy's name for it).
+
+        On all ranks or on none, although their copies end at different times: FastDeploy's ranks meet at a barrier
+        where there is nothing to do, and at another one where there is.
+        """
         copies_open = self._steps is not None and self._steps.has_open_copies
         is_busy = self._table.has_work or bool(self._pending) or copies_open
+        is_busy = bool(self._ranks.union([self._ranks.rank] if is_busy else ()))
         if not is_busy and not self.is_sleeping:
             self._tell(TransferReport())
         return is_busy
@@ -229,7 +246,8 @@ class CpuModelRunner:
         )
         for row in ended:
             message[row] = self._table.fail(row)
-        self._sender.send(message, running=bool(self._table.sequences))
+        if self._sender is not None:
+            self._sender.send(message, running=bool(self._table.sequences))
 
     def _step_task(self, row: int, sequence: RunningSequence) -> StepTask:
         banned = () if sequence.may_end else sequence.rules.end_tokens

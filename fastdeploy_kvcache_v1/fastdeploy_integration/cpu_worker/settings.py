@@ -21,8 +21,7 @@ REFUSED = {
     "--speculative-config": "the CPU worker has no speculative decoding",
     "--splitwise-role": "the CPU worker has no prefill/decode roles",
     "--guided-decoding-backend": "the CPU worker has no guided decoding",
-    "--data-parallel-size": "the CPU worker has one rank",
-    "--tensor-parallel-size": "the CPU worker has one rank",
+    "--data-parallel-size": "the CPU worker has tensor-parallel ranks only",
 }
 """Flags of FastDeploy that would be ignored or fail late, with the reason."""
 
@@ -39,6 +38,7 @@ class Settings:
     start_timeout_s: float
     model: str | None
     """None: the supervisor writes a random one."""
+    tensor_parallel_size: int
     passed_on: tuple[str, ...]
     """Flags as FastDeploy gets them."""
     uses_our_manager: bool
@@ -58,10 +58,13 @@ def parse(words: Sequence[str]) -> Settings:
     parser.add_argument("--engine-worker-queue-port", type=int)
     parser.add_argument("--cache-queue-port", type=int)
     parser.add_argument("--model")
+    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
     parser.add_argument("--log-dir", type=Path)
     parser.add_argument("--start-timeout", type=float, default=START_TIMEOUT_S)
     args, rest = parser.parse_known_args(words)
     _refuse(rest)
+    if args.tensor_parallel_size < 1:
+        raise ConfigError(f"--tensor-parallel-size must be at least 1, got {args.tensor_parallel_size}")
     if args.start_timeout <= 0:
         raise ConfigError(f"--start-timeout must be positive, got {args.start_timeout}")
     free = free_ports(args.host, 3)
@@ -75,6 +78,7 @@ def parse(words: Sequence[str]) -> Settings:
         log_directory=_log_directory(args.log_dir, port),
         start_timeout_s=args.start_timeout,
         model=args.model,
+        tensor_parallel_size=args.tensor_parallel_size,
         passed_on=tuple(rest),
         uses_our_manager=_uses_our_manager(rest),
     )

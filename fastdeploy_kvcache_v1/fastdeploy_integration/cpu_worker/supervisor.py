@@ -19,6 +19,7 @@ from types import FrameType
 import psutil
 
 from ...errors import ConfigError
+from ...model.config import load_model_config
 from ...switch import SWITCH
 from ..engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from .environment import LOG_DIRECTORY, RUN_DIRECTORY
@@ -53,7 +54,7 @@ class Signalled(BaseException):
 def supervise(settings: Settings) -> int:
     """Serve until SIGINT or SIGTERM: 0. Returns 1 when the server does not come up, dies, or stops answering.
 
-    Main thread only. Raises `ConfigError` when the server's directories cannot be made.
+    Main thread only. Raises `ConfigError` when the server's directories cannot be made, or the model not be split.
     """
     run_directory = _make_run_directory()
     settings.log_directory.mkdir(parents=True, exist_ok=True)
@@ -66,10 +67,13 @@ def supervise(settings: Settings) -> int:
 
 
 def _serve(settings: Settings, run_directory: Path) -> int:
+    model = _model(settings, run_directory)
+    if settings.tensor_parallel_size > 1:
+        load_model_config(Path(model)).shard(settings.tensor_parallel_size)  # the workers would say so after a minute
     output = settings.log_directory / "api_server.out"
     with output.open("wb") as file:
         server = subprocess.Popen(
-            _command(settings, _model(settings, run_directory)),
+            _command(settings, model),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -103,6 +107,7 @@ def _command(settings: Settings, model: str) -> list[str]:
         *("--model", model, "--host", settings.host, "--port", str(settings.port)),
         *("--engine-worker-queue-port", str(settings.queue_port)),
         *("--cache-queue-port", str(settings.cache_queue_port)),
+        *("--tensor-parallel-size", str(settings.tensor_parallel_size)),
         *settings.passed_on,
     ]
 

@@ -13,7 +13,7 @@ from fastdeploy import envs
 from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.worker.worker_base import WorkerBase
 
-from ...errors import ConfigError
+from ...model.ranks import join_ranks
 from ...worker import ops
 from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
@@ -31,19 +31,29 @@ PROFILE_SHARE = 0.1
 
 MAX_PROFILE_BYTES = 1 << 29
 
+RANKS_TIMEOUT_S = 300.0
+"""A rank that says nothing to the others for this time counts as lost, and its server ends."""
+
 
 class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
     """One rank on the CPU. Control requests call methods by name."""
 
     def __init__(self, fd_config: Any, local_rank: int, rank: int) -> None:
         super().__init__(fd_config, local_rank, rank)
-        if self.parallel_config.tensor_parallel_size != 1:
-            raise ConfigError("the CPU worker has one rank: --tensor-parallel-size must be 1")
         self.model_runner: CpuModelRunner
 
     def init_device(self) -> None:
-        sender = TokenSender(channel_path(run_directory(), self.local_rank))
-        sender.connect()
+        ranks = join_ranks(
+            run_directory() / "ranks",
+            int(self.parallel_config.tensor_parallel_rank),
+            int(self.parallel_config.tensor_parallel_size),
+            connect_timeout_s=RANKS_TIMEOUT_S,
+            timeout_s=RANKS_TIMEOUT_S,
+        )
+        sender = None
+        if ranks.rank == 0:
+            sender = TokenSender(channel_path(run_directory(), self.local_rank))
+            sender.connect()
         config = RunnerConfig(
             model_path=Path(self.model_config.model),
             block_size=self.cache_config.block_size,
@@ -64,6 +74,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             tell_weights_status=_tell_weights_status,
             tell_copies=reporter.tell,
             storage=rank_storage(self.fd_config),
+            ranks=ranks,
         )
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
@@ -75,7 +86,8 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
 
     def determine_available_memory(self) -> int:
         """Bytes for the device tier."""
-        return min(MAX_PROFILE_BYTES, int(free_host_memory() * PROFILE_SHARE))
+        share = min(MAX_PROFILE_BYTES, int(free_host_memory() * PROFILE_SHARE))
+        return share // int(self.parallel_config.tensor_parallel_size)
 
     def cal_theortical_kvcache(self) -> int:
         """Bytes of one block (FastDeploy's spelling)."""
@@ -84,7 +96,10 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
     def initialize_cache(self, num_gpu_blocks: int) -> None:
         self.model_runner.create_caches(int(num_gpu_blocks))
         # Kept: collecting the signal would unmap the memory under its value.
-        self._cache_ready = _signal("cache_ready_signal", self.parallel_config.local_engine_worker_queue_port)
+        ranks = self.parallel_config
+        self._cache_ready = _signal(
+            "cache_ready_signal", ranks.local_engine_worker_queue_port, int(ranks.tensor_parallel_size)
+        )
         self._cache_ready.value[self.local_rank] = 1
 
     def graph_optimize_and_warm_up_model(self) -> None:
@@ -118,9 +133,9 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         self.model_runner.load_weights()
 
 
-def _signal(name: str, port: int) -> Any:
-    """Of the engine with that queue port."""
-    return IPCSignal(name=name, array=np.zeros([1], dtype=np.int32), dtype=np.int32, suffix=port, create=False)
+def _signal(name: str, port: int, size: int = 1) -> Any:
+    """Of the engine with that queue port; `size` numbers."""
+    return IPCSignal(name=name, array=np.zeros([size], dtype=np.int32), dtype=np.int32, suffix=port, create=False)
 
 
 def _tell_weights_status(port: int, status: int) -> None:

@@ -41,6 +41,17 @@ def test_the_worker_speaks_before_the_server_that_ended_because_of_it(tmp_path):
     assert failure_cause(tmp_path).startswith("FastDeploy LLM Inference: error: argument --pad_token_id")
 
 
+def test_what_ended_one_rank_comes_before_what_that_did_to_the_others(tmp_path):
+    log = tmp_path / "launch_worker.log"
+    lost = "fastdeploy_kvcache_v1.errors.RankLostError: rank 1 of 2 has ended\n"
+    ended = "worker rank 1 of 2 ended (status 1): the others are ended, too"
+    log.write_text(f"MemoryError: no room\n{lost}{ended}\n")
+    assert failure_cause(tmp_path) == "MemoryError: no room (launch_worker.log)"
+    log.write_text(f"{lost}{ended}\n")
+    (tmp_path / "api_server.out").write_text("ProcessLookupError: [Errno 3] No such process\n")
+    assert failure_cause(tmp_path) == f"{ended} (launch_worker.log)"
+
+
 @pytest.mark.parametrize("text", ["", "all is well\nAn Error occurred, it says in the middle of a line: no\n"])
 def test_logs_that_name_no_cause(tmp_path, text):
     (tmp_path / "workerlog.0").write_text(text)

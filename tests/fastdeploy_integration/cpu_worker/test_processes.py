@@ -41,6 +41,17 @@ def test_the_workers_command_keeps_its_arguments():
     )
 
 
+def test_several_ranks_are_started_by_a_process_of_their_own():
+    command = HOST_COMMAND.replace("--model m", "--tensor_parallel_size 2 --model m").replace("s 0", "s 0,1")
+    assert hooks.cpu_worker_command(command) == (
+        "exec env A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m "
+        "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.launch ranks 2 /logs --tensor_parallel_size 2 "
+        "--model m --config '{\"a\": 1}' >/dev/null 2>/logs/launch_worker.log"
+    )
+    one = hooks.cpu_worker_command(HOST_COMMAND.replace("--model m", "--tensor_parallel_size 1 --model m"))
+    assert "launch worker --tensor_parallel_size 1" in one
+
+
 def test_an_unknown_command_is_an_error():
     with pytest.raises(ConfigError, match="unknown way"):
         hooks.cpu_worker_command("python worker.py")
@@ -278,6 +289,9 @@ def parse(monkeypatch, tmp_path):
 def test_settings(parse, tmp_path):
     chosen = parse(["--port", "0", "--log-dir", "here", "--max-num-seqs", "4", "--swap-space", "1"])
     assert chosen.passed_on == ("--max-num-seqs", "4", "--swap-space", "1")
+    assert chosen.tensor_parallel_size == 1
+    for flag in ("--tensor-parallel-size", "--tensor_parallel_size", "-tp"):
+        assert parse(["--port", "0", flag, "2"]).tensor_parallel_size == 2
     assert len({chosen.port, chosen.queue_port, chosen.cache_queue_port}) == 3
     assert chosen.uses_our_manager
     assert chosen.model is None
@@ -287,7 +301,8 @@ def test_settings(parse, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size cannot be used"),
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size must be at least 1"),
+        (["--data-parallel-size", "2"], "--data-parallel-size cannot be used"),
         (["--speculative_config={}"], "--speculative-config cannot be used"),
         (["--start-timeout", "0"], "--start-timeout must be positive"),
         (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
@@ -360,7 +375,7 @@ def test_the_ready_line_waits_until_the_processes_are_all_there(monkeypatch, tmp
     monkeypatch.setattr(supervisor, "_wait_ready", lambda *_: events.append("healthy"))
     monkeypatch.setattr(supervisor, "wait_settled", settled)
     monkeypatch.setattr(supervisor, "_watch", lambda *_: "enough")
-    told = SimpleNamespace(log_directory=tmp_path, uses_our_manager=True, url="http://x")
+    told = SimpleNamespace(log_directory=tmp_path, uses_our_manager=True, url="http://x", tensor_parallel_size=1)
     assert supervisor._serve(told, tmp_path) == 1
     assert events == ["healthy", ("settled", "")]
     assert "http://x" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import
     write_random_model,
     write_random_weights,
 )
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import STATS_FILE, CpuModelRunner, RunnerConfig
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import CpuModelRunner, RunnerConfig, stats_file
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
@@ -140,7 +140,7 @@ def test_blocks_go_to_the_host_and_back(make_runner, expected, tmp_path):
     assert run(runner, 6) == expected
     while runner.not_need_stop() and runner._steps.has_open_copies:
         runner.execute(1)
-    copies = json.loads((tmp_path / STATS_FILE).read_text())
+    copies = json.loads((tmp_path / stats_file(0)).read_text())
     assert [(copies[way]["blocks"], copies[way]["failures"]) for way in ("swap_out", "swap_in")] == [(2, 0), (2, 0)]
 
 

@@ -1,8 +1,8 @@
 """A FAKE row with speculative decoding, position by position, by the arithmetic of FastDeploy's kernels.
 
-The main model verifies what was drafted and keeps some of it (`speculate_update`). The draft model then takes its steps:
-it goes back over those that it took on a guess, or starts over behind what this pass verified where it had stopped
-(`draft_model_preprocess`), computes the accepted tokens at once, and one more token per further step
+The main model verifies what was drafted and keeps some of it (`speculate_update`). The draft model then takes its
+steps: it goes back over those that it took on a guess, or starts over behind what this pass verified where it had
+stopped (`draft_model_preprocess`), computes the accepted tokens at once, and one more token per further step
 (`draft_model_update`).
 """
 
