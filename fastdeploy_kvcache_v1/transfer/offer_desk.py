@@ -44,6 +44,8 @@ class _Lease:
     peer: PeerPort
     event: CpuEvent
     last_sign: float
+    num_held: int = 0
+    """Leading blocks that nothing overwrites until the lease ends."""
 
 
 @dataclass(eq=False)
@@ -88,7 +90,8 @@ class OfferDesk:
         return len(self._leases)
 
     def open(self, lease: str, request_id: str, slots: Sequence[int], num_tokens: int, peer: PeerPort) -> None:
-        """Offer these device slots to `peer`: nothing overwrites them until the lease ends. Connects where needed.
+        """Offer these device slots to `peer`; connects where needed. The passes that compute the request may still write
+        them: `progress` says what is complete.
 
         Raises `CacheStateError`, nothing offered, for a lease that is open already, a name of more than 128 characters
         (512 of a request), and after `close`.
@@ -99,18 +102,22 @@ class OfferDesk:
             raise CacheStateError("the offer desk is closed")
         offer = Offer(lease, request_id, list(slots), num_tokens)
         require_sendable(offer)
-        event = CpuEvent()
-        self._hazards.after(Actor.REMOTE, event, reads=slots)
         self._plane.grant(lease, slots)
-        self._leases[lease] = _Lease(offer, peer, event, self._clock())
+        self._leases[lease] = _Lease(offer, peer, CpuEvent(), self._clock())
         self._send(peer, offer)
 
     def progress(self, lease: str, end_block: int, end_layer: int) -> None:
         """Blocks before `end_block` have their KV in layers before `end_layer`, earlier chunks in all layers. A new
-        chunk follows a complete one. Does nothing for a lease that has ended.
+        chunk follows a complete one. Nothing overwrites a block that is complete in all layers until the lease ends.
+        Does nothing for a lease that has ended.
         """
-        if lease in self._leases:
-            self._send(self._leases[lease].peer, Progress(lease, end_block, end_layer))
+        held = self._leases.get(lease)
+        if held is None:
+            return
+        if end_layer == self._ours.geometry.num_layers and end_block > held.num_held:
+            self._hazards.after(Actor.REMOTE, held.event, reads=held.offer.slots[held.num_held : end_block])
+            held.num_held = end_block
+        self._send(held.peer, Progress(lease, end_block, end_layer))
 
     def withdraw(self, lease: str, reason: str) -> None:
         """End a lease. Does nothing for one that has ended."""

@@ -188,6 +188,8 @@ def test_two_leases_over_one_block_hold_it_until_both_have_ended(pair):
     for first, last in (("a", "b"), ("d", "c")):
         prefill.offer(min(first, last), [0, 1], decode.port)
         prefill.offer(max(first, last), [1, 2], decode.port)
+        prefill.all_there("a" if first == "a" else "c", 2)
+        prefill.all_there("b" if first == "a" else "d", 2)
         prefill.desk.withdraw(first, "aborted")
         prefill.turn()
         prefill.hazards.prune()
@@ -197,9 +199,23 @@ def test_two_leases_over_one_block_hold_it_until_both_have_ended(pair):
         prefill.hazards.check()
 
 
+def test_a_lease_does_not_stop_the_passes_that_fill_its_slots(pair):
+    """A prompt is offered before it is computed, chunk by chunk."""
+    prefill, decode = pair
+    prefill.offer("l", [0, 1, 2], decode.port, request="r")
+    prefill.desk.progress("l", 1, LAYERS)
+    prefill.desk.progress("l", 3, 2)
+    assert prefill.hazards.before(Actor.COMPUTE, reads=[0], writes=[1, 2]) == []
+    assert [wait.earlier for wait in prefill.hazards.before(Actor.COMPUTE, writes=[0])] == [Actor.REMOTE]
+    prefill.desk.progress("l", 3, LAYERS)
+    assert [wait.earlier for wait in prefill.hazards.before(Actor.COMPUTE, writes=[2])] == [Actor.REMOTE]
+    prefill.hazards.check()
+
+
 def test_a_lease_keeps_its_slots_from_being_overwritten(pair):
     prefill, decode = pair
     prefill.offer("l", [0, 1], decode.port, request="r")
+    prefill.all_there("l", 2)
     assert [wait.earlier for wait in prefill.hazards.before(Actor.INPUT, writes=[1])] == [Actor.REMOTE]
     assert prefill.hazards.before(Actor.INPUT, writes=[2]) == []
     assert prefill.hazards.before(Actor.OUTPUT, reads=[1]) == []
