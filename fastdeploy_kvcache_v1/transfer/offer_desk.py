@@ -90,8 +90,8 @@ class OfferDesk:
         return len(self._leases)
 
     def open(self, lease: str, request_id: str, slots: Sequence[int], num_tokens: int, peer: PeerPort) -> None:
-        """Offer these device slots to `peer`; connects where needed. The passes that compute the request may still write
-        them: `progress` says what is complete.
+        """Offer these device slots to `peer`; connects where needed. The passes that compute the request may still
+        write them: `progress` says what is complete.
 
         Raises `CacheStateError`, nothing offered, for a lease that is open already, a name of more than 128 characters
         (512 of a request), and after `close`.

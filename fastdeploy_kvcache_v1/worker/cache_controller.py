@@ -9,6 +9,7 @@ from ..attention.base import AttentionCacheBackend, CacheLayout
 from ..errors import CacheStateError, ConfigError, InvariantError
 from ..metadata import SWAP_IN, CacheLevel, SwapStep, TransferReport, TransferResult
 from . import ops
+from .hazards import HazardTable
 from .host_pool import HostPool
 from .layer_done_counter import LayerDoneCounter
 from .layer_waits import LayerWaits
@@ -142,6 +143,11 @@ class CacheController:
     def device_rows(self) -> tuple[LayerRows, ...]:
         """Per layer, per role: where each device block keeps its row."""
         return self._transfers.device_rows
+
+    @property
+    def device_hazards(self) -> HazardTable:
+        """Uses of device slots by who is no copy and no pass are told here, on the worker's thread."""
+        return self._transfers.device_hazards
 
     def late_copies(self, slots: Collection[int]) -> list[Event]:
         """Copies into one of device `slots` that were reported as given up and still run. Any thread may ask."""

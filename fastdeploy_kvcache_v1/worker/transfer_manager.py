@@ -269,6 +269,11 @@ class CacheTransferManager:
             self._tiers[level].hazards.refilled(slots)
 
     @property
+    def device_hazards(self) -> HazardTable:
+        """See `CacheController.device_hazards`."""
+        return self._device_hazards
+
+    @property
     def device_rows(self) -> tuple[LayerRows, ...]:
         return self._tiers[CacheLevel.DEVICE].layers
 

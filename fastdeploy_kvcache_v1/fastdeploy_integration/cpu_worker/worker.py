@@ -17,6 +17,7 @@ from ...errors import ConfigError
 from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
 from ..copy_report import socket_path
+from ..disaggregation.ranks import rank_role
 from ..worker.copy_reporter import CopyReporter
 from ..worker.storage import rank_storage
 from .environment import COPY_FAULTS, log_directory, run_directory
@@ -62,6 +63,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             tell_weights_status=_tell_weights_status,
             tell_copies=reporter.tell,
             storage=rank_storage(self.fd_config),
+            transfers=rank_role(self.fd_config),
         )
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 
