@@ -1,4 +1,4 @@
-"""`fastdeploy-kvcache serve | demo | replay | traffic | storage | doctor | bench`.
+"""`fastdeploy-kvcache serve | router | demo | replay | traffic | storage | doctor | bench`.
 
 Only the module of the chosen command is imported.
 """
@@ -29,6 +29,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command(("serve",), ".embedded.command", "start the OpenAI-compatible server", takes_extra=True),
+    Command(("router",), ".router", "send requests to prefill and decode servers"),
     Command(("demo",), ".demo", "show what the cache is worth, in two minutes"),
     Command(("replay",), ".replay", "drive the cache manager alone with a request trace"),
     Command(("traffic",), ".traffic", "write a request trace for replay: chat, agents, batch jobs, and others"),

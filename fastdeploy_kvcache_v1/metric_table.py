@@ -33,17 +33,21 @@ class Source(enum.Enum):
     TRACE = "trace recorder: TraceRecorder"
     """Only where a trace is recorded."""
     REPORTS = "FastDeploy's engine: CopyReports"
+    TRANSFERS = "prefill or decode role: its ledger"
+    """Only with a role: its rows have the label `side` as well."""
+    REMOTE_PREFILLS = "embedded engine with the role decode: PrefillCounters"
     ENGINE = "embedded engine"
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Labels that the server adds to a row, one value for each object of this source."""
-        return ("rank",) if self is Source.COPIES else ()
+        return {Source.COPIES: ("rank",), Source.TRANSFERS: ("side",)}.get(self, ())
 
     @property
     def servers(self) -> str:
         """Which ones export its rows."""
-        servers = {Source.REPORTS: "FastDeploy", Source.ENGINE: "embedded"}
+        ours = (Source.ENGINE, Source.TRANSFERS, Source.REMOTE_PREFILLS)
+        servers = {Source.REPORTS: "FastDeploy", **dict.fromkeys(ours, "embedded")}
         return servers.get(self, "both")
 
 
@@ -101,6 +105,15 @@ def _stored(**helps: str) -> tuple[Metric, ...]:
         Metric(f"storage_{name}", text, Kind.COUNTER, Source.STORAGE, f"counters.{name}")
         for name, text in helps.items()
     )
+
+
+def _transfer(outcome: str) -> Metric:
+    text = "Leases (prefill) and fetches (decode) by how they ended"
+    return Metric("transfers_ended", text, Kind.COUNTER, Source.TRANSFERS, f"totals.{outcome}", {"outcome": outcome})
+
+
+def _prompts(**helps: str) -> tuple[Metric, ...]:
+    return tuple(Metric(name, text, Kind.COUNTER, Source.REMOTE_PREFILLS) for name, text in helps.items())
 
 
 def _ended(outcome: str) -> Metric:
@@ -238,6 +251,34 @@ TABLE: tuple[Metric, ...] = (
         Kind.COUNTER,
         Source.REPORTS,
         "num_unreadable",
+    ),
+    Metric("transfer_open", "Open leases (prefill) or fetches (decode)", Kind.GAUGE, Source.TRANSFERS, "num_open"),
+    Metric(
+        "transfers_started",
+        "Leases (prefill) or fetches (decode) that were begun",
+        Kind.COUNTER,
+        Source.TRANSFERS,
+        "totals.started",
+    ),
+    *map(_transfer, ("arrived", "failed", "cancelled", "overdue")),
+    Metric(
+        "transfer_bytes",
+        "Bytes of blocks that arrived (decode)",
+        Kind.COUNTER,
+        Source.TRANSFERS,
+        "totals.num_bytes",
+    ),
+    Metric(
+        "transfer_seconds",
+        "Time of fetches that arrived, from their begin to their end (decode); it overlaps with the prefill",
+        Kind.COUNTER,
+        Source.TRANSFERS,
+        "totals.seconds",
+    ),
+    *_prompts(
+        prompts_recomputed="Requests whose prompt the decode server computed after all",
+        recomputed_prompt_tokens="Tokens of these prompts that were not found here",
+        prompts_declined="Requests whose prompt the decode server computed from the start: too little was missing",
     ),
     _queued("running"),
     _queued("waiting"),

@@ -48,6 +48,8 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         _export_trace(args)
         exec_fastdeploy_cpu(args, extra)
     if not args.embedded and fastdeploy_can_serve():
+        if args.role is not None:
+            raise ConfigError("--role is of the embedded server: give --embedded too, or FastDeploy's --splitwise-role")
         args.model = fastdeploy_model(args.model)
         _export_trace(args)
         exec_fastdeploy(fastdeploy_command(args, extra))

@@ -16,8 +16,14 @@ from ..scheduler.cache_manager import CacheManager
 from ..storage.backends import check_backend, make_tier
 from ..storage.namespace import Namespace
 from ..trace_recorder import TraceRecorder
+from .disaggregation.prefill_client import PrefillClient
+from .disaggregation.prefill_endpoint import add_prefill_route
+from .disaggregation.settings import Role
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
+from .engine.offered_prefills import OfferedPrefills
+from .engine.peer_requests import PeerRequests
+from .engine.remote_prefills import RemotePrefills
 from .engine.scheduler import Scheduler
 from .http.access import listens_beyond_this_machine
 from .http.api import create_app
@@ -30,6 +36,7 @@ from .settings import ServerConfig
 from .storage_namespace import storage_namespace
 from .text.tokenizer import Tokenizer
 from .worker.client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
+from .worker.transfers import TransferConfig
 
 logger = logging.getLogger(__name__)
 
@@ -119,31 +126,70 @@ def _serve(
     storage = None
     if config.storage is not None and worker.storage is not None and namespace is not None:
         storage = make_tier(manager, config.storage, namespace, worker.storage)
+    asker, remote = _remote_prefills(config, worker)
     scheduler = Scheduler(
         manager,
         block_size=config.cache.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
+        is_remote=lambda generation, num_matched: remote is not None and remote.wants(generation, num_matched),
     )
-    core = EngineCore(manager, scheduler, worker.send, storage=storage, recorder=recorder)
+    is_prefill = config.role is not None and config.role.role is Role.PREFILL
+    peers = PeerRequests(manager, scheduler, remote=remote, offered=OfferedPrefills() if is_prefill else None)
+    core = EngineCore(manager, scheduler, worker.send, storage=storage, recorder=recorder, peers=peers)
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops)
     core.observe_first_token = metrics.observe_first_token
     if storage is not None:
         storage.observe_latency = metrics.observe_storage
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(Service(config, tokenizer, engine, intake), metrics)
+    if config.role is not None and is_prefill:
+        add_prefill_route(app, config, engine, tokenizer, config.role.transfer.secret)
     listener.max_connections = connection_limit(config.max_connections)
     _warn_of_open_address(listener)
     http = HttpServer(app, config, engine, chats=tokenizer.has_template, stop_requested=signals.noted)
     engine.start()
     if worker.storage is not None:
         worker.storage.listen(engine.on_storage)
+    if asker is not None:
+        asker.start(engine.on_prefill_answer)
     try:
         http.run(sockets=[listener])
     finally:
+        if asker is not None:
+            asker.close()
         engine.close()
     return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
+
+
+def _remote_prefills(
+    config: ServerConfig, worker: ProcessWorkerClient
+) -> tuple[PrefillClient | None, RemotePrefills | None]:
+    """Of a decode server."""
+    if config.role is None or worker.transfer_port is None:
+        return None, None
+    asker = PrefillClient(config.role.transfer)
+    address = config.role.address._replace(port=worker.transfer_port)
+    remote = RemotePrefills(
+        asker, address, config.role.transfer, block_size=config.cache.block_size, vocab_size=config.vocab_size
+    )
+    return asker, remote
+
+
+def _transfer_config(config: ServerConfig) -> TransferConfig | None:
+    """Reads the whole model: both sides compare what decides the bytes of a block. Raises `ModelError`."""
+    role = config.role
+    if role is None:
+        return None
+    return TransferConfig(
+        settings=role.transfer,
+        address=role.address,
+        is_decode=role.role is Role.DECODE,
+        plane=role.plane,
+        checksums=role.checksums,
+        model=storage_namespace(config).digest,
+    )
 
 
 def _checked_namespace(config: ServerConfig) -> Namespace | None:
@@ -170,7 +216,13 @@ def _warn_of_open_address(listener: socket.socket) -> None:
 
 def _snapshot(manager: CacheManager, scheduler: Scheduler, core: EngineCore) -> Snapshot:
     return Snapshot(
-        manager.stats(), core.counters, scheduler.num_running, scheduler.num_waiting, core.storage, core.recorder
+        manager.stats(),
+        core.counters,
+        scheduler.num_running,
+        scheduler.num_waiting,
+        core.storage,
+        core.recorder,
+        core.peers,
     )
 
 
@@ -189,6 +241,7 @@ def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_fault
         copy_faults=copy_faults,
         model_family=config.model_family,
         mtp=config.mtp,
+        transfer=_transfer_config(config),
     )
 
 

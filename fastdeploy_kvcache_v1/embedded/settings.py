@@ -14,6 +14,8 @@ from ..model.reproducible import default_threads
 from ..storage.settings import HELP as STORAGE_HELP
 from ..storage.settings import StorageSettings, takes_host_blocks
 from ..units import GIB
+from .disaggregation.settings import DEFAULTS as ROLE_DEFAULTS
+from .disaggregation.settings import RoleSettings, add_role_arguments, role_settings
 
 RANDOM_MODEL_NAME = "random-tiny"
 
@@ -55,6 +57,8 @@ class ServerConfig:
     """Of the random model."""
     mtp: bool = False
     """The random model has a draft layer."""
+    role: RoleSettings | None = None
+    """None: mixed."""
 
     @property
     def is_random_model(self) -> bool:
@@ -78,6 +82,7 @@ DEFAULTS: dict[str, object] = {
     "threads": default_threads(),
     "kvcache_storage_gib": StorageSettings.capacity_bytes // GIB,
     "storage_prefetch": StorageSettings.prefetch.value,
+    **ROLE_DEFAULTS,
 }
 """Values of flags that were not given; parsed flags stay None until here, so that they can be told apart."""
 
@@ -183,6 +188,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
     )
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
+    add_role_arguments(parser)
 
 
 def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: int) -> ServerConfig:
@@ -215,6 +221,11 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     storage = _storage_settings(values, cache)
     if storage is not None and storage.flush_only:
         cache = replace(cache, max_queued_events=KVCacheConfig.max_queued_events)
+    role = role_settings(args)
+    if role is not None and storage is not None:
+        raise ConfigError("--role does not go with --kvcache-storage-backend: leave one of them out")
+    if role is not None and not cache.enable_prefix_caching:
+        raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
     return ServerConfig(
         model_path=model_path,
         served_model_name=given.get("served_model_name", default_name),
@@ -238,6 +249,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         record_trace=None if values.record_trace is None else Path(values.record_trace),
         model_family=values.model_family,
         mtp=values.mtp,
+        role=role,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -46,6 +46,18 @@ class ForwardWithDrafts(Protocol):
     ) -> list[int | None]: ...
 
 
+class Transfers(Protocol):
+    """`RankTransfers`: what other servers do with this rank's blocks, and how far a pass is for them."""
+
+    def handle(self, commands: Iterable[Any], *, step: int | None = None) -> None: ...
+
+    def begin_pass(self, ends: Iterable[tuple[str, int]]) -> None: ...
+
+    def layer_begins(self, layer: int) -> None: ...
+
+    def end_pass(self, computed: Collection[str]) -> None: ...
+
+
 class StepRunner:
     """Runs batches against one set of caches. Single-threaded.
 
@@ -63,11 +75,12 @@ class StepRunner:
         on_progress: Callable[[], None] = lambda: None,
         forward_with_drafts: ForwardWithDrafts | None = None,
         vision: VisionEncoder | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         """`on_progress` is called when a batch was taken, before each layer is computed, and when all of it is done.
 
         `forward_with_drafts` computes instead of `forward` where the model has a draft layer. `vision` of a model that
-        sees images.
+        sees images. `transfers` of a server with a role.
         """
         self._forward = forward
         self._forward_with_drafts = forward_with_drafts
@@ -76,6 +89,7 @@ class StepRunner:
         self._block_size = block_size
         self._on_progress = on_progress
         self._vision = vision
+        self._transfers = transfers
 
     @property
     def has_open_copies(self) -> bool:
@@ -88,8 +102,14 @@ class StepRunner:
         counter: LayerDoneCounter | None = None
         for step in batch.swap_steps:
             counter = self._controller.submit_swap_tasks(step)
+        # Behind the copies: slots that are to be filled from outside may still be copied out.
+        if self._transfers is not None:
+            self._transfers.handle(batch.transfers, step=batch.swap_steps[-1].step if batch.swap_steps else None)
         result = StepResult()
         self._compute(list(batch.requests), counter, result)
+        if self._transfers is not None:
+            dropped = result.retry.keys() | result.errors.keys()
+            self._transfers.end_pass([each.request_id for each in batch.requests if each.request_id not in dropped])
         self._on_progress()
         return replace(result, report=self.take_report())
 
@@ -134,10 +154,14 @@ class StepRunner:
         result = StepResult()
 
         def before_layer(layer: int) -> None:
+            if self._transfers is not None:
+                self._transfers.layer_begins(layer)
             if counter is not None:
                 counter.wait_for_layer(layer)
             self._on_progress()
 
+        if self._transfers is not None:
+            self._transfers.begin_pass([(task.request_id, task.start + len(task.token_ids)) for task in tasks])
         self._controller.before_compute(read, written, counter=counter)
         try:
             slices = [self._slice(task) for task in tasks]

@@ -89,6 +89,11 @@ class FetchLedger:
         """Fetches that are not over."""
         return len(self._fetches)
 
+    @property
+    def num_open(self) -> int:
+        """The same. Any thread may read it."""
+        return len(self)
+
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._fetches
 
@@ -204,8 +209,13 @@ class LeaseLedger:
         self.totals = TransferTotals()
 
     def __len__(self) -> int:
-        """Open leases. Any thread may read it."""
+        """Open leases."""
         return len(self._leases)
+
+    @property
+    def num_open(self) -> int:
+        """The same. Any thread may read it."""
+        return len(self)
 
     def __contains__(self, lease: str) -> bool:
         return lease in self._leases

@@ -11,6 +11,9 @@ from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
+from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
+from fastdeploy_kvcache_v1.embedded.engine.peer_requests import PeerRequests
+from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
 from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
@@ -180,7 +183,10 @@ class Harness:
         max_num_batched_tokens: int = 32,
         fails: Callable[[TransferResult], bool] = lambda result: False,
         storage: Callable[[CacheManager, ShadowWorker], StorageTier] | None = None,
+        remote: RemotePrefills | None = None,
+        offered: OfferedPrefills | None = None,
     ) -> None:
+        """`remote` of a decode server, `offered` of a prefill server."""
         self.config = config
         self.manager = CacheManager(config)
         self.worker = ShadowWorker(config, fails)
@@ -191,9 +197,11 @@ class Harness:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             may_start=lambda generation: tier is None or tier.may_start(generation.request_id),
+            is_remote=lambda generation, num_matched: remote is not None and remote.wants(generation, num_matched),
         )
         self.sent: list[BatchRequest] = []
-        self.core = EngineCore(self.manager, self.scheduler, self.sent.append, storage=tier)
+        peers = PeerRequests(self.manager, self.scheduler, remote=remote, offered=offered)
+        self.core = EngineCore(self.manager, self.scheduler, self.sent.append, storage=tier, peers=peers)
 
     @property
     def num_preemptions(self) -> int:

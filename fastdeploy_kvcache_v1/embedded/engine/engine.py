@@ -13,6 +13,8 @@ from ...batch_request import BatchRequest
 from ...metadata import TransferReport
 from ...model.step import StepResult
 from ...storage.engine.link import Answer
+from ...transfer.rank_messages import TransferNews
+from ..prefill_job import PrefillAnswer
 from .engine_core import EngineCore
 from .generation import Failure, Generation
 
@@ -20,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+WorkerMessage = StepResult | TransferReport | TransferNews
+
 
 class WorkerClient(Protocol):
     """The engine's end of a worker."""
 
-    def listen(
-        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
-    ) -> None:
+    def listen(self, on_message: Callable[[WorkerMessage], None], on_death: Callable[[str], None]) -> None:
         """Deliver answers, and at most once the reason of an unexpected death, from a thread of the client."""
 
     def send(self, batch: BatchRequest) -> None:
@@ -131,11 +133,18 @@ class Engine:
     def _request_stop(self) -> None:
         self._stop = True
 
-    def _on_message(self, message: StepResult | TransferReport) -> None:
-        if isinstance(message, StepResult):
-            self._post(lambda: self._core.on_step_result(message))
-        else:
-            self._post(lambda: self._core.on_report(message))
+    def _on_message(self, message: WorkerMessage) -> None:
+        match message:
+            case StepResult():
+                self._post(lambda: self._core.on_step_result(message))
+            case TransferNews():
+                self._post(lambda: self._core.on_transfer_news(message))
+            case TransferReport():
+                self._post(lambda: self._core.on_report(message))
+
+    def on_prefill_answer(self, request_id: str, answer: PrefillAnswer | str) -> None:
+        """What the client of prefill servers delivers, on its own thread."""
+        self._post(lambda: self._core.on_prefill_answer(request_id, answer))
 
     def on_storage(self, answer: Answer) -> None:
         """What the link to the storage delivers, on its own thread."""

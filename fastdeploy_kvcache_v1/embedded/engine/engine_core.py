@@ -16,7 +16,10 @@ from ...storage.engine.link import Answer
 from ...storage.engine.tier import StorageTier
 from ...timings import LoadTime, PrefillTime
 from ...trace_recorder import TraceRecorder
+from ...transfer.rank_messages import TransferNews
+from ..prefill_job import PrefillAnswer
 from .generation import Delta, Failure, Generation, State
+from .peer_requests import PeerRequests
 from .scheduler import Scheduled, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -61,6 +64,7 @@ class EngineCore:
         *,
         storage: StorageTier | None = None,
         recorder: TraceRecorder | None = None,
+        peers: PeerRequests | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -69,6 +73,7 @@ class EngineCore:
         self._send = send
         self.storage = storage
         self.recorder = recorder
+        self.peers = peers or PeerRequests(manager, scheduler)
         self._lookahead = manager.config.lookahead_requests
         self.observe_first_token: Callable[[float], None] = lambda seconds: None
         """Told the seconds from arrival to first token of every request."""
@@ -94,7 +99,10 @@ class EngineCore:
         if self._closed is not None:
             generation.sink(self._closed)
             return
-        assert generation.request_id not in self._generations, f"request id {generation.request_id} is in use"
+        if generation.request_id in self._generations or self.peers.knows(generation.request_id):
+            # Ids of our own never repeat; a decode server may send a job again.
+            generation.sink(Failure(409, f"request {generation.request_id} is known already"))
+            return
         self._generations[generation.request_id] = generation
         if self.recorder is not None:
             generation.ticket = self.recorder.arrived()
@@ -128,12 +136,13 @@ class EngineCore:
 
     def check(self) -> dict[str, object]:
         """Prove the manager's invariants, and when idle that nothing leaked. Raises `InvariantError`."""
-        if self.is_idle and (self.storage is None or self.storage.is_idle):
+        if self.is_idle and (self.storage is None or self.storage.is_idle) and self.peers.is_idle:
             self._manager.check_idle()
+            self.peers.check_idle()
         else:
             self._manager.check()
         return {
-            "idle": self.is_idle,
+            "idle": self.is_idle and self.peers.is_idle,
             "running": self._scheduler.num_running,
             "waiting": self._scheduler.num_waiting,
             "cache": asdict(self._manager.stats()),
@@ -142,26 +151,37 @@ class EngineCore:
     def step(self) -> None:
         """Send the next batch, if there is none in flight and anything to do: swaps alone are enough."""
         self._fetch_ahead()
+        if self._closed is None:
+            self.peers.tick()
         while self._in_flight is None and self._closed is None:
             self._manager.expect([generation.hasher for generation in self._scheduler.next_waiting(self._lookahead)])
             plan = self._scheduler.schedule()
+            for generation in self.peers.lost_offers():
+                self._fail(generation, 503, "its blocks were needed for others")
+            self.peers.admitted(plan)
+            transfers = self.peers.take_commands()
             swap_step = self._manager.take_swap_step()
             if self.storage is not None:
                 self.storage.step_taken(swap_step, computes=bool(plan))
                 for item in plan:
                     self.storage.request_left(item.generation.request_id)
                 self.storage.go_on()
-            if plan or swap_step:
+            if plan or swap_step or transfers:
                 self._in_flight, self._step_in_flight = plan, swap_step.step
                 self.counters.steps += 1
                 self._sent_at = self._clock()
-                self._send(
-                    BatchRequest(requests=[_task(item) for item in plan], swap_steps=[swap_step] if swap_step else [])
-                )
-            elif self._scheduler.refused is None or (self.storage is not None and self.storage.holds_device_blocks):
+                tasks = [_task(item) for item in plan]
+                self._send(BatchRequest(tasks, [swap_step] if swap_step else [], transfers))
+            elif self._scheduler.refused is None or self._others_hold_blocks:
                 return
             else:
                 self._fail_unfit(self._scheduler.refused)
+
+    @property
+    def _others_hold_blocks(self) -> bool:
+        """A store or another server holds device blocks, which come back without a step of ours."""
+        is_stored = self.storage is not None and self.storage.holds_device_blocks
+        return is_stored or self._scheduler.num_aside > 0
 
     def _fetch_ahead(self) -> None:
         """What the next requests need from storage comes while others run."""
@@ -211,11 +231,36 @@ class EngineCore:
         if self._closed is None:
             self.storage.answered(answer)
 
+    def on_transfer_news(self, news: TransferNews) -> None:
+        """Take what ended between this server and others."""
+        if self._closed is not None:
+            return
+        for end in self.peers.reported(news):
+            generation = self._generations.get(end.request_id)
+            if generation is not None:  # the decode server has no use for it any more
+                self._fail(generation, 503, f"its blocks cannot be read any more: {end.error}")
+
+    def on_prefill_answer(self, request_id: str, answer: PrefillAnswer | str) -> None:
+        """Take what a prefill server answers: the first token, or why there is none."""
+        if self._closed is not None:
+            return
+        taken = self.peers.answered(request_id, answer)
+        generation = self._generations.get(request_id)
+        if taken is not None and generation is not None:
+            generation.cached_tokens = taken.cached_tokens
+            (delta,) = self._take_tokens(generation, [taken.token])
+            if delta.finish_reason is not None:
+                self._end(generation)
+                self.counters.finished += 1
+            generation.sink(delta)
+        self.peers.go_on()
+
     def seconds_to_next_deadline(self) -> float | None:
         """When to call `step` although nothing happens; None for never."""
-        if self.storage is None or self._closed is not None:
+        if self._closed is not None:
             return None
-        return self.storage.seconds_to_next_deadline()
+        stored = None if self.storage is None else self.storage.seconds_to_next_deadline()
+        return min((each for each in (stored, self.peers.seconds_to_deadline()) if each is not None), default=None)
 
     def _take_transfers(self, report: TransferReport) -> dict[str, str]:
         """Count the copies; reasons by id of the running requests that lost blocks to a failed one."""
@@ -235,6 +280,8 @@ class EngineCore:
     def _retry(self, reasons: dict[str, str]) -> None:
         for request_id, reason in reasons.items():
             generation = self._generations.get(request_id)
+            if generation is not None and generation.state is State.FETCHING:
+                self.peers.lose(generation)
             if generation is None or generation.state is not State.RUNNING:
                 continue
             generation.copy_failures += 1
@@ -253,7 +300,7 @@ class EngineCore:
         deltas = self._take_tokens(generation, tokens)
         self._manager.commit(generation.request_id, generation.num_computed)
         if deltas and deltas[-1].finish_reason is not None:
-            self._end(generation)
+            self._end(generation, is_computed=True)
             self.counters.finished += 1
         for delta in deltas:
             generation.sink(delta)
@@ -278,10 +325,13 @@ class EngineCore:
         self.counters.failed += 1
         generation.sink(Failure(status, message))
 
-    def _end(self, generation: Generation) -> None:
-        """Give everything back. Safe while a batch is in flight: nothing is allocated before its answer."""
+    def _end(self, generation: Generation, *, is_computed: bool = False) -> None:
+        """Give everything back, or let another server hold it. Safe while a batch is in flight: nothing is allocated
+        before its answer.
+        """
         del self._generations[generation.request_id]
-        self._scheduler.finish(generation)
+        if not (is_computed and self.peers.keep(generation)) and not self.peers.leave(generation):
+            self._scheduler.finish(generation)
         self._record(generation)
         if self.storage is not None:
             self.storage.request_left(generation.request_id)

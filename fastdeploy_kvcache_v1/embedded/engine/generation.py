@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ...model.sampler import SamplingParams
     from ...model.vision import PlacedImage
     from ...trace_recorder import Ticket
+    from ...transfer.offer_desk import PeerPort
     from ..text.text_stream import TextStream
 
 
@@ -35,6 +36,9 @@ class GenerationRequest:
     """In the order of their placeholders."""
     session: str | None = None
     """What the client calls the session or user, for a recorded trace."""
+    cache_salt: str = ""
+    offered_to: PeerPort | None = None
+    """On a prefill server: the decode server that reads the prompt's blocks."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,12 @@ Sink = Callable[["Delta | Failure"], None]
 class State(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    FETCHING = "fetching"
+    """It holds slots that another server's blocks arrive in; nothing of it is computed meanwhile."""
+    OFFERED = "offered"
+    """It is computed, and another server reads its blocks."""
+    LEAVING = "leaving"
+    """It has ended, and bytes may still arrive in its slots."""
     FINISHED = "finished"
 
 
@@ -104,6 +114,10 @@ class Generation:
     copy_failures: int = 0
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens behind `tokens`."""
+    prefill_url: str | None = None
+    """On a decode server: who computes its prompt. None once that has been asked, or is not to be."""
+    has_lost_offer: bool = False
+    """It was preempted, and its blocks are not what was offered."""
     ticket: Ticket | None = None
     """Of the trace that is recorded."""
     submitted_at: float = field(default_factory=time.monotonic)

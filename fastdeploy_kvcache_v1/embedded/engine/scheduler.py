@@ -46,6 +46,10 @@ class Scheduler:
 
     A request waits a step for blocks that the step computes for another one. It keeps its place: others pass it only
     where seats, room and budget suffice for both, and only with all their tokens, or they would be ahead of it.
+
+    A request whose prompt another server computes is admitted with slots for all of it and set aside (`fetching`) until
+    they are filled, or are not; one whose blocks another server reads is set aside when it is computed. Neither is
+    preempted: both end by themselves, so whoever lacks their blocks gets them later.
     """
 
     def __init__(
@@ -56,13 +60,21 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         may_start: Callable[[Generation], bool] = lambda generation: True,
+        is_remote: Callable[[Generation, int], bool] = lambda generation, num_matched: False,
     ) -> None:
-        """`may_start`: False for a waiting request that still expects blocks from storage."""
+        """`may_start`: False for a waiting request that still expects blocks from storage. `is_remote`: another server
+        computes the prompt of a request that finds `num_matched` tokens here.
+        """
         self._manager = manager
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._may_start = may_start
+        self._is_remote = is_remote
+        self._aside: dict[str, Generation] = {}
+        """Those that hold slots and are not computed: fetching, offered, leaving."""
+        self.newly_fetching: list[Generation] = []
+        """Admitted by the last `schedule`, to be filled by another server."""
         self._running: list[Generation] = []
         """In order of arrival, as is `_waiting`."""
         self._waiting: OrderedDict[int, Generation] = OrderedDict()
@@ -97,7 +109,7 @@ class Scheduler:
     def head(self) -> Generation | None:
         """Who is admitted next. O(requests before it that expect blocks from storage, or from others)."""
         candidates = (each for each in self._waiting.values() if each.arrival not in self._following)
-        return next(filter(self._may_start, candidates), None)
+        return next((each for each in candidates if self._may_start(each) and not each.has_lost_offer), None)
 
     @property
     def num_running(self) -> int:
@@ -110,8 +122,13 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_aside(self) -> int:
+        """Requests that hold slots and are not computed. Any thread may read it."""
+        return len(self._aside)
+
+    @property
     def is_idle(self) -> bool:
-        return not self._running and not self._waiting
+        return not self._running and not self._waiting and not self._aside
 
     def add(self, generation: Generation) -> None:
         generation.arrival = self._num_arrivals
@@ -121,6 +138,7 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """Plan one step. The caller drains the manager's swap step right after."""
         self._plan = {}
+        self.newly_fetching = []
         self._budget = self._max_num_batched_tokens
         for generation in sorted(self._running, key=lambda g: g.num_pending > 1):  # stable: then by arrival
             self._continue(generation)
@@ -132,6 +150,7 @@ class Scheduler:
         assert generation.state is State.RUNNING, f"preempted request {generation.request_id} was not running"
         self._manager.preempt(generation.request_id)
         self._running.remove(generation)
+        generation.has_lost_offer = generation.request.offered_to is not None
         planned = self._plan.pop(generation.request_id, None)
         if planned is not None:
             self._budget += planned.num_tokens + len(planned.drafts)
@@ -146,7 +165,23 @@ class Scheduler:
             self._running.remove(generation)
         elif generation.state is State.WAITING:
             del self._waiting[generation.arrival]
+        elif self._aside.pop(generation.request_id, None) is not None:
+            self._manager.finish(generation.request_id)
         generation.state = State.FINISHED
+
+    def set_aside(self, generation: Generation) -> None:
+        """A running request is computed, and keeps its blocks until `finish`: another server reads them."""
+        self._running.remove(generation)
+        self._aside[generation.request_id] = generation
+        generation.state = State.OFFERED
+
+    def resume(self, generation: Generation, num_computed: int) -> None:
+        """A fetching request runs: its first `num_computed` tokens are in its slots, and no byte arrives any more."""
+        assert generation.state is State.FETCHING, f"request {generation.request_id} was not fetching"
+        del self._aside[generation.request_id]
+        generation.state = State.RUNNING
+        generation.num_computed = num_computed
+        insort(self._running, generation, key=lambda g: g.arrival)
 
     def _continue(self, generation: Generation) -> None:
         """Schedule a running request, preempting later ones (at last itself) until its tokens have room."""
@@ -178,7 +213,7 @@ class Scheduler:
         self._prefills.begin()
         for planned in self._plan.values() if self._waiting else ():
             self._announce(planned)
-        num_owed = sum(self._num_owed_blocks(generation) for generation in self._running)
+        num_owed = sum(self._num_owed_blocks(generation) for generation in (*self._running, *self._aside.values()))
         while (generation := self.head) is not None and self._take_turn(generation, num_owed):
             num_owed += self._num_owed_blocks(generation)
         self.refused = generation
@@ -187,10 +222,13 @@ class Scheduler:
         """Start a waiting request from what is cached, leaving room for the `num_owed` blocks of those before it, or
         let it wait for blocks that this step computes for another one. False, without a trace, if it can do neither.
         """
-        if len(self._running) + len(self._following) >= self._max_num_seqs or not self._budget:
+        if self._num_seats_taken >= self._max_num_seqs or not self._budget:
             return False
         match, num_declined = self._match(generation)
-        has_turn = self._follow(generation, match, num_owed) or self._admit(generation, match, num_owed)
+        if self._is_remote(generation, match.num_tokens):
+            has_turn = self._admit_remote(generation, match, num_owed)
+        else:
+            has_turn = self._follow(generation, match, num_owed) or self._admit(generation, match, num_owed)
         if generation.state is State.WAITING:
             self._manager.release(generation.request_id)
         else:
@@ -232,7 +270,8 @@ class Scheduler:
             return False
         outcome: Allocation | NoSpace | None = None
         if self._has_room(generation, match, num_owed):
-            outcome = self._manager.allocate(generation.request_id, match.num_tokens + num_tokens)
+            num_held = generation.num_tokens if generation.request.offered_to else match.num_tokens + num_tokens
+            outcome = self._manager.allocate(generation.request_id, num_held)
         if outcome is None or isinstance(outcome, NoSpace):
             return False
         assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
@@ -250,6 +289,27 @@ class Scheduler:
         generation.block_table = self._manager.block_table(generation.request_id)
         self._announce(self._add_to_plan(generation, num_tokens))
         return True
+
+    def _admit_remote(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
+        """With slots for the whole prompt; another server fills those behind `match`."""
+        if not self._has_room(generation, match, num_owed):
+            return False
+        outcome = self._manager.allocate(generation.request_id, generation.num_tokens)
+        if isinstance(outcome, NoSpace):
+            return False
+        self._num_loading += outcome.num_host_tokens
+        del self._waiting[generation.arrival]
+        self._aside[generation.request_id] = generation
+        generation.state = State.FETCHING
+        generation.num_computed = generation.cached_tokens = match.num_tokens
+        generation.block_table = self._manager.block_table(generation.request_id)
+        self.newly_fetching.append(generation)
+        return True
+
+    @property
+    def _num_seats_taken(self) -> int:
+        num_fetching = sum(each.state is State.FETCHING for each in self._aside.values())
+        return len(self._running) + len(self._following) + num_fetching
 
     def _announce(self, planned: Scheduled) -> None:
         """Others need not compute what this step computes. A decoding request computes no block worth waiting for."""
@@ -274,6 +334,10 @@ class Scheduler:
         """Wanted by a request that has its turn, and not in its block table yet."""
         if generation.arrival in self._following:
             return self._following[generation.arrival]
+        if generation.state in (State.OFFERED, State.LEAVING):
+            return 0
+        if generation.state is State.FETCHING or generation.request.offered_to is not None:
+            return self._num_wanted_blocks(generation) - self._num_blocks(len(generation.request.prompt_ids))
         planned = self._plan.get(generation.request_id)
         num_held = generation.num_computed + (0 if planned is None else planned.num_tokens)
         return self._num_wanted_blocks(generation) - self._num_blocks(num_held)

@@ -12,10 +12,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from ...errors import InvariantError, KVCacheError
 from ..api_error import ApiError, error_body
+from ..disaggregation.settings import Role
 from ..engine.engine import Engine
 from ..engine.engine_core import EngineCore
 from ..engine.generation import Delta
 from ..intake.intake import Endpoint, Options, check_model
+from ..prefill_job import PREFILL_HEADER, PROOF_HEADER, proves
 from .access import HostCheck, require_json, require_operator
 from .errors import install_error_handlers
 from .linger import Linger
@@ -44,7 +46,7 @@ def _add_openai_routes(app: FastAPI, service: Service) -> None:
     async def generate(endpoint: Endpoint, dialect: type[Dialect], request: Request) -> Response:
         require_json(request)
         async with room.body(request) as raw:
-            stream, reading = await service.start(endpoint, raw)
+            stream, reading = await service.start(endpoint, raw, _prefill_url(request, service))
         options = reading.options
         shape = dialect(
             stream.request_id,
@@ -111,6 +113,21 @@ async def _on_engine(engine: Engine, action: Callable[[EngineCore], T]) -> T:
         raise
     except (KVCacheError, RuntimeError) as error:
         raise ApiError(503, str(error)) from None
+
+
+def _prefill_url(request: Request, service: Service) -> str | None:
+    """Which server the router chose to compute the prompt. Raises `ApiError` for a sender that is no router of ours:
+    this server would send the prompt wherever the header says.
+    """
+    url = request.headers.get(PREFILL_HEADER)
+    if url is None:
+        return None
+    role = service.config.role
+    if role is None or role.role is not Role.DECODE:
+        raise ApiError(400, f"the header {PREFILL_HEADER} is for servers with --role decode")
+    if not proves(role.transfer.secret, "url", url.encode(), request.headers.get(PROOF_HEADER, "")):
+        raise ApiError(403, f"the header {PREFILL_HEADER} is for a router with the same --peer-secret-file")
+    return url
 
 
 def _model_body(service: Service) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from ...scheduler.cache_stats import CacheStats
 from ...storage.engine.tier import StorageTier
 from ...trace_recorder import TraceRecorder
 from ..engine.engine_core import EngineCounters
+from ..engine.peer_requests import PeerRequests
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 WORKER_RANK = "0"
@@ -41,6 +42,7 @@ class Snapshot:
     num_waiting: int
     storage: StorageTier | None = None
     recorder: TraceRecorder | None = None
+    peers: PeerRequests | None = None
 
     def objects(self, source: Source) -> Iterable[tuple[tuple[str, ...], object]]:
         """Objects of `source`, each with the values of the labels that the source adds."""
@@ -55,6 +57,12 @@ class Snapshot:
                 return [] if self.storage is None else [((), self.storage)]
             case Source.TRACE:
                 return [] if self.recorder is None else [((), self.recorder)]
+            case Source.TRANSFERS:
+                sides = () if self.peers is None else self.peers.sides
+                return [((name,), side.ledger) for name, side in sides]
+            case Source.REMOTE_PREFILLS:
+                remote = None if self.peers is None else self.peers.remote
+                return [] if remote is None else [((), remote.counters)]
             case Source.REPORTS:
                 return []
             case Source.ENGINE:

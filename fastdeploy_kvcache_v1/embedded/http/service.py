@@ -74,11 +74,15 @@ class Service:
         self._intake = Intake(intake_config(config), tokenizer, decodes_images=False)
         self._body_reader = body_reader
 
-    async def start(self, endpoint: Endpoint, raw: bytes | bytearray) -> tuple[RequestStream, Reading]:
-        """The request in a body is with the engine. Raises `ApiError` when it is not one."""
+    async def start(
+        self, endpoint: Endpoint, raw: bytes | bytearray, prefill_url: str | None = None
+    ) -> tuple[RequestStream, Reading]:
+        """The request in a body is with the engine; the server at `prefill_url` is to compute its prompt. Raises
+        `ApiError` when it is not one.
+        """
         reading = await self._read(endpoint, raw)
         prefix = "chatcmpl" if endpoint is Endpoint.CHAT else "cmpl"
-        return self._start(reading, f"{prefix}-{uuid.uuid4().hex}"), reading
+        return self._start(reading, f"{prefix}-{uuid.uuid4().hex}", prefill_url), reading
 
     async def _read(self, endpoint: Endpoint, raw: bytes | bytearray) -> Reading:
         runs_template = endpoint is Endpoint.CHAT and self._tokenizer.has_template
@@ -87,7 +91,7 @@ class Service:
                 return self._intake.read(endpoint, raw)
         return await self._body_reader.read(endpoint, raw)
 
-    def _start(self, reading: Reading, request_id: str) -> RequestStream:
+    def _start(self, reading: Reading, request_id: str, prefill_url: str | None) -> RequestStream:
         options = reading.options
         end_ids = frozenset() if options.ignore_eos else self._tokenizer.eos_token_ids
         banned = tuple(sorted(token for token in end_ids if 0 <= token < self.config.vocab_size))
@@ -102,6 +106,7 @@ class Service:
             early_sampling=dataclasses.replace(sampling, banned_tokens=banned),
             images=reading.images,
             session=options.session,
+            cache_salt=options.cache_salt or "",
         )
         hasher = BlockHasher(
             self.config.cache.block_size,
@@ -115,7 +120,7 @@ class Service:
         hasher.extend(list(reading.token_ids))
         stream = RequestStream(self.engine, request_id)
         text = TextStream(self._tokenizer.detokenizer(), options.stops)
-        self.engine.submit(Generation(request, hasher, text, stream.sink))
+        self.engine.submit(Generation(request, hasher, text, stream.sink, prefill_url=prefill_url))
         return stream
 
     def _sampling(self, options: Options) -> SamplingParams:

@@ -29,8 +29,10 @@ from ...storage.engine.link import StorageLink
 from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
 from ...swap_message import SwapEncoder
+from ...transfer.rank_messages import TransferNews
 from .liveness import ProgressBoard, Watchdog, make_page
 from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
+from .transfers import TransferConfig
 
 FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
 
@@ -61,6 +63,8 @@ class WorkerConfig:
     model_family: str | None = None
     mtp: bool = False
     """Both of the random model."""
+    transfer: TransferConfig | None = None
+    """Of a server with a role."""
     copy_faults: str = ""
     """Test hook, see `copy_faults.py`."""
 
@@ -117,6 +121,8 @@ class ProcessWorkerClient:
         """To the worker's storage agent, if there is storage."""
         self.ops: dict[str, str] = {}
         """Name of the implementation behind every copy op of the worker."""
+        self.transfer_port: int | None = None
+        """Where prefill servers reach a decode server's worker."""
         try:
             self._tasks = self._bind(zmq.PUSH, "tasks")
             self._results = self._bind(zmq.PULL, "results")
@@ -126,7 +132,8 @@ class ProcessWorkerClient:
             self._wait_until_connected(self._process)
             # The names have served: from here on not even a SIGKILL leaves files behind.
             self._remove_directory()
-            self.ops = self._expect(self._process, WorkerReady).ops
+            ready = self._expect(self._process, WorkerReady)
+            self.ops, self.transfer_port = ready.ops, ready.transfer_port
             self._is_ready = True
         except BaseException:
             self.close()
@@ -137,7 +144,7 @@ class ProcessWorkerClient:
         return None if self._process is None else self._process.pid
 
     def listen(
-        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+        self, on_message: Callable[[StepResult | TransferReport | TransferNews], None], on_death: Callable[[str], None]
     ) -> None:
         assert not self._threads, "listen once"
         for target, name, arguments in (
@@ -274,7 +281,7 @@ class ProcessWorkerClient:
             on_death(reason)
 
     def _receive(
-        self, on_message: Callable[[StepResult | TransferReport], None], on_death: Callable[[str], None]
+        self, on_message: Callable[[StepResult | TransferReport | TransferNews], None], on_death: Callable[[str], None]
     ) -> None:
         process = self._process
         try:

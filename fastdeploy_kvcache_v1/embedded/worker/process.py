@@ -24,6 +24,7 @@ from ...model.vision import VisionEncoder
 from ...orphan import die_with_parent
 from ...storage.lane_agent import LaneAgent
 from ...swap_message import SwapDecoder
+from ...transfer.rank_transfers import RankTransfers
 from ...worker import ops
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
@@ -31,10 +32,14 @@ from .client import WorkerLaunch
 from .liveness import ProgressBoard
 from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
 from .storage_agent import give_memory, host_trailer_bytes, make_agent
+from .transfers import make_transfers
 
 logger = logging.getLogger(__name__)
 
 OPEN_COPIES_POLL_MS = 5
+OPEN_TRANSFERS_POLL_MS = 1
+"""A fetch takes several turns, and its request waits for each."""
+IDLE_TRANSFERS_POLL_MS = 100
 DRAIN_TIMEOUT_S = 5.0
 
 
@@ -62,7 +67,7 @@ def main() -> int:
 def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes], agent: LaneAgent | None) -> int:
     try:
         board = ProgressBoard(launch.progress_fd)
-        runner, controller = _build(launch, board)
+        runner, controller, transfers = _build(launch, board)
         if agent is not None:
             give_memory(agent, controller, launch.config.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
@@ -72,17 +77,19 @@ def _serve(launch: WorkerLaunch, tasks: zmq.Socket[bytes], results: zmq.Socket[b
         message = str(error) if is_user_error else f"the worker cannot start: {error!r}"
         _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
         return 1
-    _send(results, WorkerReady(os.getpid(), ops.live()))
+    _send(results, WorkerReady(os.getpid(), ops.live(), None if transfers is None else transfers.port))
     try:
-        _loop(runner, tasks, results, lambda: _show_copies(controller, board))
+        _loop(runner, tasks, results, lambda: _show_copies(controller, board), transfers)
         controller.drain(DRAIN_TIMEOUT_S)
     finally:
+        if transfers is not None:
+            transfers.close()
         if agent is None or agent.close():
             controller.free()  # the memory of a store that hangs goes with the process
     return 0
 
 
-def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, CacheController]:
+def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, CacheController, RankTransfers | None]:
     config = launch.config
     configure_reproducible_math(config.num_threads)
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
@@ -101,6 +108,7 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
         host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
     )
     caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
+    transfers = None if config.transfer is None else make_transfers(config.transfer, controller, config.block_size)
 
     def on_progress() -> None:
         board.advance()
@@ -114,21 +122,27 @@ def _build(launch: WorkerLaunch, board: ProgressBoard) -> tuple[StepRunner, Cach
         on_progress=on_progress,
         forward_with_drafts=DraftingDecoder(decoder).forward if model.num_draft_layers else None,
         vision=VisionEncoder(model.hidden_size, model.seed) if config.model_path is None else None,
+        transfers=transfers,
     )
-    return runner, controller
+    return runner, controller, transfers
 
 
 def _loop(
-    runner: StepRunner, tasks: zmq.Socket[bytes], results: zmq.Socket[bytes], show_copies: Callable[[], bool]
+    runner: StepRunner,
+    tasks: zmq.Socket[bytes],
+    results: zmq.Socket[bytes],
+    show_copies: Callable[[], bool],
+    transfers: RankTransfers | None = None,
 ) -> None:
-    """Answer batches until the engine says `None`; between them, tell it how open copies ended.
+    """Answer batches until the engine says `None`; between them, tell it how open copies, leases and fetches ended.
 
     `show_copies` is called as long as it says that one runs: one that was given up runs on unreported.
     """
     decoder = SwapDecoder()
     while True:
         busy = show_copies() or runner.has_open_copies
-        if not tasks.poll(OPEN_COPIES_POLL_MS if busy else None):
+        if not tasks.poll(_patience_ms(busy, transfers)):
+            _tell_transfers(transfers, results)
             report = runner.take_report()
             if report.transfers:
                 _send(results, report)
@@ -137,6 +151,24 @@ def _loop(
         if message is None:
             return
         _send(results, runner.run(message.unpack(decoder)))
+        _tell_transfers(transfers, results)
+
+
+def _patience_ms(copies: bool, transfers: RankTransfers | None) -> int | None:
+    """How long to wait for the next batch at a stretch; None for ever."""
+    if transfers is None:
+        return OPEN_COPIES_POLL_MS if copies else None
+    if transfers.is_busy:
+        return OPEN_TRANSFERS_POLL_MS
+    return OPEN_COPIES_POLL_MS if copies else IDLE_TRANSFERS_POLL_MS
+
+
+def _tell_transfers(transfers: RankTransfers | None, results: zmq.Socket[bytes]) -> None:
+    if transfers is None:
+        return
+    transfers.turn()
+    if news := transfers.take_news():
+        _send(results, news)
 
 
 def _show_copies(controller: CacheController, board: ProgressBoard) -> bool:

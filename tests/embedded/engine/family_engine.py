@@ -61,7 +61,9 @@ class FamilyEngine:
         runtime: CpuRuntime | None = None,
         layer_timeout_s: float = 30.0,
         max_num_batched_tokens: int = 48,
+        roles: dict[str, object] | None = None,
     ) -> None:
+        """`roles`: `remote` or `offered` of the harness."""
         config = KVCacheConfig(
             num_device_blocks,
             num_host_blocks,
@@ -69,7 +71,7 @@ class FamilyEngine:
             write_policy=policy,
             enable_prefix_caching=caching,
         )
-        self.harness = Harness(config, max_num_seqs=3, max_num_batched_tokens=max_num_batched_tokens)
+        self.harness = Harness(config, max_num_seqs=3, max_num_batched_tokens=max_num_batched_tokens, **(roles or {}))
         # Whether a load pays is a matter of time; here each is made.
         self.harness.scheduler.load_costs.blocks_to_load = lambda num_host_blocks, *args, **options: num_host_blocks
         self.random = random.Random(seed)

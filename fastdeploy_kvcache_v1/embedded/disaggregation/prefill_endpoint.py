@@ -1,0 +1,95 @@
+"""The endpoint of a prefill server: computes a prompt for a decode server, and says meanwhile that it lives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from ...metadata import CacheAccess
+from ...scheduler.cache_utils import BlockHasher
+from ...transfer.offer_desk import PeerPort
+from ..api_error import ApiError
+from ..engine.engine import Engine
+from ..engine.generation import Generation, GenerationRequest
+from ..http.request_bodies import BodyRoom
+from ..http.service import RequestStream
+from ..prefill_job import PATH, PROOF_HEADER, PrefillAnswer, PrefillJob, PrefillLine, proves
+from ..settings import ServerConfig
+from ..text.text_stream import TextStream
+from ..text.tokenizer import Tokenizer
+
+__all__ = ["add_prefill_route"]
+
+SIGN_S = 1.0
+"""Seconds between two signs of life."""
+
+
+def add_prefill_route(app: FastAPI, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, secret: bytes) -> None:
+    """Only for servers whose role is prefill. The tokenizer is for the generation, nobody sees text."""
+    room = BodyRoom(config.max_request_mib)
+
+    @app.post(PATH)
+    async def prefill(request: Request) -> Response:
+        async with room.body(request) as raw:
+            job = _read(bytes(raw), request.headers.get(PROOF_HEADER, ""), secret, config)
+            stream = RequestStream(engine, job.request_id)
+            engine.submit(_generation(job, config, tokenizer, stream))
+        return StreamingResponse(_lines(stream), media_type="application/x-ndjson")
+
+
+def _read(raw: bytes, given: str, secret: bytes, config: ServerConfig) -> PrefillJob:
+    """Raises `ApiError` for a sender without the secret, and for a job that this server cannot do."""
+    if not proves(secret, "job", raw, given):
+        raise ApiError(403, "this endpoint is for decode servers with the same secret: give all --peer-secret-file")
+    try:
+        job = msgspec.json.decode(raw, type=PrefillJob)
+    except msgspec.MsgspecError as error:
+        raise ApiError(400, f"the job of the decode server cannot be read: {error}") from None
+    if len(job.prompt_ids) >= config.max_model_len:
+        raise ApiError(
+            400, f"the prompt has {len(job.prompt_ids)} tokens, this server's --max-model-len is {config.max_model_len}"
+        )
+    if max(job.prompt_ids) >= config.vocab_size:
+        raise ApiError(400, f"token {max(job.prompt_ids)} is not in the vocabulary: is that the same model?")
+    num_blocks = -(-len(job.prompt_ids) // config.cache.block_size)
+    if num_blocks > config.cache.num_device_blocks:
+        raise ApiError(400, f"the prompt needs {num_blocks} blocks, this server has {config.cache.num_device_blocks}")
+    return job
+
+
+def _generation(job: PrefillJob, config: ServerConfig, tokenizer: Tokenizer, stream: RequestStream) -> Generation:
+    request = GenerationRequest(
+        request_id=job.request_id,
+        prompt_ids=tuple(job.prompt_ids),
+        max_tokens=1,
+        sampling=job.sampling,
+        offered_to=PeerPort(job.decode_host, job.decode_port),
+    )
+    access = CacheAccess(job.reads_cache, job.writes_cache)
+    hasher = BlockHasher(config.cache.block_size, salt=job.cache_salt.encode(), access=access)
+    hasher.extend(job.prompt_ids)
+    return Generation(request, hasher, TextStream(tokenizer.detokenizer()), stream.sink)
+
+
+async def _lines(stream: RequestStream) -> AsyncIterator[bytes]:
+    ended = asyncio.ensure_future(anext(stream.deltas()))
+    try:
+        yield _line(PrefillLine())
+        while not (await asyncio.wait({ended}, timeout=SIGN_S))[0]:
+            yield _line(PrefillLine())
+        delta = ended.result()
+        assert delta.usage is not None, "the only delta is the last one"
+        yield _line(PrefillLine(PrefillAnswer(delta.token_ids[0], delta.usage.cached_tokens)))
+    except ApiError as error:
+        yield _line(PrefillLine(error=str(error)))
+    finally:
+        stream.close()
+        ended.cancel()
+
+
+def _line(line: PrefillLine) -> bytes:
+    return msgspec.json.encode(line) + b"\n"

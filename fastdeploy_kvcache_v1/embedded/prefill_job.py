@@ -1,0 +1,73 @@
+"""What a decode server asks of a prefill server, and the answer. Both sides know a secret: no client can ask."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Annotated
+
+import msgspec
+
+from ..model.sampler import SamplingParams
+
+__all__ = [
+    "PATH",
+    "PREFILL_HEADER",
+    "PROOF_HEADER",
+    "PrefillAnswer",
+    "PrefillJob",
+    "PrefillLine",
+    "proof",
+    "proves",
+]
+
+PATH = "/kvcache/prefill"
+
+PROOF_HEADER = "X-KVCache-Proof"
+"""Proves that the sender knows the secret. Of a `PrefillJob` over its bytes; of a router over `PREFILL_HEADER`."""
+
+PREFILL_HEADER = "X-KVCache-Prefill"
+"""A router names the prefill server of a request: its URL."""
+
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+
+
+class PrefillJob(msgspec.Struct, forbid_unknown_fields=True):
+    """A prompt to be computed and offered, and one token to be sampled behind it."""
+
+    request_id: Name
+    prompt_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+    sampling: SamplingParams
+    """Of the first token."""
+    decode_host: str
+    decode_port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
+    """Where the decode server's worker listens."""
+    cache_salt: str = ""
+    reads_cache: bool = True
+    writes_cache: bool = True
+
+
+class PrefillAnswer(msgspec.Struct, forbid_unknown_fields=True):
+    """All blocks of the prompt are computed."""
+
+    token: int
+    """The first output token."""
+    cached_tokens: int
+    """Of the prompt, not computed by the prefill server."""
+
+
+class PrefillLine(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of the answer's body. One without anything is a sign of life; the last one has an answer or an error."""
+
+    answer: PrefillAnswer | None = None
+    error: str | None = None
+
+
+def proof(secret: bytes, purpose: str, content: bytes) -> str:
+    """For `PROOF_HEADER`."""
+    return hmac.new(secret, purpose.encode() + b"|" + content, hashlib.sha256).hexdigest()
+
+
+def proves(secret: bytes, purpose: str, content: bytes, given: str) -> bool:
+    """Whether the sender of `given` knows the secret. Compares in constant time."""
+    return hmac.compare_digest(proof(secret, purpose, content).encode(), given.encode())

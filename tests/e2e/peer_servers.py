@@ -1,0 +1,164 @@
+"""Prefill servers, decode servers and a router in processes of their own."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+from openai import OpenAI
+
+from tests.e2e.server_process import EXIT_TIMEOUT_S, ROOT, START_TIMEOUT_S, ServerProcess, wait_until
+
+SECRET = "the secret of these tests"
+QUICK = ("--transfer-silence", "4")
+"""A stopped peer is found after 4 s; a busy machine is not taken for one."""
+
+
+class RouterProcess:
+    """`fastdeploy-kvcache router` on a free port."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        directory.mkdir(exist_ok=True)
+        self.stderr_path = directory / "stderr"
+        self._stdout_path = directory / "stdout"
+        command = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "router", "--port", "0", *flags)
+        with self._stdout_path.open("wb") as stdout, self.stderr_path.open("wb") as stderr:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+
+    @property
+    def stdout(self) -> str:
+        return self._stdout_path.read_text()
+
+    @property
+    def url(self) -> str:
+        found = re.search(r"http://\S+", self.stdout)
+        assert found is not None
+        return found.group()
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: "\n" in self.stdout or self.process.poll() is not None, "the router", START_TIMEOUT_S)
+        assert self.process.poll() is None, self.stderr_path.read_text()
+
+    def health(self) -> dict[str, dict[str, dict[str, object]]]:
+        health: dict[str, dict[str, dict[str, object]]] = httpx.get(f"{self.url}/health", timeout=30.0).json()
+        return health
+
+    def num_alive(self, role: str) -> int:
+        return sum(bool(each["answers"]) for each in self.health()[role].values())
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(EXIT_TIMEOUT_S)
+
+
+class Cluster:
+    """Servers by name, `prefill0`, `decode0`, ..., and their router."""
+
+    def __init__(self, directory: Path, flags: tuple[str, ...], environment: dict[str, str] | None = None) -> None:
+        self.directory = directory
+        self.servers: dict[str, ServerProcess] = {}
+        self.stack = ExitStack()
+        self._flags = flags
+        self._environment = environment
+        self._secret_file = directory / "secret"
+        self._secret_file.write_text(SECRET)
+        self._secret_file.chmod(0o600)
+        self.router: RouterProcess
+
+    @property
+    def secret_flags(self) -> tuple[str, str]:
+        return ("--peer-secret-file", str(self._secret_file))
+
+    def start(self, name: str, *flags: str) -> ServerProcess:
+        """Does not wait until it is ready."""
+        role = re.sub(r"\d+", "", name)
+        number = len(list(self.directory.iterdir()))
+        server = ServerProcess(
+            self.directory / f"{name}-{number}",
+            *("--role", role, *self.secret_flags, *QUICK, *self._flags, *flags),
+            environment=self._environment,
+        )
+        self.stack.callback(server.kill)
+        self.servers[name] = server
+        return server
+
+    def start_router(self) -> None:
+        urls = {role: [each.url for name, each in self.servers.items() if name.startswith(role)] for role in ROLES}
+        flags = [word for role, listed in urls.items() if listed for word in (f"--{role}", *listed)]
+        health = ("--health-interval", "0.2", "--health-timeout", "4")
+        self.router = RouterProcess(self.directory / "router", *flags, *self.secret_flags, *health)
+        self.stack.callback(self.router.kill)
+        self.router.wait_ready()
+        self.wait_alive(*self.servers)
+
+    def wait_alive(self, *names: str) -> None:
+        """The router knows that these answer, and no other one does."""
+
+        def is_so() -> bool:
+            health = self.router.health()
+            alive = {url for role in ROLES for url, state in health[role].items() if state["answers"]}
+            return alive == {self.servers[name].url for name in names}
+
+        wait_until(is_so, f"the router to know that {names} answer")
+
+    def prefills(self) -> list[ServerProcess]:
+        return [each for name, each in self.servers.items() if name.startswith("prefill")]
+
+    def decodes(self) -> list[ServerProcess]:
+        return [each for name, each in self.servers.items() if name.startswith("decode")]
+
+    def total(self, role: str, metric: str) -> float:
+        return sum(each.metrics()[metric] for name, each in self.servers.items() if name.startswith(role))
+
+    def assert_idle(self) -> None:
+        """Nothing leaked anywhere: blocks, leases, fetches."""
+        for name, server in self.servers.items():
+            report = server.wait_idle()
+            assert report["ok"], (name, report)
+            metrics = server.metrics()
+            free = metrics["device_free_blocks"] + metrics["device_evictable_blocks"]
+            assert metrics["device_blocks"] == free, name
+
+    def stop(self) -> None:
+        """In order, and nothing is left."""
+        for server in self.servers.values():
+            assert server.stop() == 0, server.stderr
+            server.assert_nothing_left()
+        self.router.process.send_signal(signal.SIGTERM)
+        assert self.router.process.wait(EXIT_TIMEOUT_S) in (0, -signal.SIGTERM)
+
+
+ROLES = ("prefill", "decode")
+
+
+@contextmanager
+def cluster(
+    directory: Path,
+    *flags: str,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    decode_flags: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+) -> Iterator[Cluster]:
+    """All ready, and killed at the end. `flags` of every server."""
+    directory.mkdir(exist_ok=True)
+    made = Cluster(directory, flags, environment)
+    with made.stack:
+        for number in range(num_prefill):
+            made.start(f"prefill{number}")
+        for number in range(num_decode):
+            made.start(f"decode{number}", *decode_flags)
+        for server in made.servers.values():
+            server.wait_ready()
+        made.start_router()
+        yield made

@@ -1,0 +1,198 @@
+"""Prefill and decode servers that are killed, stopped, restarted, or talked to through a network that lies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.peer_servers import Cluster, cluster
+from tests.e2e.server_process import ServerProcess, started, wait_until
+
+FLAGS = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--max-model-len", "4096")
+LONG = 3000
+"""Tokens of a prompt that takes some 50 steps."""
+
+
+def prompt_of(seed: int, length: int = 200) -> list[int]:
+    return [(seed * 7919 + place * (seed + 3)) % 250 + 1 for place in range(length)]
+
+
+def ask(client: openai.OpenAI, seed: int, length: int = 200, max_tokens: int = 12) -> list[int]:
+    answer = client.completions.create(
+        model="default",
+        prompt=prompt_of(seed, length),
+        max_tokens=max_tokens,
+        temperature=0,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    tokens: list[int] = answer.choices[0].token_ids  # type: ignore[attr-defined]
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """`expected(seed, length)`: the tokens of a mixed server."""
+    with started(tmp_path_factory.mktemp("mixed"), *FLAGS) as server, server.client() as client:
+        known: dict[tuple[int, int], list[int]] = {}
+
+        def tokens(seed: int, length: int = 200) -> list[int]:
+            if (seed, length) not in known:
+                known[seed, length] = ask(client, seed, length)
+            return known[seed, length]
+
+        yield tokens
+
+
+def send(server: ServerProcess, number: int) -> None:
+    """To the server and its worker: both belong to it."""
+    worker = server.worker
+    for pid in (worker.pid, server.process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def fetching(servers: Cluster) -> bool:
+    return servers.total("decode", "transfer_open{side=decode}") > 0
+
+
+class Asking:
+    """A request on a thread of its own."""
+
+    def __init__(self, servers: Cluster, seed: int, length: int) -> None:
+        self.tokens: list[int] | None = None
+        self.error: Exception | None = None
+        self._arguments = (servers, seed, length)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        servers, seed, length = self._arguments
+        try:
+            with servers.router.client() as client:
+                self.tokens = ask(client, seed, length)
+        except openai.OpenAIError as error:
+            self.error = error
+
+    def result(self) -> list[int] | None:
+        self._thread.join(100)
+        assert not self._thread.is_alive(), "the request never ended"
+        return self.tokens
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_prefill_server_that_dies_or_stops_costs_no_token_and_no_block(tmp_path, expected, number):
+    """In the middle of a prompt; then without it, and with one that starts again behind the same ports."""
+    with cluster(tmp_path, *FLAGS, num_prefill=1) as servers:
+        asking = Asking(servers, 1, LONG)
+        wait_until(lambda: fetching(servers), "a fetch")
+        dead = servers.servers["prefill0"]
+        send(dead, number)
+        assert asking.result() == expected(1, LONG), asking.error
+        assert servers.total("decode", "prompts_recomputed_total") == 1
+        servers.wait_alive("decode0")
+        with servers.router.client() as client:
+            assert ask(client, 2) == expected(2), "without a prefill server the decode server computes it"
+        if number == signal.SIGSTOP:
+            send(dead, signal.SIGCONT)
+        else:
+            port = dead.url.rpartition(":")[2]
+            servers.start("prefill0", "--port", port).wait_ready()
+        servers.wait_alive("prefill0", "decode0")
+        before = servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}")
+        with servers.router.client() as client:
+            assert ask(client, 3) == expected(3)
+        assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") == before + 1
+        servers.assert_idle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_decode_server_that_dies_or_stops_leaves_nothing_at_the_prefill_server(tmp_path, expected, number):
+    """Its request goes to the other decode server; its leases end."""
+    with cluster(tmp_path, *FLAGS, num_decode=2) as servers:
+        asking = Asking(servers, 1, LONG)
+        wait_until(lambda: fetching(servers), "a fetch")
+        (name,) = [
+            name
+            for name, each in servers.servers.items()
+            if name.startswith("decode") and each.metrics()["transfer_open{side=decode}"]
+        ]
+        dead = servers.servers.pop(name)
+        send(dead, number)
+        assert asking.result() == expected(1, LONG), asking.error
+        wait_until(
+            lambda: servers.total("prefill", "transfer_open{side=prefill}") == 0, "the prefill server's leases to end"
+        )
+        if number == signal.SIGSTOP:
+            servers.servers[name] = dead
+            send(dead, signal.SIGCONT)
+            servers.wait_alive(*servers.servers)
+        with servers.router.client() as client:
+            assert ask(client, 2) == expected(2)
+        servers.assert_idle()
+
+
+def test_clients_that_leave_get_everything_back_on_both_sides(tmp_path, expected):
+    with cluster(tmp_path, *FLAGS) as servers:
+        with servers.router.client() as client, ThreadPoolExecutor(8) as pool:
+
+            def leave(seed: int) -> None:
+                with contextlib.suppress(httpx.TimeoutException):
+                    httpx.post(
+                        f"{servers.router.url}/v1/completions",
+                        json={"prompt": prompt_of(seed, 600), "max_tokens": 200, "ignore_eos": True},
+                        timeout=httpx.Timeout(0.02 + seed % 8 * 0.1, connect=20.0),
+                    )
+
+            list(pool.map(leave, range(100, 132)))
+            assert ask(client, 1) == expected(1)
+        servers.assert_idle()
+
+
+def test_a_router_that_is_killed_leaves_nothing(tmp_path, expected):
+    with cluster(tmp_path, *FLAGS) as servers:
+        asking = Asking(servers, 1, LONG)
+        wait_until(lambda: fetching(servers), "a fetch")
+        servers.router.kill()
+        assert asking.result() is None
+        servers.assert_idle()
+        servers.start_router()
+        with servers.router.client() as client:
+            assert ask(client, 1, LONG) == expected(1, LONG)
+        servers.assert_idle()
+
+
+def test_three_decode_servers_share_one_prefill_server_in_a_cold_burst(tmp_path, expected):
+    """The decode servers' tiers are nearly full, too."""
+    small = ("--num-gpu-blocks-override", "60", "--swap-space", "0.02", "--max-model-len", "400")
+    with cluster(tmp_path, *FLAGS[:-2], *small, num_decode=3) as servers:
+        with servers.router.client() as client, ThreadPoolExecutor(16) as pool:
+            outputs = list(pool.map(lambda seed: ask(client, seed, 150 + seed), range(48)))
+        assert outputs == [expected(seed, 150 + seed) for seed in range(48)]
+        assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") >= 40
+        servers.assert_idle()
+        servers.stop()
+
+
+def test_requests_that_no_router_sent_are_refused_or_served_here(tmp_path, expected):
+    with cluster(tmp_path, *FLAGS) as servers:
+        prefill, decode = servers.servers["prefill0"], servers.servers["decode0"]
+        body = {"prompt": prompt_of(1), "max_tokens": 2}
+        header = {"X-KVCache-Prefill": "http://127.0.0.1:9", "X-KVCache-Proof": "0" * 64}
+        for server, status in ((decode, 403), (prefill, 400)):
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=header, timeout=60)
+            assert answer.status_code == status
+            assert "X-KVCache-Prefill" in answer.json()["error"]["message"]
+        answer = httpx.post(f"{prefill.url}/kvcache/prefill", json={}, headers=header, timeout=60)
+        assert answer.status_code == 403
+        assert "same secret" in answer.json()["error"]["message"]
+        with decode.client() as client:
+            assert ask(client, 1) == expected(1)
+        servers.assert_idle()

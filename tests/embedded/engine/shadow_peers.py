@@ -1,0 +1,214 @@
+"""A prefill engine and a decode engine over shadow workers. What travels between them comes when the test says so.
+
+A slot that is being fetched holds anything until its fetch has ended, and a block that is offered is read at the last
+moment: an engine that gives slots away too early, or uses them too early, changes tokens.
+"""
+
+from __future__ import annotations
+
+import random
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
+from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
+from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer
+from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
+from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd, PeerPort
+from fastdeploy_kvcache_v1.transfer.rank_messages import (
+    CancelFetch,
+    OpenLease,
+    StartFetch,
+    TransferNews,
+    WithdrawLease,
+)
+from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from tests.embedded.shadow import Harness, Recorder
+
+BLOCK = 4
+HERE = PeerPort("127.0.0.1", 1)
+GARBAGE = 10**6
+URL = "http://prefill"
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Engine:
+    """One server. `begin` and `end` are the two halves of a step: things happen between them."""
+
+    def __init__(self, harness):
+        self.harness = harness
+        self.core = harness.core
+        self.batch = None
+        self.news = []
+
+    def begin(self):
+        """False: there is nothing to send."""
+        self.core.step()
+        self.harness.manager.check()
+        if self.harness.sent:
+            self.batch = self.harness.sent.pop()
+        return self.batch is not None
+
+    def tell_news(self):
+        """Everything that the worker has reported by now arrives."""
+        news, self.news = self.news, []
+        for each in news:
+            self.core.on_transfer_news(each)
+            self.harness.manager.check()
+
+
+class Peers:
+    """`prefill` and `decode`, and the worker halves between them."""
+
+    def __init__(self, *, seed=0, prefill_blocks=64, decode_blocks=64, host_blocks=0, fails=None, **options):
+        self.random = random.Random(seed)
+        self.clock = Clock()
+        self.asked = {}
+        self.dropped = set()
+        self.settings = TransferSettings(secret=b"sixteen bytes or more")
+        self.remote = RemotePrefills(self, HERE, self.settings, block_size=BLOCK, vocab_size=1000, clock=self.clock)
+        self.offered = OfferedPrefills()
+        fails = {} if fails is None else {"fails": fails}
+        self.prefill = Engine(
+            Harness(
+                KVCacheConfig(prefill_blocks, host_blocks, block_size=BLOCK), offered=self.offered, **fails, **options
+            )
+        )
+        self.decode = Engine(
+            Harness(KVCacheConfig(decode_blocks, host_blocks, block_size=BLOCK), remote=self.remote, **fails, **options)
+        )
+        self.leases: dict[str, OpenLease] = {}
+        self.complete: set[str] = set()
+        self.fetches: dict[str, StartFetch] = {}
+        self.num_copied = 0
+
+    # ---- what the decode engine asks over HTTP
+
+    def ask(self, url, job):
+        assert url == URL
+        recorder = self.asked[job.request_id] = Recorder()
+        generation = self.prefill.harness.generation(
+            job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=HERE
+        )
+        self.prefill.core.submit(generation)
+
+    def drop(self, request_id):
+        self.dropped.add(request_id)
+
+    def answer(self, request_id, error=None):
+        """The prefill server's answer arrives, if there is one; or its connection breaks."""
+        recorder, is_dropped = self.asked[request_id], request_id in self.dropped
+        if not recorder.ended and not is_dropped and error is None:
+            return
+        del self.asked[request_id]
+        if not recorder.ended:
+            self.prefill.core.abort(request_id)
+        elif error is None and recorder.failure is not None:
+            error = recorder.failure.message
+        if not is_dropped:
+            self.decode.core.on_prefill_answer(request_id, error or PrefillAnswer(recorder.tokens[0], 0))
+
+    # ---- the workers
+
+    def end(self, engine):
+        """The worker does what the batch says, and the engine gets the result."""
+        batch, engine.batch = engine.batch, None
+        for command in batch.transfers:
+            if isinstance(command, WithdrawLease):
+                self.end_lease(command.lease, command.reason)
+            elif isinstance(command, CancelFetch):
+                self.fail_fetch(command.request_id, command.reason)
+        result = engine.harness.worker.run(batch)
+        for command in batch.transfers:
+            if isinstance(command, OpenLease):
+                self.leases[command.lease] = command
+            elif isinstance(command, StartFetch):
+                assert not {slot for each in self.fetches.values() for slot in each.slots} & set(command.slots)
+                self.fetches[command.request_id] = command
+        for task in batch.requests:
+            lease = self.leases.get(task.request_id) if engine is self.prefill else None
+            if lease is not None and task.start + len(task.token_ids) == lease.num_tokens:
+                self.complete.update({task.request_id} - result.retry.keys())
+        engine.core.on_step_result(result)
+        engine.harness.manager.check()
+
+    def step(self, engine):
+        if not engine.begin():
+            return False
+        self.end(engine)
+        return True
+
+    def end_lease(self, lease, error=None):
+        if lease in self.leases:
+            request_id = self.leases.pop(lease).request_id
+            self.complete.discard(lease)
+            self.prefill.news.append(TransferNews(leases=(LeaseEnd(lease, request_id, error),)))
+
+    def fail_fetch(self, request_id, error):
+        if request_id in self.fetches:
+            slots = self.fetches.pop(request_id).slots
+            self.decode.news.append(TransferNews(fetches=(FetchResult(request_id, 0, 1.0, slots, error),)))
+            self.end_lease(request_id, error)
+
+    def scribble(self, request_id):
+        """A byte arrives."""
+        slot = self.random.choice(self.fetches[request_id].slots)
+        self.decode.harness.worker.device[slot] = [GARBAGE] * BLOCK
+
+    def arrive(self, request_id):
+        """The whole fetch, if all of it is computed: what the offered slots hold now."""
+        lease, fetch = self.leases.get(request_id), self.fetches[request_id]
+        if lease is None or request_id not in self.complete:
+            return False
+        sources = lease.slots[fetch.first_block :]
+        for source, target in zip(sources, fetch.slots, strict=True):
+            self.decode.harness.worker.device[target] = list(self.prefill.harness.worker.device[source])
+        self.num_copied += len(sources)
+        del self.fetches[request_id]
+        self.decode.news.append(TransferNews(fetches=(FetchResult(request_id, 100, 1.0),)))
+        self.end_lease(request_id)
+        return True
+
+    # ---- requests
+
+    def submit(self, name, prompt, max_tokens, *, remote=True, **options):
+        recorder = Recorder()
+        generation = self.decode.harness.generation(name, prompt, max_tokens, recorder, **options)
+        generation.prefill_url = URL if remote else None
+        self.decode.core.submit(generation)
+        return recorder
+
+    def settle(self, turns=10_000):
+        """Without any more faults, until nothing is left to do on either side."""
+        for _ in range(turns):
+            busy = False
+            for engine in (self.prefill, self.decode):
+                if engine.batch is not None:
+                    self.end(engine)
+                busy |= self.step(engine) or bool(engine.news)
+                engine.tell_news()
+            for name in list(self.fetches):
+                busy |= self.arrive(name)
+            for name in list(self.asked):
+                self.answer(name)
+            for name in list(self.leases):
+                if name not in self.fetches and name not in self.remote.ledger and name in self.complete:
+                    self.end_lease(name, "nobody asks for it")
+                    busy = True
+            if not busy and not self.fetches and not self.asked:
+                return
+        raise AssertionError(f"stuck: {self.fetches}, {self.asked}, {self.leases}")
+
+    def check_idle(self):
+        for engine in (self.prefill, self.decode):
+            report = engine.core.check()
+            assert report["idle"], report
+            engine.harness.manager.check_idle()
+        assert not self.leases
+        assert not self.fetches

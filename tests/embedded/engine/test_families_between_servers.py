@@ -1,0 +1,127 @@
+"""Every attention family between two engines: real models, real worker halves, real sockets, equal tokens."""
+
+import random
+import time
+
+import pytest
+
+from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
+from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
+from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer
+from fastdeploy_kvcache_v1.embedded.worker.transfers import TransferConfig, make_transfers
+from fastdeploy_kvcache_v1.model.sampler import SamplingParams
+from fastdeploy_kvcache_v1.transfer.offer_desk import PeerPort
+from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
+from tests.embedded.shadow import Recorder
+
+SECRET = b"sixteen bytes or more"
+HERE = PeerPort("127.0.0.1", 0)
+
+
+class Side:
+    """A server without its processes."""
+
+    def __init__(self, family, *, mtp, roles, is_decode, settings, **options):
+        self.engine = FamilyEngine(family, mtp=mtp, roles=roles, **options)
+        config = TransferConfig(
+            settings=settings, address=HERE, is_decode=is_decode, plane="socket", checksums=True, model=family
+        )
+        self.transfers = make_transfers(config, self.engine.controller, BLOCK)
+        self.engine.runner._transfers = self.transfers
+        self.core = self.engine.harness.core
+
+    def turn(self):
+        self.engine.step_with(lambda: None)
+        self.transfers.turn()
+        self.transfers.check()
+        self.core.on_transfer_news(self.transfers.take_news())
+
+    def close(self):
+        self.transfers.close()
+        self.transfers.check_idle()
+        assert self.core.peers.is_idle
+        self.engine.close()
+
+
+class Pair:
+    """A prefill and a decode server; the answer over HTTP is a call."""
+
+    def __init__(self, family, *, mtp=False, **options):
+        settings = TransferSettings(secret=SECRET)
+        self.offered = OfferedPrefills()
+        self.remote = RemotePrefills(self, HERE, settings, block_size=BLOCK, vocab_size=10**6)
+        self.prefill = Side(
+            family, mtp=mtp, roles={"offered": self.offered}, is_decode=False, settings=settings, **options
+        )
+        self.decode = Side(family, mtp=mtp, roles={"remote": self.remote}, is_decode=True, settings=settings, **options)
+        self.remote._address = PeerPort("127.0.0.1", self.decode.transfers.port)
+        self.asked = {}
+
+    def ask(self, url, job):
+        recorder = self.asked[job.request_id] = Recorder()
+        peer = PeerPort(job.decode_host, job.decode_port)
+        generation = self.prefill.engine.harness.generation(
+            job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=peer
+        )
+        self.prefill.core.submit(generation)
+
+    def drop(self, request_id):
+        self.prefill.core.abort(request_id)
+        self.asked.pop(request_id, None)
+
+    def run(self, prompts, *, max_tokens=10, temperature=0.0):
+        recorders = []
+        for number, prompt in enumerate(prompts):
+            recorder = Recorder()
+            generation = self.decode.engine.harness.generation(
+                f"r{number} {random.random()}", prompt, max_tokens, recorder, SamplingParams(temperature, seed=5)
+            )
+            generation.prefill_url = "http://prefill"
+            self.decode.core.submit(generation)
+            recorders.append(recorder)
+        deadline = time.monotonic() + 100
+        while not all(each.ended for each in recorders) or not self.is_idle:
+            self.prefill.turn()
+            self.decode.turn()
+            for name, recorder in list(self.asked.items()):
+                if recorder.ended:
+                    del self.asked[name]
+                    answer = recorder.failure.message if recorder.failure else PrefillAnswer(recorder.tokens[0], 0)
+                    self.decode.core.on_prefill_answer(name, answer)
+            assert time.monotonic() < deadline, "the requests never ended"
+        return [each.tokens for each in recorders]
+
+    @property
+    def is_idle(self):
+        return all(side.core.is_idle and side.core.peers.is_idle for side in (self.prefill, self.decode))
+
+    def close(self):
+        self.prefill.close()
+        self.decode.close()
+
+
+def prompts_of(seed):
+    """Shared prefixes, ends inside blocks and at their ends."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(200) for _ in range(2 * BLOCK + 3)]
+    lengths = [BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 5, 4 * BLOCK - 1]
+    return [prefix[: length // 2] + [rng.randrange(200) for _ in range(length - length // 2)] for length in lengths]
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_one_engine(family, mtp):
+    temperature = 0.0 if mtp and family == "gqa" else 0.9
+    alone = FamilyEngine(family, mtp=mtp, num_device_blocks=40)
+    prompts = prompts_of(3)
+    expected = [alone.ask(prompt, temperature=temperature)[0] for prompt in prompts]
+    alone.close()
+    pair = Pair(family, mtp=mtp, num_device_blocks=24, num_host_blocks=20, max_num_batched_tokens=24)
+    assert pair.run(prompts, temperature=temperature) == expected
+    assert pair.remote.ledger.totals.arrived == len(prompts)
+    assert pair.run([prompt + [7, 8, 9] * 4 for prompt in prompts[:2]], temperature=temperature)
+    assert pair.run(prompts, temperature=temperature) == expected, "from what was fetched and cached"
+    assert pair.remote.ledger.totals.failed == 0
+    assert pair.remote.counters.prompts_recomputed == 0
+    pair.close()

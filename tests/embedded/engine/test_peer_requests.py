@@ -1,0 +1,319 @@
+"""Two engines that share requests: the tokens of one, whatever fails between them, and nothing left behind."""
+
+import random
+
+import pytest
+
+from fastdeploy_kvcache_v1.embedded.engine.generation import Failure, State
+from tests.embedded.engine.cores import random_requests
+from tests.embedded.engine.shadow_peers import Peers
+from tests.embedded.shadow import expected_outputs
+
+PROMPT = list(range(100, 118))
+"""Four blocks and two tokens."""
+
+
+def start(peers, name="r", prompt=PROMPT, max_tokens=4):
+    """Up to where the decode engine fetches and the prefill engine has been asked."""
+    recorder = peers.submit(name, prompt, max_tokens)
+    peers.step(peers.decode)
+    assert name in peers.fetches
+    assert name in peers.asked
+    return recorder
+
+
+def compute(peers):
+    while peers.step(peers.prefill):
+        pass
+
+
+def generation_of(peers, name="r"):
+    return peers.decode.core._generations[name]
+
+
+def test_a_prompt_is_computed_on_one_engine_and_continued_on_the_other():
+    peers = Peers()
+    recorder = start(peers)
+    compute(peers)
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    assert peers.decode.core.counters.computed_tokens == 3, "only what was generated is computed"
+    assert peers.prefill.core.counters.computed_tokens == len(PROMPT)
+    assert peers.remote.ledger.totals.arrived == peers.offered.ledger.totals.arrived == 1
+    peers.check_idle()
+    # Both have it cached now: the decode engine needs nobody for the same prompt, the prefill engine finds it.
+    assert peers.submit("again", PROMPT, 4).tokens == []
+    peers.settle()
+    assert peers.remote.counters.prompts_declined == 1
+    assert peers.remote.ledger.totals.started == 1
+
+
+def test_only_the_missing_tail_is_fetched():
+    peers = Peers()
+    start(peers)
+    peers.settle()
+    longer = PROMPT[:12] + list(range(300, 310))
+    recorder = start(peers, "longer", longer)
+    assert peers.fetches["longer"].first_block == 3
+    assert len(peers.fetches["longer"].slots) == 3
+    peers.settle()
+    assert recorder.tokens == expected_outputs(longer, 4)
+    peers.check_idle()
+
+
+@pytest.mark.parametrize("first", ["blocks", "token"])
+def test_blocks_and_first_token_come_in_any_order(first):
+    peers = Peers()
+    recorder = start(peers)
+    compute(peers)
+    if first == "blocks":
+        assert peers.arrive("r")
+        peers.decode.tell_news()
+        assert not peers.step(peers.decode), "without the first token there is nothing to compute"
+        assert generation_of(peers).state is State.FETCHING
+    else:
+        peers.answer("r")
+        assert recorder.tokens == expected_outputs(PROMPT, 1), "the client has it before the blocks are here"
+        assert not peers.step(peers.decode)
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    peers.check_idle()
+
+
+def test_a_first_token_that_ends_the_request_ends_its_fetch_and_its_lease():
+    peers = Peers()
+    recorder = start(peers, max_tokens=1)
+    compute(peers)
+    peers.answer("r")
+    assert recorder.ended
+    assert recorder.tokens == expected_outputs(PROMPT, 1)
+    peers.scribble("r")
+    assert peers.step(peers.decode), "the fetch is cancelled"
+    assert not peers.fetches
+    peers.settle()
+    assert peers.remote.ledger.totals.cancelled == 1
+    peers.check_idle()
+
+
+def test_a_failed_fetch_is_computed_here_in_the_same_slots():
+    peers = Peers()
+    recorder = start(peers)
+    table = list(generation_of(peers).block_table)
+    peers.scribble("r")
+    peers.fail_fetch("r", "the link broke")
+    peers.decode.tell_news()
+    assert generation_of(peers).state is State.RUNNING
+    assert generation_of(peers).block_table == table
+    assert "r" in peers.dropped
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    counters = peers.remote.counters
+    assert (counters.prompts_recomputed, counters.recomputed_prompt_tokens) == (1, len(PROMPT))
+    assert peers.remote.ledger.totals.failed == 1
+    peers.check_idle()
+
+
+def test_a_prefill_server_that_fails_ends_the_fetch_before_its_slots_are_used():
+    peers = Peers()
+    recorder = start(peers)
+    peers.answer("r", error="it was killed")
+    assert generation_of(peers).state is State.FETCHING, "bytes may still arrive"
+    peers.scribble("r")
+    assert peers.step(peers.decode)
+    assert not peers.fetches
+    assert generation_of(peers).state is State.FETCHING, "until the worker has said so"
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    peers.check_idle()
+
+
+def test_blocks_without_a_first_token_are_used_after_a_deadline():
+    peers = Peers()
+    recorder = start(peers)
+    compute(peers)
+    assert peers.arrive("r")
+    peers.decode.tell_news()
+    assert peers.decode.core.seconds_to_next_deadline() == peers.settings.silence_s
+    peers.clock.now += peers.settings.silence_s
+    assert peers.step(peers.decode)
+    assert recorder.tokens == expected_outputs(PROMPT, 1)
+    assert peers.decode.core.counters.computed_tokens == 1, "the last token of the prompt, for its logits"
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    peers.check_idle()
+
+
+def test_a_fetch_that_never_ends_is_given_up():
+    peers = Peers()
+    recorder = start(peers)
+    peers.clock.now += peers.decode.core.seconds_to_next_deadline()
+    assert peers.step(peers.decode)
+    assert not peers.fetches
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    assert peers.remote.ledger.totals.overdue == 1
+    peers.check_idle()
+
+
+@pytest.mark.parametrize("phase", ["waiting", "asked", "computed", "token", "arrived", "running"])
+def test_a_client_that_leaves_gets_everything_back_in_every_phase(phase):
+    peers = Peers()
+    peers.submit("r", PROMPT, 8)
+    if phase != "waiting":
+        peers.step(peers.decode)
+    if phase in ("computed", "token", "arrived", "running"):
+        compute(peers)
+    if phase in ("token", "running"):
+        peers.answer("r")
+    if phase in ("arrived", "running"):
+        assert peers.arrive("r")
+        peers.decode.tell_news()
+    if phase == "running":
+        peers.step(peers.decode)
+    peers.decode.core.abort("r")
+    assert peers.decode.core.counters.aborted == 1
+    for name in peers.fetches:
+        peers.scribble(name)
+    # What arrives late must not be in the blocks of the next one.
+    other = peers.submit("other", list(range(500, 530)), 4, remote=False)
+    peers.settle()
+    assert other.tokens == expected_outputs(list(range(500, 530)), 4)
+    peers.check_idle()
+
+
+def test_slots_of_a_request_that_left_are_not_used_until_its_fetch_has_ended():
+    peers = Peers(decode_blocks=6)
+    start(peers)
+    peers.decode.core.abort("r")
+    other = peers.submit("other", list(range(500, 515)), 4, remote=False)
+    assert peers.decode.begin(), "the cancel goes to the worker"
+    assert not peers.decode.batch.requests, "there is no room for another one yet"
+    peers.scribble("r")
+    peers.settle()
+    assert other.tokens == expected_outputs(list(range(500, 515)), 4)
+    peers.check_idle()
+
+
+def test_an_offered_request_keeps_its_blocks_until_the_lease_ends():
+    peers = Peers(prefill_blocks=6)
+    recorder = start(peers)
+    compute(peers)
+    assert peers.asked["r"].ended
+    waiting = peers.submit("next", list(range(300, 318)), 4)
+    peers.step(peers.decode)
+    assert not peers.step(peers.prefill), "its blocks are read, and there is no room beside them"
+    assert not peers.asked["next"].ended
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    assert waiting.tokens == expected_outputs(list(range(300, 318)), 4)
+    peers.check_idle()
+
+
+def test_a_lease_that_ends_early_fails_the_prefill_and_not_the_request():
+    peers = Peers(max_num_batched_tokens=8)
+    recorder = start(peers)
+    peers.step(peers.prefill)
+    assert not peers.asked["r"].ended
+    peers.end_lease("r", "no link")
+    peers.prefill.tell_news()
+    assert peers.asked["r"].failure == Failure(503, "its blocks cannot be read any more: no link")
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    peers.check_idle()
+
+
+def test_the_same_job_twice_is_refused_once():
+    peers = Peers()
+    recorder = start(peers)
+    again = peers.prefill.harness.submit("r", PROMPT, 1)
+    assert again.failure == Failure(409, "request r is known already")
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    peers.check_idle()
+
+
+def test_a_token_outside_the_vocabulary_is_no_answer():
+    peers = Peers()
+    recorder = start(peers)
+    peers.remote._vocab_size = 50
+    compute(peers)
+    peers.answer("r")
+    assert recorder.tokens == []
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+
+
+def test_a_decode_engine_that_is_nearly_full_never_stands_still():
+    """Twelve blocks, requests of five to seven: 200 requests end."""
+    peers = Peers(decode_blocks=12, prefill_blocks=20, max_num_seqs=8)
+    rng = random.Random(1)
+    requests = [(f"r{n}", [rng.randrange(100) for _ in range(rng.randrange(10, 20))], 8) for n in range(200)]
+    recorders = [peers.submit(*request) for request in requests]
+    peers.settle(turns=100_000)
+    for (_, prompt, count), recorder in zip(requests, recorders, strict=True):
+        assert recorder.tokens == expected_outputs(prompt, count)
+    assert peers.num_copied > 100
+    peers.check_idle()
+
+
+def chaos(peers, rng, recorders):
+    """One random thing happens."""
+    names, fetches = list(recorders), list(peers.fetches)
+    what = rng.randrange(14)
+    engine = rng.choice([peers.prefill, peers.decode])
+    if what < 4:
+        if engine.batch is not None:
+            peers.end(engine)
+        else:
+            engine.begin()
+    elif what == 4:
+        engine.tell_news()
+    elif what in (5, 6) and peers.asked:
+        peers.answer(rng.choice(list(peers.asked)), error="it broke" if rng.random() < 0.1 else None)
+    elif what in (7, 8) and fetches:
+        peers.arrive(rng.choice(fetches))
+    elif what in (9, 10) and fetches:
+        peers.scribble(rng.choice(fetches))
+    elif what == 11 and fetches and rng.random() < 0.3:
+        peers.fail_fetch(rng.choice(fetches), "the link broke")
+    elif what == 12 and rng.random() < 0.1:
+        peers.decode.core.abort(rng.choice(names))
+    elif what == 13 and rng.random() < 0.1:
+        peers.clock.now += rng.choice([1.0, 20.0, 700.0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_thousand_requests_with_random_faults_change_no_token(seed):
+    """Six times 170. Copies between the tiers fail too, and slots that are being fetched hold anything."""
+    rng = random.Random(seed)
+    sizes = [(10, 10, 0), (9, 14, 8), (30, 30, 16)][seed % 3]
+    peers = Peers(
+        seed=seed,
+        prefill_blocks=sizes[0],
+        decode_blocks=sizes[1],
+        host_blocks=sizes[2],
+        fails=lambda result: rng.random() < 0.05,
+        max_num_seqs=5,
+        max_num_batched_tokens=12,
+    )
+    requests = random_requests(seed, 170)
+    recorders = {}
+    for name, prompt, output in requests:
+        recorders[name] = peers.submit(name, prompt, output, remote=rng.random() < 0.9)
+        for _ in range(rng.randrange(40)):
+            chaos(peers, rng, recorders)
+    peers.settle(turns=100_000)
+    num_right = 0
+    for name, prompt, output in requests:
+        recorder, expected = recorders[name], expected_outputs(prompt, output)
+        if recorder.ended and recorder.failure is None:
+            assert recorder.tokens == expected, name
+            num_right += 1
+        else:
+            assert recorder.tokens == expected[: len(recorder.tokens)], name
+            assert recorder.failure is None or recorder.failure.status == 500
+    totals = peers.remote.ledger.totals
+    assert totals.started == totals.arrived + totals.failed + totals.cancelled + totals.overdue
+    assert min(totals.arrived, totals.failed, totals.cancelled) > 0
+    assert num_right > 140
+    peers.check_idle()
