@@ -52,7 +52,7 @@ class Grant:
 
 
 class Grants:
-    """Not thread-safe: the adapter's lock covers it."""
+    """Not thread-safe: the adapter's lock covers it. Any thread may read the numbers."""
 
     def __init__(
         self,
@@ -89,9 +89,14 @@ class Grants:
         return len(self._grants)
 
     @property
+    def num_waiting(self) -> int:
+        """The same."""
+        return len(self)
+
+    @property
     def num_parked(self) -> int:
         """Blocks."""
-        return sum(len(slots) for slots, _ in self._parked.values())
+        return sum(len(slots) for slots, _ in list(self._parked.values()))
 
     def of(self, request: Any) -> Grant | None:
         """That of a request which is sent again: the same name."""

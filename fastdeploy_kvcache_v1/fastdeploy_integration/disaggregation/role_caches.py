@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
+from ...metric_table import Source
 from ...transfer.rank_messages import TransferCommand
 from ..copy_report import socket_path
 from ..engine.copy_reports import make_private
@@ -66,6 +67,7 @@ class DecodeCache(DecodeAdapter, EnginePrefixCache):
             fetch_s=FETCH_S,
             token_s=choice.settings.wait_s,
         )
+        self.publisher.decode = {Source.TRANSFERS: self.grants.ledger, Source.GRANTS: self.grants}
 
     def launch_cache_manager(
         self,
