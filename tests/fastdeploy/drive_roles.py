@@ -131,7 +131,7 @@ class Roles:
         self.asking.append(request)
 
     def ask(self):
-        for request in list(self.asking):
+        for request in self.rng.sample(self.asking, len(self.asking)):
             times = 2 if self.rng.random() < 0.1 else 1
             granted = [
                 self.decode.preallocate_resource_in_d(Request.from_dict(request.to_dict())) for _ in range(times)
@@ -173,21 +173,26 @@ class Roles:
             self.computing[request_id] = request, token
         for request_id, (request, token) in list(self.computing.items()):
             outcome = self.rank.outcome.get(name_of(request))
+            if outcome is None and self.rng.random() < 0.02:
+                self.counts["token before its blocks"] += 1
+                self.send_first(request, token)  # as 2.5 does for an id that it has seen before
             if outcome is None:
                 continue
             del self.computing[request_id]
             if outcome:
-                token = END if self.rng.random() < 0.05 else token
-                first = RequestOutput(
-                    request_id=request_id,
-                    outputs=CompletionOutput(index=0, send_idx=0, token_ids=[token]),
-                    finished=True,
-                    ic_req_data=request.ic_req_data,
-                )
-                self.messages += [self.travelled(first) for _ in range(2 if self.rng.random() < 0.1 else 1)]
+                self.send_first(request, END if self.rng.random() < 0.05 else token)
             else:
                 self.fail(request, 501)
             self.prefill.finish_requests([request_id])
+
+    def send_first(self, request, token):
+        first = RequestOutput(
+            request_id=request.request_id,
+            outputs=CompletionOutput(index=0, send_idx=0, token_ids=[token]),
+            finished=True,
+            ic_req_data=request.ic_req_data,
+        )
+        self.messages += [self.travelled(first) for _ in range(2 if self.rng.random() < 0.1 else 1)]
 
     # ---- decode
 

@@ -23,4 +23,13 @@ def test_random_lives(release, tmp_path):
     assert counts["finished"] > 20
     assert counts["hits"] > 1000, "prefixes at prefill"
     assert min(counts["aborted"], counts["aborted while it ran"], counts["answered 499"], counts["preempted"]) > 1
-    assert min(counts["sent twice"], counts["stray"], counts["answered 502"], counts["answered 200"]) > 1
+    assert (
+        min(
+            counts["token before its blocks"],
+            counts["sent twice"],
+            counts["stray"],
+            counts["answered 502"],
+            counts["answered 200"],
+        )
+        > 1
+    )

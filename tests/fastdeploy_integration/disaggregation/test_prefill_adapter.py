@@ -41,6 +41,11 @@ def test_nobody_matches_what_was_only_given_out():
     cache, prompt = adapter(), [1] * 12
     first, second, third = FakeTask("a", [*prompt, 5]), FakeTask("b", [*prompt, 6]), FakeTask("c", [*prompt, 7])
     assert preallocate(cache, first) == 0
+    other = FakeTask("other", [9] * 5)
+    preallocate(cache, other)
+    schedule(cache, other, 5)
+    cache.batch_sent()
+    end(cache, other)
     assert preallocate(cache, second) == 0
     schedule(cache, first, 13)
     cache.batch_sent()
