@@ -6,7 +6,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,14 +128,18 @@ def stream(client: OpenAI, text: str, **options: Any) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def wait_idle(all_servers: Sequence[CpuServer]) -> None:
-    """No request has a seat, and every block that is not cached is free."""
+def wait_idle(*all_servers: CpuServer) -> None:
+    """No request has a seat, and no block is lent, fetched or parked."""
 
     def busy() -> str:
         found = []
         for server in all_servers:
             metrics = server.metrics()
-            kept = {name: metrics[name] for name in ("batch_size", "open_transfers", "parked_blocks", "lent_blocks")}
+            kept = {
+                name: metrics[name] for name in ("batch_size", "transfer_open", "granted_requests", "parked_blocks")
+            }
+            if metrics["free_gpu_block_num"] + metrics["device_cached_blocks"] < metrics["max_gpu_block_num"]:
+                kept["free_gpu_block_num"] = metrics["free_gpu_block_num"]
             if any(kept.values()):
                 found.append(f"{server.logs.parent.name}: {kept}")
         return "; ".join(found)
