@@ -138,8 +138,8 @@ def wait_idle(*all_servers: CpuServer) -> None:
             kept = {
                 name: metrics[name] for name in ("batch_size", "transfer_open", "granted_requests", "parked_blocks")
             }
-            if metrics["free_gpu_block_num"] + metrics["device_cached_blocks"] < metrics["max_gpu_block_num"]:
-                kept["free_gpu_block_num"] = metrics["free_gpu_block_num"]
+            if metrics["device_free_blocks"] + metrics["device_cached_blocks"] < metrics["device_blocks"]:
+                kept["device_free_blocks"] = metrics["device_free_blocks"]
             if any(kept.values()):
                 found.append(f"{server.logs.parent.name}: {kept}")
         return "; ".join(found)
