@@ -34,7 +34,8 @@ class Source(enum.Enum):
     """Only where a trace is recorded."""
     REPORTS = "FastDeploy's engine: CopyReports"
     TRANSFERS = "prefill or decode role: its ledger"
-    """Only with a role: its rows have the label `side` as well."""
+    """Only with a role: its rows have the label `side` as well. FastDeploy has it at decode."""
+    GRANTS = "FastDeploy's engine with the role decode: Grants"
     REMOTE_PREFILLS = "embedded engine with the role decode: PrefillCounters"
     ENGINE = "embedded engine"
 
@@ -46,8 +47,8 @@ class Source(enum.Enum):
     @property
     def servers(self) -> str:
         """Which ones export its rows."""
-        ours = (Source.ENGINE, Source.TRANSFERS, Source.REMOTE_PREFILLS)
-        servers = {Source.REPORTS: "FastDeploy", **dict.fromkeys(ours, "embedded")}
+        theirs, ours = (Source.REPORTS, Source.GRANTS), (Source.ENGINE, Source.REMOTE_PREFILLS)
+        servers = {**dict.fromkeys(theirs, "FastDeploy"), **dict.fromkeys(ours, "embedded")}
         return servers.get(self, "both")
 
 
@@ -288,6 +289,27 @@ TABLE: tuple[Metric, ...] = (
         Kind.COUNTER,
         Source.TRANSFERS,
         "totals.seconds",
+    ),
+    Metric(
+        "granted_requests",
+        "Requests with blocks that wait for their content or their first token",
+        Kind.GAUGE,
+        Source.GRANTS,
+        "num_waiting",
+    ),
+    Metric(
+        "parked_blocks",
+        "Blocks of requests that ended, to which a worker may still write",
+        Kind.GAUGE,
+        Source.GRANTS,
+        "num_parked",
+    ),
+    Metric(
+        "stray_first_tokens",
+        "First tokens for which no request waited",
+        Kind.COUNTER,
+        Source.GRANTS,
+        "num_stray_tokens",
     ),
     *_prompts(
         prompts_recomputed="Requests whose prompt the decode server computed after all",

@@ -18,6 +18,7 @@ from ..storage.settings import StorageSettings, takes_host_blocks
 from ..switch import SWITCH
 from ..units import GIB
 from .backends import BLOCK_WISE_FP8, DSA, MLA, NATIVE, PLAS
+from .disaggregation.refusals import role_refusals
 from .overlay import overlay
 from .overlay.table import PatchTable
 from .settings import write_policy, write_through_threshold
@@ -154,11 +155,10 @@ def refusals(
     routing = getattr(config.routing_replay_config, "enable_routing_replay", False)
     storage = f"--kvcache-storage-backend {cache.kvcache_storage_backend}"
     checks = {
-        f"--splitwise-role {role} (only mixed)": role != "mixed",
         f"{storage} without --swap-space": cache.kvcache_storage_backend in ("file", "mooncake") and not swaps,
         f"{storage} with tensor parallelism over several machines": bool(cache.kvcache_storage_backend)
         and int(config.parallel_config.tensor_parallel_size) > int(config.worker_num_per_node),
-        "FD_PD_TRANSFER_VIA_STORAGE=1 (it is for prefill and decode roles)": pd_via_storage,
+        "FD_PD_TRANSFER_VIA_STORAGE=1 (workers read each other's blocks without a store)": pd_via_storage,
         "ENABLE_V1_KVCACHE_SCHEDULER=0 (the V0 scheduler)": not v1_scheduler,
         f"the {foreign_platform} platform": foreign_platform is not None,
         f"{PLAS} (it keeps means of key blocks outside the cache)": attention_backend == PLAS,
@@ -174,6 +174,8 @@ def refusals(
         and attention_backend != "APPEND_ATTN",
         "routing replay with --swap-space": bool(routing) and swaps,
     }
+    if role != "mixed":
+        checks |= role_refusals(config)
     return [reason for reason, applies in checks.items() if applies]
 
 

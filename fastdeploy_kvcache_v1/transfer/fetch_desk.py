@@ -42,9 +42,14 @@ class FetchDesk:
         port: int = 0,
         *,
         regions: Sequence[BlockRows] = (),
+        names_come_once: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Listens for prefill ranks. Raises `ConfigError` when it cannot."""
+        """Listens for prefill ranks. Raises `ConfigError` when it cannot.
+
+        `names_come_once`: no request id is used again, so an offer for one whose fetch has failed or was cancelled is
+        refused at once. Else it stays until its lease ends: another fetch may want it.
+        """
         self._ours = ours
         self._plane = plane
         self._hazards = hazards
@@ -61,6 +66,9 @@ class FetchDesk:
         """Slots of open fetches."""
         self._fetches: dict[str, Fetch] = {}
         self._results: list[FetchResult] = []
+        self._names_come_once = names_come_once
+        self._unwanted: dict[str, str] = {}
+        """Why, by request: the last `MAX_OFFERS` that ended without their blocks."""
         self.num_refused_offers = 0
         self._server = LinkServer(host, port, ours, self._inbox)
 
@@ -101,6 +109,7 @@ class FetchDesk:
         """The request is not wanted any more. When this returns, no byte of its fetch can arrive, and its slots may be
         given out again; the result follows. Without a fetch, what was offered is refused.
         """
+        self._forget_request(request_id, reason)
         if request_id in self._fetches:
             self._fail(self._fetches[request_id], reason)
         for part in list(self._parts_of(request_id)):
@@ -196,6 +205,8 @@ class FetchDesk:
             error = f"request {offer.request_id!r} is offered already by rank {rank}"
         elif len(self._parts) >= MAX_OFFERS:
             error = f"{MAX_OFFERS} offers are open already"
+        elif offer.request_id in self._unwanted:
+            error = self._unwanted[offer.request_id]
         if error is not None:
             self.num_refused_offers += 1
             link.send(Done(offer.lease, error))
@@ -295,8 +306,15 @@ class FetchDesk:
             digest = target_digest(self._regions, spans)
         return Done(part.offer.lease, None, fetch.first_block, len(fetch.slots), digest)
 
+    def _forget_request(self, request_id: str, reason: str) -> None:
+        if self._names_come_once:
+            self._unwanted[request_id] = reason[:2000]
+            if len(self._unwanted) > MAX_OFFERS:
+                del self._unwanted[next(iter(self._unwanted))]
+
     def _fail(self, fetch: Fetch, reason: str) -> None:
         """No byte can arrive any more when this returns."""
+        self._forget_request(fetch.request_id, reason)
         for part in self._parts_of(fetch.request_id):
             self._readers[part.link].cancel(part.offer.lease)
             if not part.is_settled:

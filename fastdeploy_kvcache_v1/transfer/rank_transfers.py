@@ -43,16 +43,22 @@ class RankTransfers:
         *,
         listen: PeerPort | None = None,
         regions: Sequence[BlockRows] = (),
+        names_come_once: bool = False,
     ) -> None:
         """Owns `plane`, whose tensors are registered. `listen`: where prefill ranks connect to, for a decode rank.
-        `regions`: this rank's tensors, where fetches end with a digest. Raises `ConfigError` when it cannot listen.
+        `regions`: this rank's tensors, where fetches end with a digest. `names_come_once`: see `FetchDesk`. Raises
+        `ConfigError` when it cannot listen.
         """
         self.geometry = geometry = ours.geometry
         self.plane_address = ours.address
         self._plane = plane
-        self._block_size = geometry.block_size
+        self.block_size = geometry.block_size
+        """Tokens of a block."""
         self._offers = OfferDesk(ours, plane, hazards, regions=regions)
-        self._fetches = None if listen is None else FetchDesk(ours, plane, hazards, *listen, regions=regions)
+        self._fetches: FetchDesk | None = None
+        if listen is not None:
+            once = names_come_once
+            self._fetches = FetchDesk(ours, plane, hazards, *listen, regions=regions, names_come_once=once)
         self._progress = LayerProgress(
             self._offers.progress,
             num_layers=geometry.num_layers,
@@ -170,4 +176,4 @@ class RankTransfers:
 
     def _end_block(self, leased: _Leased, end: int) -> int:
         """The block that the prompt's end is in counts once the prompt is complete."""
-        return -(-end // self._block_size) if end >= leased.num_tokens else end // self._block_size
+        return -(-end // self.block_size) if end >= leased.num_tokens else end // self.block_size

@@ -31,7 +31,15 @@ BLOCK_SIZE = 8
 
 
 def make_manager(
-    num_device_blocks, num_host_blocks, policy, *, threshold=2, block_size=BLOCK_SIZE, seats=SEATS, max_tokens=64
+    num_device_blocks,
+    num_host_blocks,
+    policy,
+    *,
+    threshold=2,
+    block_size=BLOCK_SIZE,
+    seats=SEATS,
+    max_tokens=64,
+    role="mixed",
 ):
     """ResourceManagerV1 with the configuration objects it needs, made as FastDeploy's own tests make them."""
     engine_args = EngineArgs(
@@ -62,7 +70,7 @@ def make_manager(
         print=print,
     )
     scheduler = SchedulerConfig(arguments)
-    scheduler.splitwise_role = "mixed"
+    scheduler.splitwise_role = role
     config = FDConfig(
         model_config=model,
         cache_config=cache,
@@ -72,7 +80,7 @@ def make_manager(
         scheduler_config=scheduler,
         test_mode=True,
     )
-    return ResourceManagerV1(max_num_seqs=seats, config=config, tensor_parallel_size=1, splitwise_role="mixed")
+    return ResourceManagerV1(max_num_seqs=seats, config=config, tensor_parallel_size=1, splitwise_role=role)
 
 
 def make_request(request_id, prompt, items=None):

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "model_hub": set(),
     "embedded": {"scheduler", "attention", "worker", "model", "model_hub", "storage", "transfer"},
     "router": {"embedded"},
-    "fastdeploy_integration": {"scheduler", "attention", "worker", "model", "storage"},
+    "fastdeploy_integration": {"scheduler", "attention", "worker", "model", "storage", "transfer"},
     "replay": {"scheduler"},
     "traffic": set(),
     "bench_serve": {"replay"},
@@ -60,6 +60,14 @@ INSIDE = {
     "embedded/worker": {"attention", "worker", "model", "storage", "transfer"},
     "fastdeploy_integration/overlay": set(),
     "fastdeploy_integration/engine": {"scheduler", "storage", "fastdeploy_integration/overlay"},
+    "fastdeploy_integration/disaggregation": {
+        "storage",
+        "transfer",
+        "worker",
+        "fastdeploy_integration/cpu_worker",
+        "fastdeploy_integration/engine",
+        "fastdeploy_integration/overlay",
+    },
     "fastdeploy_integration/worker": {"attention", "worker", "storage", "fastdeploy_integration/overlay"},
 }
 """Folders inside a folder with stricter rules: these, themselves, and plain modules of the folder around them."""

@@ -212,6 +212,25 @@ def test_a_lease_does_not_stop_the_passes_that_fill_its_slots(pair):
     prefill.hazards.check()
 
 
+@pytest.mark.parametrize("names_come_once", [True, False])
+def test_an_offer_for_a_request_that_is_not_wanted_any_more_ends_at_once_where_names_come_once(ranks, names_come_once):
+    prefill, decode = ranks(PrefillRank), ranks(DecodeRank, names_come_once=names_come_once)
+    decode.desk.fetch("failed", [1])
+    decode.desk.cancel("failed", "no room")
+    decode.desk.cancel("never fetched", "aborted")
+    for number, request in enumerate(["failed", "never fetched", "other"]):
+        prefill.offer(str(number), [number], decode.port, request=request)
+    kept = 1 if names_come_once else 3
+    until(lambda: decode.desk.num_offers == kept and len(prefill.desk) == kept, prefill, decode)
+    if names_come_once:
+        assert {(end.request_id, end.error) for end in prefill.done} == {
+            ("failed", "no room"),
+            ("never fetched", "aborted"),
+        }
+    for request in ("failed", "never fetched", "other"):
+        decode.desk.cancel(request)
+
+
 def test_a_lease_keeps_its_slots_from_being_overwritten(pair):
     prefill, decode = pair
     prefill.offer("l", [0, 1], decode.port, request="r")

@@ -95,6 +95,8 @@ class BatchRows:
             )
         self.released.discard(row)
         self.sequences[row] = sequence
+        # Another server may have sampled the token that a stop sequence ends with.
+        sequence.closing = sequence.samples and sequence.may_end and sequence.matches_stop()
 
     def set_blocks(self, row: int, block_table: Sequence[int]) -> None:
         """A decode task. Nothing happens when the sequence ended meanwhile: FastDeploy did not know yet."""
@@ -105,6 +107,11 @@ class BatchRows:
         """A preempt or abort task."""
         self.sequences.pop(row, None)
         self.released.add(row)
+
+    def drop_started(self) -> None:
+        """Forget the sequences that have a token: another server goes on with them."""
+        for row in [row for row, sequence in self.sequences.items() if sequence.num_outputs]:
+            del self.sequences[row]
 
     def clear(self) -> None:
         self.sequences.clear()

@@ -17,11 +17,12 @@ from ...metadata import TransferReport
 from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
 from ...model.ranks import ONE_RANK, Ranks
-from ...model.step import StepTask
+from ...model.step import StepResult, StepTask
 from ...model.step_runner import Logits, StepRunner
 from ...timings import PrefillTime
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
+from ..disaggregation.rank_role import RankRole, RankShape
 from ..engine.weight_updates import CLEARED, NORMAL
 from ..transport import SwapInbox
 from ..worker.pass_tracker import PassTracker
@@ -74,13 +75,19 @@ class CpuModelRunner:
         tell_copies: Callable[[TransferReport], None] = lambda report: None,
         storage: RankStorage | None = None,
         ranks: Ranks = ONE_RANK,
+        transfers: RankRole | None = None,
     ) -> None:
-        """`sender` of the rank that tells FastDeploy the tokens, which are the same on all `ranks`."""
+        """`sender` of the rank that tells FastDeploy the tokens, which are the same on all `ranks`. `transfers` of a
+        server with a role.
+        """
         self._config = config
         self._ranks = ranks
         self._tell_weights_status = tell_weights_status
         self._tell_copies = tell_copies
         self._storage = storage
+        self._transfers = transfers
+        self._last_step = -1
+        """Of the batches whose copies were submitted."""
         self._model = load_model_config(config.model_path)
         self._sender = sender
         self._stats_file = stats_directory / stats_file(ranks.rank)
@@ -132,6 +139,9 @@ class CpuModelRunner:
         )
         if self._storage is not None:
             self._storage.use(self._controller)
+        if self._transfers is not None:
+            heads = self._model.num_kv_heads if self._model.attention_family == "gqa" else None
+            self._transfers.use(self._controller, RankShape(self._config.block_size, heads))
 
     def drop_caches(self) -> None:
         """Give the caches back, and forget every sequence: their KV is gone."""
@@ -168,7 +178,12 @@ class CpuModelRunner:
     def _forward(
         self, sequences: list[SequenceSlice], caches: list[Any], before_layer: Callable[[int], None]
     ) -> list[Logits | None]:
-        logits: list[Logits | None] = self._decoder.forward(sequences, caches, before_layer)
+        def begin_layer(layer: int) -> None:
+            before_layer(layer)
+            if self._transfers is not None:
+                self._transfers.layer_begins(layer)
+
+        logits: list[Logits | None] = self._decoder.forward(sequences, caches, begin_layer)
         return logits
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -181,6 +196,8 @@ class CpuModelRunner:
         self._pending.swap_steps += steps
         if self._passes is not None and steps:
             self._passes.taken(steps[-1].step)
+        if self._transfers is not None:
+            self._transfers.insert(tasks)
         for task in tasks:
             apply_task(self._table, task)
             if int(task.idx) in self._table.sequences and hasattr(task, "prompt_token_ids"):
@@ -192,12 +209,17 @@ class CpuModelRunner:
         On all ranks or on none, although their copies end at different times: FastDeploy's ranks meet at a barrier
         where there is nothing to do, and at another one where there is.
         """
+        self._turn_transfers()
         copies_open = self._steps is not None and self._steps.has_open_copies
         is_busy = self._table.has_work or bool(self._pending) or copies_open
         is_busy = bool(self._ranks.union([self._ranks.rank] if is_busy else ()))
         if not is_busy and not self.is_sleeping:
             self._tell(TransferReport())
         return is_busy
+
+    def _turn_transfers(self) -> None:
+        if self._transfers is not None and self._steps is not None:
+            self._transfers.turn(self._last_step)
 
     def _tell(self, report: TransferReport) -> None:
         """Passes end before they return. A row that waits for blocks computes nothing until a batch brings them."""
@@ -212,13 +234,20 @@ class CpuModelRunner:
             time.sleep(IDLE_SLEEP_S)
             return
         assert self._steps is not None
+        self._turn_transfers()
         had_work = self._table.has_work
         runnable = self._table.runnable()
         batch, self._pending = self._pending, BatchRequest()
         batch.requests = [self._step_task(row, sequence) for row, sequence in runnable.items()]
+        if self._transfers is not None:
+            self._transfers.begin_pass([(each.request_id, each.target) for each in runnable.values()])
         began = time.perf_counter()
         result = self._steps.run(batch)
         seconds = time.perf_counter() - began
+        if batch.swap_steps:
+            self._last_step = batch.swap_steps[-1].step
+        if self._transfers is not None:
+            self._tell_computed([each.request_id for each in runnable.values()], result)
         self._num_steps += 1
         if self._passes is not None:
             self._passes.submitted()
@@ -246,8 +275,17 @@ class CpuModelRunner:
         )
         for row in ended:
             message[row] = self._table.fail(row)
+        if self._transfers is not None and self._transfers.drops_rows_after_first_token:
+            self._table.drop_started()
         if self._sender is not None:
             self._sender.send(message, running=bool(self._table.sequences))
+
+    def _tell_computed(self, request_ids: Sequence[str], result: StepResult) -> None:
+        assert self._transfers is not None
+        lost = {**result.errors, **result.retry}
+        for request_id, reason in lost.items():  # layers of it may have been told, and are computed again or never
+            self._transfers.failed(request_id, reason)
+        self._transfers.end_pass([each for each in request_ids if each not in lost])
 
     def _step_task(self, row: int, sequence: RunningSequence) -> StepTask:
         banned = () if sequence.may_end else sequence.rules.end_tokens

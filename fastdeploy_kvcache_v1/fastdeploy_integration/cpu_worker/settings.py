@@ -19,7 +19,6 @@ START_TIMEOUT_S = 300.0
 REFUSED = {
     "--enable-logprob": "the CPU worker gives no log probabilities",
     "--speculative-config": "the CPU worker has no speculative decoding",
-    "--splitwise-role": "the CPU worker has no prefill/decode roles",
     "--guided-decoding-backend": "the CPU worker has no guided decoding",
     "--data-parallel-size": "the CPU worker has tensor-parallel ranks only",
 }
@@ -94,8 +93,10 @@ def _refuse(rest: Sequence[str]) -> None:
 def _uses_our_manager(rest: Sequence[str]) -> bool:
     """On unless the environment says otherwise; FastDeploy's own manager cannot swap without a GPU."""
     is_on = is_enabled(unset="1")
-    if not is_on and any(word.split("=", 1)[0].replace("_", "-") == "--swap-space" for word in rest):
-        raise ConfigError(f"--swap-space needs {SWITCH}=1 on a CPU: FastDeploy's own swapping needs a GPU")
+    flags = {word.split("=", 1)[0].replace("_", "-") for word in rest}
+    for flag, what in (("--swap-space", "swapping"), ("--splitwise-role", "transfer of blocks")):
+        if not is_on and flag in flags:
+            raise ConfigError(f"{flag} needs {SWITCH}=1 on a CPU: FastDeploy's own {what} needs a GPU")
     return is_on
 
 

@@ -18,6 +18,7 @@ from ...worker import ops
 from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
 from ..copy_report import socket_path
+from ..disaggregation.ranks import rank_role
 from ..worker.copy_reporter import CopyReporter
 from ..worker.storage import rank_storage
 from .environment import COPY_FAULTS, log_directory, run_directory
@@ -75,6 +76,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             tell_copies=reporter.tell,
             storage=rank_storage(self.fd_config),
             ranks=ranks,
+            transfers=rank_role(self.fd_config),
         )
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
 

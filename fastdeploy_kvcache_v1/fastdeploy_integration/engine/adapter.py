@@ -21,7 +21,7 @@ from typing import Any
 
 from ...config import KVCacheConfig
 from ...errors import BlockPoolError, CacheStateError, InvariantError
-from ...metadata import DeviceSlot, MatchResult, NoSpace, TransferResult
+from ...metadata import DeviceSlot, MatchResult, NoSpace, SwapStep, TransferResult
 from ...scheduler.cache_manager import CacheManager
 from ...timings import Timings
 from ..transport import RunningRow, SwapOutbox
@@ -46,6 +46,8 @@ class PrefixCacheAdapter:
     `max_batched_tokens`: of one batch, None for any number.
     """
 
+    numbers_batches = False
+    """Whether every batch tells the workers its number, also without copies."""
     gpu_cache_lock: Any = None
     """FastDeploy sets it: its lock between engine and transfer process. Unused here."""
 
@@ -368,16 +370,20 @@ class PrefixCacheAdapter:
                         self.traced.ended(task.request_id)
             if tasks:
                 step = self.manager.take_swap_step()
-                always = self.storage is not None and self.storage.follows_passes
+                always = self.numbers_batches or (self.storage is not None and self.storage.follows_passes)
                 self._outbox.attach(tasks, step, always=always, running=running)
                 if self.storage is not None:
                     self.storage.batch_scheduled(tasks, step)
+                self._batch_scheduled(tasks, step)
             else:
                 self._outbox.clear()
             if tasks or self._has_news:
                 self._has_news = False
                 self._pool_gauges.publish_free()
                 self.hit_rates.publish(self._gauges)
+
+    def _batch_scheduled(self, tasks: Sequence[Any], step: SwapStep) -> None:
+        """For roles. `step` rides on `tasks`."""
 
     def batch_sent(self) -> None:
         """The last batch is in the workers' queue: what it computes may be matched from now on."""

@@ -84,7 +84,7 @@ class CopyReports:
         self._prefills: deque[PrefillTime] = deque(maxlen=MAX_TIMES)
         self._has_news = False
         self._closing = threading.Event()
-        _make_private(path.parent)
+        make_private(path.parent)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._bind()
         self._thread = threading.Thread(target=self._receive, name="kv-copy-reports", daemon=True)
@@ -157,7 +157,7 @@ class CopyReports:
             self._has_news = True
 
 
-def _make_private(directory: Path) -> None:
+def make_private(directory: Path) -> None:
     """Raises `ConfigError` unless it is a directory of this user that nobody else can enter."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -70,6 +71,12 @@ def exported_trace() -> Exported:
 
 
 @lru_cache(maxsize=1)
+def exported_decode() -> Exported:
+    """Likewise, only in a decode server."""
+    return Exported(Source.TRANSFERS, Source.GRANTS)
+
+
+@lru_cache(maxsize=1)
 def storage_latency() -> Any:
     """Of this process: the histogram, by operation."""
     from prometheus_client import Histogram
@@ -107,6 +114,8 @@ class CacheMetricsPublisher:
         """None without storage."""
         self.recorder: TraceRecorder | None = None
         """None where no trace is recorded."""
+        self.decode: Mapping[Source, object] | None = None
+        """The objects of a decode server; None in others."""
         self._next = 0.0
 
     def publish(self) -> None:
@@ -120,6 +129,10 @@ class CacheMetricsPublisher:
             exported_storage().publish(Source.STORAGE, self.storage, self._published)
         if self.recorder is not None:
             exported_trace().publish(Source.TRACE, self.recorder, self._published)
+        if self.decode is not None:
+            transfers, grants = self.decode[Source.TRANSFERS], self.decode[Source.GRANTS]
+            exported_decode().publish(Source.TRANSFERS, transfers, self._published, side="decode")
+            exported_decode().publish(Source.GRANTS, grants, self._published)
         if self.reports is not None:
             self._publish_reports(self.reports)
 

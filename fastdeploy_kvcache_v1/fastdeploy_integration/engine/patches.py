@@ -23,8 +23,6 @@ from ...trace_recorder import VARIABLE as RECORD_VARIABLE
 from ...trace_recorder import TraceRecorder
 from .. import settings, storage_channel, swap_space
 from ..copy_report import socket_path
-from ..overlay import overlay
-from ..overlay.table import Where
 from .adapter import PrefixCacheAdapter
 from .copy_reports import NO_NEWS, CopyReports
 from .followers import Followers
@@ -240,18 +238,6 @@ def _open_signal(name: str, suffix: int, length: int = 1) -> Any:
     from fastdeploy.inter_communicator import IPCSignal
 
     return IPCSignal(name=name, array=np.zeros([length], dtype=np.int32), dtype=np.int32, suffix=suffix, create=False)
-
-
-def make_cache_manager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces the class `PrefixCacheManager` where the resource manager makes one."""
-
-    def prefix_cache_manager(
-        config: Any, tensor_parallel_size: int, splitwise_role: str = "mixed", local_data_parallel_id: int = 0
-    ) -> EnginePrefixCache:
-        overlay.active().require_complete(Where.ENGINE)
-        return EnginePrefixCache(config)
-
-    return prefix_cache_manager
 
 
 def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

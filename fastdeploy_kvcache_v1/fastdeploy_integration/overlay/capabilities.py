@@ -16,6 +16,12 @@ class Capabilities:
     flash_block_wise_fp8: bool = False
     """With `block_wise_fp8`, flash attention keeps its scales in the cache, as append attention does everywhere."""
 
+    counts_preallocated: bool = False
+    """A gauge counts the requests of a decode server between their blocks and their first token."""
+
+    acknowledged_cache_info: bool = False
+    """A prefill server schedules a request once its workers have said that they know of its transfer."""
+
     def with_changes(self, changes: Mapping[str, object]) -> Capabilities:
         """These, with `changes` instead of the values they name. Raises `ValueError` for an unknown name or value."""
         known = asdict(self)

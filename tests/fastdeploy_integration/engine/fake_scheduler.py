@@ -64,12 +64,12 @@ class Control:
         self.block_tables = task.block_tables
 
 
-def make_adapter(num_device_blocks, num_host_blocks=0, block_size=4, **settings):
+def make_adapter(num_device_blocks, num_host_blocks=0, block_size=4, *, kind=PrefixCacheAdapter, **settings):
     names = "max_gpu_block_num max_cpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
     names += " hit_req_rate hit_token_rate gpu_hit_token_rate cpu_hit_token_rate"
     config = KVCacheConfig(num_device_blocks, num_host_blocks, block_size, **settings)
     gauges = SimpleNamespace(**{name: FakeGauge() for name in names.split()})
-    return PrefixCacheAdapter(config, gauges=gauges, whole_items=True)
+    return kind(config, gauges=gauges, whole_items=True)
 
 
 class FakeScheduler:

@@ -173,8 +173,6 @@ NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilitie
 @pytest.mark.parametrize(
     ("config", "facts", "reason"),
     [
-        ({"role": "prefill"}, {}, "--splitwise-role prefill"),
-        ({"role": "decode"}, {}, "--splitwise-role decode"),
         ({"storage": "file"}, {}, "--kvcache-storage-backend file without --swap-space"),
         ({"storage": "file", "swap": True, "ranks": 16}, {}, "file with tensor parallelism over several machines"),
         ({"storage": "file", "swap": True}, {"pd_via_storage": True}, "FD_PD_TRANSFER_VIA_STORAGE=1"),

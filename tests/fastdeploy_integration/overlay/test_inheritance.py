@@ -110,5 +110,7 @@ def test_what_our_releases_differ_in():
     old, new = table_for("2.5"), table_for("2.6")
     assert {row.target for row in old.rows} - {row.target for row in new.rows} == {
         "fastdeploy.worker.gpu_model_runner:GPUModelRunner.not_need_stop",
+        "fastdeploy.splitwise.splitwise_connector:SplitwiseConnector.send_cache_info_to_prefill",
     }
-    assert (old.capabilities, new.capabilities) == (Capabilities(), Capabilities(flash_block_wise_fp8=True))
+    assert old.capabilities == Capabilities(acknowledged_cache_info=True)
+    assert new.capabilities == Capabilities(flash_block_wise_fp8=True, counts_preallocated=True)

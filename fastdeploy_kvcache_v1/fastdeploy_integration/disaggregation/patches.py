@@ -1,0 +1,206 @@
+"""Patches of FastDeploy's engine for the roles: what they ask for, how long they wait, what an answer means."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ...errors import CacheStateError
+from ..engine.patches import EnginePrefixCache, control_with_request
+from ..overlay import overlay
+from ..overlay.table import Where
+from .decode_adapter import DecodeAdapter
+from .first_tokens import FirstTokens
+from .grants import FAILED
+from .role_caches import DecodeCache, PrefillCache
+from .transfer_name import give_name
+
+logger = logging.getLogger(__name__)
+
+Wrapped = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+ASK_AGAIN_S = 0.05
+FULL_S = 600.0
+"""How long a prefill server asks a decode server that answers, and has no room."""
+
+NO_ROOM = "Not enough resources"
+"""FastDeploy's words for it."""
+
+PROBE_S = 2.0
+
+
+CACHES = {"mixed": EnginePrefixCache, "prefill": PrefillCache, "decode": DecodeCache}
+"""By `--splitwise-role`."""
+
+
+def make_cache_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces the class `PrefixCacheManager` where the resource manager makes one."""
+
+    def prefix_cache_manager(
+        config: Any, tensor_parallel_size: int, splitwise_role: str = "mixed", local_data_parallel_id: int = 0
+    ) -> EnginePrefixCache:
+        overlay.active().require_complete(Where.ENGINE)
+        return CACHES[splitwise_role](config)
+
+    return prefix_cache_manager
+
+
+def preallocate_in_prefill(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Wraps `preallocate_resource_in_p`: a request of an id that is in use waits, and one with blocks gets its name."""
+
+    def preallocate(request: Any) -> bool:
+        with instance.lock:
+            other = instance.requests.get(request.request_id)
+            if other is not None and other is not request and instance.tasks_list[other.idx] is other:
+                return False
+        is_done: bool = wrapped(request)
+        if is_done:
+            give_name(request)
+        return is_done
+
+    return preallocate(*args, **kwargs)
+
+
+def preallocate_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
+    """Wraps `preallocate_resource_in_d`: a request that is sent twice gets blocks once, and its ranks fetch them."""
+
+    def preallocate(request: Any) -> bool:
+        cache: DecodeAdapter = instance.cache_manager
+        granted = cache.granted(request)
+        if granted is not None:
+            request.disaggregate_info["block_tables"] = granted.request.block_tables
+            return True
+        if request.request_id in instance.requests or not cache.may_grant(request):
+            return False
+        is_done: bool = wrapped(request)
+        if is_done:
+            cache.grant(request)
+        return is_done
+
+    return preallocate(*args, **kwargs)
+
+
+def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> tuple[bool, str]:
+    """Wraps `check_decode_allocated`, which waits for a decode server's answer: asks again while that server has no
+    room, and gives up when it is gone, does not answer, or stays full.
+    """
+
+    def ask(task: Any) -> tuple[bool, str]:
+        info = task.disaggregate_info
+        if info is None:
+            return False, "this is a prefill server: send requests to the router"
+        deadline = time.monotonic() + FULL_S
+        while True:
+            where = info["decode_ip"], int(info["decode_connector_port"])
+            if (reason := _unreachable(*where)) is not None:
+                instance.current_request_ids.pop(task.request_id, None)
+                return False, f"the decode server {where[0]}:{where[1]} cannot be reached: {reason}"
+            granted, message = wrapped(task)
+            if granted:
+                return True, message
+            if message != NO_ROOM or time.monotonic() >= deadline:
+                _tell_decode(instance, task, message)
+                return False, message
+            time.sleep(ASK_AGAIN_S)
+            instance.send_splitwise_tasks([task], task.idx)
+
+    return ask(*args, **kwargs)
+
+
+def _tell_decode(connector: Any, task: Any, message: str) -> None:
+    """The client waits there: FastDeploy would tell nobody but the router, which waits for the decode server."""
+    from fastdeploy.engine.request import RequestOutput
+
+    error = RequestOutput(
+        request_id=task.request_id,
+        finished=True,
+        metrics=task.metrics,
+        error_code=FAILED,
+        error_msg=f"PD Error: the decode server gives {task.request_id} no room: {message}",
+        ic_req_data=task.ic_req_data,
+    )
+    connector.send_first_token(task.disaggregate_info, [error])
+
+
+def _unreachable(host: str, port: int) -> str | None:
+    """Why nothing listens there; None when something does. FastDeploy's messages to nobody are lost without a sign."""
+    try:
+        socket.create_connection((host, port), PROBE_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def tell_prefill(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `send_cache_info_to_prefill`: 2.5 does not say that it has no room, and prefill would wait for 30 s."""
+
+    def tell(tasks: list[Any]) -> None:
+        for task in tasks:
+            error = task.get("error_msg", None)
+            if error is not None and task.disaggregate_info is not None:
+                info = task.disaggregate_info
+                where = f"{info['prefill_ip']}:{info['prefill_connector_port']}"
+                refusal = [{"request_id": task.request_id, "error_msg": error}]
+                instance._send_message(where, "cache_sync", refusal)
+        granted = [task for task in tasks if task.get("error_msg", None) is None]
+        if granted:
+            wrapped(granted)
+
+    tell(*args, **kwargs)
+
+
+def blocks_to_start(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> int:
+    """Wraps `_get_can_schedule_prefill_threshold_block`: a decode server's request that needs no new block starts, also
+    when there is no reserve for those that run. Else a full server starts nothing, and so nothing ends.
+    """
+
+    def blocks(num_chunk_new_block: int) -> int:
+        if num_chunk_new_block == 0 and isinstance(instance.cache_manager, DecodeAdapter):
+            return 0
+        needed: int = wrapped(num_chunk_new_block)
+        return needed
+
+    return blocks(*args, **kwargs)
+
+
+def process_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the start of the thread that takes what prefill servers send: see `FirstTokens`."""
+    cache, queue = instance.resource_manager.cache_manager, instance.engine_worker_queue
+    if isinstance(cache, DecodeAdapter):
+        from fastdeploy.engine.request import RequestOutput
+
+        tokens = FirstTokens(instance, cache, RequestOutput, _on_end())
+        is_empty, take = queue.disaggregate_queue_empty, queue.get_disaggregated_tasks
+        queue.disaggregate_queue_empty = lambda: tokens.is_empty(is_empty)
+        queue.get_disaggregated_tasks = lambda: tokens.take(take)
+    return wrapped(*args, **kwargs)
+
+
+def _on_end() -> Callable[[], None]:
+    from fastdeploy.metrics.metrics import main_process_metrics
+
+    if not overlay.active().table.capabilities.counts_preallocated:
+        return lambda: None
+    gauge = main_process_metrics.decode_preallocated_req_num
+    return lambda: gauge.dec()
+
+
+def refuse_pause(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the control request that empties the cache, which peers read. Sleep and weight updates begin with it."""
+    role = instance.cfg.scheduler_config.splitwise_role
+    if role != "mixed":
+        raise CacheStateError(
+            f"pause, sleep and weight updates are not supported with --splitwise-role {role}: restart the server"
+        )
+    return wrapped(*args, **kwargs)
+
+
+def refuse_pause_with_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """As `refuse_pause`, over what 2.6 needs in other roles."""
+    return refuse_pause(partial(control_with_request, wrapped, instance), instance, (args, kwargs), {})

@@ -1,0 +1,26 @@
+"""The name of a transfer: one for each time that a prefill server takes a request up.
+
+Request ids come from clients and come again; a first token that was late must not be taken for that of another request.
+The name travels in `ic_req_data`, which FastDeploy hands on with a request to the decode server and to the workers, and
+with the first token. It uses the field itself only for its internal adapter, with which roles are refused.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+KEY = "kvcache_v1_transfer"
+MAX_LENGTH = 64
+
+
+def give_name(request: Any) -> None:
+    """At prefill, when the request has its blocks."""
+    request.ic_req_data = {KEY: uuid.uuid4().hex}
+
+
+def name_of(carrier: Any) -> str | None:
+    """Of a request, a worker's task or an output; None where no prefill server with this package has named it."""
+    data = carrier.ic_req_data
+    name = data.get(KEY) if isinstance(data, dict) else None
+    return name if isinstance(name, str) and 0 < len(name) <= MAX_LENGTH else None

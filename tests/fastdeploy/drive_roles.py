@@ -1,0 +1,306 @@
+"""Run inside a FastDeploy process: its real ResourceManagerV1 twice, as prefill and as decode, over our adapters.
+
+The workers are FAKE ones that check what every block holds; the transfers between them go block by block, at random
+times, and fail or are cancelled at random; batches reach the decode worker late. Usage: script SEED STEPS BLOCKS.
+"""
+
+import os
+import random
+import sys
+import tempfile
+from collections import Counter, deque
+from pathlib import Path
+from types import SimpleNamespace
+
+_secret = Path(tempfile.mkdtemp()) / "secret"
+_secret.write_text("0123456789abcdef")
+os.environ["FASTDEPLOY_KVCACHE_PEER_SECRET_FILE"] = str(_secret)
+os.environ["FASTDEPLOY_KVCACHE_CPU_RUN"] = str(_secret.parent)
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import role_caches  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import FirstTokens  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.settings import RankPlace  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of  # noqa: E402
+from fastdeploy_kvcache_v1.transfer.fetch import FetchResult  # noqa: E402
+from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews  # noqa: E402
+from tests.fastdeploy.drive_resource_manager import (  # noqa: E402  (activates the overlay)
+    BLOCK_SIZE,
+    Queue,
+    make_manager,
+    make_request,
+)
+from tests.fastdeploy_integration.worker.fake_worker import FakeWorker  # noqa: E402
+
+role_caches.place_of = lambda config: RankPlace("127.0.0.1", (1,), "a model")
+
+from fastdeploy.engine.request import CompletionOutput, Request, RequestMetrics, RequestOutput  # noqa: E402
+
+END = 9
+"""No FAKE worker samples it."""
+
+
+class FrontEnd:
+    """FastDeploy's LocalScheduler."""
+
+    def __init__(self):
+        self.requests, self.errors = set(), Counter()
+
+    def has_request(self, request_id):
+        return request_id in self.requests
+
+    def put_results(self, outputs):
+        for output in outputs:
+            if output.finished:
+                self.requests.discard(output.request_id)
+                self.errors[output.error_code] += 1
+
+
+class Rank:
+    """The decode worker's end of the fetches, and the sockets to it."""
+
+    def __init__(self, rng, worker):
+        self.rng, self.worker = rng, worker
+        self.fetches, self.ended, self.sources = {}, [], {}
+        self.outcome = {}
+        """By name: whether all bytes are there; what prefill learns."""
+
+    def send(self, command):
+        if isinstance(command, StartFetch):
+            self.fetches[command.request_id] = command, list(range(len(command.slots)))
+        elif command.request_id in self.fetches:
+            self.end(command.request_id, "cancelled")
+        return ()
+
+    def end(self, name, error=None):
+        command, _ = self.fetches.pop(name)
+        self.outcome[name] = error is None
+        self.ended.append(FetchResult(name, 1, 1.0, () if error is None else command.slots, error))
+
+    def take(self):
+        ended, self.ended = self.ended, []
+        return [RankNews(0, TransferNews(fetches=tuple(ended)))] if ended else []
+
+    def close(self):
+        """Nothing is open."""
+
+    def step(self):
+        """A block of some fetches arrives: in any order, and never before the worker has its batch."""
+        for name, (command, left) in list(self.fetches.items()):
+            source = self.sources.get(name)
+            if command.after_step > self.worker.last_step or source is None or self.rng.random() < 0.5:
+                continue
+            if self.rng.random() < 0.02:
+                self.worker.device[command.slots[0]] = {0: "torn"}
+                self.end(name, "the link broke")
+                continue
+            if left:
+                block = left.pop(self.rng.randrange(len(left)))
+                self.worker.device[command.slots[block]] = dict(source[block])
+            if not left:
+                self.end(name)
+
+
+class Roles:
+    def __init__(self, rng, num_blocks):
+        self.rng, self.counts = rng, Counter()
+        self.prefill = make_manager(64, 0, "write_through", role="prefill")
+        self.decode = make_manager(num_blocks, 0, "write_through", role="decode")
+        self.workers = FakeWorker(BLOCK_SIZE), FakeWorker(BLOCK_SIZE)
+        self.rank = self.decode.cache_manager._ranks = Rank(rng, self.workers[1])
+        self.front = FrontEnd()
+        engine = SimpleNamespace(
+            resource_manager=self.decode, scheduler=self.front, token_processor=SimpleNamespace(tokens_counter={})
+        )
+        self.tokens = FirstTokens(engine, self.decode.cache_manager, RequestOutput)
+        self.queues = Queue(), Queue()
+        self.asking, self.computing, self.messages, self.late = [], {}, [], deque()
+        self.limits, self.expected = {}, {}
+
+    # ---- prefill
+
+    def add(self, request_id, prompt, limit):
+        request = make_request(request_id, prompt)
+        request.eos_token_ids = [END]
+        request.disaggregate_info = {"prefill_ip": "p", "prefill_connector_port": 1}
+        if not self.prefill.preallocate_resource_in_p(request):
+            self.counts["no room at prefill"] += 1
+            return
+        self.front.requests.add(request_id)
+        self.limits[request_id] = limit
+        self.asking.append(request)
+
+    def ask(self):
+        for request in self.rng.sample(self.asking, len(self.asking)):
+            times = 2 if self.rng.random() < 0.1 else 1
+            granted = [
+                self.decode.preallocate_resource_in_d(Request.from_dict(request.to_dict())) for _ in range(times)
+            ]
+            self.counts["sent twice"] += granted == [True, True]
+            if not granted[-1] and self.rng.random() < 0.995:
+                continue
+            self.asking.remove(request)
+            if not granted[-1] or self.rng.random() < 0.05:
+                self.counts["refused" if not granted[-1] else "prefill died after the grant"] += 1
+                self.prefill.pre_recycle_resource(request.request_id)
+                self.fail(request, 500)
+                if granted[-1] and name_of(request) in self.rank.fetches:
+                    self.rank.end(name_of(request), "the prefill server died")
+            else:
+                self.prefill.add_request_in_p([request])
+
+    def fail(self, request, code):
+        error = RequestOutput(
+            request_id=request.request_id, error_code=code, error_msg="no", ic_req_data=request.ic_req_data
+        )
+        self.messages.append(self.travelled(error))
+
+    def travelled(self, output):
+        output.metrics = output.metrics or RequestMetrics()
+        return RequestOutput.from_dict(output.to_dict())
+
+    def step_prefill(self):
+        worker = self.workers[0]
+        for task in self.batch(self.prefill, self.queues[0]):
+            worker.receive([task])
+        for request_id, token in worker.step().items():
+            request = self.prefill.requests[request_id]
+            worker.stop(request_id)
+            blocks = [
+                worker.device[slot] for slot in request.block_tables[: -(-len(request.prompt_token_ids) // BLOCK_SIZE)]
+            ]
+            self.rank.sources[name_of(request)] = blocks
+            self.computing[request_id] = request, token
+        for request_id, (request, token) in list(self.computing.items()):
+            outcome = self.rank.outcome.get(name_of(request))
+            if outcome is None and self.rng.random() < 0.02:
+                self.counts["token before its blocks"] += 1
+                self.send_first(request, token)  # as 2.5 does for an id that it has seen before
+            if outcome is None:
+                continue
+            del self.computing[request_id]
+            if outcome:
+                self.send_first(request, END if self.rng.random() < 0.05 else token)
+            else:
+                self.fail(request, 501)
+            self.prefill.finish_requests([request_id])
+
+    def send_first(self, request, token):
+        first = RequestOutput(
+            request_id=request.request_id,
+            outputs=CompletionOutput(index=0, send_idx=0, token_ids=[token]),
+            finished=True,
+            ic_req_data=request.ic_req_data,
+        )
+        self.messages += [self.travelled(first) for _ in range(2 if self.rng.random() < 0.1 else 1)]
+
+    # ---- decode
+
+    def step_decode(self):
+        self.take_messages()
+        worker = self.workers[1]
+        tasks = self.batch(self.decode, self.queues[1])
+        if tasks:
+            self.late.append(tasks)
+        while self.late and self.rng.random() < 0.5:
+            preempted, aborted = worker.receive(self.late.popleft())
+            for request_id in preempted:
+                self.counts["preempted"] += 1
+                self.decode.reschedule_preempt_task(request_id)
+                self.front.requests.discard(request_id)
+            for request_id in aborted:
+                self.counts["aborted while it ran"] += 1
+                self.decode.recycle_abort_task(request_id)
+                self.front.requests.discard(request_id)
+        self.rank.step()
+        for request_id, token in worker.step().items():
+            request = self.decode.requests.get(request_id)
+            if request is None or request not in self.decode.running:
+                continue
+            request.output_token_ids.append(token)
+            if len(request.output_token_ids) >= self.limits[request_id]:
+                worker.stop(request_id)
+                self.decode.finish_requests([request_id])
+                self.front.requests.discard(request_id)
+                self.counts["finished"] += 1
+
+    def take_messages(self):
+        arrived = [each for each in self.messages if self.rng.random() < 0.5]
+        self.messages = [each for each in self.messages if not any(each is one for one in arrived)]
+        queue = [("decode", [each]) for each in arrived]
+        if self.tokens.is_empty(lambda: not queue):
+            return
+        for _, outputs in self.tokens.take(lambda: queue):
+            for output in outputs:
+                self.counts["started"] += 1
+                self.decode.add_prefilled_request(output)
+
+    def batch(self, manager, queue):
+        tasks, errors = manager.schedule()
+        assert not errors, errors
+        if not tasks:
+            return []
+        queue.put_tasks((tasks, len(tasks)))
+        taken = queue.take()
+        queue.connect()
+        return taken
+
+    # ---- both
+
+    def step(self):
+        self.ask()
+        self.step_prefill()
+        self.step_decode()
+        self.check()
+
+    def abort_one(self):
+        live = sorted(self.decode.requests.keys() - self.decode.to_be_aborted_req_id_set)
+        if live:
+            request_id = self.rng.choice(live)
+            self.counts["aborted"] += 1
+            self.decode.add_abort_req_ids(request_id)
+
+    def check(self):
+        self.prefill.cache_manager.check()
+        self.decode.cache_manager.check()
+
+    def run_dry(self):
+        for _ in range(3000):
+            if not (self.front.requests or self.decode.requests or self.messages or self.late or self.computing):
+                break
+            self.step()
+        assert not self.front.requests, (self.front.requests, list(self.decode.requests), self.rank.fetches.keys())
+        assert not self.decode.requests
+        assert not self.prefill.requests
+        self.decode.cache_manager.grants.check_idle()
+        cache = self.decode.cache_manager
+        assert len(cache.gpu_free_block_list) == cache.num_gpu_blocks
+        assert all(self.decode.stop_flags)
+        assert all(self.prefill.stop_flags)
+        self.prefill.cache_manager.manager.check_idle()
+
+
+def random_prompt(rng):
+    common = [rng.randrange(3) + 1] * (BLOCK_SIZE * 6)
+    return common[: rng.randrange(len(common))] + [rng.randrange(1, 8) for _ in range(rng.randrange(1, 20))]
+
+
+def main(seed, steps, num_blocks):
+    rng = random.Random(f"{seed} {num_blocks}")
+    roles = Roles(rng, num_blocks)
+    for number in range(steps):
+        action = rng.random()
+        if action < 0.3 and len(roles.front.requests) < 10:
+            roles.add(f"r{number}", random_prompt(rng), rng.randrange(2, 60))
+        elif action < 0.33:
+            roles.abort_one()
+        roles.step()
+    roles.run_dry()
+    counts = {**roles.counts, **{f"answered {code}": count for code, count in roles.front.errors.items()}}
+    counts["stray"] = roles.decode.cache_manager.grants.num_stray_tokens
+    counts["hits"] = roles.prefill.cache_manager.manager.stats().counters.device_hit_tokens
+    print("RESULT", "; ".join(f"{name}={count}" for name, count in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

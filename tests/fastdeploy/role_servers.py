@@ -1,0 +1,147 @@
+"""FastDeploy's own router with prefill and decode servers on CPU workers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from .cpu_server import FLAGS, CpuServer, wait_until
+from .fastdeploy_trees import ROOT, tree
+
+HOST = "127.0.0.1"
+NUM_BLOCKS = 64
+REGISTERED_TIMEOUT_S = 90.0
+IDLE_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Router:
+    url: str
+    address: str
+
+    def num_registered(self) -> dict[str, int]:
+        try:
+            counts: dict[str, int] = httpx.get(f"{self.url}/registered_number", timeout=5.0).json()
+        except httpx.HTTPError:
+            return {}
+        return counts
+
+    def wait_registered(self, *, prefill: int, decode: int) -> None:
+        def are_there() -> bool:
+            counts = self.num_registered()
+            return (counts.get("prefill"), counts.get("decode")) == (prefill, decode)
+
+        wait_until(are_there, "the servers to register", REGISTERED_TIMEOUT_S)
+
+    def client(self, *, timeout_s: float = 120.0) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=timeout_s)
+
+
+@contextmanager
+def router(release: str, directory: Path, port: int) -> Iterator[Router]:
+    directory.mkdir(parents=True, exist_ok=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree(release)), str(ROOT)]),
+        "FD_LOG_DIR": str(directory / "log"),
+    }
+    with (directory / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fastdeploy.router.launch", "--host", HOST, "--port", str(port), "--splitwise"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+        )
+    try:
+        yield Router(f"http://{HOST}:{port}", f"{HOST}:{port}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Servers:
+    """A router, and servers that are started as they are asked for."""
+
+    def __init__(self, release: str, directory: Path, where: Router, stack: ExitStack, limits: str = "{}") -> None:
+        self.release, self.directory, self.router = release, directory, where
+        self._stack = stack
+        secret = directory / "secret"
+        secret.write_text(secrets.token_hex(16))
+        secret.chmod(0o600)
+        self._environment = {
+            "FASTDEPLOY_KVCACHE_PEER_SECRET_FILE": str(secret),
+            "FASTDEPLOY_KVCACHE_TRANSFER_LIMITS": limits,
+        }
+
+    def begin(self, role: str, name: str, *flags: str) -> CpuServer:
+        """Starting; `mixed` ones stand beside the router."""
+        own = ("--num-gpu-blocks-override", str(NUM_BLOCKS), *flags)
+        if role != "mixed":
+            own = (*own, "--splitwise-role", role, "--router", self.router.address)
+        directory = self.directory / name
+        directory.mkdir(parents=True, exist_ok=True)
+        server = CpuServer(self.release, directory, *FLAGS, *own, environment=self._environment)
+        self._stack.callback(server.kill)
+        return server
+
+
+@contextmanager
+def servers(release: str, directory: Path, port: int, limits: str = "{}") -> Iterator[Servers]:
+    with router(release, directory / "router", port) as where, ExitStack() as stack:
+        yield Servers(release, directory, where, stack, limits)
+
+
+def ask(client: OpenAI, text: str, **options: Any) -> tuple[int, ...]:
+    """Tokens of a greedy answer."""
+    extra = {"return_token_ids": True, **options.pop("extra_body", {})}
+    given: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "top_p": 0, **options}
+    reply = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": text}], extra_body=extra, **given
+    )
+    return tuple(reply.choices[0].message.completion_token_ids)  # type: ignore[attr-defined]
+
+
+def stream(client: OpenAI, text: str, **options: Any) -> tuple[int, ...]:
+    """The same, token by token."""
+    given: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "top_p": 0, **options}
+    tokens: list[int] = []
+    for chunk in client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": text}],
+        extra_body={"return_token_ids": True},
+        stream=True,
+        **given,
+    ):
+        for choice in chunk.choices:
+            tokens += getattr(choice.delta, "completion_token_ids", None) or ()
+    return tuple(tokens)
+
+
+def wait_idle(*all_servers: CpuServer) -> None:
+    """No request has a seat, and no block is lent, fetched or parked."""
+
+    def busy() -> str:
+        found = []
+        for server in all_servers:
+            metrics = server.metrics()
+            kept = {
+                name: metrics[name] for name in ("batch_size", "transfer_open", "granted_requests", "parked_blocks")
+            }
+            if metrics["device_free_blocks"] + metrics["device_cached_blocks"] < metrics["device_blocks"]:
+                kept["device_free_blocks"] = metrics["device_free_blocks"]
+            if any(kept.values()):
+                found.append(f"{server.logs.parent.name}: {kept}")
+        return "; ".join(found)
+
+    wait_until(lambda: not busy(), busy, IDLE_TIMEOUT_S)

@@ -1,0 +1,171 @@
+"""First tokens of a decode server wait for their blocks; what cannot run is answered, and leaves nothing."""
+
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import FirstTokens
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import ABORTED, FAILED, Grants
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
+from fastdeploy_kvcache_v1.metadata import SwapStep
+from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
+from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
+from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind, make_adapter
+
+from .fake_requests import BLOCK, END, Output, engine, first_token, request
+
+
+class Server:
+    """A decode engine, its adapter and the queue of what prefill servers send."""
+
+    def __init__(self, *known):
+        self.sent, self.news, self.queue, self.now, self.num_ended = [], [], [], 0.0, 0
+        self.cache = make_adapter(20, block_size=BLOCK, kind=DecodeAdapter)
+        self.cache._rank_news = self._take_news
+        self.cache.grants = Grants(
+            num_ranks=1,
+            send=lambda command: self.sent.append(command) or (),
+            give_back=self.cache.give_back,
+            fetch_s=100.0,
+            token_s=20.0,
+            clock=lambda: self.now,
+        )
+        self.engine = engine(self.cache, *known)
+        self.tokens = FirstTokens(self.engine, self.cache, Output, self._count_end)
+
+    def _count_end(self):
+        self.num_ended += 1
+
+    def _take_news(self):
+        news, self.news = self.news, []
+        return news
+
+    def preallocate(self, request_id="r", count=2):
+        made = request(request_id)
+        made.block_tables = self.cache.allocate_gpu_blocks(count + 1, request_id)
+        made.need_prefill_tokens = count * BLOCK - 1
+        self.engine.resource_manager.requests[request_id] = made
+        self.cache.grant(made)
+        return made
+
+    def report(self, made, error=None):
+        self.news.append(RankNews(0, TransferNews(fetches=(FetchResult(name_of(made), 1, 1.0, (), error),))))
+
+    def loop(self):
+        """One round of FastDeploy's thread. Returns the ids whose first token it gets, and other items."""
+        if self.tokens.is_empty(lambda: not self.queue):
+            return []
+        queue, self.queue = self.queue, []
+        items = self.tokens.take(lambda: queue)
+        self.cache.check()
+        return [each if each[0] != "decode" else [one.request_id for one in each[1]] for each in items]
+
+    @property
+    def answers(self):
+        return [(each.request_id, each.error_code, each.finished) for each in self.engine.scheduler.results]
+
+    def check_empty(self):
+        self.cache.grants.check_idle()
+        assert len(self.cache.gpu_free_block_list) == 20
+        assert self.engine.resource_manager.requests == {}
+
+
+def decode_item(*outputs):
+    return ("decode", list(outputs))
+
+
+def test_only_the_blocks_of_the_prompt_are_fetched():
+    server = Server("r")
+    made = server.preallocate(count=2)
+    assert server.sent == [StartFetch(name_of(made), tuple(made.block_tables[:2]), 0, -1)]
+
+
+def test_a_first_token_waits_for_its_blocks_and_others_pass_it():
+    server = Server("slow", "fast")
+    slow, fast = server.preallocate("slow"), server.preallocate("fast")
+    new = ("decode", [request("new")])
+    server.queue += [decode_item(first_token(slow), first_token(fast)), new, ("decode_drop", ["x"])]
+    server.report(fast)
+    assert server.loop() == [["new"], ("decode_drop", ["x"]), ["fast"]]
+    assert server.loop() == []
+    server.report(slow)
+    assert server.loop() == [["slow"]]
+    assert server.answers == []
+
+
+def test_a_request_whose_client_has_not_come_yet_waits_for_it_and_not_for_ever():
+    server = Server()
+    made = server.preallocate()
+    server.queue.append(decode_item(first_token(made)))
+    server.report(made)
+    assert server.loop() == []
+    server.engine.scheduler.known.add("r")
+    assert server.loop() == [["r"]]
+    other = server.preallocate("other")
+    server.queue.append(decode_item(first_token(other)))
+    server.report(other)
+    assert server.loop() == []
+    server.now = 20.0
+    assert server.loop() == []
+    assert server.answers == [("other", FAILED, True)]
+
+
+@pytest.mark.parametrize("cause", ["fetch failed", "prefill failed", "abort"])
+def test_a_request_that_cannot_run_is_answered_and_leaves_nothing(cause):
+    server = Server("r")
+    made = server.preallocate()
+    manager = server.engine.resource_manager
+    if cause == "fetch failed":
+        server.report(made, "the peer died")
+    elif cause == "prefill failed":
+        server.queue.append(decode_item(first_token(made, code=501, message="no")))
+    else:
+        manager.waiting_abort_req_id_set |= {"r", "of a request that is not here"}
+    server.loop()
+    server.loop()
+    code = {"fetch failed": FAILED, "prefill failed": 501, "abort": ABORTED}[cause]
+    assert server.answers == [("r", code, True)]
+    assert server.num_ended == 1
+    assert server.engine.token_processor.tokens_counter == {}
+    assert manager.waiting_abort_req_id_set == set()
+    if cause != "fetch failed":  # its rank has not said yet that it is over
+        assert len(server.cache.gpu_free_block_list) == 17
+        server.report(made, "cancelled")
+        server.loop()
+    server.check_empty()
+    server.queue.append(decode_item(first_token(made)))
+    assert server.loop() == []
+    assert len(server.answers) == 1
+
+
+def test_a_request_that_is_complete_with_its_first_token_does_not_run():
+    server = Server("r")
+    made = server.preallocate()
+    server.queue.append(decode_item(first_token(made, END)))
+    server.report(made)
+    assert server.loop() == []
+    assert server.answers == [("r", 200, True)]
+    server.check_empty()
+
+
+def test_a_refusal_reaches_the_client_of_a_request_that_never_got_blocks():
+    server = Server("r", "running")
+    server.engine.resource_manager.requests["running"] = request("running")
+    server.queue.append(decode_item(first_token(request("r"), code=502, message="full")))
+    server.queue.append(decode_item(first_token(request("running"), code=502, message="late")))
+    server.queue.append(decode_item(first_token(request("unknown"), code=502, message="full")))
+    assert server.loop() == []
+    assert server.answers == [("r", 502, True)]
+
+
+def test_every_batch_is_numbered_and_those_that_end_sequences_hold_fetches_back():
+    server = Server("r")
+    ended = FakeTask("ended", [1])
+    for kind, held in ((Kind.DECODE, -1), (Kind.PREEMPTED, 1), (Kind.DECODE, 1), (Kind.ABORT, 3)):
+        server.cache.schedule_begins()
+        during = server.preallocate(f"during {kind} {held}", 1)
+        assert all(each.request_id != name_of(during) for each in server.sent)
+        server.cache.send_swaps([Control(kind, ended)])
+        assert server.sent[-1].after_step == held
+        server.cache.batch_sent()
+    assert isinstance(server.cache.manager.take_swap_step(), SwapStep)

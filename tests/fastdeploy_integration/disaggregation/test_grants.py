@@ -1,0 +1,228 @@
+"""What a decode server's requests wait for, what they end with, and when their blocks come back."""
+
+import random
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import CacheStateError
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import ABORTED, FAILED, NOT_THERE, Grants, Lost
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
+from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
+from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch
+
+from .fake_requests import first_token, request
+
+
+class Desk:
+    """Ranks and pool of a `Grants`, at a time that tests move."""
+
+    def __init__(self, num_ranks=1):
+        self.sent, self.given_back, self.absent, self.now = [], [], [], 0.0
+        self.grants = Grants(
+            num_ranks=num_ranks,
+            send=self._send,
+            give_back=lambda slots, request_id: self.given_back.append((list(slots), request_id)),
+            fetch_s=100.0,
+            token_s=20.0,
+            clock=lambda: self.now,
+        )
+
+    def _send(self, command):
+        self.sent.append(command)
+        return self.absent
+
+    def grant(self, request_id="r", blocks=(3, 4)):
+        made = request(request_id, blocks=blocks)
+        self.grants.grant(made, name_of(made), made.block_tables)
+        self.grants.check()
+        return made
+
+    def report(self, made, error=None, rank=0):
+        slots = () if error is None else (3, 4)
+        self.grants.reported(rank, FetchResult(name_of(made), 10, 1.0, slots, error))
+        self.grants.check()
+
+    def ready(self, *known):
+        return [grant.request.request_id for grant in self.grants.take_ready(lambda each: each in known)]
+
+
+@pytest.fixture
+def desk():
+    return Desk()
+
+
+@pytest.mark.parametrize("order", ["blocks first", "token first"])
+def test_a_request_runs_when_it_has_its_blocks_and_its_first_token(desk, order):
+    made = desk.grant()
+    assert desk.sent == [StartFetch(name_of(made), (3, 4), 0, -1)]
+    steps = [lambda: desk.report(made), lambda: desk.grants.take_token(first_token(made))]
+    for step in steps if order == "blocks first" else reversed(steps):
+        assert desk.ready("r") == []
+        step()
+    assert desk.ready() == [], "its client has not reached this server"
+    assert desk.ready("r") == ["r"]
+    assert desk.ready("r") == []
+    desk.grants.check_idle()
+    assert not desk.grants.recycle([3, 4], "r"), "its blocks are like any others from now on"
+
+
+def test_blocks_come_back_only_when_every_rank_is_done_with_them():
+    desk = Desk(num_ranks=2)
+    made = desk.grant()
+    assert desk.grants.recycle([3, 4, 5], "r")
+    assert [type(each) for each in desk.sent] == [StartFetch, CancelFetch]
+    assert desk.grants.num_parked == 3
+    assert desk.grants.is_ending(name_of(made))
+    desk.report(made, "it was cancelled", rank=1)
+    assert desk.given_back == []
+    desk.report(made, rank=0)  # this rank had everything when it was told
+    assert desk.given_back == [([3, 4, 5], "r")]
+    desk.grants.check_idle()
+
+
+def test_blocks_whose_fetch_is_over_come_back_at_once(desk):
+    made = desk.grant()
+    desk.report(made, "the prefill server died")
+    assert desk.grants.lost(()) == [
+        Lost("r", FAILED, "PD Error: the blocks of r did not arrive: the prefill server died")
+    ]
+    assert not desk.grants.recycle([3, 4], "r")
+    desk.grants.check_idle()
+
+
+def test_no_rank_is_told_while_a_batch_is_put_together(desk):
+    """It may free blocks that its worker still writes: the fetch waits for the worker to have it."""
+    desk.grants.schedule_begins()
+    made = desk.grant()
+    assert desk.sent == []
+    desk.grants.scheduled(7, has_freed=True)
+    other = desk.grant("other", (8,))
+    assert desk.sent == [StartFetch(name_of(made), (3, 4), 0, 7), StartFetch(name_of(other), (8,), 0, 7)]
+    desk.grants.schedule_begins()
+    desk.grants.scheduled(8, has_freed=False)
+    desk.grants.schedule_begins()
+    desk.grants.scheduled(None, has_freed=False)
+    last = desk.grant("last", (9,))
+    assert desk.sent[-1] == StartFetch(name_of(last), (9,), 0, 7)
+
+
+def test_what_no_rank_was_told_of_is_not_parked(desk):
+    desk.grants.schedule_begins()
+    desk.grant()
+    assert not desk.grants.recycle([3, 4], "r")
+    desk.grants.scheduled(1, has_freed=True)
+    assert desk.sent == []
+    desk.grants.check_idle()
+
+
+def test_a_rank_that_is_not_there_fails_the_fetch(desk):
+    desk.absent = [0]
+    desk.grant()
+    assert NOT_THERE in desk.grants.lost(())[0].reason
+
+
+def test_a_fetch_and_then_a_token_may_take_so_long(desk):
+    slow, late = desk.grant("slow"), desk.grant("late", (5,))
+    desk.now = 90.0
+    desk.report(late)
+    assert desk.grants.lost(()) == []
+    desk.now = 100.0
+    assert desk.grants.lost(()) == [], "until its rank has said that it is over"
+    assert desk.sent[-1] == CancelFetch(name_of(slow), "its blocks did not arrive in time")
+    desk.report(slow, "cancelled")
+    assert "its blocks did not arrive in time" in desk.grants.lost(())[0].reason
+    desk.now = 110.0
+    assert "the first token of late did not arrive in time" in desk.grants.lost(())[1].reason
+
+
+def test_a_request_that_is_not_wanted_is_lost_at_once(desk):
+    desk.grant()
+    assert desk.grants.lost({"r", "another"}) == [Lost("r", ABORTED, "Aborted")]
+
+
+def test_what_prefill_says_went_wrong_is_passed_on(desk):
+    made = desk.grant()
+    assert desk.grants.take_token(first_token(made, code=501, message="no blocks"))
+    desk.report(made)
+    assert desk.ready("r") == []
+    assert desk.grants.lost(()) == [Lost("r", 501, "no blocks")]
+
+
+def test_a_token_of_another_transfer_is_none_of_this_request(desk):
+    """Ids come from clients: an earlier request of this id was given up, and its token comes late."""
+    earlier = request("r", blocks=(1,))
+    made = desk.grant()
+    assert not desk.grants.take_token(first_token(earlier, 66))
+    assert not desk.grants.take_token(first_token(request("unknown")))
+    assert desk.grants.take_token(first_token(made, 7))
+    assert not desk.grants.take_token(first_token(made, 8)), "a second one"
+    desk.report(made)
+    (grant,) = desk.grants.take_ready(lambda each: True)
+    assert grant.first_token.outputs.token_ids == [7]
+    assert desk.grants.num_stray_tokens == 3
+
+
+def test_a_request_that_is_sent_again_is_known_by_its_name(desk):
+    made = desk.grant()
+    again = request("r", name=name_of(made))
+    assert desk.grants.of(again).request is made
+    assert desk.grants.of(request("r")) is None, "another one with this id"
+
+
+def test_a_report_that_no_rank_owes_changes_nothing(desk):
+    made = desk.grant()
+    with pytest.raises(CacheStateError):
+        desk.grants.reported(0, FetchResult("unknown", 0, 0.0))
+    desk.report(made)
+    assert len(desk.grants) == 1
+
+
+def test_random_lives_give_every_block_back_once():
+    for seed in range(100):
+        rng, desk, free = random.Random(seed), Desk(num_ranks=2), set(range(40))
+        live, owed = {}, {}
+        taken_back = 0
+
+        def give(slots, free=free):
+            assert free.isdisjoint(slots)
+            free.update(slots)
+
+        for number in range(80):
+            action = rng.randrange(5)
+            if action == 0 and len(free) >= 2:
+                slots = rng.sample(sorted(free), 2)
+                free.difference_update(slots)
+                made = desk.grant(str(number), tuple(slots))
+                live[made.request_id], owed[name_of(made)] = made, {0, 1}
+            elif action == 1 and live:
+                made = live.pop(rng.choice(sorted(live)))
+                if not desk.grants.recycle(made.block_tables, made.request_id):
+                    give(made.block_tables)
+            elif action == 2 and live:
+                desk.grants.take_token(first_token(live[rng.choice(sorted(live))]))
+            elif action == 3:
+                for grant in desk.grants.take_ready(lambda each: True):
+                    assert not owed.get(grant.name), "a rank still writes"
+                    give(live.pop(grant.request.request_id).block_tables)
+            elif action == 4 and (names := [name for name, ranks in owed.items() if ranks]):
+                name = rng.choice(names)
+                rank = rng.choice(sorted(owed[name]))
+                started = any(isinstance(each, StartFetch) and each.request_id == name for each in desk.sent)
+                assert started
+                owed[name].discard(rank)
+                error = rng.choice([None, "broke"])
+                desk.grants.reported(rank, FetchResult(name, 1, 1.0, (), error))
+            for slots, _ in desk.given_back[taken_back:]:
+                give(slots)
+            taken_back = len(desk.given_back)
+            desk.grants.check()
+        for name, ranks in owed.items():
+            for rank in ranks:
+                desk.grants.reported(rank, FetchResult(name, 1, 1.0))
+        for made in live.values():
+            assert not desk.grants.recycle(made.block_tables, made.request_id)
+            give(made.block_tables)
+        for slots, _ in desk.given_back[taken_back:]:
+            give(slots)
+        desk.grants.check_idle()
+        assert free == set(range(40))

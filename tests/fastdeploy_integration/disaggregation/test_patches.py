@@ -1,0 +1,221 @@
+"""The engine's patches for roles against FAKE objects of FastDeploy."""
+
+import socket
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import CacheStateError
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
+from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
+from tests.fastdeploy_integration.engine.fake_scheduler import make_adapter
+
+from .fake_requests import BLOCK, Manager, Output, request
+
+
+def decode_manager():
+    cache = make_adapter(20, block_size=BLOCK, kind=DecodeAdapter)
+    cache.sent = []
+    cache.grants = Grants(
+        num_ranks=1,
+        send=lambda command: cache.sent.append(command) or (),
+        give_back=cache.give_back,
+        fetch_s=100.0,
+        token_s=20.0,
+    )
+    manager = Manager(cache)
+
+    def preallocate_resource_in_d(made):
+        made.block_tables = cache.allocate_gpu_blocks(3, made.request_id)
+        made.need_prefill_tokens = 2 * BLOCK
+        made.disaggregate_info["block_tables"] = made.block_tables
+        manager.requests[made.request_id] = made
+        return True
+
+    manager.preallocate = lambda made: patches.preallocate_in_decode(preallocate_resource_in_d, manager, (made,), {})
+    return manager
+
+
+def test_a_request_that_is_sent_twice_gets_blocks_once():
+    manager = decode_manager()
+    first = request("r")
+    assert manager.preallocate(first)
+    again = request("r", name=name_of(first))
+    assert manager.preallocate(again)
+    assert again.disaggregate_info["block_tables"] == first.block_tables
+    assert len(manager.cache_manager.gpu_free_block_list) == 17
+    assert len(manager.cache_manager.sent) == 1
+
+
+def test_another_request_of_a_live_id_gets_nothing():
+    manager = decode_manager()
+    assert manager.preallocate(request("r"))
+    assert not manager.preallocate(request("r"))
+    assert len(manager.cache_manager.gpu_free_block_list) == 17
+
+
+def test_a_request_without_a_name_gets_nothing():
+    manager = decode_manager()
+    without = request("r")
+    without.ic_req_data = None
+    assert not manager.preallocate(without)
+    without.ic_req_data = {"kvcache_v1_transfer": 5}
+    assert not manager.preallocate(without)
+    assert manager.requests == {}
+
+
+def test_a_request_that_is_sent_again_waits_for_what_is_left_of_its_first_grant():
+    manager = decode_manager()
+    cache, first = manager.cache_manager, request("r")
+    assert manager.preallocate(first)
+    manager.pre_recycle_resource("r")
+    again = request("r", name=name_of(first))
+    assert not manager.preallocate(again)
+    cache.grants.reported(0, FetchResult(name_of(first), 0, 1.0, (), "cancelled"))
+    assert manager.preallocate(again)
+    cache.check()
+
+
+def prefill_manager(*, has_room=True):
+    manager = Manager(None)
+
+    def preallocate_resource_in_p(made):
+        if has_room:
+            made.idx = len(manager.tasks_list)
+            manager.tasks_list.append(made)
+            manager.requests[made.request_id] = made
+        return has_room
+
+    manager.preallocate = lambda made: patches.preallocate_in_prefill(preallocate_resource_in_p, manager, (made,), {})
+    return manager
+
+
+def test_a_request_gets_another_name_each_time_that_it_is_taken_up():
+    manager, made = prefill_manager(), request("r")
+    given = name_of(made)
+    assert manager.preallocate(made)
+    assert name_of(made) not in (None, given)
+
+
+def test_a_request_of_a_live_id_waits_at_prefill():
+    manager, first, second = prefill_manager(), request("r"), request("r")
+    assert manager.preallocate(first)
+    assert not manager.preallocate(second)
+    manager.tasks_list[first.idx] = None  # it ended
+    assert manager.preallocate(second)
+
+
+class Connector:
+    """FastDeploy's SplitwiseConnector, whose peer answers what it is told to."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked, self.errors, self.current_request_ids = list(answers), 0, [], {"r": "init"}
+
+    def check_decode_allocated(self, task):
+        return self.answers.pop(0)
+
+    def send_splitwise_tasks(self, tasks, current_id):
+        self.asked += 1
+
+    def send_first_token(self, info, outputs):
+        self.errors += outputs
+
+
+@pytest.fixture
+def decode_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def fastdeploy(monkeypatch):
+    module = ModuleType("fastdeploy.engine.request")
+    module.RequestOutput = Output
+    for name in ("fastdeploy", "fastdeploy.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fastdeploy.engine.request", module)
+    monkeypatch.setattr(patches, "ASK_AGAIN_S", 0.0)
+
+
+def ask(connector, port):
+    task = request("r")
+    task.disaggregate_info |= {"decode_ip": "127.0.0.1", "decode_connector_port": port}
+    return patches.ask_for_room(connector.check_decode_allocated, connector, (task,), {})
+
+
+def test_a_decode_server_without_room_is_asked_again(decode_port):
+    connector = Connector((False, patches.NO_ROOM), (False, patches.NO_ROOM), (True, ""))
+    assert ask(connector, decode_port) == (True, "")
+    assert connector.asked == 2
+    assert connector.errors == []
+
+
+def test_one_that_stays_full_is_given_up_and_its_client_is_told(decode_port, monkeypatch):
+    monkeypatch.setattr(patches, "FULL_S", 0.0)
+    connector = Connector((False, patches.NO_ROOM))
+    assert ask(connector, decode_port) == (False, patches.NO_ROOM)
+    (error,) = connector.errors
+    assert (error.request_id, error.error_code) == ("r", 502)
+    assert "no room" in error.error_msg
+
+
+def test_one_that_does_not_answer_is_asked_once(decode_port):
+    connector = Connector((False, "prefill waits for decode resource timeout"))
+    assert not ask(connector, decode_port)[0]
+    assert connector.asked == 0
+    assert len(connector.errors) == 1
+
+
+def test_one_that_is_gone_is_not_waited_for(decode_port):
+    connector = Connector()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    granted, reason = ask(connector, port)
+    assert not granted
+    assert "cannot be reached: Connection refused" in reason
+    assert connector.current_request_ids == {}
+
+
+def test_a_request_that_no_router_sent_is_refused():
+    connector, task = Connector(), request("r")
+    task.disaggregate_info = None
+    granted, reason = patches.ask_for_room(connector.check_decode_allocated, connector, (task,), {})
+    assert not granted
+    assert "send requests to the router" in reason
+
+
+def test_prefill_hears_that_there_is_no_room():
+    """2.5 sends only what was granted."""
+    sent, granted = [], []
+    connector = SimpleNamespace(_send_message=lambda *message: sent.append(message))
+    full, fits = request("full"), request("fits")
+    full.error_msg = patches.NO_ROOM
+    patches.tell_prefill(granted.extend, connector, ([full, fits],), {})
+    assert granted == [fits]
+    assert sent == [("127.0.0.1:1", "cache_sync", [{"request_id": "full", "error_msg": patches.NO_ROOM}])]
+
+
+@pytest.mark.parametrize(("role", "blocks", "needed"), [("decode", 0, 0), ("decode", 1, 11), ("mixed", 0, 10)])
+def test_a_full_decode_server_starts_what_has_its_blocks(role, blocks, needed):
+    cache = make_adapter(20, kind=DecodeAdapter) if role == "decode" else make_adapter(20)
+    manager = SimpleNamespace(cache_manager=cache)
+    assert patches.blocks_to_start(lambda count: count + 10, manager, (blocks,), {}) == needed
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
+@pytest.mark.parametrize("wrapper", [patches.refuse_pause, patches.refuse_pause_with_request])
+def test_pause_is_refused_in_roles(role, wrapper):
+    service = SimpleNamespace(cfg=SimpleNamespace(scheduler_config=SimpleNamespace(splitwise_role=role)))
+
+    def _control_pause(control_request):
+        return control_request
+
+    if role == "mixed":
+        assert wrapper(_control_pause, service, ("a request",), {}) == "a request"
+        return
+    with pytest.raises(CacheStateError, match=f"not supported with --splitwise-role {role}"):
+        wrapper(_control_pause, service, ("a request",), {})

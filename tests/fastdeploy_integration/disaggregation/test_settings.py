@@ -1,0 +1,102 @@
+"""What the user says about transfers, and what is refused with roles."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import RUN_DIRECTORY
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.refusals import role_refusals
+
+
+@pytest.fixture
+def secret(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef\n")
+    return {settings.SECRET_FILE: str(path)}
+
+
+def test_the_secret_is_that_of_the_file_and_limits_are_those_given(secret):
+    limits = {settings.LIMITS: '{"wait_s": 7, "digest": true}'}
+    choice = settings.transfer_choice({**secret, **limits})
+    assert (choice.settings.secret, choice.settings.wait_s, choice.settings.silence_s) == (b"0123456789abcdef", 7, 10.0)
+    assert (choice.plane, choice.digest) == ("socket", True)
+    assert not settings.transfer_choice(secret).digest
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({settings.SECRET_FILE: ""}, "share a secret: write one to a file"),
+        ({settings.SECRET_FILE: "/nowhere/at/all"}, "cannot be read: No such file"),
+        ({settings.SECRET_FILE: os.devnull}, "has 0 bytes: give at least 16"),
+        ({settings.PLANE: "carrier pigeon"}, "choose one of socket, mooncake"),
+        ({settings.LIMITS: "5"}, "give an object of"),
+        ({settings.LIMITS: "{"}, "is not JSON"),
+        ({settings.LIMITS: '{"secret": 1}'}, "give an object of"),
+        ({settings.LIMITS: '{"wait_s": "soon"}'}, "wait_s must be a number of seconds"),
+        ({settings.LIMITS: '{"wait_s": 0}'}, "wait_s must be above 0 seconds"),
+    ],
+)
+def test_what_cannot_work_is_refused(secret, changed, reason):
+    with pytest.raises(ConfigError, match=reason):
+        settings.transfer_choice({**secret, **changed})
+
+
+def test_workers_learn_what_the_engine_knows():
+    environment, place = {}, settings.RankPlace("10.0.0.1", (4, 5), "a model")
+    settings.export(place, environment)
+    assert settings.rank_place(environment) == place
+    with pytest.raises(ConfigError, match="has not told this worker of its role"):
+        settings.rank_place({})
+
+
+def config(**changed):
+    cache = {"num_cpu_blocks": 0, "sized_by_swap_space": False, "kvcache_storage_backend": None}
+    parts = {
+        "cache_config": SimpleNamespace(**{**cache, **changed.pop("cache", {})}),
+        "parallel_config": SimpleNamespace(
+            tensor_parallel_size=changed.pop("ranks", 1), data_parallel_size=changed.pop("engines", 1)
+        ),
+        "scheduler_config": SimpleNamespace(splitwise_role="decode", name=changed.pop("scheduler", "local")),
+        "speculative_config": SimpleNamespace(method=changed.pop("method", None)),
+        "load_config": SimpleNamespace(dynamic_load_weight=changed.pop("dynamic", False)),
+        "router_config": changed.pop("router", SimpleNamespace(router="127.0.0.1:9000")),
+    }
+    assert not changed
+    return SimpleNamespace(**parts)
+
+
+def refused(environment=None, **changed):
+    reasons = role_refusals(config(**changed), {RUN_DIRECTORY: "/somewhere"} if environment is None else environment)
+    return [reason for reason, applies in reasons.items() if applies]
+
+
+def test_a_cpu_worker_with_the_router_is_served():
+    assert refused() == []
+    assert refused(router=None) == [], "a worker knows of no router"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"environment": {}}, "on a GPU"),
+        ({"scheduler": "splitwise"}, "--scheduler-name splitwise"),
+        ({"router": SimpleNamespace(router=None)}, "--scheduler-name local"),
+        ({"cache": {"num_cpu_blocks": 4}}, "--swap-space"),
+        ({"cache": {"sized_by_swap_space": True}}, "--swap-space"),
+        ({"cache": {"kvcache_storage_backend": "file"}}, "--kvcache-storage-backend"),
+        ({"ranks": 2}, "tensor parallelism"),
+        ({"engines": 2}, "data parallelism"),
+        ({"method": "mtp"}, "speculative decoding"),
+        ({"dynamic": True}, "--dynamic-load-weight"),
+        ({"environment": {RUN_DIRECTORY: "/d", "FD_ENABLE_INTERNAL_ADAPTER": "1"}}, "FD_ENABLE_INTERNAL_ADAPTER"),
+        ({"environment": {RUN_DIRECTORY: "/d", "FD_ENABLE_CACHE_TASK": "1"}}, "FD_ENABLE_CACHE_TASK"),
+    ],
+)
+def test_each_combination_is_refused_for_its_own_reason(changed, reason):
+    (only,) = refused(**changed)
+    assert only.startswith("--splitwise-role decode")
+    assert reason in only
