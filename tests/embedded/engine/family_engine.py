@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
-from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.model.config import IndexerConfig, random_model
 from fastdeploy_kvcache_v1.model.decoder import Decoder
@@ -159,7 +158,9 @@ class FamilyEngine:
         batch = self.harness.sent.pop()
         meanwhile()
         # As rank processes do: each takes its own message apart.
-        batches = [BatchRequest(list(batch.requests), list(batch.swap_steps)) for _ in self.runners]
+        batches = [
+            replace(batch, requests=list(batch.requests), swap_steps=list(batch.swap_steps)) for _ in self.runners
+        ]
         results = list(self._threads.map(lambda runner, batch: runner.run(batch), self.runners, batches))
         answers = list(enumerate(results))
         self.random.shuffle(answers)
