@@ -17,15 +17,22 @@ time.sleep(1000)
 """
 
 
+@pytest.fixture
+def own_children():
+    """The children that this test has made: other tests of this process may have left some of theirs."""
+    before = psutil.Process().children()
+    return lambda: [child for child in psutil.Process().children() if child not in before]
+
+
 @pytest.mark.parametrize(("status", "told"), [(7, 7), (0, 1)])
-def test_the_end_of_one_rank_is_that_of_all(tmp_path, capfd, status, told):
+def test_the_end_of_one_rank_is_that_of_all(tmp_path, capfd, own_children, status, told):
     """None ends by itself, so 0 is no success."""
     assert run_ranks([sys.executable, "-c", ENDS_FIRST.format(status=status)], 3, tmp_path) == told
-    assert psutil.Process().children() == []
+    assert own_children() == []
     assert capfd.readouterr().err == f"worker rank 1 of 3 ended (status {status}): the others are ended, too\n"
 
 
-def test_a_killed_rank_is_one_that_ended(tmp_path, capfd):
+def test_a_killed_rank_is_one_that_ended(tmp_path, capfd, own_children):
     statuses = []
     command = [sys.executable, "-c", f"{TELL}; import time; time.sleep(1000)"]
     thread = threading.Thread(target=lambda: statuses.append(run_ranks(command, 2, tmp_path)))
@@ -34,10 +41,10 @@ def test_a_killed_rank_is_one_that_ended(tmp_path, capfd):
     while not all(log.exists() and "\n" in log.read_text() for log in logs):
         pass
     assert [log.read_text() for log in logs] == ["0 2\n", "1 2\n"], "each knows its rank, and has its log"
-    psutil.Process().children()[0].kill()
+    own_children()[0].kill()
     thread.join(60)
     assert statuses == [1]
-    assert psutil.Process().children() == []
+    assert own_children() == []
     assert "ended (status -9)" in capfd.readouterr().err
 
 
