@@ -22,7 +22,7 @@ def run(capsys, *argv):
         ([*RANDOM, "--write-policy", "never"], "unknown write policy 'never'"),
         ([*RANDOM, "--swap-space", "1e9"], "--swap-space 1e+09 GiB is more than"),
         (["serve", "--embedded", "--model", "/does/not/exist"], "model directory /does/not/exist does not exist"),
-        ([*RANDOM, "--tensor-parallel-size", "2"], "unrecognized arguments: --tensor-parallel-size 2"),
+        ([*RANDOM, "--data-parallel-size", "2"], "unrecognized arguments: --data-parallel-size 2"),
         ([*RANDOM, "--host", "256.1.1.1", "--port", "0"], "cannot listen on 256.1.1.1:0"),
     ],
 )
