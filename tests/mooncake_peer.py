@@ -53,8 +53,13 @@ class PeerProxies:
 
 
 def _ports(server: psutil.Process) -> list[int]:
-    clients = [
-        child for child in server.children(recursive=True) if any("mooncake" in word for word in child.cmdline())
-    ]
+    clients = [child for child in server.children(recursive=True) if any("mooncake" in word for word in _words(child))]
     connections = [connection for client in clients for connection in client.net_connections("tcp")]
     return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:  # it has just ended: a client that could not be used
+        return []
