@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 
+import anyio
 import httpx
 
 __all__ = ["Server", "ServerGroup"]
@@ -61,9 +62,10 @@ class ServerGroup:
     async def _watch(self, server: Server, http: httpx.AsyncClient, interval_s: float, timeout_s: float) -> None:
         while True:
             try:
-                answer = await asyncio.wait_for(http.get(f"{server.url}/health"), timeout_s)
+                with anyio.fail_after(timeout_s):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+                    answer = await http.get(f"{server.url}/health")
                 server.set_alive(answer.status_code == 200, f"/health answers with HTTP {answer.status_code}")
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 server.set_alive(False, f"no answer to /health within {timeout_s:g} s")
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 server.set_alive(False, str(error) or type(error).__name__)

@@ -209,3 +209,30 @@ def test_a_page_of_another_site_cannot_use_the_router(routed):
         assert fleet.seen == []
 
     routed(scene)
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_watch_ends_when_it_is_cancelled_while_a_look_ends(turns):
+    """However many turns of the event loop lie between the two. Servers and router are often stopped together."""
+
+    class Refused:
+        def __init__(self):
+            self.is_over = asyncio.Event()
+
+        async def get(self, url):
+            await self.is_over.wait()
+            raise httpx.ConnectError("refused")
+
+    async def cancel():
+        http = Refused()
+        watch = asyncio.create_task(ServerGroup(["http://a"]).watch(http, interval_s=0.0, timeout_s=1000.0))
+        await asyncio.sleep(0.01)
+        http.is_over.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        watch.cancel()
+        done, _ = await asyncio.wait({watch}, timeout=5)
+        assert done == {watch}
+        assert watch.cancelled()
+
+    asyncio.run(cancel())

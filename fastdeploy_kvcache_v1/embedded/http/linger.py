@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-
+import anyio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -43,8 +41,8 @@ class Linger:
                 await send(message)
                 return
             await send({**message, "more_body": True})
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(discard(), MAX_S)
+            with anyio.move_on_after(MAX_S):
+                await discard()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         async def discard() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import anyio
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
@@ -49,24 +49,20 @@ class BodyRoom:
             declared = request.headers.get("content-length", "")
             self._require_small(int(declared) if declared.isdecimal() else 0)
             body = bytearray()
-            loop = asyncio.get_running_loop()
-            started = loop.time()
-            chunks = request.stream().__aiter__()
-            while True:
-                allowed = BODY_TIMEOUT_S + len(body) / LEAST_BYTES_PER_S
-                try:
-                    chunk = await asyncio.wait_for(chunks.__anext__(), max(started + allowed - loop.time(), 0.001))
-                except StopAsyncIteration:
-                    break
-                except asyncio.TimeoutError:
-                    raise ApiError(
-                        408, f"the request body did not arrive within {allowed:.0f} s: send it faster"
-                    ) from None
-                except ClientDisconnect:
-                    raise ApiError(499, "the client closed the connection") from None
-                self._require_small(len(body) + len(chunk))
-                body += chunk
-                taken += self._take(max(len(body) - FREE_BYTES - taken, 0))
+            allowed = BODY_TIMEOUT_S
+            started = anyio.current_time()
+            try:
+                with anyio.fail_after(allowed) as limit:
+                    async for chunk in request.stream():
+                        self._require_small(len(body) + len(chunk))
+                        body += chunk
+                        taken += self._take(max(len(body) - FREE_BYTES - taken, 0))
+                        allowed = BODY_TIMEOUT_S + len(body) / LEAST_BYTES_PER_S
+                        limit.deadline = started + allowed
+            except TimeoutError:
+                raise ApiError(408, f"the request body did not arrive within {allowed:.0f} s: send it faster") from None
+            except ClientDisconnect:
+                raise ApiError(499, "the client closed the connection") from None
             yield body
         finally:
             self._free += taken
