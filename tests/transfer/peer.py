@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import time
 
 import numpy as np
 
 from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
 from fastdeploy_kvcache_v1.worker.ops.rows import tensor_rows
+from tests.transfer.child import ChildProcess
 
 SECRET = b"sixteen bytes or more"
 HOST = "127.0.0.1"
@@ -40,14 +39,14 @@ def rows(tensors):
 
 
 def serve(connection, make_plane, seed):
-    """Answers `(method, arguments)` of the plane until the other end is gone."""
+    """Answers `(method, *arguments)` of the plane until the other end is gone."""
     tensors = content(seed)
     plane = make_plane()
     plane.register(rows(tensors))
     connection.send(plane.address())
     while True:
         try:
-            name, arguments = connection.recv()
+            name, *arguments = connection.recv()
         except EOFError:
             os._exit(0)
         if name == "overwrite":
@@ -62,33 +61,12 @@ def socket_plane(port=0, checksums=True):
     return SocketPlane(HOST, SECRET, port=port, checksums=checksums)
 
 
-class Peer:
+class Peer(ChildProcess):
     """The process. `ask(method, ...)` calls its plane."""
 
     def __init__(self, make_plane=socket_plane, seed=1):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, make_plane, seed), daemon=True)
-        self.process.start()
-        theirs.close()
-        assert self._connection.poll(60), "the peer did not start"
-        self.address = self._connection.recv()
-
-    def ask(self, name, *arguments):
-        self._connection.send((name, arguments))
-        assert self._connection.poll(20), "the peer does not answer"
-        return self._connection.recv()
-
-    def stop(self):
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def go_on(self):
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self):
-        self.process.kill()
-        self.process.join()
-        self._connection.close()
+        super().__init__(serve, make_plane, seed)
+        self.address = self.hello
 
 
 def mooncake_plane():

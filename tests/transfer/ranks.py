@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
 import time
 from typing import Any
 
@@ -20,6 +18,7 @@ from fastdeploy_kvcache_v1.transfer.offer_desk import OfferDesk, PeerPort
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
 from fastdeploy_kvcache_v1.worker.hazards import Actor, HazardTable
+from tests.transfer.child import ChildProcess
 from tests.transfer.peer import CANARY, HOST, SECRET, rows
 
 LAYERS, HEADS, BLOCK, DIM = 4, 4, 16, 32
@@ -149,6 +148,15 @@ def until(condition, *ranks, seconds=30.0):
         time.sleep(TURN_S)
 
 
+def result_of(decode, request="r"):
+    (result,) = [each for each in decode.done if each.request_id == request]
+    return result
+
+
+def both_ended(prefill, decode, fetches=1, leases=1):
+    return lambda: len(decode.done) >= fetches and len(prefill.done) >= leases
+
+
 def run(connection, make, arguments):
     """The loop of a rank in its own process: takes turns, and between them runs what it is asked."""
     rank = make(**arguments)
@@ -157,39 +165,17 @@ def run(connection, make, arguments):
         rank.turn()
         if connection.poll(TURN_S):
             try:
-                function, given = connection.recv()
+                function, *given = connection.recv()
             except EOFError:
                 os._exit(0)
             connection.send(function(rank, *given))
 
 
-class RankProcess:
+class RankProcess(ChildProcess):
     """`ask(function, ...)` calls `function(rank, ...)` there; it must be one that can be pickled."""
 
     def __init__(self, make, **arguments):
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self.process = context.Process(target=run, args=(theirs, make, arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-        assert self._connection.poll(60), "the rank did not start"
-        self._connection.recv()
-
-    def ask(self, function, *given):
-        self._connection.send((function, given))
-        assert self._connection.poll(30), "the rank does not answer"
-        return self._connection.recv()
-
-    def stop(self):
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def go_on(self):
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def kill(self):
-        self.process.kill()
-        self.process.join()
-        self._connection.close()
+        super().__init__(run, make, arguments)
 
 
 # ---- what a rank in its own process is asked

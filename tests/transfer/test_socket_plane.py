@@ -1,4 +1,4 @@
-"""SocketPlane against another process: bytes, refusals, and what a peer that dies or stands still leaves behind."""
+"""SocketPlane against another process: bytes, and refusals."""
 
 import random
 import socket
@@ -33,66 +33,7 @@ from tests.transfer.peer import (
     socket_plane,
     soon,
 )
-
-EVERYTHING = list(range(NUM_BLOCKS))
-THEIRS = content(1)
-
-
-@pytest.fixture(scope="module")
-def shared_peer():
-    peer = Peer()
-    peer.ask("grant", "all", EVERYTHING)
-    yield peer
-    peer.kill()
-
-
-@pytest.fixture
-def own_peer():
-    peer = Peer()
-    peer.ask("grant", "all", EVERYTHING)
-    yield peer
-    peer.kill()
-
-
-class Ours:
-    """A decode worker's plane in this process, with tensors full of canaries."""
-
-    def __init__(self, **settings):
-        self.plane = SocketPlane(HOST, SECRET, **{"checksums": True, **settings})
-        self.tensors = canaries()
-        self.plane.register(rows(self.tensors))
-
-    def open(self, address):
-        return self.plane.open(address, soon())
-
-    def is_untouched(self):
-        return all((tensor == CANARY).all() for tensor in self.tensors)
-
-
-@pytest.fixture
-def ours():
-    made = Ours()
-    yield made
-    made.plane.close()
-
-
-def whole_blocks(sources, targets, regions=range(NUM_REGIONS)):
-    spans = [
-        Span(region, source * BLOCK_BYTES, target * BLOCK_BYTES, BLOCK_BYTES)
-        for region in regions
-        for source, target in zip(sources, targets, strict=True)
-    ]
-    return Spans.of(spans)
-
-
-def fields_of(address):
-    return msgspec.msgpack.decode(address)
-
-
-def through(proxy, address):
-    """The same plane, reached through a proxy."""
-    kind, host, _, plane = fields_of(address)
-    return msgspec.msgpack.encode([kind, host, int(proxy.address.rpartition(":")[2]), plane])
+from tests.transfer.reader import EVERYTHING, THEIRS, Ours, fields_of, through, whole_blocks
 
 
 @pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
@@ -300,113 +241,6 @@ def test_a_reset_connection_is_an_error(shared_peer, ours):
         proxy.fault = Fault.RESET
         with pytest.raises(RemoteReadError):
             source.read("all", whole_blocks([0], [0]), soon())
-
-
-class SlowReader:
-    """A read through a proxy that lets something through, and then nothing more until it is told to."""
-
-    def __init__(self, ours, address):
-        self.proxy = FaultProxy(fields_of(address)[2])
-        self.source = ours.open(through(self.proxy, address))
-        self.tensors = ours.tensors
-        self.failure = None
-        self._thread = threading.Thread(target=self._read)
-        self.proxy.fault = Fault.SLOW
-        self._thread.start()
-        while not self.has_begun():
-            time.sleep(0.001)
-
-    def has_begun(self):
-        return any((tensor != CANARY).any() for tensor in self.tensors)
-
-    def _read(self):
-        try:
-            self.source.read("all", whole_blocks(EVERYTHING, EVERYTHING), soon())
-        except RemoteReadError as error:
-            self.failure = error
-
-    def join(self):
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-
-    def close(self):
-        self.proxy.close()
-        self.source.close()
-        self.join()
-
-
-def refill(tensors):
-    for tensor in tensors:
-        tensor[:] = CANARY
-
-
-def test_no_byte_arrives_after_a_cancel(shared_peer, ours):
-    """The slots are given out again at once: canaries of the next owner stay."""
-    reader = SlowReader(ours, shared_peer.address)
-    with closing(reader):
-        reader.source.close()
-        refill(ours.tensors)
-        reader.proxy.fault = Fault.NONE
-        reader.join()
-        assert reader.failure is not None
-        with closing(ours.open(shared_peer.address)) as source:  # all that was under way has passed by now
-            source.read("all", whole_blocks([0], [0], regions=[0]), soon())
-        ours.tensors[0][0] = CANARY
-        assert ours.is_untouched()
-
-
-def test_a_peer_that_dies_in_a_read_fails_it_and_leaves_the_slots_alone(own_peer, ours):
-    reader = SlowReader(ours, own_peer.address)
-    with closing(reader):
-        own_peer.kill()
-        reader.proxy.fault = Fault.NONE
-        reader.join()
-        assert reader.failure is not None
-        refill(ours.tensors)
-        reader.source.close()
-        assert ours.is_untouched()
-
-
-def test_a_peer_that_stands_still_fails_the_read_by_its_deadline_for_good(own_peer, ours):
-    with closing(ours.open(own_peer.address)) as source:
-        own_peer.stop()
-        with pytest.raises(RemoteReadError, match="in time"):
-            source.read("all", whole_blocks(EVERYTHING, EVERYTHING), time.monotonic() + 0.3)
-        refill(ours.tensors)
-        own_peer.go_on()
-        assert own_peer.ask("num_refused") >= 0  # it goes on
-        with pytest.raises(RemoteReadError, match="in time"):
-            source.read("all", whole_blocks([0], [0]), soon())
-        assert ours.is_untouched()
-
-
-def test_a_lease_that_ends_during_a_read_fails_it(own_peer, ours):
-    reader = SlowReader(ours, own_peer.address)
-    with closing(reader):
-        own_peer.ask("revoke", "all")
-        reader.proxy.fault = Fault.NONE
-        reader.join()
-        assert reader.failure is not None
-        assert "lease" in str(reader.failure)
-
-
-def test_bytes_that_are_written_during_a_read_are_found(own_peer, ours):
-    """Half of the request is on its way when the peer computes over it."""
-    reader = SlowReader(ours, own_peer.address)
-    with closing(reader):
-        own_peer.ask("overwrite")
-        reader.proxy.fault = Fault.NONE
-        reader.join()
-        assert "checksum" in str(reader.failure)
-
-
-def test_a_reader_that_stands_still_does_not_keep_the_peer_from_closing(own_peer, ours):
-    with closing(ours.open(own_peer.address)) as source:
-        request = ReadRequest("all", False, struct.pack("<3q", 0, 0, NUM_BLOCKS * BLOCK_BYTES))
-        source._channel.send_frame(msgspec.msgpack.encode(request), soon())
-        source._channel.receive_bytes(12, soon())  # the rest is stuck between the two
-        own_peer.ask("close")
-        own_peer.ask("close")
 
 
 def test_close_ends_every_connection_and_every_thread(ours):
