@@ -102,7 +102,7 @@ def fetch_s(prefill: Rank, decode: Rank, name: str, work: Callable[[], None]) ->
     thread.start()
     port = decode.transfers.port
     assert port is not None
-    prefill.transfers.handle([OpenLease(name, name, slots, NUM_BLOCKS * BLOCK, PeerPort(HOST, port))])
+    prefill.transfers.handle([OpenLease(name, name, slots, NUM_BLOCKS * BLOCK, (PeerPort(HOST, port),))])
     begin = time.perf_counter()
     work()
     computed = time.perf_counter()

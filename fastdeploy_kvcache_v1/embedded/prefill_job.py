@@ -30,6 +30,7 @@ PREFILL_HEADER = "X-KVCache-Prefill"
 """A router names the prefill server of a request: its URL."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+Port = Annotated[int, msgspec.Meta(gt=0, lt=65536)]
 
 
 class PrefillJob(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,8 +41,8 @@ class PrefillJob(msgspec.Struct, forbid_unknown_fields=True):
     sampling: SamplingParams
     """Of the first token."""
     decode_host: str
-    decode_port: Annotated[int, msgspec.Meta(gt=0, lt=65536)]
-    """Where the decode server's worker listens."""
+    decode_ports: Annotated[list[Port], msgspec.Meta(min_length=1, max_length=64)]
+    """Where the decode server's workers listen, by rank."""
     cache_salt: str = ""
     reads_cache: bool = True
     writes_cache: bool = True

@@ -13,13 +13,15 @@ from types import FrameType
 from typing import Any
 
 from ..errors import ConfigError, StorageError
+from ..model import load_model_config
 from ..scheduler.cache_manager import CacheManager
 from ..storage.backends import check_backend, make_tier
 from ..storage.namespace import Namespace
 from ..trace_recorder import TraceRecorder
+from ..transfer.offer_desk import PeerPort
 from .disaggregation.prefill_client import PrefillClient
 from .disaggregation.prefill_endpoint import add_prefill_route
-from .disaggregation.role_info import RoleInfo, add_role_route
+from .disaggregation.role_info import add_role_route, role_info
 from .disaggregation.settings import Role
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore
@@ -138,7 +140,8 @@ def _serve(
         is_remote=lambda generation, num_matched: remote is not None and remote.wants(generation, num_matched),
     )
     is_prefill = config.role is not None and config.role.role is Role.PREFILL
-    peers = PeerRequests(manager, scheduler, remote=remote, offered=OfferedPrefills() if is_prefill else None)
+    offered = OfferedPrefills(config.tensor_parallel_size) if is_prefill else None
+    peers = PeerRequests(manager, scheduler, remote=remote, offered=offered)
     core = EngineCore(
         manager,
         scheduler,
@@ -154,10 +157,8 @@ def _serve(
         storage.observe_latency = metrics.observe_storage
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(Service(config, tokenizer, engine, intake), metrics)
-    if config.role is not None and worker.transfer is not None:
-        role, end = config.role, worker.transfer
-        info = RoleInfo(role.role.value, role.plane, role.address.host, end.port, end.plane_address, end.geometry)
-        add_role_route(app, info)
+    if config.role is not None:
+        add_role_route(app, role_info(config.role, worker.transfer_ends))
         if is_prefill:
             add_prefill_route(app, config, engine, tokenizer, config.role.transfer.secret)
     listener.max_connections = connection_limit(config.max_connections)
@@ -181,12 +182,13 @@ def _remote_prefills(
     config: ServerConfig, worker: ProcessWorkerClient
 ) -> tuple[PrefillClient | None, RemotePrefills | None]:
     """Of a decode server."""
-    if config.role is None or worker.transfer is None or worker.transfer.port is None:
+    if config.role is None or config.role.role is not Role.DECODE:
         return None, None
     asker = PrefillClient(config.role.transfer)
-    address = config.role.address._replace(port=worker.transfer.port)
+    host = config.role.address.host
+    addresses = [PeerPort(host, end.port) for end in worker.transfer_ends if end.port is not None]
     remote = RemotePrefills(
-        asker, address, config.role.transfer, block_size=config.cache.block_size, vocab_size=config.vocab_size
+        asker, addresses, config.role.transfer, block_size=config.cache.block_size, vocab_size=config.vocab_size
     )
     return asker, remote
 
@@ -197,6 +199,7 @@ def _transfer_config(config: ServerConfig) -> TransferConfig | None:
     if role is None:
         return None
     namespace = storage_namespace(config)
+    model = load_model_config(config.model_path, config.model_family, mtp=config.mtp)
     return TransferConfig(
         settings=role.transfer,
         address=role.address,
@@ -204,6 +207,7 @@ def _transfer_config(config: ServerConfig) -> TransferConfig | None:
         plane=role.plane,
         checksums=role.checksums,
         model=hashlib.sha256(f"{namespace.model} {namespace.implementation}".encode()).hexdigest()[:32],
+        num_kv_heads=model.num_kv_heads if model.latent is None else None,
     )
 
 

@@ -234,10 +234,10 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     role = role_settings(args)
     if role is not None and storage is not None:
         raise ConfigError("--role does not go with --kvcache-storage-backend: leave one of them out")
+    if role is not None and role.address.port + values.tensor_parallel_size - 1 > 65_535:
+        raise ConfigError(f"--transfer-address has no ports behind {role.address.port}: each rank needs one")
     if role is not None and not cache.enable_prefix_caching:
         raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
-    if role is not None and values.tensor_parallel_size > 1:
-        raise ConfigError("--role needs --tensor-parallel-size 1: leave one of them out")
     return ServerConfig(
         model_path=model_path,
         served_model_name=given.get("served_model_name", default_name),

@@ -21,7 +21,7 @@ class _Told:
 
 
 class LayerProgress:
-    """Owned by the thread that computes. `tell(lease, end_block, end_layer)` is `OfferDesk.progress`.
+    """Owned by the thread that computes. `tell(lease, end_block, end_layer)`: see `OfferDesk.progress`.
 
     A pass is `begin`, `reached` before each of its layers, and `finish` for the leases whose computation went well. A
     pass that is computed again, because others of its batch were dropped, tells nothing twice.

@@ -19,7 +19,8 @@ class OpenLease(NamedTuple):
     slots: tuple[int, ...]
     """All blocks of the prompt, also those that are found in the cache, in prompt order."""
     num_tokens: int
-    peer: PeerPort
+    peers: tuple[PeerPort, ...]
+    """The ranks of the decode server. Each reads what it needs of this rank's part of the blocks, maybe nothing."""
 
 
 class WithdrawLease(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import CacheStateError
 from ..worker.hazards import HazardTable
@@ -19,10 +19,15 @@ from .rank_messages import CancelFetch, OpenLease, StartFetch, TransferCommand, 
 __all__ = ["RankTransfers"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Leased:
-    lease: str
-    num_tokens: int
+    """A lease as the engine knows it, and on the desk one for each rank of the decode server."""
+
+    command: OpenLease
+    open_parts: set[str] = field(default_factory=set)
+    """On the desk."""
+    error: str | None = None
+    """Why the first part ended that did not end well."""
 
 
 class RankTransfers:
@@ -60,12 +65,16 @@ class RankTransfers:
             once = names_come_once
             self._fetches = FetchDesk(ours, plane, hazards, *listen, regions=regions, names_come_once=once)
         self._progress = LayerProgress(
-            self._offers.progress,
+            self._tell,
             num_layers=geometry.num_layers,
             layer_bytes=sum(role.block_bytes for role in geometry.roles),
         )
         self._leased: dict[str, _Leased] = {}
         """Open leases by request."""
+        self._parts: dict[str, _Leased] = {}
+        """The same by their open parts."""
+        self._num_parts = 0
+        """So far. Names of parts never repeat."""
         self._lease_ends: list[LeaseEnd] = []
         self._fetch_results: list[FetchResult] = []
         self._step = -1
@@ -93,7 +102,7 @@ class RankTransfers:
                 case OpenLease():
                     self._open(command)
                 case WithdrawLease():
-                    self._offers.withdraw(command.lease, command.reason)
+                    self._withdraw(command)
                 case StartFetch():
                     self._start(command)
                 case CancelFetch():
@@ -104,7 +113,7 @@ class RankTransfers:
     def begin_pass(self, ends: Iterable[tuple[str, int]]) -> None:
         """A pass computes these requests up to their `end` tokens; those without a lease are left out."""
         self._progress.begin(
-            [(leased.lease, self._end_block(leased, end)) for name, end in ends if (leased := self._leased.get(name))]
+            [(name, self._end_block(leased.command, end)) for name, end in ends if (leased := self._leased.get(name))]
         )
 
     def layer_begins(self, layer: int) -> None:
@@ -114,16 +123,14 @@ class RankTransfers:
 
     def end_pass(self, computed: Collection[str]) -> None:
         """The pass is over, well for the requests `computed`. The engine withdraws the leases of the others."""
-        self._progress.finish([leased.lease for name in computed if (leased := self._leased.get(name))])
+        self._progress.finish(computed)
         self.turn()
 
     def turn(self) -> None:
         """Let both desks act on what has arrived and on deadlines."""
-        for end in self._offers.turn():
-            self._progress.forget(end.lease)
-            if (leased := self._leased.get(end.request_id)) is not None and leased.lease == end.lease:
-                del self._leased[end.request_id]
-            self._lease_ends.append(end)
+        while ends := self._offers.turn():
+            for end in ends:
+                self._part_ended(end)
         if self._fetches is not None:
             self._fetch_results += self._fetches.turn(self._step)
 
@@ -154,12 +161,41 @@ class RankTransfers:
             self._fetches.check_idle()
 
     def _open(self, command: OpenLease) -> None:
+        leased = _Leased(command)
         try:
-            self._offers.open(command.lease, command.request_id, command.slots, command.num_tokens, command.peer)
-        except CacheStateError as error:
+            if command.request_id in self._leased:
+                raise CacheStateError(f"lease {command.lease!r}: request {command.request_id!r} has one already")
+            for peer in command.peers:
+                self._num_parts += 1
+                part = str(self._num_parts)
+                self._offers.open(part, command.request_id, command.slots, command.num_tokens, peer)
+                self._parts[part] = leased
+                leased.open_parts.add(part)
+        except CacheStateError as error:  # before the first part: what is wrong with one is with all
             self._lease_ends.append(LeaseEnd(command.lease, command.request_id, str(error)))
             return
-        self._leased[command.request_id] = _Leased(command.lease, command.num_tokens)
+        self._leased[command.request_id] = leased
+
+    def _withdraw(self, command: WithdrawLease) -> None:
+        for part in [name for name, leased in self._parts.items() if leased.command.lease == command.lease]:
+            self._offers.withdraw(part, command.reason)
+
+    def _tell(self, request_id: str, end_block: int, end_layer: int) -> None:
+        for part in self._leased[request_id].open_parts:
+            self._offers.progress(part, end_block, end_layer)
+
+    def _part_ended(self, end: LeaseEnd) -> None:
+        """What a rank of the decode server cannot have, its other ranks have no use for."""
+        leased = self._parts.pop(end.lease)
+        leased.open_parts.discard(end.lease)
+        if end.error is not None and leased.error is None:
+            leased.error = end.error
+            for part in leased.open_parts:
+                self._offers.withdraw(part, end.error)
+        if not leased.open_parts:
+            del self._leased[end.request_id]
+            self._progress.forget(end.request_id)
+            self._lease_ends.append(LeaseEnd(leased.command.lease, end.request_id, leased.error))
 
     def _start(self, command: StartFetch) -> None:
         error = "this server's role is not decode: it fetches nothing"
@@ -174,6 +210,6 @@ class RankTransfers:
                 return
         self._fetch_results.append(FetchResult(command.request_id, 0, 0.0, command.slots, error))
 
-    def _end_block(self, leased: _Leased, end: int) -> int:
+    def _end_block(self, command: OpenLease, end: int) -> int:
         """The block that the prompt's end is in counts once the prompt is complete."""
-        return -(-end // self.block_size) if end >= leased.num_tokens else end // self.block_size
+        return -(-end // self.block_size) if end >= command.num_tokens else end // self.block_size

@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -150,17 +150,16 @@ def cluster(
     *flags: str,
     num_prefill: int = 1,
     num_decode: int = 1,
-    decode_flags: tuple[str, ...] = (),
+    role_flags: Mapping[str, tuple[str, ...]] | None = None,
     environment: dict[str, str] | None = None,
 ) -> Iterator[Cluster]:
-    """All ready, and killed at the end. `flags` of every server."""
+    """All ready, and killed at the end. `flags` of every server, `role_flags` of those of a role."""
     directory.mkdir(exist_ok=True)
     made = Cluster(directory, flags, environment)
     with made.stack:
-        for number in range(num_prefill):
-            made.start(f"prefill{number}")
-        for number in range(num_decode):
-            made.start(f"decode{number}", *decode_flags)
+        for role, count in zip(ROLES, (num_prefill, num_decode), strict=True):
+            for number in range(count):
+                made.start(f"{role}{number}", *(role_flags or {}).get(role, ()))
         for server in made.servers.values():
             server.wait_ready(PATIENCE_S)
         made.start_router()

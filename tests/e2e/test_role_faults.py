@@ -210,7 +210,8 @@ def doctor(servers: Cluster, *flags: str) -> str:
 
 
 def test_doctor_tells_who_is_there_and_fits(tmp_path):
-    with cluster(tmp_path, *FLAGS) as servers:
+    role_flags = {"prefill": ("--tensor-parallel-size", "2")}
+    with cluster(tmp_path, *FLAGS, role_flags=role_flags) as servers:
         prefill, decode = (servers.servers[name].url for name in ("prefill0", "decode0"))
         named = ("--prefill", prefill, "--decode", decode)
         found = doctor(servers, *named, *servers.secret_flags)

@@ -25,3 +25,18 @@ def test_tokens_are_those_of_a_mixed_server(tmp_path, expected):
             assert run_workload(client) == expected
         servers.assert_idle()
         servers.stop()
+
+
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 1), (2, 4)])
+def test_servers_with_other_numbers_of_ranks_read_the_heads_that_each_needs(
+    tmp_path, expected, num_prefill_ranks, num_decode_ranks
+):
+    sizes = {"prefill": num_prefill_ranks, "decode": num_decode_ranks}
+    role_flags = {role: ("--tensor-parallel-size", str(size)) for role, size in sizes.items()}
+    with cluster(tmp_path, *ROOMY, role_flags=role_flags) as servers:
+        with servers.router.client() as client:
+            assert run_workload(client) == expected
+        assert servers.total("decode", "prompts_recomputed_total") == 0
+        assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") > 10
+        servers.assert_idle()
+        servers.stop()

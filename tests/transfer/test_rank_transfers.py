@@ -7,7 +7,7 @@ from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, OpenLease,
 from fastdeploy_kvcache_v1.transfer.rank_transfers import RankTransfers
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from tests.transfer.peer import HOST
-from tests.transfer.ranks import BLOCK, LAYERS, DecodeRank, PrefillRank, until
+from tests.transfer.ranks import BLOCK, LAYERS, DecodeRank, PrefillRank, geometry, until
 
 
 class Glued:
@@ -28,17 +28,32 @@ class Glued:
 
 
 @pytest.fixture
-def pair():
-    prefill = Glued(PrefillRank())
-    decode = Glued(DecodeRank(), PeerPort(HOST, 0))
-    yield prefill, decode
-    for each in (prefill, decode):
+def servers():
+    """Makes the ranks of a prefill and of a decode server."""
+    made = []
+
+    def make(num_prefill, num_decode):
+        prefills = [Glued(PrefillRank(rank_geometry=geometry(num_prefill, rank))) for rank in range(num_prefill)]
+        places = [DecodeRank(rank_geometry=geometry(num_decode, rank)) for rank in range(num_decode)]
+        decodes = [Glued(rank, PeerPort(HOST, 0)) for rank in places]
+        made.extend([*prefills, *decodes])
+        return prefills, decodes
+
+    yield make
+    for each in made:
         each.glue.close()
         each.glue.check_idle()
 
 
-def open_lease(prefill, decode, slots, *, tokens, name="r"):
-    prefill.glue.handle([OpenLease(name, name, tuple(slots), tokens, PeerPort(HOST, decode.glue.port))])
+@pytest.fixture
+def pair(servers):
+    (prefill,), (decode,) = servers(1, 1)
+    return prefill, decode
+
+
+def open_lease(prefill, *decodes, slots, tokens, name="r"):
+    peers = tuple(PeerPort(HOST, decode.glue.port) for decode in decodes)
+    prefill.glue.handle([OpenLease(name, name, tuple(slots), tokens, peers)])
 
 
 def compute(prefill, end, *, up_to=LAYERS, name="r"):
@@ -50,7 +65,7 @@ def compute(prefill, end, *, up_to=LAYERS, name="r"):
 def test_chunks_of_a_prompt_arrive_as_they_are_computed(pair):
     prefill, decode = pair
     slots, tokens = [3, 9, 4], 2 * BLOCK + 5
-    open_lease(prefill, decode, slots, tokens=tokens)
+    open_lease(prefill, decode, slots=slots, tokens=tokens)
     decode.glue.handle([StartFetch("r", (20, 21, 22), 0)])
     assert prefill.glue.is_busy
     assert decode.glue.is_busy
@@ -69,7 +84,7 @@ def test_chunks_of_a_prompt_arrive_as_they_are_computed(pair):
 
 def test_what_a_failed_pass_did_not_finish_is_not_fetched(pair):
     prefill, decode = pair
-    open_lease(prefill, decode, [3, 9], tokens=2 * BLOCK)
+    open_lease(prefill, decode, slots=[3, 9], tokens=2 * BLOCK)
     decode.glue.handle([StartFetch("r", (20, 21), 0)])
     compute(prefill, 2 * BLOCK)
     prefill.glue.end_pass([])
@@ -88,10 +103,61 @@ def test_a_command_that_cannot_be_carried_out_fails_alone(pair):
     prefill.turn()
     assert [(each.request_id, each.failed_slots) for each in decode.fetches] == [("other", (21,))]
     assert "role is not decode" in prefill.fetches[0].error
-    open_lease(prefill, decode, [1], tokens=BLOCK)
-    open_lease(prefill, decode, [2], tokens=BLOCK)
+    open_lease(prefill, decode, slots=[1], tokens=BLOCK)
+    open_lease(prefill, decode, slots=[2], tokens=BLOCK)
     prefill.turn()
-    assert [each.error for each in prefill.leases] == ["lease 'r' is open already"]
+    assert [each.error for each in prefill.leases] == ["lease 'r': request 'r' has one already"]
     decode.glue.handle([CancelFetch("r", "not wanted")])
     decode.turn()
     assert decode.fetches[-1].error == "not wanted"
+
+
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+def test_servers_with_other_numbers_of_ranks_read_what_each_needs(servers, num_prefill, num_decode):
+    prefills, decodes = servers(num_prefill, num_decode)
+    for decode in decodes:
+        decode.glue.handle([StartFetch("r", (20, 21), 0)])
+    for prefill in prefills:
+        open_lease(prefill, *decodes, slots=[3, 9], tokens=2 * BLOCK)
+        compute(prefill, 2 * BLOCK)
+        prefill.glue.end_pass(["r"])
+    everyone = [*prefills, *decodes]
+    until(lambda: all(each.leases or each.fetches for each in everyone), *everyone)
+    assert [each.fetches[0].error for each in decodes] == [None] * num_decode
+    assert [each.leases for each in prefills] == [[("r", "r", None)]] * num_prefill
+    assert all(each.rank.holds([20, 21], 1, [3, 9]) for each in decodes)
+    assert not any(each.glue.is_busy for each in everyone)
+
+
+def test_a_lease_ends_once_and_is_of_no_use_to_the_other_ranks_when_it_ends_badly_for_one(servers):
+    (prefill,), decodes = servers(1, 2)
+    for decode in decodes:
+        decode.glue.handle([StartFetch("r", (20, 21), 0)])
+    open_lease(prefill, *decodes, slots=[3, 9], tokens=2 * BLOCK)
+    until(lambda: all(each.glue._fetches.num_offers for each in decodes), prefill, *decodes)
+    decodes[1].glue.handle([CancelFetch("r", "its slot is broken")])
+    until(lambda: prefill.leases and all(each.fetches for each in decodes), prefill, *decodes)
+    assert prefill.leases == [("r", "r", "its slot is broken")]
+    assert "its slot is broken" in decodes[0].fetches[0].error
+    compute(prefill, 2 * BLOCK)
+    prefill.glue.end_pass(["r"])
+    for _ in range(3):
+        prefill.turn()
+    assert len(prefill.leases) == 1
+    assert not prefill.rank.hazards.before(Actor.COMPUTE, writes=[3, 9]), "nobody reads these slots"
+
+
+def test_a_lease_holds_its_slots_until_the_last_rank_has_read_them(servers):
+    (prefill,), (decode, late) = servers(1, 2)
+    decode.glue.handle([StartFetch("r", (20, 21), 0)])
+    open_lease(prefill, decode, late, slots=[3, 9], tokens=2 * BLOCK)
+    compute(prefill, 2 * BLOCK)
+    prefill.glue.end_pass(["r"])
+    until(lambda: decode.fetches, prefill, decode, late)
+    assert not prefill.leases
+    assert prefill.rank.hazards.before(Actor.COMPUTE, writes=[3, 9])
+    late.glue.handle([StartFetch("r", (40, 41), 0)])
+    until(lambda: late.fetches and prefill.leases, prefill, decode, late)
+    assert prefill.leases == [("r", "r", None)]
+    assert late.rank.holds([40, 41], 1, [3, 9])
+    assert not prefill.rank.hazards.before(Actor.COMPUTE, writes=[3, 9])

@@ -67,7 +67,7 @@ def _generation(job: PrefillJob, config: ServerConfig, tokenizer: Tokenizer, str
         prompt_ids=tuple(job.prompt_ids),
         max_tokens=1,
         sampling=job.sampling,
-        offered_to=PeerPort(job.decode_host, job.decode_port),
+        offered_to=tuple(PeerPort(job.decode_host, port) for port in job.decode_ports),
     )
     access = CacheAccess(job.reads_cache, job.writes_cache)
     hasher = BlockHasher(config.cache.block_size, salt=job.cache_salt.encode(), access=access)

@@ -59,18 +59,22 @@ def _ask(url: str, role: str) -> RoleInfo:
 def _reach(url: str, info: RoleInfo, secret: bytes) -> Verdict:
     deadline = time.monotonic() + TIMEOUT_S
     name = f"{info.role} server {url}"
-    if info.port is not None:
-        channel = connect(info.host, info.port, deadline)
-        try:
-            prove_to_peer(channel, secret, b"control", deadline)
-        finally:
-            channel.close()
-        return True, name, f"its worker listens at {info.host}:{info.port} and knows the secret"
+    ports = [rank.port for rank in info.ranks if rank.port is not None]
+    if ports:
+        for port in ports:
+            channel = connect(info.host, port, deadline)
+            try:
+                prove_to_peer(channel, secret, b"control", deadline)
+            finally:
+                channel.close()
+        where = ", ".join(f"{info.host}:{port}" for port in ports)
+        return True, name, f"listens for prefill workers at {where} and knows the secret"
     if info.plane != "socket":
         return None, name, f"it answers; the plane {info.plane} is not tried from here"
     plane = SocketPlane("127.0.0.1", secret)
     try:
-        plane.open(info.plane_address, deadline).close()
+        for rank in info.ranks:
+            plane.open(rank.plane_address, deadline).close()
     finally:
         plane.close()
     return True, name, "its blocks can be reached, and it knows the secret"
@@ -79,4 +83,6 @@ def _reach(url: str, info: RoleInfo, secret: bytes) -> Verdict:
 def _require_fit(source: RoleInfo, target: RoleInfo) -> None:
     if source.plane != target.plane:
         raise PeerRefusedError(f"--transfer-plane is {source.plane} and {target.plane}: give both the same one")
-    require_compatible(source.geometry, target.geometry)
+    for theirs in target.ranks:
+        for ours in source.ranks:
+            require_compatible(ours.geometry, theirs.geometry)

@@ -140,7 +140,7 @@ class Engine:
             case StepResult():
                 self._post(lambda: self._core.on_step_result(message, rank))
             case TransferNews():
-                self._post(lambda: self._core.on_transfer_news(message))
+                self._post(lambda: self._core.on_transfer_news(message, rank))
             case TransferReport():
                 self._post(lambda: self._core.on_report(message, rank))
 

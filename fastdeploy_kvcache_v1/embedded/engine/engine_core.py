@@ -223,11 +223,11 @@ class EngineCore:
         if self._closed is None:
             self.storage.answered(answer)
 
-    def on_transfer_news(self, news: TransferNews) -> None:
-        """Take what ended between this server and others."""
+    def on_transfer_news(self, news: TransferNews, rank: int = 0) -> None:
+        """Take what ended between a rank of this server and others."""
         if self._closed is not None:
             return
-        for end in self.peers.reported(news):
+        for end in self.peers.reported(news, rank):
             generation = self._generations.get(end.request_id)
             if generation is not None:  # the decode server has no use for it any more
                 self._fail(generation, 503, f"its blocks cannot be read any more: {end.error}")

@@ -37,8 +37,8 @@ class GenerationRequest:
     session: str | None = None
     """What the client calls the session or user, for a recorded trace."""
     cache_salt: str = ""
-    offered_to: PeerPort | None = None
-    """On a prefill server: the decode server that reads the prompt's blocks."""
+    offered_to: tuple[PeerPort, ...] = ()
+    """On a prefill server: the workers of the decode server that reads the prompt's blocks, by rank."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ class OfferedPrefills:
     only reads them, and hears that what it read is not valid.
     """
 
-    def __init__(self) -> None:
-        self.ledger = LeaseLedger()
+    def __init__(self, num_ranks: int = 1) -> None:
+        """`num_ranks`: worker ranks of this server."""
+        self.ledger = LeaseLedger(num_ranks=num_ranks)
         self._commands: list[TransferCommand] = []
 
     def __len__(self) -> int:
@@ -30,21 +31,24 @@ class OfferedPrefills:
 
     def open(self, generation: Generation) -> None:
         """It is admitted with slots for its whole prompt, and has not been computed."""
-        peer = generation.request.offered_to
-        assert peer is not None, f"request {generation.request_id} is offered to nobody"
+        peers = generation.request.offered_to
+        assert peers, f"request {generation.request_id} is offered to nobody"
         self.ledger.open(generation.request_id)
         num_tokens = len(generation.request.prompt_ids)
         slots = tuple(generation.block_table)
-        self._commands.append(OpenLease(generation.request_id, generation.request_id, slots, num_tokens, peer))
+        self._commands.append(OpenLease(generation.request_id, generation.request_id, slots, num_tokens, peers))
 
     def withdraw(self, request_id: str, reason: str) -> None:
         """Does nothing without an open lease."""
         if self.ledger.withdraw(request_id):
             self._commands.append(WithdrawLease(request_id, reason))
 
-    def reported(self, end: LeaseEnd) -> bool:
-        """The worker's report; whether the lease is over."""
-        return self.ledger.report(end)
+    def reported(self, end: LeaseEnd, rank: int = 0) -> bool:
+        """A worker rank's report; whether the lease is over. What ended badly on one is of no use on the others."""
+        is_over = self.ledger.report(end, rank)
+        if end.error is not None and not is_over:
+            self.withdraw(end.request_id, end.error)
+        return is_over
 
     def take_commands(self) -> list[TransferCommand]:
         """For the next batch."""

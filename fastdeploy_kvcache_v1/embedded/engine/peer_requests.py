@@ -57,7 +57,7 @@ class PeerRequests:
             self.remote.begin(generation)
         for item in plan:
             generation = item.generation
-            if generation.request.offered_to is not None and not self.knows(generation.request_id):
+            if generation.request.offered_to and not self.knows(generation.request_id):
                 assert self.offered is not None, "this server offers no blocks"
                 self.offered.open(generation)
 
@@ -109,12 +109,12 @@ class PeerRequests:
         """A prefill server's answer. Returns one whose token is wanted; `go_on` follows when that has been taken."""
         return None if self.remote is None else self.remote.answered(request_id, answer)
 
-    def reported(self, news: TransferNews) -> list[LeaseEnd]:
-        """The worker's news. Returns the leases that ended before their request was computed."""
+    def reported(self, news: TransferNews, rank: int = 0) -> list[LeaseEnd]:
+        """News of a worker rank. Returns the leases that are over before their request was computed."""
         early = []
         for end in news.leases:
             assert self.offered is not None, "this server offers no blocks"
-            if self.offered.reported(end):
+            if self.offered.reported(end, rank):
                 generation = self._computed.pop(end.request_id, None)
                 if generation is not None:
                     self._scheduler.finish(generation)
@@ -122,7 +122,7 @@ class PeerRequests:
                     early.append(end)
         for result in news.fetches:
             assert self.remote is not None, "this server fetches nothing"
-            self.remote.reported(result)
+            self.remote.reported(result, rank)
         self.go_on()
         return early
 

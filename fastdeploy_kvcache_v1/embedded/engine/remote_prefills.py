@@ -9,7 +9,7 @@ hands only when the fetch is over on the worker: then no byte can arrive any mor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -77,16 +77,18 @@ class RemotePrefills:
     def __init__(
         self,
         asker: PrefillAsker,
-        address: PeerPort,
+        addresses: Sequence[PeerPort],
         settings: TransferSettings,
         *,
         block_size: int,
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`address`: where this server's worker listens. Prompts with less than a block to fetch are declined."""
+        """`addresses`: where this server's workers listen, by rank, all on one host. Prompts with less than a block to
+        fetch are declined.
+        """
         self._asker = asker
-        self._address = address
+        self._addresses = addresses
         self._settings = settings
         self._block_size = block_size
         self._vocab_size = vocab_size
@@ -94,7 +96,7 @@ class RemotePrefills:
         self._open: dict[str, _Prefill] = {}
         self._commands: list[TransferCommand] = []
         self._resumed: list[Resumed] = []
-        self.ledger = FetchLedger(clock=clock)
+        self.ledger = FetchLedger(num_ranks=len(addresses), clock=clock)
         self.counters = PrefillCounters()
 
     def __len__(self) -> int:
@@ -138,9 +140,9 @@ class RemotePrefills:
         self._settle(request_id)
         return known.answer
 
-    def reported(self, result: FetchResult) -> None:
-        """The worker's report of a fetch."""
-        self._ended(self.ledger.report(result))
+    def reported(self, result: FetchResult, rank: int = 0) -> None:
+        """A worker rank's report of a fetch."""
+        self._ended(self.ledger.report(result, rank))
 
     def leave(self, request_id: str) -> None:
         """The request has ended for its client. Its slots follow when no byte can arrive in them any more."""
@@ -193,8 +195,8 @@ class RemotePrefills:
             request_id=request.request_id,
             prompt_ids=list(request.prompt_ids),
             sampling=generation.sampling,
-            decode_host=self._address.host,
-            decode_port=self._address.port,
+            decode_host=self._addresses[0].host,
+            decode_ports=[address.port for address in self._addresses],
             cache_salt=request.cache_salt,
             reads_cache=hasher.access.reads,
             writes_cache=hasher.access.writes,

@@ -152,7 +152,7 @@ class Scheduler:
         assert generation.state is State.RUNNING, f"preempted request {generation.request_id} was not running"
         self._manager.preempt(generation.request_id)
         self._running.remove(generation)
-        if generation.request.offered_to is not None:
+        if generation.request.offered_to:
             generation.has_lost_offer = True
             self.lost_offers.append(generation)
         planned = self._plan.pop(generation.request_id, None)
@@ -340,7 +340,7 @@ class Scheduler:
             return self._following[generation.arrival]
         if generation.state in (State.OFFERED, State.LEAVING):
             return 0
-        if generation.state is State.FETCHING or generation.request.offered_to is not None:
+        if generation.state is State.FETCHING or generation.request.offered_to:
             return self._num_wanted_blocks(generation) - self._num_blocks(len(generation.request.prompt_ids))
         planned = self._plan.get(generation.request_id)
         num_held = generation.num_computed + (0 if planned is None else planned.num_tokens)

@@ -62,8 +62,8 @@ class ProcessWorkerClient:
         """Name of the implementation behind every copy op of the workers."""
         self.copy_paths: list[tuple[CopyPath, ...]] = []
         """How each rank copies."""
-        self.transfer: TransferEnd | None = None
-        """Where other servers reach the worker of a server with a role."""
+        self.transfer_ends: list[TransferEnd] = []
+        """Where other servers reach each rank, with a role."""
         try:
             if config.storage is not None:
                 self.storage = _bind_storage(self._directory, config.storage, config.tensor_parallel_size)
@@ -110,7 +110,9 @@ class ProcessWorkerClient:
         self._remove_directory()
         for rank in self._ranks:
             ready = rank.wait_ready()
-            self.ops, self.transfer = ready.ops, ready.transfer
+            self.ops = ready.ops
+            if ready.transfer is not None:
+                self.transfer_ends.append(ready.transfer)
             self.copy_paths.append(ready.paths)
 
     def _require_start(self) -> None:

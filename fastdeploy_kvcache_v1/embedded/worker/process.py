@@ -139,7 +139,11 @@ def _build(
         host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
     )
     caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
-    transfers = None if config.transfer is None else make_transfers(config.transfer, controller, config.block_size)
+    transfers = None
+    if config.transfer is not None:
+        transfers = make_transfers(
+            config.transfer, controller, config.block_size, rank=ranks.rank, num_ranks=ranks.size
+        )
 
     def on_progress() -> None:
         board.advance()

@@ -22,26 +22,44 @@ class TransferConfig:
 
     settings: TransferSettings
     address: PeerPort
-    """Where it listens, 0 for a free port. A decode server: for prefill servers; a prefill server: for reads."""
+    """Where rank 0 listens, 0 for a free port; the others on the ports behind. A decode server: for prefill servers; a
+    prefill server: for reads.
+    """
     is_decode: bool
     plane: str
     checksums: bool
     model: str
     """Digest of what decides the bytes of a block; the same on both sides."""
+    num_kv_heads: int | None
+    """Of the model, which its ranks share; None for a latent cache, which is whole on each."""
+
+    def address_of(self, rank: int) -> PeerPort:
+        port = self.address.port
+        return self.address._replace(port=port + rank if port else 0)
 
 
-def make_transfers(config: TransferConfig, controller: CacheController, block_size: int) -> RankTransfers:
-    """Raises `ConfigError` when it cannot listen, or the plane does not work here."""
+def make_transfers(
+    config: TransferConfig, controller: CacheController, block_size: int, *, rank: int = 0, num_ranks: int = 1
+) -> RankTransfers:
+    """Of one rank. Raises `ConfigError` when it cannot listen, or the plane does not work here."""
     regions = [rows for layer in controller.device_rows for rows in layer]
-    plane = _make_plane(config)
+    address = config.address_of(rank)
+    plane = _make_plane(config, address)
     try:
         plane.register(regions)
-        geometry = Geometry.of(controller.layout, model=config.model, block_size=block_size)
+        geometry = Geometry.of(
+            controller.layout,
+            model=config.model,
+            block_size=block_size,
+            tp_size=num_ranks,
+            tp_rank=rank,
+            num_kv_heads=config.num_kv_heads,
+        )
         return RankTransfers(
             Self(geometry, plane.address(), config.settings),
             plane,
             controller.device_hazards,
-            listen=config.address if config.is_decode else None,
+            listen=address if config.is_decode else None,
             # A plane without checksums of its own: both sides compare a digest of their memory.
             regions=regions if config.checksums and config.plane != "socket" else (),
         )
@@ -50,8 +68,8 @@ def make_transfers(config: TransferConfig, controller: CacheController, block_si
         raise
 
 
-def _make_plane(config: TransferConfig) -> DataPlane:
-    host, port = config.address
+def _make_plane(config: TransferConfig, address: PeerPort) -> DataPlane:
+    host, port = address
     if config.plane == "mooncake":
         from ...transfer.mooncake_plane import MooncakePlane  # only then its package is needed
 

@@ -71,7 +71,7 @@ class PrefillRank(RankRole):
             self._end(name, f"a decode server with {len(ports)} ranks cannot read from this one")
             return
         peer = PeerPort(str(info["decode_ip"]), int(ports[0]))
-        self.transfers.handle([OpenLease(name, name, slots, int(task.need_prefill_tokens), peer)])
+        self.transfers.handle([OpenLease(name, name, slots, int(task.need_prefill_tokens), (peer,))])
 
     def turn(self, step: int) -> None:
         self.transfers.turn()

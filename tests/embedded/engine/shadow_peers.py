@@ -1,7 +1,8 @@
 """A prefill engine and a decode engine over shadow workers. What travels between them comes when the test says so.
 
 A slot that is being fetched holds anything until its fetch has ended, and a block that is offered is read at the last
-moment: an engine that gives slots away too early, or uses them too early, changes tokens.
+moment: an engine that gives slots away too early, or uses them too early, changes tokens. Both engines may have several
+worker ranks, of which each reports for itself: rank for rank one reads from the other.
 """
 
 from __future__ import annotations
@@ -56,24 +57,29 @@ class Engine:
         return self.batch is not None
 
     def tell_news(self):
-        """Everything that the worker has reported by now arrives."""
+        """Everything that the worker's ranks have reported by now arrives."""
         news, self.news = self.news, []
-        for each in news:
-            self.core.on_transfer_news(each)
+        for rank, each in news:
+            self.core.on_transfer_news(each, rank)
             self.harness.manager.check()
 
 
 class Peers:
     """`prefill` and `decode`, and the worker halves between them."""
 
-    def __init__(self, *, seed=0, prefill_blocks=64, decode_blocks=64, host_blocks=0, fails=None, **options):
+    def __init__(
+        self, *, seed=0, prefill_blocks=64, decode_blocks=64, host_blocks=0, fails=None, num_ranks=1, **options
+    ):
+        self.num_ranks = num_ranks
         self.random = random.Random(seed)
         self.clock = Clock()
         self.asked = {}
         self.dropped = set()
         self.settings = TransferSettings(secret=b"sixteen bytes or more")
-        self.remote = RemotePrefills(self, HERE, self.settings, block_size=BLOCK, vocab_size=1000, clock=self.clock)
-        self.offered = OfferedPrefills()
+        self.remote = RemotePrefills(
+            self, [HERE] * num_ranks, self.settings, block_size=BLOCK, vocab_size=1000, clock=self.clock
+        )
+        self.offered = OfferedPrefills(num_ranks)
         fails = {} if fails is None else {"fails": fails}
         self.prefill = Engine(
             Harness(
@@ -86,6 +92,10 @@ class Peers:
         self.leases: dict[str, OpenLease] = {}
         self.complete: set[str] = set()
         self.fetches: dict[str, StartFetch] = {}
+        """Until every rank has reported; so are the leases."""
+        self.failing: set[str] = set()
+        """Fetches that failed on a rank: their content is never whole."""
+        self.ranks_left: dict[OpenLease | StartFetch, set[int]] = {}
         self.num_copied = 0
 
     # ---- what the decode engine asks over HTTP
@@ -94,7 +104,7 @@ class Peers:
         assert url == URL
         recorder = self.asked[job.request_id] = Recorder()
         generation = self.prefill.harness.generation(
-            job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=HERE
+            job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=(HERE,) * self.num_ranks
         )
         self.prefill.core.submit(generation)
 
@@ -128,9 +138,11 @@ class Peers:
         for command in batch.transfers:
             if isinstance(command, OpenLease):
                 self.leases[command.lease] = command
+                self.ranks_left[command] = set(range(self.num_ranks))
             elif isinstance(command, StartFetch):
                 assert not {slot for each in self.fetches.values() for slot in each.slots} & set(command.slots)
                 self.fetches[command.request_id] = command
+                self.ranks_left[command] = set(range(self.num_ranks))
         for task in batch.requests:
             lease = self.leases.get(task.request_id) if engine is self.prefill else None
             if lease is not None and task.start + len(task.token_ids) == lease.num_tokens:
@@ -144,35 +156,56 @@ class Peers:
         self.end(engine)
         return True
 
-    def end_lease(self, lease, error=None):
-        if lease in self.leases:
-            request_id = self.leases.pop(lease).request_id
+    def end_lease(self, lease, error=None, rank=None):
+        """On one rank, or on all that have not ended it."""
+        for each in self._ranks(self.leases.get(lease), rank):
+            self.prefill.news.append((each, TransferNews(leases=(LeaseEnd(lease, lease, error),))))
+        if lease in self.leases and not self.ranks_left[self.leases[lease]]:
+            del self.ranks_left[self.leases[lease]], self.leases[lease]
             self.complete.discard(lease)
-            self.prefill.news.append(TransferNews(leases=(LeaseEnd(lease, request_id, error),)))
 
-    def fail_fetch(self, request_id, error):
-        if request_id in self.fetches:
-            slots = self.fetches.pop(request_id).slots
-            self.decode.news.append(TransferNews(fetches=(FetchResult(request_id, 0, 1.0, slots, error),)))
-            self.end_lease(request_id, error)
+    def fail_fetch(self, request_id, error, rank=None):
+        fetch = self.fetches.get(request_id)
+        if fetch is not None and (rank is None or rank in self.ranks_left[fetch]):
+            self.failing.add(request_id)
+            self._end_fetch(request_id, error, rank)
+
+    def _end_fetch(self, request_id, error, rank):
+        fetch = self.fetches[request_id]
+        for each in self._ranks(fetch, rank):
+            result = FetchResult(request_id, 100, 1.0, () if error is None else fetch.slots, error)
+            self.decode.news.append((each, TransferNews(fetches=(result,))))
+            self.end_lease(request_id, error, each)
+        if not self.ranks_left[fetch]:
+            del self.fetches[request_id], self.ranks_left[fetch]
+            self.failing.discard(request_id)
+
+    def _ranks(self, command, rank):
+        """Those of a lease or a fetch that end now."""
+        left = self.ranks_left.get(command, set())
+        ending = left & ({rank} if rank is not None else left)
+        left -= ending
+        return self.random.sample(sorted(ending), len(ending))
 
     def scribble(self, request_id):
         """A byte arrives."""
         slot = self.random.choice(self.fetches[request_id].slots)
         self.decode.harness.worker.device[slot] = [GARBAGE] * BLOCK
 
-    def arrive(self, request_id):
-        """The whole fetch, if all of it is computed: what the offered slots hold now."""
+    def arrive(self, request_id, rank=None):
+        """All that a rank fetches, or every rank that is left, if it is computed. With the last one the content is
+        whole: what the offered slots hold now.
+        """
         lease, fetch = self.leases.get(request_id), self.fetches[request_id]
         if lease is None or request_id not in self.complete:
             return False
-        sources = lease.slots[fetch.first_block :]
-        for source, target in zip(sources, fetch.slots, strict=True):
-            self.decode.harness.worker.device[target] = list(self.prefill.harness.worker.device[source])
-        self.num_copied += len(sources)
-        del self.fetches[request_id]
-        self.decode.news.append(TransferNews(fetches=(FetchResult(request_id, 100, 1.0),)))
-        self.end_lease(request_id)
+        is_last = rank is None or self.ranks_left[fetch] == {rank}
+        if is_last and request_id not in self.failing:
+            sources = lease.slots[fetch.first_block :]
+            for source, target in zip(sources, fetch.slots, strict=True):
+                self.decode.harness.worker.device[target] = list(self.prefill.harness.worker.device[source])
+            self.num_copied += len(sources)
+        self._end_fetch(request_id, None, rank)
         return True
 
     # ---- requests

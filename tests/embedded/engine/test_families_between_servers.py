@@ -28,7 +28,13 @@ class Side:
     def __init__(self, family, *, mtp, roles, is_decode, settings, **options):
         self.engine = FamilyEngine(family, mtp=mtp, roles=roles, **options)
         config = TransferConfig(
-            settings=settings, address=HERE, is_decode=is_decode, plane="socket", checksums=True, model=family
+            settings=settings,
+            address=HERE,
+            is_decode=is_decode,
+            plane="socket",
+            checksums=True,
+            model=family,
+            num_kv_heads=None,
         )
         self.transfers = make_transfers(config, self.engine.controller, BLOCK)
         self.engine.runner._transfers = self.transfers
@@ -53,19 +59,19 @@ class Pair:
     def __init__(self, family, *, mtp=False, **options):
         settings = TransferSettings(secret=SECRET)
         self.offered = OfferedPrefills()
-        self.remote = RemotePrefills(self, HERE, settings, block_size=BLOCK, vocab_size=10**6)
+        self.remote = RemotePrefills(self, [HERE], settings, block_size=BLOCK, vocab_size=10**6)
         self.prefill = Side(
             family, mtp=mtp, roles={"offered": self.offered}, is_decode=False, settings=settings, **options
         )
         self.decode = Side(family, mtp=mtp, roles={"remote": self.remote}, is_decode=True, settings=settings, **options)
-        self.remote._address = PeerPort("127.0.0.1", self.decode.transfers.port)
+        self.remote._addresses = [PeerPort("127.0.0.1", self.decode.transfers.port)]
         self.asked = {}
 
     def ask(self, url, job):
         recorder = self.asked[job.request_id] = Recorder()
-        peer = PeerPort(job.decode_host, job.decode_port)
+        peers = tuple(PeerPort(job.decode_host, port) for port in job.decode_ports)
         generation = self.prefill.engine.harness.generation(
-            job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=peer
+            job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=peers
         )
         self.prefill.core.submit(generation)
 

@@ -209,6 +209,55 @@ def test_an_offered_request_keeps_its_blocks_until_the_lease_ends():
     peers.check_idle()
 
 
+def test_blocks_are_used_when_they_have_arrived_on_every_rank():
+    peers = Peers(num_ranks=2)
+    recorder = start(peers)
+    compute(peers)
+    peers.answer("r")
+    peers.arrive("r", 1)
+    peers.decode.tell_news()
+    peers.scribble("r")
+    assert generation_of(peers).state is State.FETCHING
+    assert not peers.step(peers.decode), "the other rank is still filling the slots"
+    peers.arrive("r", 0)
+    peers.decode.tell_news()
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    assert peers.remote.ledger.totals.arrived == peers.offered.ledger.totals.arrived == 1
+    peers.check_idle()
+
+
+def test_what_fails_on_one_rank_is_cancelled_on_the_others_before_its_slots_are_used():
+    peers = Peers(num_ranks=2)
+    recorder = start(peers)
+    peers.step(peers.prefill)
+    peers.fail_fetch("r", "the link broke", rank=0)
+    peers.decode.tell_news()
+    peers.scribble("r")
+    assert generation_of(peers).state is State.FETCHING
+    assert peers.step(peers.decode), "the other rank is told"
+    assert not peers.fetches
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    assert peers.remote.counters.prompts_recomputed == 1
+    peers.check_idle()
+
+
+def test_a_lease_that_ends_badly_on_one_rank_is_withdrawn_on_the_others():
+    peers = Peers(num_ranks=2, max_num_batched_tokens=8)
+    recorder = start(peers)
+    peers.step(peers.prefill)
+    peers.end_lease("r", "no link", rank=1)
+    peers.prefill.tell_news()
+    assert not peers.asked["r"].ended, "the other rank's lease is open"
+    peers.step(peers.prefill)
+    peers.prefill.tell_news()
+    assert peers.asked["r"].failure.status == 503
+    peers.settle()
+    assert recorder.tokens == expected_outputs(PROMPT, 4)
+    peers.check_idle()
+
+
 def test_a_lease_that_ends_early_fails_the_prefill_and_not_the_request():
     peers = Peers(max_num_batched_tokens=8)
     recorder = start(peers)
@@ -256,6 +305,11 @@ def test_a_decode_engine_that_is_nearly_full_never_stands_still():
     peers.check_idle()
 
 
+def some_rank(peers, rng):
+    """None: all of them."""
+    return rng.choice([None, *range(peers.num_ranks)])
+
+
 def chaos(peers, rng, recorders):
     """One random thing happens."""
     names, fetches = list(recorders), list(peers.fetches)
@@ -271,24 +325,26 @@ def chaos(peers, rng, recorders):
     elif what in (5, 6) and peers.asked:
         peers.answer(rng.choice(list(peers.asked)), error="it broke" if rng.random() < 0.1 else None)
     elif what in (7, 8) and fetches:
-        peers.arrive(rng.choice(fetches))
+        peers.arrive(rng.choice(fetches), some_rank(peers, rng))
     elif what in (9, 10) and fetches:
         peers.scribble(rng.choice(fetches))
     elif what == 11 and fetches and rng.random() < 0.3:
-        peers.fail_fetch(rng.choice(fetches), "the link broke")
+        peers.fail_fetch(rng.choice(fetches), "the link broke", some_rank(peers, rng))
     elif what == 12 and rng.random() < 0.1:
         peers.decode.core.abort(rng.choice(names))
     elif what == 13 and rng.random() < 0.1:
         peers.clock.now += rng.choice([1.0, 20.0, 700.0])
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_thousand_requests_with_random_faults_change_no_token(seed):
+def test_a_thousand_requests_with_random_faults_change_no_token(seed, num_ranks):
     """Six times 170. Copies between the tiers fail too, and slots that are being fetched hold anything."""
     rng = random.Random(seed)
     sizes = [(10, 10, 0), (9, 14, 8), (30, 30, 16)][seed % 3]
     peers = Peers(
         seed=seed,
+        num_ranks=num_ranks,
         prefill_blocks=sizes[0],
         decode_blocks=sizes[1],
         host_blocks=sizes[2],
