@@ -232,8 +232,8 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     if storage is not None and storage.flush_only:
         cache = replace(cache, max_queued_events=KVCacheConfig.max_queued_events)
     role = role_settings(args)
-    if role is not None and storage is not None:
-        raise ConfigError("--role does not go with --kvcache-storage-backend: leave one of them out")
+    if role is not None and storage is not None and storage.uses_device_tier:
+        raise ConfigError("--role does not go with --kvcache-storage-backend attention_store: choose file or mooncake")
     if role is not None and role.address.port + values.tensor_parallel_size - 1 > 65_535:
         raise ConfigError(f"--transfer-address has no ports behind {role.address.port}: each rank needs one")
     if role is not None and not cache.enable_prefix_caching:

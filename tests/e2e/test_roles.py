@@ -40,3 +40,28 @@ def test_servers_with_other_numbers_of_ranks_read_the_heads_that_each_needs(
         assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") > 10
         servers.assert_idle()
         servers.stop()
+
+
+def test_what_both_servers_store_is_found_after_a_restart(tmp_path, expected):
+    store = (
+        "--swap-space",
+        "0.2",
+        "--kvcache-storage-backend",
+        "file",
+        "--kvcache-storage-dir",
+        str(tmp_path / "store"),
+    )
+    flags = (*ROOMY, *store, "--storage-prefetch", "wait_complete")
+    with cluster(tmp_path / "first", *flags) as servers:
+        with servers.router.client() as client:
+            assert run_workload(client) == expected
+        servers.assert_idle()
+        servers.stop()
+    with cluster(tmp_path / "second", *flags) as servers:
+        with servers.router.client() as client:
+            assert run_workload(client) == expected
+        loaded = "storage_blocks_total{direction=load}"
+        assert servers.total("decode", loaded) > 10
+        assert servers.total("prefill", loaded) > 0
+        servers.assert_idle()
+        servers.stop()

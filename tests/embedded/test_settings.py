@@ -168,3 +168,22 @@ def test_impossible_values_are_one_clear_line(flags, message):
         configure(*flags)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (ATTENTION_STORE, "--role does not go with --kvcache-storage-backend attention_store"),
+        (["--no-enable-prefix-caching"], "--role needs the cache"),
+        (
+            ["--transfer-address", "127.0.0.1:65535", "--tensor-parallel-size", "2"],
+            "--transfer-address has no ports behind 65535",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_role_is_one_clear_line(tmp_path, flags, message):
+    secret = tmp_path / "secret"
+    secret.write_text("sixteen bytes or more")
+    secret.chmod(0o600)
+    with pytest.raises(ConfigError, match=message):
+        configure("--role", "decode", "--peer-secret-file", str(secret), *flags)

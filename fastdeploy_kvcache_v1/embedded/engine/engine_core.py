@@ -151,8 +151,8 @@ class EngineCore:
             swap_step = self._manager.take_swap_step()
             if self.storage is not None:
                 self.storage.step_taken(swap_step, computes=bool(plan))
-                for item in plan:
-                    self.storage.request_left(item.generation.request_id)
+                for generation in (*(item.generation for item in plan), *self._scheduler.newly_fetching):
+                    self.storage.request_left(generation.request_id)
                 self.storage.go_on()
             if plan or swap_step or transfers:
                 self._in_flight, self._step_in_flight = plan, swap_step.step
