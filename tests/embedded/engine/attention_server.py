@@ -1,4 +1,4 @@
-"""Engine core and shadow worker with an attention store tier, over a store that answers when the test says so."""
+"""Engine core and shadow worker with an attention store tier."""
 
 import random
 
@@ -7,10 +7,9 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.namespace import Namespace
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.engine.storage_server import BLOCK, StorageServer
 from tests.embedded.token_shadow_store import TokenShadowStore
 
-BLOCK = 4
 SHAPE = (1, BLOCK, 2)
 LAYOUT = CacheLayout(1, (RoleSpec("key", SHAPE, "float32"), RoleSpec("value", SHAPE, "float32")))
 
@@ -19,50 +18,26 @@ def namespace(epoch="0"):
     return Namespace("m", epoch, LAYOUT, BLOCK, 1, "test", "1")
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-class Server:
-    """Servers may share what is stored."""
-
+class AttentionStoreServer(StorageServer):
     def __init__(
         self, *, device=24, host=0, stored=None, seed=0, prefetch="timeout", min_tokens=4, flush_only=False, **options
     ):
-        self.clock = Clock()
-        self.flush_only = flush_only
+        self._seed = seed
+        self._settings = StorageSettings(
+            "attention_store", prefetch=prefetch, min_tokens=min_tokens, flush_only=flush_only
+        )
         events = KVCacheConfig.max_queued_events if flush_only else 0
         config = KVCacheConfig(
             device, host, block_size=BLOCK, write_policy=WritePolicy.WRITE_BACK, max_queued_events=events
         )
+        super().__init__(config, stored=stored, **options)
 
-        def storage(manager, worker):
-            self.store = TokenShadowStore(worker, BLOCK, self.clock, random.Random(seed))
-            if stored is not None:
-                self.store.values = stored
-            settings = StorageSettings(
-                "attention_store", prefetch=prefetch, min_tokens=min_tokens, flush_only=flush_only
-            )
-            return AttentionStoreTier(manager, settings, namespace(), self.store, clock=self.clock)
-
-        self.harness = Harness(config, storage=storage, **options)
-        self.core, self.tier, self.manager = self.harness.core, self.harness.storage, self.harness.manager
-
-    def ask(self, name, prompt, count=2, **options):
-        """A whole request, and everything that the store does for it; how many tokens were cached."""
-        recorder = self.harness.submit(name, prompt, count, **options)
-        self.settle()
-        assert recorder.tokens == expected_outputs(prompt, count)
-        return recorder.deltas[-1].usage.cached_tokens
+    def make_tier(self, manager, worker):
+        self.store = TokenShadowStore(worker, BLOCK, self.clock, random.Random(self._seed))
+        return AttentionStoreTier(manager, self._settings, namespace(), self.store, clock=self.clock)
 
     def send(self):
-        """Begin a step; the worker has not looked at it yet."""
-        self.core.step()
-        self.manager.check()
+        super().send()
         self.store.look()
 
     def work(self):
@@ -82,7 +57,7 @@ class Server:
     @property
     def num_statements(self):
         """That the index has not taken yet."""
-        return self.tier._stores.num_waiting if self.flush_only else 0
+        return self.tier._stores.num_waiting if self._settings.flush_only else 0
 
     def settle(self):
         while True:

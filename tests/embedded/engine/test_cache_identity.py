@@ -8,7 +8,8 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.metadata import CacheAccess
-from tests.embedded.engine.test_engine_storage import PROMPT, Server
+from tests.embedded.engine.storage_server import HostTierServer
+from tests.embedded.engine.test_engine_storage import PROMPT
 from tests.embedded.engine.test_scheduler import tokens_of
 from tests.embedded.shadow import Harness, expected_outputs
 
@@ -57,9 +58,9 @@ def test_what_a_request_finds_and_what_it_leaves(access, cached, left):
 
 @pytest.mark.parametrize(("access", "queries", "loads"), [(NO_READS, 0, 0), (NO_WRITES, 1, 7), (NOTHING, 0, 0)])
 def test_storage_is_asked_only_for_requests_that_read(access, queries, loads):
-    first = Server()
+    first = HostTierServer()
     first.ask("first", PROMPT)
-    second = Server(stored=first.store.values)
+    second = HostTierServer(stored=first.store.values)
     assert second.ask("second", PROMPT, access=access) == 4 * loads
     counters = second.tier.counters
     assert (counters.queries, counters.load.blocks) == (queries, loads)
@@ -67,7 +68,7 @@ def test_storage_is_asked_only_for_requests_that_read(access, queries, loads):
 
 @pytest.mark.parametrize(("access", "stored"), [(NO_READS, 7), (NO_WRITES, 0), (NOTHING, 0)])
 def test_only_what_a_request_writes_is_stored(access, stored):
-    server = Server()
+    server = HostTierServer()
     server.ask("first", PROMPT, access=access)
     assert len(server.store.values) == stored
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from tests.embedded.engine.attention_server import Server, namespace
+from tests.embedded.engine.attention_server import AttentionStoreServer, namespace
 from tests.embedded.engine.cores import random_requests
 from tests.embedded.shadow import expected_outputs
 from tests.embedded.token_shadow_store import LATE_S
@@ -15,7 +15,7 @@ OTHER = [60 + token for token in range(32)]
 
 
 def stored_by_a_first_server(prompt=PROMPT, **options):
-    first = Server(**options)
+    first = AttentionStoreServer(**options)
     assert first.ask("first", prompt) == 0
     return first.store.values
 
@@ -23,7 +23,7 @@ def stored_by_a_first_server(prompt=PROMPT, **options):
 def test_another_server_starts_from_what_was_stored_without_any_host_tier():
     values = stored_by_a_first_server()
     assert sorted(len(path) for _, path in values) == [4, 8, 12, 16, 20, 24, 28]
-    second = Server(stored=values)
+    second = AttentionStoreServer(stored=values)
     assert second.ask("second", PROMPT) == 28
     assert second.tier.counters.load.blocks == 7
     assert second.manager.stats().counters.loaded_blocks == 7
@@ -33,7 +33,7 @@ def test_another_server_starts_from_what_was_stored_without_any_host_tier():
 
 def test_the_namespace_changes_with_the_weights():
     values = stored_by_a_first_server()
-    second = Server(stored=values)
+    second = AttentionStoreServer(stored=values)
     second.core.reset_cache()
     second.tier.use_namespace(namespace("1"))
     assert second.ask("second", PROMPT) == 0
@@ -41,14 +41,14 @@ def test_the_namespace_changes_with_the_weights():
 
 def test_output_is_stored_too_and_in_pieces_from_the_first_block_on():
     values = stored_by_a_first_server(list(range(100)), device=64)
-    server = Server(device=64, stored=values)
+    server = AttentionStoreServer(device=64, stored=values)
     assert server.ask("again", list(range(100)), 30) == 96
     assert max(len(path) for _, path in values) == 128
 
 
 def test_blocks_that_token_ids_do_not_name_are_neither_stored_nor_loaded():
     values = stored_by_a_first_server()
-    server = Server(stored=values)
+    server = AttentionStoreServer(stored=values)
     before = dict(values)
     assert server.ask("tenant", PROMPT, salt=b"tenant") == 0
     assert server.store.values == before
@@ -58,7 +58,7 @@ def test_blocks_that_token_ids_do_not_name_are_neither_stored_nor_loaded():
 
 def test_a_load_waits_for_the_pass_that_still_reads_its_slots():
     """A running request is aborted while its pass runs: its slots are free, and the pass reads them."""
-    server = Server(device=8, stored=stored_by_a_first_server(), prefetch="wait_complete")
+    server = AttentionStoreServer(device=8, stored=stored_by_a_first_server(), prefetch="wait_complete")
     server.harness.submit("runs", OTHER[:28], 4)
     server.send()
     server.core.on_storage(server.store.answer_match())
@@ -77,7 +77,7 @@ def test_a_load_waits_for_the_pass_that_still_reads_its_slots():
 
 
 def test_a_store_begins_after_the_pass_in_flight():
-    server = Server(prefetch="best_effort")
+    server = AttentionStoreServer(prefetch="best_effort")
     server.harness.submit("long", [70, 71, 72], 8)
     server.harness.submit("short", PROMPT[:25], 1)
     server.send()
@@ -93,7 +93,7 @@ def test_a_store_begins_after_the_pass_in_flight():
 
 
 def test_blocks_may_leave_the_device_while_they_are_stored_and_their_slots_stay():
-    server = Server(device=8, prefetch="best_effort")
+    server = AttentionStoreServer(device=8, prefetch="best_effort")
     server.harness.submit("first", PROMPT[:13], 1)
     server.send()
     server.work()
@@ -110,7 +110,7 @@ def test_blocks_may_leave_the_device_while_they_are_stored_and_their_slots_stay(
 
 
 def test_a_request_that_needs_the_slots_of_a_store_waits_for_it_and_does_not_fail():
-    server = Server(device=8, prefetch="best_effort")
+    server = AttentionStoreServer(device=8, prefetch="best_effort")
     server.harness.submit("first", PROMPT[:13], 1)
     server.send()
     server.work()
@@ -126,7 +126,7 @@ def test_a_request_that_needs_the_slots_of_a_store_waits_for_it_and_does_not_fai
 
 
 def test_a_store_that_hangs_lets_a_request_that_needs_all_slots_fail_in_time():
-    server = Server(device=8, prefetch="best_effort")
+    server = AttentionStoreServer(device=8, prefetch="best_effort")
     server.harness.submit("first", PROMPT[:13], 1)
     server.send()
     server.work()
@@ -142,7 +142,7 @@ def test_a_store_that_hangs_lets_a_request_that_needs_all_slots_fail_in_time():
 
 
 def test_slots_of_a_failed_read_stay_in_quarantine_until_it_can_write_no_more():
-    server = Server(stored=stored_by_a_first_server())
+    server = AttentionStoreServer(stored=stored_by_a_first_server())
     recorder = server.harness.submit("r", PROMPT, 2)
     server.send()
     server.core.on_storage(server.store.answer_match())
@@ -162,7 +162,9 @@ def test_slots_of_a_failed_read_stay_in_quarantine_until_it_can_write_no_more():
 
 def test_a_failed_copy_voids_what_was_to_be_stored_from_its_target():
     failing = []
-    server = Server(device=16, host=32, fails=lambda result: result.target is CacheLevel.DEVICE and bool(failing))
+    server = AttentionStoreServer(
+        device=16, host=32, fails=lambda result: result.target is CacheLevel.DEVICE and bool(failing)
+    )
     server.ask("first", PROMPT[:13], 1)
     server.ask("second", [100 + token for token in range(61)], 1)  # "first" is on the host only now
     server.store.values.clear()
@@ -185,7 +187,7 @@ def test_a_failed_copy_voids_what_was_to_be_stored_from_its_target():
 
 
 def test_after_a_reset_nothing_that_was_computed_before_is_stored():
-    server = Server(prefetch="best_effort")
+    server = AttentionStoreServer(prefetch="best_effort")
     server.harness.submit("first", PROMPT, 1)
     server.send()
     server.work()
@@ -196,7 +198,7 @@ def test_after_a_reset_nothing_that_was_computed_before_is_stored():
 
 
 def test_what_waited_for_a_pass_when_the_cache_was_reset_is_not_stored_under_a_new_name():
-    server = Server(prefetch="best_effort")
+    server = AttentionStoreServer(prefetch="best_effort")
     server.harness.submit("long", OTHER[:3], 8)
     server.harness.submit("short", PROMPT[:25], 1)
     server.send()
@@ -214,7 +216,7 @@ def test_what_waited_for_a_pass_when_the_cache_was_reset_is_not_stored_under_a_n
 
 
 def test_what_would_follow_a_block_on_the_host_is_not_asked_for():
-    server = Server(device=16, host=64, stored=stored_by_a_first_server([*PROMPT, *OTHER], device=64))
+    server = AttentionStoreServer(device=16, host=64, stored=stored_by_a_first_server([*PROMPT, *OTHER], device=64))
     server.ask("first", PROMPT[:13], 1)
     server.ask("second", [100 + token for token in range(61)], 1)  # "first" is on the host only now
     num_queries = server.tier.counters.queries
@@ -224,7 +226,7 @@ def test_what_would_follow_a_block_on_the_host_is_not_asked_for():
 
 @pytest.mark.parametrize("moment", range(4))
 def test_an_aborted_request_leaks_nothing(moment):
-    server = Server(stored=stored_by_a_first_server())
+    server = AttentionStoreServer(stored=stored_by_a_first_server())
     recorder = server.harness.submit("gone", PROMPT, 2)
     server.send()
     for _ in range(min(moment, 2)):
@@ -246,7 +248,7 @@ def test_random_loads_stores_and_failures_change_no_token(prefetch, host, seed):
     stored = {}
     loaded = late = 0
     for life in range(3):  # servers one after the other share what is stored
-        server = Server(
+        server = AttentionStoreServer(
             device=rng.choice([9, 16]),
             host=host,
             stored=stored,
@@ -256,33 +258,11 @@ def test_random_loads_stores_and_failures_change_no_token(prefetch, host, seed):
             fails=lambda result: rng.random() < 0.05,
         )
         server.store.failure_rate = rng.choice([0.0, 0.2])
-        requests = random_requests(seed, 120)
-        expected, recorders = {}, {}
-        while requests or not server.core.is_idle or not server.store.is_idle:
-            choice = rng.random()
-            if requests and choice < 0.3:
-                name, prompt, output = requests.pop()
-                salt = rng.choice([b"", b"", b"", b"tenant"])
-                expected[name] = expected_outputs(prompt, output)
-                recorders[name] = server.harness.submit(name, prompt, output, salt=salt)
-            elif not server.store.is_idle and choice < 0.6:
-                server.answer()
-            elif choice < 0.64 and recorders:
-                gone = rng.choice(list(recorders))
-                server.core.abort(gone)
-                expected.pop(gone, None)
-            elif choice < 0.645:
-                server.core.reset_cache()
-            elif choice < 0.7:
-                server.clock.now += rng.choice([0.01, 0.3, 20.0])
-            elif choice < 0.85:
-                server.send()
-            else:
-                server.work()
-            late += bool(server.store.late_reads) + bool(server.store.late_writes)
-        server.settle()
+
+        def watch(store=server.store):
+            nonlocal late
+            late += bool(store.late_reads) + bool(store.late_writes)
+
+        server.live(random_requests(seed, 120), rng, salts=[b"", b"", b"", b"tenant"], watch=watch)
         loaded += server.manager.stats().counters.loaded_blocks
-        for name, tokens in expected.items():
-            if recorders[name].failure is None:
-                assert recorders[name].tokens == tokens
     assert loaded > 20, "the run is only worth something if it went through what it is for"

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.embedded.engine.attention_server import BLOCK, Server
+from tests.embedded.engine.attention_server import BLOCK, AttentionStoreServer
 from tests.embedded.engine.cores import random_requests
 
 PROMPT = list(range(30))
@@ -39,7 +39,7 @@ def truth_of(server, sequences):
 
 
 def test_a_request_that_ended_is_announced_from_its_first_block_on_and_nothing_moves():
-    server = Server(flush_only=True)
+    server = AttentionStoreServer(flush_only=True)
     assert server.ask("first", PROMPT) == 0
     (task,) = server.store.flushed
     assert (task.token_ids, task.start_write_block_idx, task.flush_cache_exists) == (tuple(PROMPT[:28]), 0, True)
@@ -50,7 +50,7 @@ def test_a_request_that_ended_is_announced_from_its_first_block_on_and_nothing_m
 
 @pytest.mark.parametrize("host", [0, 4])
 def test_what_was_evicted_is_gone_from_the_first_lost_block_on(host):
-    server = Server(device=16, host=host, flush_only=True)
+    server = AttentionStoreServer(device=16, host=host, flush_only=True)
     server.ask("first", PROMPT)
     num_before = len(server.store.flushed)
     server.ask("second", LONG)
@@ -64,7 +64,7 @@ def test_what_was_evicted_is_gone_from_the_first_lost_block_on(host):
 
 
 def test_a_copy_on_the_host_is_still_a_copy():
-    server = Server(device=16, host=64, flush_only=True)
+    server = AttentionStoreServer(device=16, host=64, flush_only=True)
     server.ask("first", PROMPT)
     server.ask("second", LONG)
     assert server.manager.stats().counters.device_evicted_blocks > 0
@@ -72,7 +72,7 @@ def test_a_copy_on_the_host_is_still_a_copy():
 
 
 def test_a_reset_takes_everything_back():
-    server = Server(flush_only=True)
+    server = AttentionStoreServer(flush_only=True)
     server.ask("first", PROMPT)
     server.core.reset_cache()
     server.settle()
@@ -83,14 +83,14 @@ def test_a_reset_takes_everything_back():
 
 
 def test_blocks_that_token_ids_do_not_name_are_not_announced():
-    server = Server(flush_only=True)
+    server = AttentionStoreServer(flush_only=True)
     server.ask("tenant", PROMPT, salt=b"tenant")
     assert server.store.flushed == []
     assert server.tier.counters.unaddressable_blocks == 7
 
 
 def test_statements_are_made_again_in_order_until_the_store_takes_them():
-    server = Server(flush_only=True)
+    server = AttentionStoreServer(flush_only=True)
     server.store.failure_rate = 1.0
     server.harness.submit("first", PROMPT, 1)
     server.send()
@@ -113,7 +113,7 @@ def test_statements_are_made_again_in_order_until_the_store_takes_them():
 
 def test_statements_that_a_broken_store_does_not_take_are_bounded_and_counted(monkeypatch):
     monkeypatch.setattr("fastdeploy_kvcache_v1.storage.attention_store.flushes.MOST_WAITING", 3)
-    server = Server(flush_only=True)
+    server = AttentionStoreServer(flush_only=True)
     for number in range(6):  # the first one is never answered
         server.harness.submit(f"r{number}", [number, *PROMPT[:12]], 1)
         server.send()
@@ -127,7 +127,7 @@ def test_statements_that_a_broken_store_does_not_take_are_bounded_and_counted(mo
 @pytest.mark.parametrize("seed", range(8))
 def test_the_index_is_the_truth_after_random_traffic(host, seed):
     rng = random.Random(seed)
-    server = Server(
+    server = AttentionStoreServer(
         device=9, host=host, seed=seed, flush_only=True, max_num_seqs=4, fails=lambda result: rng.random() < 0.05
     )
     server.store.failure_rate = rng.choice([0.0, 0.2])

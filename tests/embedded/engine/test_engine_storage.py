@@ -4,92 +4,24 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
-from fastdeploy_kvcache_v1.storage.engine.tier import LOOK_AGAIN_S, StorageTier
-from fastdeploy_kvcache_v1.storage.namespace import Namespace
-from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.storage.engine.tier import LOOK_AGAIN_S
 from tests.embedded.engine.cores import random_requests
-from tests.embedded.shadow import Harness, expected_outputs
-from tests.embedded.shadow_store import ShadowStore
-
-BLOCK = 4
-LAYOUT = CacheLayout(1, (RoleSpec("key", (1, BLOCK, 2), "float32"),))
-NAMESPACE = Namespace("m", "0", LAYOUT, BLOCK, 1, "test", "1")
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-class Server:
-    """A harness with a storage tier. Servers may share what is stored."""
-
-    def __init__(self, *, device=16, host=16, stored=None, seed=0, prefetch="timeout", min_tokens=4, **options):
-        self.clock = Clock()
-        config = KVCacheConfig(device, host, block_size=BLOCK, write_policy=WritePolicy.WRITE_THROUGH)
-
-        def storage(manager, worker):
-            self.store = ShadowStore(worker, random.Random(seed))
-            if stored is not None:
-                self.store.values = stored
-            settings = StorageSettings("file", "/unused", prefetch=prefetch, min_tokens=min_tokens)
-            return StorageTier(manager, settings, NAMESPACE, self.store, clock=self.clock)
-
-        self.harness = Harness(config, storage=storage, **options)
-        self.core, self.tier = self.harness.core, self.harness.storage
-
-    def ask(self, name, prompt, count=2, **options):
-        """A whole request, and everything that the store does for it."""
-        recorder = self.harness.submit(name, prompt, count, **options)
-        self.settle()
-        assert recorder.tokens == expected_outputs(prompt, count)
-        return recorder.deltas[-1].usage.cached_tokens
-
-    def send(self):
-        """Begin a step; the worker has not looked at it yet."""
-        self.core.step()
-        self.harness.manager.check()
-
-    def work(self):
-        """The worker runs the batch in flight, if there is one."""
-        if self.harness.sent:
-            self.core.on_step_result(self.harness.worker.run(self.harness.sent.pop()))
-            self.harness.manager.check()
-
-    def answer(self):
-        for answer in self.store.answer():
-            self.core.on_storage(answer)
-            self.harness.manager.check()
-
-    def settle(self):
-        while True:
-            if not self.store.is_idle:
-                self.answer()
-            elif self.harness.step() is None and self.store.is_idle:
-                break
-        assert self.core.is_idle
-        assert self.tier.is_idle
-        self.harness.manager.check_idle()
-
+from tests.embedded.engine.storage_server import BLOCK, HostTierServer
+from tests.embedded.shadow import expected_outputs
 
 PROMPT = list(range(30))
 
 
 def stored_by_a_first_server():
-    first = Server()
+    first = HostTierServer()
     assert first.ask("first", PROMPT) == 0
     assert len(first.store.values) == 7
     return first.store.values
 
 
 def test_another_server_starts_from_what_was_stored():
-    second = Server(stored=stored_by_a_first_server())
+    second = HostTierServer(stored=stored_by_a_first_server())
     assert second.ask("second", PROMPT) == 28
     assert second.tier.counters.load.blocks == 7
     assert second.ask("third", [*PROMPT[:16], 99, 98]) == 16
@@ -100,17 +32,17 @@ def test_another_server_starts_from_what_was_stored():
 def test_tenants_in_one_store_never_meet():
     stored = {}
     for salt in (b"", b"one", b"two"):
-        assert Server(stored=stored).ask("computes", PROMPT, salt=salt) == 0
-        assert Server(stored=stored).ask("finds", PROMPT, salt=salt) == 28
+        assert HostTierServer(stored=stored).ask("computes", PROMPT, salt=salt) == 0
+        assert HostTierServer(stored=stored).ask("finds", PROMPT, salt=salt) == 28
     assert len(stored) == 3 * 7
 
 
 @pytest.mark.parametrize("prefetch", ["timeout", "wait_complete"])
 def test_a_prefix_that_is_longer_than_the_host_tier_is_loaded_once_and_as_far_as_it_fits(prefetch):
     long = list(range(4 * 60 + 1))
-    first = Server(device=64, host=64)
+    first = HostTierServer(device=64, host=64)
     first.ask("first", long)
-    second = Server(device=64, host=16, stored=first.store.values, prefetch=prefetch)
+    second = HostTierServer(device=64, host=16, stored=first.store.values, prefetch=prefetch)
     assert second.ask("second", long) == 4 * 12
     assert second.tier.counters.load.blocks == 12
     assert second.clock.now == 0.0, "nothing waited for a deadline"
@@ -123,10 +55,10 @@ def test_prefixes_that_together_do_not_fit_the_host_tier_do_not_push_each_other_
     prefetch, seed, count, blocks, device, host
 ):
     prompts = [[1000 * number + step for step in range(4 * blocks + 1)] for number in range(count)]
-    first = Server(device=256, host=256)
+    first = HostTierServer(device=256, host=256)
     for prompt in prompts:
         first.ask(f"{prompt[0]}", prompt)
-    server = Server(device=device, host=host, stored=first.store.values, seed=seed, prefetch=prefetch)
+    server = HostTierServer(device=device, host=host, stored=first.store.values, seed=seed, prefetch=prefetch)
     recorders = [server.harness.submit(f"{prompt[0]}", prompt, 2) for prompt in prompts]
     rng = random.Random(seed)
     for _ in range(1000):
@@ -142,13 +74,13 @@ def test_prefixes_that_together_do_not_fit_the_host_tier_do_not_push_each_other_
 
 
 def test_what_is_stored_already_is_loaded_and_not_stored_again():
-    second = Server(stored=stored_by_a_first_server())
+    second = HostTierServer(stored=stored_by_a_first_server())
     second.ask("second", PROMPT)
     assert second.tier.counters.store.blocks == 0
 
 
 def test_others_pass_a_request_that_waits_for_the_store():
-    server = Server(stored=stored_by_a_first_server())
+    server = HostTierServer(stored=stored_by_a_first_server())
     waits = server.harness.submit("waits", PROMPT, 2)
     other = server.harness.submit("other", [50, 51, 52], 2)
     for _ in range(2):
@@ -160,7 +92,7 @@ def test_others_pass_a_request_that_waits_for_the_store():
 
 
 def test_a_request_waits_no_longer_than_its_deadline():
-    server = Server(stored=stored_by_a_first_server())
+    server = HostTierServer(stored=stored_by_a_first_server())
     recorder = server.harness.submit("late", PROMPT, 2)
     assert server.harness.step() is None
     left = server.core.seconds_to_next_deadline()
@@ -179,7 +111,7 @@ def test_a_request_waits_no_longer_than_its_deadline():
 
 @pytest.mark.parametrize("hangs", ["question", "load"])
 def test_a_store_that_hangs_is_left_alone_after_three_requests(hangs):
-    server = Server(stored=stored_by_a_first_server(), min_tokens=8, device=40, host=40)
+    server = HostTierServer(stored=stored_by_a_first_server(), min_tokens=8, device=40, host=40)
     waited = []
     for number in range(5):
         recorder = server.harness.submit(f"r{number}", [*PROMPT[:28], number, 1, 2], 1)
@@ -200,9 +132,9 @@ def test_a_store_that_hangs_is_left_alone_after_three_requests(hangs):
 def test_what_has_arrived_by_the_deadline_is_used():
     stored = stored_by_a_first_server()
     long = list(range(400))
-    first = Server(device=110, host=110)
+    first = HostTierServer(device=110, host=110)
     first.ask("first", long)
-    server = Server(device=110, host=110, stored=first.store.values | stored)
+    server = HostTierServer(device=110, host=110, stored=first.store.values | stored)
     recorder = server.harness.submit("late", long, 1)
     server.send()
     server.answer()  # the question
@@ -216,7 +148,7 @@ def test_what_has_arrived_by_the_deadline_is_used():
 
 
 def test_best_effort_waits_for_nothing():
-    server = Server(stored=stored_by_a_first_server(), prefetch="best_effort")
+    server = HostTierServer(stored=stored_by_a_first_server(), prefetch="best_effort")
     recorder = server.harness.submit("now", PROMPT, 2)
     assert server.harness.step() is not None
     server.settle()
@@ -225,7 +157,7 @@ def test_best_effort_waits_for_nothing():
 
 
 def test_wait_complete_ends_when_the_store_stands_still():
-    server = Server(stored=stored_by_a_first_server(), prefetch="wait_complete")
+    server = HostTierServer(stored=stored_by_a_first_server(), prefetch="wait_complete")
     server.harness.submit("waits", PROMPT, 2)
     server.clock.now = 9.9
     assert server.harness.step() is None
@@ -238,14 +170,14 @@ def test_wait_complete_ends_when_the_store_stands_still():
 
 
 def test_a_short_stored_prefix_is_not_worth_asking_for():
-    server = Server(stored=stored_by_a_first_server(), min_tokens=32)
+    server = HostTierServer(stored=stored_by_a_first_server(), min_tokens=32)
     assert server.ask("short", PROMPT) == 0
     assert server.tier.counters.queries == 0
 
 
 def test_an_aborted_request_leaks_nothing():
     for number in range(4):
-        server = Server(stored=stored_by_a_first_server())
+        server = HostTierServer(stored=stored_by_a_first_server())
         recorder = server.harness.submit("gone", PROMPT, 2)
         server.send()
         for _ in range(min(number, 2)):
@@ -259,7 +191,7 @@ def test_an_aborted_request_leaks_nothing():
 
 
 def test_a_reset_while_blocks_arrive_forgets_them():
-    server = Server(stored=stored_by_a_first_server())
+    server = HostTierServer(stored=stored_by_a_first_server())
     recorder = server.harness.submit("r", PROMPT, 2)
     server.send()
     server.answer()
@@ -271,7 +203,7 @@ def test_a_reset_while_blocks_arrive_forgets_them():
 
 
 def test_a_store_that_fails_again_and_again_is_left_alone():
-    server = Server(stored=stored_by_a_first_server())
+    server = HostTierServer(stored=stored_by_a_first_server())
     server.store.failure_rate = 1.0
     for number in range(8):
         server.ask(f"r{number}", [*range(100 * number, 100 * number + 20)])
@@ -290,7 +222,7 @@ def test_random_loads_and_failures_change_no_token(prefetch, seed):
     stored = {}
     loaded = 0
     for life in range(3):  # servers one after the other share what is stored
-        server = Server(
+        server = HostTierServer(
             device=8,
             host=rng.choice([6, 20]),
             stored=stored,
@@ -300,40 +232,14 @@ def test_random_loads_and_failures_change_no_token(prefetch, seed):
             fails=lambda result: rng.random() < 0.05,
         )
         server.store.failure_rate = rng.choice([0.0, 0.2])
-        requests = random_requests(seed, 120)
-        expected, recorders = {}, {}
-        while requests or not server.core.is_idle or not server.store.is_idle:
-            # Between `send` and `work` a batch is in flight: its copies have been told and not run.
-            choice = rng.random()
-            if requests and choice < 0.3:
-                name, prompt, output = requests.pop()
-                expected[name] = expected_outputs(prompt, output)
-                recorders[name] = server.harness.submit(name, prompt, output)
-            elif not server.store.is_idle and choice < 0.6:
-                server.answer()
-            elif choice < 0.64 and recorders:
-                gone = rng.choice(list(recorders))
-                server.core.abort(gone)
-                expected.pop(gone, None)
-            elif choice < 0.645:
-                server.core.reset_cache()
-            elif choice < 0.7:
-                server.clock.now += rng.choice([0.01, 0.3, 20.0])
-            elif choice < 0.85:
-                server.send()
-            else:
-                server.work()
-        server.settle()
+        server.live(random_requests(seed, 120), rng)
         loaded += server.tier.counters.load.blocks
-        for name, tokens in expected.items():
-            if recorders[name].failure is None:
-                assert recorders[name].tokens == tokens
     assert loaded > 30, "the run is only worth something if it went through what it is for"
 
 
 def test_a_deadline_that_passes_inside_a_step_fails_nobody():
     """Every look at the clock is a little later than the one before."""
-    server = Server(stored=stored_by_a_first_server())
+    server = HostTierServer(stored=stored_by_a_first_server())
     recorder = server.harness.submit("late", PROMPT, 2)
     server.send()
     step, server.tier._fetches._clock = 1e-4, lambda: advance(server.clock, step)
@@ -353,7 +259,7 @@ def advance(clock, seconds):
 
 
 def test_after_the_engine_is_closed_the_store_is_not_asked():
-    server = Server(stored=stored_by_a_first_server())
+    server = HostTierServer(stored=stored_by_a_first_server())
     server.harness.submit("r", PROMPT, 2)
     server.send()
     server.core.close(Failure(503, "the worker is gone"))
@@ -364,7 +270,7 @@ def test_after_the_engine_is_closed_the_store_is_not_asked():
 
 
 def test_equal_prefixes_are_loaded_once():
-    server = Server(device=64, host=64, stored=stored_by_a_first_server(), max_num_seqs=20)
+    server = HostTierServer(device=64, host=64, stored=stored_by_a_first_server(), max_num_seqs=20)
     recorders = [server.harness.submit(f"r{number}", [*PROMPT[:28], number, 1], 1) for number in range(12)]
     server.send()
     while server.store.queries:
@@ -377,20 +283,20 @@ def test_equal_prefixes_are_loaded_once():
 
 def test_of_a_prefix_longer_than_the_host_tier_the_first_part_is_loaded_and_used():
     long = list(range(200))
-    first = Server(device=60, host=60)
+    first = HostTierServer(device=60, host=60)
     first.ask("first", long)
     assert len(first.store.values) == 50
-    second = Server(device=60, host=20, stored=first.store.values, prefetch="wait_complete")
+    second = HostTierServer(device=60, host=20, stored=first.store.values, prefetch="wait_complete")
     assert second.ask("second", long) == 15 * BLOCK, "three quarters of the host tier"
     assert second.tier.counters.load.blocks == 15
 
 
 def test_many_requests_that_wait_their_turn_are_no_failures_of_the_store():
-    server = Server(device=200, host=400)
+    server = HostTierServer(device=200, host=400)
     long = {name: [1000 * name + token for token in range(40)] for name in range(30)}
     for name, prompt in long.items():
         server.ask(f"store{name}", prompt, 1)
-    second = Server(device=200, host=400, stored=server.store.values, max_num_seqs=30)
+    second = HostTierServer(device=200, host=400, stored=server.store.values, max_num_seqs=30)
     for name, prompt in long.items():
         second.harness.submit(f"r{name}", prompt, 1)
     second.send()
@@ -407,7 +313,7 @@ def test_many_requests_that_wait_their_turn_are_no_failures_of_the_store():
 @pytest.mark.parametrize("prefetch", ["best_effort", "timeout"])
 def test_a_store_that_hangs_is_noticed_whoever_waits_for_it(prefetch):
     """Clients that give up before the deadline, or requests that never wait."""
-    server = Server(stored=stored_by_a_first_server(), prefetch=prefetch)
+    server = HostTierServer(stored=stored_by_a_first_server(), prefetch=prefetch)
     for number in range(20):
         server.harness.submit(f"r{number}", [*PROMPT[:24], number, 1, 2, 3, 4], 1)
         server.send()
@@ -421,7 +327,7 @@ def test_a_store_that_hangs_is_noticed_whoever_waits_for_it(prefetch):
 
 
 def test_requests_that_wait_already_start_when_the_store_turns_out_to_hang():
-    server = Server(stored=stored_by_a_first_server(), prefetch="wait_complete")
+    server = HostTierServer(stored=stored_by_a_first_server(), prefetch="wait_complete")
     recorder = server.harness.submit("r", PROMPT, 1)
     for _ in range(3):
         assert server.harness.step() is None
@@ -432,7 +338,7 @@ def test_requests_that_wait_already_start_when_the_store_turns_out_to_hang():
 
 
 def test_questions_that_are_not_answered_are_bounded():
-    server = Server(stored=stored_by_a_first_server(), max_num_seqs=200)
+    server = HostTierServer(stored=stored_by_a_first_server(), max_num_seqs=200)
     for number in range(200):
         server.harness.submit(f"r{number}", [number, *PROMPT], 1)
         server.send()
