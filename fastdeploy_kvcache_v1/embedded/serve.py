@@ -147,6 +147,7 @@ def _serve(
         recorder=recorder,
         peers=peers,
         num_ranks=config.tensor_parallel_size,
+        ranks_share_host=config.ranks_share_host,
     )
     metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops, copy_paths=worker.copy_paths)
     core.observe_first_token = metrics.observe_first_token
@@ -258,6 +259,7 @@ def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_fault
         mtp=config.mtp,
         transfer=_transfer_config(config),
         tensor_parallel_size=config.tensor_parallel_size,
+        shares_host=config.ranks_share_host,
     )
 
 
