@@ -206,24 +206,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     """Raises `ConfigError` for values that cannot work with this model in `free_bytes` of memory."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     values = argparse.Namespace(**{**vars(args), **DEFAULTS, **given})
-    for name, least in (
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("block_size", 1),
-        ("port", 0),
-        ("max_connections", 1),
-        ("threads", 1),
-        ("tensor_parallel_size", 1),
-    ):
-        _require_at_least(values, name, least)
-    if values.port > 65_535:
-        raise ConfigError(f"--port must be at most 65535, got {values.port}")
-    if values.log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
-    if not 0 <= values.worker_timeout < float("inf"):
-        raise ConfigError(f"--worker-timeout must be 0 or a number of seconds, got {values.worker_timeout:g}")
-    if not 0 < values.max_request_mib < float("inf"):
-        raise ConfigError(f"--max-request-mib must be positive, got {values.max_request_mib:g}")
+    _check_ranges(values)
     max_model_len = given.get("max_model_len", model.max_position)
     if not 1 < max_model_len <= model.max_position:
         raise ConfigError(f"--max-model-len must be 2 to {model.max_position} for this model, got {max_model_len}")
@@ -234,12 +217,8 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     if storage is not None and storage.flush_only:
         cache = replace(cache, max_queued_events=KVCacheConfig.max_queued_events)
     role = role_settings(args)
-    if role is not None and storage is not None:
-        raise ConfigError("--role does not go with --kvcache-storage-backend: leave one of them out")
-    if role is not None and not cache.enable_prefix_caching:
-        raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
-    if role is not None and values.tensor_parallel_size > 1:
-        raise ConfigError("--role needs --tensor-parallel-size 1: leave one of them out")
+    if role is not None:
+        _check_role(values, storage)
     return ServerConfig(
         model_path=model_path,
         served_model_name=given.get("served_model_name", default_name),
@@ -267,6 +246,38 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         tensor_parallel_size=values.tensor_parallel_size,
         ranks_share_host=cache.num_host_blocks > 0 and _ranks_share_host(values, model),
     )
+
+
+def _check_ranges(values: argparse.Namespace) -> None:
+    """Of what depends on nothing else. Raises `ConfigError`."""
+    for name, least in (
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("block_size", 1),
+        ("port", 0),
+        ("max_connections", 1),
+        ("threads", 1),
+        ("tensor_parallel_size", 1),
+    ):
+        _require_at_least(values, name, least)
+    if values.port > 65_535:
+        raise ConfigError(f"--port must be at most 65535, got {values.port}")
+    if values.log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
+    if not 0 <= values.worker_timeout < float("inf"):
+        raise ConfigError(f"--worker-timeout must be 0 or a number of seconds, got {values.worker_timeout:g}")
+    if not 0 < values.max_request_mib < float("inf"):
+        raise ConfigError(f"--max-request-mib must be positive, got {values.max_request_mib:g}")
+
+
+def _check_role(values: argparse.Namespace, storage: StorageSettings | None) -> None:
+    """What a server with a role cannot have besides. Raises `ConfigError`."""
+    if storage is not None:
+        raise ConfigError("--role does not go with --kvcache-storage-backend: leave one of them out")
+    if not values.enable_prefix_caching:
+        raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
+    if values.tensor_parallel_size > 1:
+        raise ConfigError("--role needs --tensor-parallel-size 1: leave one of them out")
 
 
 def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len: int, free_bytes: int) -> KVCacheConfig:
