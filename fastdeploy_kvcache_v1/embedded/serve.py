@@ -7,10 +7,12 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
+
+from fastapi import FastAPI
 
 from ..errors import ConfigError, StorageError
 from ..model import load_model_config
@@ -40,6 +42,7 @@ from .settings import ServerConfig
 from .storage_namespace import storage_namespace
 from .text.tokenizer import Tokenizer
 from .worker.client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
+from .worker.messages import TransferEnd
 from .worker.transfers import TransferConfig
 
 logger = logging.getLogger(__name__)
@@ -126,11 +129,44 @@ def _serve(
         timer.daemon = True
         timer.start()
 
+    asker, remote = _remote_prefills(config, worker)
+    manager, scheduler, core = _make_core(config, worker, namespace, recorder, remote)
+    metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops, copy_paths=worker.copy_paths)
+    core.observe_first_token = metrics.observe_first_token
+    if core.storage is not None:
+        core.storage.observe_latency = metrics.observe_storage
+    engine = Engine(core, worker, on_fatal=on_fatal)
+    app = create_app(Service(config, tokenizer, engine, intake), metrics)
+    _add_role_routes(app, config, engine, tokenizer, worker.transfer_ends)
+    listener.max_connections = connection_limit(config.max_connections)
+    _warn_of_open_address(listener)
+    http = HttpServer(app, config, engine, chats=tokenizer.has_template, stop_requested=signals.noted)
+    engine.start()
+    if worker.storage is not None:
+        worker.storage.listen(engine.on_storage)
+    if asker is not None:
+        asker.start(engine.on_prefill_answer)
+    try:
+        http.run(sockets=[listener])
+    finally:
+        if asker is not None:
+            asker.close()
+        engine.close()
+    return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
+
+
+def _make_core(
+    config: ServerConfig,
+    worker: ProcessWorkerClient,
+    namespace: Namespace | None,
+    recorder: TraceRecorder | None,
+    remote: RemotePrefills | None,
+) -> tuple[CacheManager, Scheduler, EngineCore]:
+    """Cache, decisions and requests. `namespace` of what is stored, `remote` of a decode server."""
     manager = CacheManager(config.cache)
     storage = None
     if config.storage is not None and worker.storage is not None and namespace is not None:
         storage = make_tier(manager, config.storage, namespace, worker.storage)
-    asker, remote = _remote_prefills(config, worker)
     scheduler = Scheduler(
         manager,
         block_size=config.cache.block_size,
@@ -150,32 +186,21 @@ def _serve(
         recorder=recorder,
         peers=peers,
         num_ranks=config.tensor_parallel_size,
+        ranks_share_host=config.ranks_share_host,
     )
-    metrics = Metrics(lambda: _snapshot(manager, scheduler, core), copy_ops=worker.ops, copy_paths=worker.copy_paths)
-    core.observe_first_token = metrics.observe_first_token
-    if storage is not None:
-        storage.observe_latency = metrics.observe_storage
-    engine = Engine(core, worker, on_fatal=on_fatal)
-    app = create_app(Service(config, tokenizer, engine, intake), metrics)
-    if config.role is not None:
-        add_role_route(app, role_info(config.role, worker.transfer_ends))
-        if is_prefill:
-            add_prefill_route(app, config, engine, tokenizer, config.role.transfer.secret)
-    listener.max_connections = connection_limit(config.max_connections)
-    _warn_of_open_address(listener)
-    http = HttpServer(app, config, engine, chats=tokenizer.has_template, stop_requested=signals.noted)
-    engine.start()
-    if worker.storage is not None:
-        worker.storage.listen(engine.on_storage)
-    if asker is not None:
-        asker.start(engine.on_prefill_answer)
-    try:
-        http.run(sockets=[listener])
-    finally:
-        if asker is not None:
-            asker.close()
-        engine.close()
-    return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
+    return manager, scheduler, core
+
+
+def _add_role_routes(
+    app: FastAPI, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, ends: Sequence[TransferEnd]
+) -> None:
+    """Of a server with a role; `ends` are where others reach its workers."""
+    role = config.role
+    if role is None:
+        return
+    add_role_route(app, role_info(role, ends))
+    if role.role is Role.PREFILL:
+        add_prefill_route(app, config, engine, tokenizer, role.transfer.secret)
 
 
 def _remote_prefills(
@@ -262,6 +287,7 @@ def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_fault
         mtp=config.mtp,
         transfer=_transfer_config(config),
         tensor_parallel_size=config.tensor_parallel_size,
+        shares_host=config.ranks_share_host,
     )
 
 

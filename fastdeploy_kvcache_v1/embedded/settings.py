@@ -61,6 +61,8 @@ class ServerConfig:
     """None: mixed."""
     tensor_parallel_size: int = 1
     """Worker processes, each with its share of the model's heads."""
+    ranks_share_host: bool = False
+    """Their blocks hold equal bytes, and are in one host tier for all of them."""
 
     @property
     def is_random_model(self) -> bool:
@@ -204,24 +206,7 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     """Raises `ConfigError` for values that cannot work with this model in `free_bytes` of memory."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     values = argparse.Namespace(**{**vars(args), **DEFAULTS, **given})
-    for name, least in (
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("block_size", 1),
-        ("port", 0),
-        ("max_connections", 1),
-        ("threads", 1),
-        ("tensor_parallel_size", 1),
-    ):
-        _require_at_least(values, name, least)
-    if values.port > 65_535:
-        raise ConfigError(f"--port must be at most 65535, got {values.port}")
-    if values.log_level not in ("debug", "info", "warning", "error"):
-        raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
-    if not 0 <= values.worker_timeout < float("inf"):
-        raise ConfigError(f"--worker-timeout must be 0 or a number of seconds, got {values.worker_timeout:g}")
-    if not 0 < values.max_request_mib < float("inf"):
-        raise ConfigError(f"--max-request-mib must be positive, got {values.max_request_mib:g}")
+    _check_ranges(values)
     max_model_len = given.get("max_model_len", model.max_position)
     if not 1 < max_model_len <= model.max_position:
         raise ConfigError(f"--max-model-len must be 2 to {model.max_position} for this model, got {max_model_len}")
@@ -232,12 +217,8 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     if storage is not None and storage.flush_only:
         cache = replace(cache, max_queued_events=KVCacheConfig.max_queued_events)
     role = role_settings(args)
-    if role is not None and storage is not None and storage.uses_device_tier:
-        raise ConfigError("--role does not go with --kvcache-storage-backend attention_store: choose file or mooncake")
-    if role is not None and role.address.port + values.tensor_parallel_size - 1 > 65_535:
-        raise ConfigError(f"--transfer-address has no ports behind {role.address.port}: each rank needs one")
-    if role is not None and not cache.enable_prefix_caching:
-        raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
+    if role is not None:
+        _check_role(role, values, storage)
     return ServerConfig(
         model_path=model_path,
         served_model_name=given.get("served_model_name", default_name),
@@ -263,7 +244,40 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         mtp=values.mtp,
         role=role,
         tensor_parallel_size=values.tensor_parallel_size,
+        ranks_share_host=cache.num_host_blocks > 0 and _ranks_share_host(values, model),
     )
+
+
+def _check_ranges(values: argparse.Namespace) -> None:
+    """Of what depends on nothing else. Raises `ConfigError`."""
+    for name, least in (
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("block_size", 1),
+        ("port", 0),
+        ("max_connections", 1),
+        ("threads", 1),
+        ("tensor_parallel_size", 1),
+    ):
+        _require_at_least(values, name, least)
+    if values.port > 65_535:
+        raise ConfigError(f"--port must be at most 65535, got {values.port}")
+    if values.log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
+    if not 0 <= values.worker_timeout < float("inf"):
+        raise ConfigError(f"--worker-timeout must be 0 or a number of seconds, got {values.worker_timeout:g}")
+    if not 0 < values.max_request_mib < float("inf"):
+        raise ConfigError(f"--max-request-mib must be positive, got {values.max_request_mib:g}")
+
+
+def _check_role(role: RoleSettings, values: argparse.Namespace, storage: StorageSettings | None) -> None:
+    """What a server with a role cannot have besides. Raises `ConfigError`."""
+    if storage is not None and storage.uses_device_tier:
+        raise ConfigError("--role does not go with --kvcache-storage-backend attention_store: choose file or mooncake")
+    if role.address.port + values.tensor_parallel_size - 1 > 65_535:
+        raise ConfigError(f"--transfer-address has no ports behind {role.address.port}: each rank needs one")
+    if not values.enable_prefix_caching:
+        raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
 
 
 def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len: int, free_bytes: int) -> KVCacheConfig:
@@ -275,6 +289,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
     num_ranks = values.tensor_parallel_size
     backend = model.shard(num_ranks).cache_backend(block_size=values.block_size, dtype=values.cache_dtype)
     block_bytes = backend.layout.block_bytes * num_ranks  # a latent cache is whole on each rank
+    host_block_bytes = backend.layout.block_bytes * (1 if _ranks_share_host(values, model) else num_ranks)
     share = int(free_bytes * MEMORY_SHARE)
     num_device_blocks = values.num_gpu_blocks_override
     if num_device_blocks is None:
@@ -292,7 +307,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         )
     return KVCacheConfig(
         num_device_blocks=num_device_blocks,
-        num_host_blocks=_host_bytes(values, share, free_bytes - device_bytes) // block_bytes,
+        num_host_blocks=_host_bytes(values, share, free_bytes - device_bytes) // host_block_bytes,
         block_size=values.block_size,
         write_policy=policy,
         write_through_threshold=values.write_through_threshold,
@@ -300,6 +315,12 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         enable_prefix_caching=values.enable_prefix_caching,
         max_queued_events=0,  # until an outside index listens
     )
+
+
+def _ranks_share_host(values: argparse.Namespace, model: ModelConfig) -> bool:
+    """A store names and moves the blocks of each rank for itself, from and to memory of its own."""
+    stores = takes_host_blocks(values.kvcache_storage_backend)
+    return values.tensor_parallel_size > 1 and model.ranks_cache_alike and not stores
 
 
 def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> StorageSettings | None:

@@ -145,6 +145,11 @@ class ModelConfig:
             raise ConfigError(f"--tensor-parallel-size {size} must divide the model's {heads}")
         return replace(self, **{name: number // size for name, number in split.items()})  # type: ignore[arg-type]
 
+    @property
+    def ranks_cache_alike(self) -> bool:
+        """Whether every tensor-parallel rank's cache holds the same bytes, because it has no heads to split."""
+        return self.latent is not None
+
     def cache_backend(self, *, block_size: int, dtype: str) -> AttentionCacheBackend:
         """What its cache looks like, with blocks of `block_size` tokens. Takes no memory; raises `ConfigError`.
 

@@ -8,7 +8,10 @@ from tests.e2e.server_process import started
 SMALL = ("--block-size", "8", "--num-gpu-blocks-override", "40", "--max-model-len", "300", "--swap-space", "0.05")
 
 
-@pytest.mark.parametrize("flags", [("mla", "--mtp"), ("dsa",)], ids=" ".join)
+TWO = ("--tensor-parallel-size", "2")
+
+
+@pytest.mark.parametrize("flags", [("mla", "--mtp"), ("dsa", *TWO)], ids=" ".join)
 def test_a_family_answers_alike_wherever_its_cache_is(tmp_path, flags):
     with started(tmp_path / "server", "--model-family", *flags, *SMALL, "--write-policy", "write_back") as server:
 
@@ -29,6 +32,10 @@ def test_a_family_answers_alike_wherever_its_cache_is(tmp_path, flags):
         metrics = server.metrics()
         assert metrics["host_hit_tokens_total"] + metrics["declined_load_tokens_total"] > 0
         assert on_host == metrics["host_hit_tokens_total"] or on_host < on_device
+        if TWO[0] in flags:
+            assert metrics["swap_bytes_total{direction=out,rank=0}"] > 0
+            assert metrics["swap_bytes_total{direction=out,rank=1}"] == 0, "one host copy for both ranks"
+            assert metrics["swap_bytes_total{direction=in,rank=1}"] == metrics["swap_bytes_total{direction=in,rank=0}"]
         assert (metrics["accepted_draft_tokens_total"] > 0) == ("--mtp" in flags)
         assert server.wait_idle()["ok"]
         assert server.stop() == 0, server.stderr

@@ -186,6 +186,7 @@ class Harness:
         remote: RemotePrefills | None = None,
         offered: OfferedPrefills | None = None,
         num_ranks: int = 1,
+        ranks_share_host: bool = False,
     ) -> None:
         """`remote` of a decode server, `offered` of a prefill server."""
         self.config = config
@@ -203,7 +204,13 @@ class Harness:
         self.sent: list[BatchRequest] = []
         peers = PeerRequests(self.manager, self.scheduler, remote=remote, offered=offered)
         self.core = EngineCore(
-            self.manager, self.scheduler, self.sent.append, storage=tier, peers=peers, num_ranks=num_ranks
+            self.manager,
+            self.scheduler,
+            self.sent.append,
+            storage=tier,
+            peers=peers,
+            num_ranks=num_ranks,
+            ranks_share_host=ranks_share_host,
         )
 
     @property

@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.embedded.settings import GIB, add_serve_arguments, server_config
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.model.config import RANDOM_MODEL
+from fastdeploy_kvcache_v1.model.config import RANDOM_MODEL, random_model
 from fastdeploy_kvcache_v1.model.reproducible import default_threads
 
 BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
@@ -18,10 +18,10 @@ STORAGE = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv")
 ATTENTION_STORE = ("--kvcache-storage-backend", "attention_store")
 
 
-def configure(*flags, free_bytes=8 * GIB):
+def configure(*flags, free_bytes=8 * GIB, model=RANDOM_MODEL):
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
-    return server_config(parser.parse_args(flags), RANDOM_MODEL, free_bytes=free_bytes)
+    return server_config(parser.parse_args(flags), model, free_bytes=free_bytes)
 
 
 def test_defaults():
@@ -53,6 +53,23 @@ def test_storage_in_the_memory_of_many_machines_shares_the_host_tier_and_has_no_
     assert not configure(*STORAGE).storage.needs_shared_memory
     with pytest.raises(ConfigError, match="--kvcache-storage-dir needs --kvcache-storage-backend file"):
         configure("--kvcache-storage-backend", "mooncake", "--kvcache-storage-dir", "kv")
+
+
+def test_ranks_share_a_host_tier_where_their_blocks_are_equal():
+    two, none = ("--tensor-parallel-size", "2"), ("--swap-space", "0")
+    one, split = configure(), configure(*two)
+    assert not one.ranks_share_host
+    assert not split.ranks_share_host
+    assert split.cache.num_host_blocks == one.cache.num_host_blocks, "each rank has half of a block"
+    latent = {"model": random_model("mla")}
+    alone, shared = configure(**latent), configure(*two, **latent)
+    assert (alone.ranks_share_host, shared.ranks_share_host) == (False, True)
+    assert shared.cache.num_host_blocks == alone.cache.num_host_blocks
+    assert shared.cache.num_device_blocks == alone.cache.num_device_blocks // 2
+    stored = configure(*two, *STORAGE, **latent)
+    assert not stored.ranks_share_host, "a store moves the parts of each rank"
+    assert stored.cache.num_host_blocks == alone.cache.num_host_blocks // 2
+    assert not configure(*two, *none, **latent).ranks_share_host
 
 
 def test_the_attention_store_needs_no_host_tier():

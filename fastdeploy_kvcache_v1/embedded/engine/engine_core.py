@@ -51,6 +51,7 @@ class EngineCore:
         peers: PeerRequests | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
+        ranks_share_host: bool = False,
     ) -> None:
         """`send` brings a batch to each of `num_ranks` worker ranks; each answers it with one result."""
         self._clock = clock
@@ -68,7 +69,7 @@ class EngineCore:
         self._step_in_flight = -1
         self._sent_at = 0.0
         self._closed: Failure | None = None
-        self._answers = RankAnswers(num_ranks)
+        self._answers = RankAnswers(num_ranks, share_host=ranks_share_host)
         self.counters = EngineCounters(copies=tuple(RankCopies() for _ in range(num_ranks)))
 
     @property

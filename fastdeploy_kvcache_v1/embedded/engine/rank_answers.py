@@ -1,7 +1,7 @@
 """RankAnswers: what the tensor-parallel ranks answer, as the answer of one worker.
 
-A copy has succeeded when it has on every rank, and failed when it has on one. A step is done when every rank has done
-it. Ranks answer each in its own time: reports come in any order between ranks, in order from each.
+A copy has succeeded when it has on every rank that makes it, and failed when it has on one. A step is done when every
+rank has done it. Ranks answer each in its own time: reports come in any order between ranks, in order from each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from ...errors import InvariantError, RanksDisagreeError
-from ...metadata import CopyKind, TransferReport, TransferResult
+from ...metadata import EVICT, SWAP_IN, CopyKind, TransferReport, TransferResult
 from ...model.step import StepResult
 
 __all__ = ["RankAnswers"]
@@ -32,8 +32,11 @@ class _OpenCopy:
 class RankAnswers:
     """Not thread-safe. Memory: O(copies that some ranks have reported and others have not)."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, share_host: bool = False) -> None:
+        """`share_host`: the ranks have one host pool, to which rank 0 alone copies."""
         self._num_ranks = num_ranks
+        self._num_reports = {EVICT: 1 if share_host else num_ranks, SWAP_IN: num_ranks}
+        """Of one copy, by kind."""
         self._open: dict[CopyId, _OpenCopy] = {}
         self._results: tuple[deque[StepResult], ...] = tuple(deque() for _ in range(num_ranks))
         self._ended_through = [-1] * num_ranks
@@ -70,7 +73,7 @@ class RankAnswers:
     def check(self) -> None:
         """Raises `InvariantError`."""
         for (step, kind), copy in self._open.items():
-            if not 0 < len(copy.ranks) < self._num_ranks:
+            if not 0 < len(copy.ranks) < self._num_reports[kind]:
                 raise InvariantError(f"copy {kind} of step {step} is open with the reports of {sorted(copy.ranks)}")
             if step <= min(self._ended_through):
                 raise InvariantError(f"copy {kind} of step {step} is open, and every rank has told of that step")
@@ -78,18 +81,20 @@ class RankAnswers:
             raise InvariantError("every rank has answered a step that was not taken")
 
     def _take(self, rank: int, result: TransferResult) -> TransferResult | None:
-        name = (result.step, (result.source, result.target))
+        kind = (result.source, result.target)
+        name = (result.step, kind)
         copy = self._open.setdefault(name, _OpenCopy())
         if rank in copy.ranks:
             raise InvariantError(f"rank {rank} reported a copy of step {result.step} twice")
         copy.ranks.add(rank)
         if copy.slowest is None or result.seconds > copy.slowest.seconds:
             copy.slowest = result
-        if len(copy.ranks) == self._num_ranks:
+        is_complete = len(copy.ranks) == self._num_reports[kind]
+        if is_complete:
             del self._open[name]
         if copy.has_failed:
             return None
         if not result.ok:
             copy.has_failed = True
             return replace(result, error=f"rank {rank}: {result.error}") if self._num_ranks > 1 else result
-        return copy.slowest if len(copy.ranks) == self._num_ranks else None
+        return copy.slowest if is_complete else None

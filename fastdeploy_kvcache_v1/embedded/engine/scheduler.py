@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Callable
-from itertools import islice, takewhile
+from itertools import islice
 from typing import NamedTuple
 
 from ...metadata import Allocation, DeviceSlot, MatchResult, NoSpace
@@ -13,6 +12,7 @@ from ...scheduler.cache_manager import CacheManager
 from ...scheduler.load_costs import LoadCosts
 from ...scheduler.open_prefills import OpenPrefills
 from .generation import Generation, State
+from .waiting_line import WaitingLine
 
 
 class Scheduled(NamedTuple):
@@ -79,9 +79,7 @@ class Scheduler:
         """Preempted after their blocks were offered. They wait, and never start again: whoever ends them empties it."""
         self._running: list[Generation] = []
         """In order of arrival, as is `_waiting`."""
-        self._waiting: OrderedDict[int, Generation] = OrderedDict()
-        """By arrival. Thousands may wait, and all their clients may go: leaving is O(1)."""
-        self._num_arrivals = 0
+        self._waiting = WaitingLine()
         self._plan: dict[str, Scheduled] = {}
         self._budget = 0
         self.load_costs = LoadCosts(block_size)
@@ -101,16 +99,16 @@ class Scheduler:
     @property
     def waiting(self) -> tuple[Generation, ...]:
         """O(waiting)."""
-        return tuple(self._waiting.values())
+        return tuple(self._waiting)
 
     def next_waiting(self, count: int) -> list[Generation]:
         """The first ones in the line, whether they can start or not."""
-        return list(islice(self._waiting.values(), count))
+        return list(islice(self._waiting, count))
 
     @property
     def head(self) -> Generation | None:
         """Who is admitted next. O(requests before it that expect blocks from storage, or from others)."""
-        candidates = (each for each in self._waiting.values() if each.arrival not in self._following)
+        candidates = (each for each in self._waiting if each.arrival not in self._following)
         return next((each for each in candidates if self._may_start(each) and not each.has_lost_offer), None)
 
     @property
@@ -133,9 +131,7 @@ class Scheduler:
         return not self._running and not self._waiting and not self._aside
 
     def add(self, generation: Generation) -> None:
-        generation.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        self._waiting[generation.arrival] = generation
+        self._waiting.join(generation)
 
     def schedule(self) -> list[Scheduled]:
         """Plan one step. The caller drains the manager's swap step right after."""
@@ -160,7 +156,7 @@ class Scheduler:
             self._budget += planned.num_tokens + len(planned.drafts)
         generation.state = State.WAITING
         generation.num_computed = 0
-        self._put_back(generation)
+        self._waiting.put_back(generation)
 
     def finish(self, generation: Generation) -> None:
         """Forget a request, whatever state it is in; its committed blocks stay cached."""
@@ -168,7 +164,7 @@ class Scheduler:
             self._manager.finish(generation.request_id)
             self._running.remove(generation)
         elif generation.state is State.WAITING:
-            del self._waiting[generation.arrival]
+            self._waiting.leave(generation)
         elif self._aside.pop(generation.request_id, None) is not None:
             self._manager.finish(generation.request_id)
         generation.state = State.FINISHED
@@ -203,13 +199,6 @@ class Scheduler:
                 self._add_to_plan(generation, num_tokens, drafts)
                 return
             self.preempt(self._running[-1])
-
-    def _put_back(self, generation: Generation) -> None:
-        """Into `_waiting`, by its arrival. Few arrived earlier: preempted ones, and those that expect blocks."""
-        earlier = list(takewhile(lambda arrival: arrival < generation.arrival, self._waiting))
-        self._waiting[generation.arrival] = generation
-        for arrival in (generation.arrival, *reversed(earlier)):
-            self._waiting.move_to_end(arrival, last=False)
 
     def _admit_waiting(self) -> None:
         self._following.clear()
@@ -258,7 +247,7 @@ class Scheduler:
         return match, num_declined
 
     def _follow(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
-        others = (each.hasher for each in self._waiting.values() if each is not generation)
+        others = (each.hasher for each in self._waiting if each is not generation)
         num_shared = self._prefills.to_wait_for(generation.hasher, match.num_blocks, others)
         if not num_shared or not self._has_room(generation, match, num_owed - num_shared):
             return False
@@ -280,7 +269,7 @@ class Scheduler:
             return False
         assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
         self._num_loading += outcome.num_host_tokens
-        del self._waiting[generation.arrival]
+        self._waiting.leave(generation)
         insort(self._running, generation, key=lambda g: g.arrival)
         generation.state = State.RUNNING
         generation.num_computed = match.num_tokens
@@ -302,7 +291,7 @@ class Scheduler:
         if isinstance(outcome, NoSpace):
             return False
         self._num_loading += outcome.num_host_tokens
-        del self._waiting[generation.arrival]
+        self._waiting.leave(generation)
         self._aside[generation.request_id] = generation
         generation.state = State.FETCHING
         generation.num_computed = generation.cached_tokens = match.num_tokens

@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ...storage.settings import StorageSettings
 from .launch import WorkerConfig, storage_addresses
 from .messages import TransferEnd
 from .rank_process import POLL_MS, STOP_TIMEOUT_S, Answer, RankProcess
+from .share_ends import make_share_ends
 
 __all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError", "WorkerConfig"]
 
@@ -67,11 +69,7 @@ class ProcessWorkerClient:
         try:
             if config.storage is not None:
                 self.storage = _bind_storage(self._directory, config.storage, config.tensor_parallel_size)
-            for rank in range(config.tensor_parallel_size):
-                process = RankProcess(
-                    self._context, self._directory, config, rank, timeout_s=timeout_s, on_poll=self._require_start
-                )
-                self._ranks.append(process)
+            self._start_ranks(config, timeout_s)
             self._wait_until_ready()
         except BaseException:
             self.close()
@@ -100,6 +98,21 @@ class ProcessWorkerClient:
             self.storage.close()
         self._context.destroy(linger=0)
         self._remove_directory()
+
+    def _start_ranks(self, config: WorkerConfig, timeout_s: float) -> None:
+        num_ranks = config.tensor_parallel_size
+        with make_share_ends(num_ranks) if config.shares_host else nullcontext([None] * num_ranks) as ends:
+            for rank in range(num_ranks):
+                process = RankProcess(
+                    self._context,
+                    self._directory,
+                    config,
+                    rank,
+                    timeout_s=timeout_s,
+                    on_poll=self._require_start,
+                    share_ends=ends[rank],
+                )
+                self._ranks.append(process)
 
     def _wait_until_ready(self) -> None:
         for rank in self._ranks:

@@ -28,6 +28,7 @@ from ...swap_message import SwapDecoder
 from ...transfer.rank_transfers import RankTransfers
 from ...worker import ops
 from ...worker.cache_controller import CacheController
+from ...worker.host_share import HostShare
 from ...worker.runtime.copy_faults import make_runtime
 from .launch import WorkerLaunch
 from .liveness import ProgressBoard
@@ -62,6 +63,7 @@ def main() -> int:
     context = zmq.Context()
     tasks = context.socket(zmq.PULL)
     results = context.socket(zmq.PUSH)
+    share = None if launch.share_ends is None else launch.share_ends.open(launch.rank)
     try:
         tasks.connect(launch.tasks_address)
         results.connect(launch.results_address)
@@ -76,8 +78,10 @@ def main() -> int:
             on_wait=board.set_waits,
         )
         _send(results, WorkerConnected())
-        return _serve(launch, board, ranks, tasks, results, agent)
+        return _serve(launch, board, ranks, share, tasks, results, agent)
     finally:
+        if share is not None:
+            share.close()
         context.destroy(linger=1000)
 
 
@@ -85,12 +89,13 @@ def _serve(
     launch: WorkerLaunch,
     board: ProgressBoard,
     ranks: Ranks,
+    share: HostShare | None,
     tasks: zmq.Socket[bytes],
     results: zmq.Socket[bytes],
     agent: LaneAgent | None,
 ) -> int:
     try:
-        runner, controller, transfers = _build(launch, board, ranks)
+        runner, controller, transfers = _build(launch, board, ranks, share)
         if agent is not None:
             give_memory(agent, controller, launch.config.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
@@ -118,7 +123,7 @@ def _serve(
 
 
 def _build(
-    launch: WorkerLaunch, board: ProgressBoard, ranks: Ranks
+    launch: WorkerLaunch, board: ProgressBoard, ranks: Ranks, share: HostShare | None
 ) -> tuple[StepRunner, CacheController, RankTransfers | None]:
     config = launch.config
     configure_reproducible_math(config.num_threads)
@@ -137,6 +142,7 @@ def _build(
         rank=ranks.rank,
         host_trailer_bytes=host_trailer_bytes(config.storage),
         host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
+        host_share=share,
     )
     caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
     transfers = None

@@ -26,6 +26,7 @@ from ...transfer.rank_messages import TransferNews
 from .launch import WorkerConfig, WorkerLaunch
 from .liveness import ProgressBoard, Watchdog, make_page
 from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
+from .share_ends import ShareEnds
 
 __all__ = ["POLL_MS", "STOP_TIMEOUT_S", "Answer", "RankProcess"]
 
@@ -54,9 +55,10 @@ class RankProcess:
         *,
         timeout_s: float,
         on_poll: Callable[[], None],
+        share_ends: ShareEnds | None = None,
     ) -> None:
-        """`on_poll` is called again and again while a start is waited for; what it raises ends the wait. Raises
-        `ConfigError` when `directory` cannot be used.
+        """`share_ends`, which stay the caller's, are inherited. `on_poll` is called again and again while a start is
+        waited for; what it raises ends the wait. Raises `ConfigError` when `directory` cannot be used.
         """
         self._config = config
         self._rank = rank
@@ -72,7 +74,8 @@ class RankProcess:
         page = _make_page(directory)
         self._board = ProgressBoard(page)
         # A rank that waits for a stuck one is not stuck itself, and must not be told of first.
-        launch = WorkerLaunch(config, rank, directory, os.getpid(), page, 2 * timeout_s if timeout_s else None)
+        patience_s = 2 * timeout_s if timeout_s else None
+        launch = WorkerLaunch(config, rank, directory, os.getpid(), page, share_ends, patience_s)
         try:
             self._tasks = _bind(context, zmq.PUSH, launch.tasks_address)
             self._results = _bind(context, zmq.PULL, launch.results_address)
@@ -229,7 +232,7 @@ def _spawn(launch: WorkerLaunch) -> subprocess.Popen[bytes]:
         stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
         env=environment,
         start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
-        pass_fds=(launch.progress_fd,),
+        pass_fds=(launch.progress_fd, *(() if launch.share_ends is None else launch.share_ends.descriptors)),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:

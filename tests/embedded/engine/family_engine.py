@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import time
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.embedded.worker.share_ends import ShareEnds, make_share_ends
 from fastdeploy_kvcache_v1.model.config import IndexerConfig, random_model
 from fastdeploy_kvcache_v1.model.decoder import Decoder
 from fastdeploy_kvcache_v1.model.mtp import DraftingDecoder
@@ -18,6 +20,7 @@ from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, RankGroup, Ranks
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.host_share import HostShare
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.shadow import Harness
 
@@ -58,6 +61,13 @@ def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
     return [hub, *others]
 
 
+def host_shares(size: int) -> list[HostShare]:
+    """One host pool for ranks in this process."""
+    with make_share_ends(size) as ends:
+        kept = [ShareEnds(os.dup(each.file), tuple(map(os.dup, each.links))) for each in ends]
+    return [each.open(rank) for rank, each in enumerate(kept)]
+
+
 @cache
 def rank_decoders(family: str, mtp: bool, size: int) -> list[tuple[Ranks, Decoder]]:
     if size == 1:
@@ -85,6 +95,7 @@ class FamilyEngine:
         roles: dict[str, object] | None = None,
     ) -> None:
         """`roles`: `remote` or `offered` of the harness."""
+        self.shares_host = size > 1 and num_host_blocks > 0 and model_of(family, mtp=mtp).ranks_cache_alike
         config = KVCacheConfig(
             num_device_blocks,
             num_host_blocks,
@@ -97,6 +108,7 @@ class FamilyEngine:
             max_num_seqs=3,
             max_num_batched_tokens=max_num_batched_tokens,
             num_ranks=size,
+            ranks_share_host=self.shares_host,
             **(roles or {}),
         )
         # Whether a load pays is a matter of time; here each is made.
@@ -106,11 +118,15 @@ class FamilyEngine:
             CpuRuntime(delay=lambda stream: time.sleep(self.random.random() * 0.0005)) for _ in range(size)
         ]
         model, dtype = model_of(family, mtp=mtp).shard(size), FAMILIES[family][1]
+        self.shares = host_shares(size) if self.shares_host else [None] * size
         self.controllers: list[CacheController] = []
         self.runners: list[StepRunner] = []
-        for (ranks, decoder), runtime in zip(rank_decoders(family, mtp, size), self.runtimes, strict=True):
+        parts = zip(rank_decoders(family, mtp, size), self.runtimes, self.shares, strict=True)
+        for (ranks, decoder), runtime, share in parts:
             backend = model.cache_backend(block_size=BLOCK, dtype=dtype)
-            controller = CacheController(backend, runtime=runtime, layer_timeout_s=layer_timeout_s, rank=ranks.rank)
+            controller = CacheController(
+                backend, runtime=runtime, layer_timeout_s=layer_timeout_s, rank=ranks.rank, host_share=share
+            )
             caches = controller.initialize_kv_cache(num_device_blocks, num_host_blocks)
             runner = StepRunner(
                 decoder.forward,
@@ -188,6 +204,9 @@ class FamilyEngine:
         for controller, runtime in zip(self.controllers, self.runtimes, strict=True):
             controller.free()
             runtime.close()
+        for share in self.shares:
+            if share is not None:
+                share.close()
 
 
 def conversations(engine: FamilyEngine) -> list[list[int]]:

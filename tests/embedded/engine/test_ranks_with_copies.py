@@ -19,14 +19,16 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Link:
-    """A rank's copies. `on_swap_in` is called before each layer that comes from the host."""
+    """A rank's copies. `on_swap_in` is called before each layer that comes from the host, `on_eviction` before all that
+    go there.
+    """
 
     def __init__(self):
         self.on_swap_in: Callable[[], None] = lambda: None
+        self.on_eviction: Callable[[], None] = lambda: None
 
     def __call__(self, stream):
-        if "input" in stream:
-            self.on_swap_in()
+        self.on_swap_in() if "input" in stream else self.on_eviction()
 
 
 def fail():
@@ -141,6 +143,20 @@ def test_a_swap_in_that_one_rank_gives_up_has_failed_on_all(links, late):
     while not recorder.ended:
         engine.step()
     assert [recorder.tokens] == expected
+    engine.close()
+
+
+def test_a_shared_host_copy_that_rank_0_could_not_make_is_on_no_rank(links):
+    engine = serve(links, "mla")
+    links[0].on_eviction = fail
+    links[1].on_eviction = pytest.fail  # it copies nothing out
+    expected = cached_on_the_host(engine)
+    links[0].on_eviction = lambda: None
+    counters = [rank.swap_out for rank in engine.harness.core.counters.copies]
+    assert [each.failures > 0 for each in counters] == [True, False]
+    assert engine.counters.failed_transfer_blocks > 0
+    assert engine.ask(PROMPT) == expected, "computed again"
+    assert totals(engine) == ([0, 0], [0, 0])
     engine.close()
 
 

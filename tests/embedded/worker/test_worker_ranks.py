@@ -1,10 +1,12 @@
 """Several worker processes: one that ends or hangs is named, once, and the others do not outlive the server."""
 
+import contextlib
 import os
 import re
 import tempfile
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,7 +19,18 @@ from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepTask
 
 CONFIG = WorkerConfig(None, 128, 16, "float32", 8, 0, "warning", tensor_parallel_size=2)
+SHARED = replace(CONFIG, num_host_blocks=8, model_family="mla", shares_host=True)
+"""With one host pool for both ranks."""
 TASK = StepTask("r", [1, 2, 3], 0, [5], True, SamplingParams())
+
+
+def has_the_pool(pid):
+    """Whether the process can reach the ranks' host pool."""
+    names = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            names.append(os.readlink(file))
+    return any("kvcache-host" in name for name in names)
 
 
 @pytest.fixture
@@ -43,9 +56,10 @@ class Listener:
 
 
 def test_every_rank_gets_the_batch_and_answers_with_the_same_token(temp_dir):
-    client = ProcessWorkerClient(CONFIG)
+    client = ProcessWorkerClient(SHARED)
     try:
         assert os.listdir(temp_dir) == [], "names are gone once the ranks have met"
+        assert [has_the_pool(pid) for pid in (*client.pids, os.getpid())] == [True, True, False]
         listener = Listener(client)
         client.send(BatchRequest([TASK]))
         for _ in range(2):
@@ -63,7 +77,7 @@ def test_every_rank_gets_the_batch_and_answers_with_the_same_token(temp_dir):
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_is_killed_is_named_once_while_the_other_waits_for_it(temp_dir, dead):
-    client = ProcessWorkerClient(CONFIG)
+    client = ProcessWorkerClient(SHARED)
     try:
         listener = Listener(client)
         victim = psutil.Process(client.pids[dead])

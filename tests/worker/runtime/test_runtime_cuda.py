@@ -12,9 +12,11 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import host_alloc, host_free
-from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda
+from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda, placement
 from fastdeploy_kvcache_v1.worker.runtime.cuda import CudaStream
+from fastdeploy_kvcache_v1.worker.runtime.placement import node_of_pci_device
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
 from tests.worker.fake_cupy import COMPUTE, FakeGpu, FakeGpuBackend, make_cupy
 from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
@@ -202,3 +204,25 @@ def test_host_memory_is_near_the_gpu_or_else_near_the_process(gpu, monkeypatch, 
 def test_tensors_of_the_wrong_device_are_refused(gpu):
     with pytest.raises(ConfigError, match="not on the device of the runtime"):
         Rig(CudaRuntime(compute_handle=COMPUTE), backend=NumpyBackend())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_ranks_host_memory_is_on_the_node_of_its_own_device(gpu, monkeypatch, tmp_path, shared):
+    """Four ranks on a machine whose devices 0 and 1 are near node 1 and the others near node 0."""
+    for device, node in enumerate((1, 1, 0, 0)):
+        directory = tmp_path / f"bus/pci/devices/0000:a{device}:00.0"
+        directory.mkdir(parents=True)
+        (directory / "numa_node").write_text(f"{node}\n")
+    nodes = {0: frozenset(os.sched_getaffinity(0)), 1: frozenset({10_000})}
+    pinned, bound = set(), []
+    monkeypatch.setattr(cuda, "node_of_pci_device", lambda bus_id: node_of_pci_device(bus_id, tmp_path))
+    monkeypatch.setattr(placement, "numa_nodes", lambda: nodes)
+    monkeypatch.setattr(placement, "pages_by_node", lambda address: {})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cpus: pinned.add(frozenset(cpus)))
+    monkeypatch.setattr(ops, "host_alloc", lambda nbytes, numa_node: bound.append(numa_node) or host_alloc(nbytes))
+    for device, node in enumerate((1, 1, 0, 0)):
+        pinned.clear()
+        runtime = CudaRuntime(device, compute_handle=COMPUTE)
+        runtime.free_host(runtime.allocate_host(4096, shared=shared))
+        assert pinned == {nodes[node]}, "its pages come from there"
+    assert bound == ([] if shared else [1, 1, 0, 0]), "what can be bound is"
