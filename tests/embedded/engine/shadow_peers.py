@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 
-from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
 from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd, PeerPort
 from fastdeploy_kvcache_v1.transfer.rank_messages import (
@@ -23,7 +25,9 @@ from fastdeploy_kvcache_v1.transfer.rank_messages import (
     WithdrawLease,
 )
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from tests.embedded.engine.storage_server import NAMESPACE
 from tests.embedded.shadow import Harness, Recorder
+from tests.embedded.shadow_store import ShadowStore
 
 BLOCK = 4
 HERE = PeerPort("127.0.0.1", 1)
@@ -42,8 +46,9 @@ class Clock:
 class Engine:
     """One server. `begin` and `end` are the two halves of a step: things happen between them."""
 
-    def __init__(self, harness):
+    def __init__(self, harness, store=None):
         self.harness = harness
+        self.store = store
         self.core = harness.core
         self.batch = None
         self.news = []
@@ -55,6 +60,15 @@ class Engine:
         if self.harness.sent:
             self.batch = self.harness.sent.pop()
         return self.batch is not None
+
+    def answer_store(self):
+        """Of one command. False: there is none."""
+        if self.store is None or self.store.is_idle:
+            return False
+        for answer in self.store.answer():
+            self.core.on_storage(answer)
+            self.harness.manager.check()
+        return True
 
     def tell_news(self):
         """Everything that the worker's ranks have reported by now arrives."""
@@ -68,9 +82,20 @@ class Peers:
     """`prefill` and `decode`, and the worker halves between them."""
 
     def __init__(
-        self, *, seed=0, prefill_blocks=64, decode_blocks=64, host_blocks=0, fails=None, num_ranks=1, **options
+        self,
+        *,
+        seed=0,
+        prefill_blocks=64,
+        decode_blocks=64,
+        host_blocks=0,
+        fails=None,
+        num_ranks=1,
+        stored=None,
+        **options,
     ):
+        """`stored`: what both engines load from and store into, if they have storage."""
         self.num_ranks = num_ranks
+        self._stored = stored
         self.random = random.Random(seed)
         self.clock = Clock()
         self.asked = {}
@@ -80,15 +105,10 @@ class Peers:
             self, [HERE] * num_ranks, self.settings, block_size=BLOCK, vocab_size=1000, clock=self.clock
         )
         self.offered = OfferedPrefills(num_ranks)
-        fails = {} if fails is None else {"fails": fails}
-        self.prefill = Engine(
-            Harness(
-                KVCacheConfig(prefill_blocks, host_blocks, block_size=BLOCK), offered=self.offered, **fails, **options
-            )
-        )
-        self.decode = Engine(
-            Harness(KVCacheConfig(decode_blocks, host_blocks, block_size=BLOCK), remote=self.remote, **fails, **options)
-        )
+        if fails is not None:
+            options["fails"] = fails
+        self.prefill = self._engine(prefill_blocks, host_blocks, offered=self.offered, **options)
+        self.decode = self._engine(decode_blocks, host_blocks, remote=self.remote, **options)
         self.leases: dict[str, OpenLease] = {}
         self.complete: set[str] = set()
         self.fetches: dict[str, StartFetch] = {}
@@ -97,6 +117,23 @@ class Peers:
         """Fetches that failed on a rank: their content is never whole."""
         self.ranks_left: dict[OpenLease | StartFetch, set[int]] = {}
         self.num_copied = 0
+
+    def _engine(self, device_blocks, host_blocks, **options):
+        if self._stored is None:
+            return Engine(Harness(KVCacheConfig(device_blocks, host_blocks, block_size=BLOCK), **options))
+        config = KVCacheConfig(
+            device_blocks, host_blocks, block_size=BLOCK, write_policy=WritePolicy.WRITE_THROUGH, max_queued_events=0
+        )
+        stores = []
+
+        def storage(manager, worker):
+            stores.append(ShadowStore(worker, self.random))
+            stores[0].values = self._stored
+            stores[0].failure_rate = 0.1
+            settings = StorageSettings("file", "/unused", prefetch="wait_complete", min_tokens=BLOCK)
+            return StorageTier(manager, settings, NAMESPACE, stores[0], clock=self.clock)
+
+        return Engine(Harness(config, storage=storage, **options), *stores)
 
     # ---- what the decode engine asks over HTTP
 
@@ -224,7 +261,7 @@ class Peers:
             for engine in (self.prefill, self.decode):
                 if engine.batch is not None:
                     self.end(engine)
-                busy |= self.step(engine) or bool(engine.news)
+                busy |= self.step(engine) or bool(engine.news) or engine.answer_store()
                 engine.tell_news()
             for name in list(self.fetches):
                 busy |= self.arrive(name)

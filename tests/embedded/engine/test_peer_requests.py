@@ -313,8 +313,8 @@ def some_rank(peers, rng):
 def chaos(peers, rng, recorders):
     """One random thing happens."""
     names, fetches = list(recorders), list(peers.fetches)
-    what = rng.randrange(14)
     engine = rng.choice([peers.prefill, peers.decode])
+    what = rng.randrange(15 if engine.store is None else 19)
     if what < 4:
         if engine.batch is not None:
             peers.end(engine)
@@ -334,20 +334,25 @@ def chaos(peers, rng, recorders):
         peers.decode.core.abort(rng.choice(names))
     elif what == 13 and rng.random() < 0.1:
         peers.clock.now += rng.choice([1.0, 20.0, 700.0])
+    elif what == 14 and rng.random() < 0.1:
+        engine.core.reset_cache()
+    elif what > 14:
+        engine.answer_store()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("num_ranks", "has_storage"), [(1, False), (3, False), (1, True)])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_thousand_requests_with_random_faults_change_no_token(seed, num_ranks):
+def test_a_thousand_requests_with_random_faults_change_no_token(seed, num_ranks, has_storage):
     """Six times 170. Copies between the tiers fail too, and slots that are being fetched hold anything."""
     rng = random.Random(seed)
     sizes = [(10, 10, 0), (9, 14, 8), (30, 30, 16)][seed % 3]
     peers = Peers(
         seed=seed,
         num_ranks=num_ranks,
+        stored={} if has_storage else None,
         prefill_blocks=sizes[0],
         decode_blocks=sizes[1],
-        host_blocks=sizes[2],
+        host_blocks=sizes[2] or 10 * has_storage,
         fails=lambda result: rng.random() < 0.05,
         max_num_seqs=5,
         max_num_batched_tokens=12,
@@ -372,6 +377,9 @@ def test_a_thousand_requests_with_random_faults_change_no_token(seed, num_ranks)
     assert totals.started == totals.arrived + totals.failed + totals.cancelled + totals.overdue
     assert min(totals.arrived, totals.failed, totals.cancelled) > 0
     assert num_right > 140
+    if has_storage:
+        loaded = [engine.harness.storage.counters.load.blocks for engine in (peers.prefill, peers.decode)]
+        assert min(loaded) > 0
     peers.check_idle()
 
 
