@@ -22,11 +22,11 @@ def rank_role(config: Any) -> RankRole | None:
     if role == "mixed":
         return None
     choice, place = settings.transfer_choice(), settings.rank_place()
+    channel = RankEnd(int(parallel.local_engine_worker_queue_port), int(parallel.tensor_parallel_rank))
     if role == "decode":
-        port, rank = int(parallel.local_engine_worker_queue_port), int(parallel.tensor_parallel_rank)
-        return DecodeRank(choice, place, RankEnd(port, rank))
-    acknowledges = overlay.active().table.capabilities.acknowledged_cache_info
-    return PrefillRank(choice, place, tell=Messager(_own_queue(parallel), acknowledges=acknowledges).tell)
+        return DecodeRank(choice, place, channel)
+    messager = Messager(_own_queue(parallel), acknowledges=overlay.active().table.capabilities.acknowledged_cache_info)
+    return PrefillRank(choice, place, tell=messager.tell, tell_counts=channel.tell)
 
 
 def _own_queue(parallel: Any) -> Any:
