@@ -17,9 +17,10 @@ from ..scheduler.cache_manager import CacheManager
 from ..storage.backends import check_backend, make_tier
 from ..storage.namespace import Namespace
 from ..trace_recorder import TraceRecorder
+from ..transfer.role_info import RoleInfo
 from .disaggregation.prefill_client import PrefillClient
 from .disaggregation.prefill_endpoint import add_prefill_route
-from .disaggregation.role_info import RoleInfo, add_role_route
+from .disaggregation.role_info import add_role_route
 from .disaggregation.settings import Role
 from .engine.engine import Engine
 from .engine.engine_core import EngineCore

@@ -244,7 +244,7 @@ class Roles:
         """As FastDeploy's loop: what raises is logged."""
         fate = self.rng.random() if may_lose else 1.0
         try:
-            if fate < 0.02:
+            if fate < 0.05:
                 self.raise_midway(manager)
             tasks, errors = manager.schedule()
         except Lost:
@@ -255,7 +255,7 @@ class Roles:
         assert not errors, errors
         if not tasks:
             return []
-        if fate < 0.06:
+        if fate < 0.1:
             self.counts["lost"] += 1
             return []
         queue.put_tasks((tasks, len(tasks)))

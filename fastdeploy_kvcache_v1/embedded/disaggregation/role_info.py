@@ -1,29 +1,17 @@
-"""What a server with a role says about itself, so that `doctor` can tell whether two of them fit."""
+"""Where the embedded server says what it is to peers."""
 
 from __future__ import annotations
 
 import msgspec
 from fastapi import Depends, FastAPI, Response
 
-from ...transfer.geometry import Geometry
+from ...transfer.role_info import RoleInfo
 from ..http.access import require_operator
 
-__all__ = ["PATH", "RoleInfo", "add_role_route"]
+__all__ = ["PATH", "add_role_route"]
 
 PATH = "/kvcache/role"
-
-
-class RoleInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """The answer of `GET /kvcache/role`, for operators."""
-
-    role: str
-    plane: str
-    host: str
-    port: int | None
-    """Where a decode server's worker listens for prefill servers; None for a prefill server."""
-    plane_address: bytes
-    """See `DataPlane.address`."""
-    geometry: Geometry
+"""For operators."""
 
 
 def add_role_route(app: FastAPI, info: RoleInfo) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ...transfer.ledger import LeaseLedger
@@ -28,6 +29,7 @@ class _Offer:
 class PrefillRank(RankRole):
     """The task of a request opens its lease, and so comes before every pass that computes its blocks."""
 
+    _name = "prefill"
     drops_rows_after_first_token = True
 
     def __init__(
@@ -37,9 +39,10 @@ class PrefillRank(RankRole):
         *,
         tell: Callable[[str, str | None], None],
         tell_counts: Callable[[LeaseCounts], None] = lambda counts: None,
+        info_file: Path | None = None,
     ) -> None:
         """`tell(request_id, error)`: its transfer has ended. `tell_counts`: they are others than before."""
-        super().__init__(choice, place)
+        super().__init__(choice, place, info_file)
         self._tell = tell
         self._tell_counts = tell_counts
         self._leases = LeaseLedger()

@@ -45,8 +45,14 @@ class Pair:
         choice, place = TransferChoice(settings, "socket", True), RankPlace(HOST, (0,), "the model")
         self.told, self.counts, self.channel = [], [], Channel()
         self.roles = (
-            PrefillRank(choice, place, tell=lambda *what: self.told.append(what), tell_counts=self.counts.append),
-            DecodeRank(choice, place, self.channel),
+            PrefillRank(
+                choice,
+                place,
+                tell=lambda *what: self.told.append(what),
+                tell_counts=self.counts.append,
+                info_file=directory / "prefill.json",
+            ),
+            DecodeRank(choice, place, self.channel, info_file=directory / "decode.json"),
         )
         self.prefill, self.decode = (self._runner(model, directory / str(i), role) for i, role in enumerate(self.roles))
 
@@ -259,6 +265,25 @@ def test_a_decode_server_of_several_ranks_is_refused(pair):
     task.disaggregate_info["decode_rdma_ports"] = [1, 2]
     pair.prefill.insert_tasks([task])
     assert pair.told == [("a", "a decode server with 2 ranks cannot read from this one")]
+
+
+def test_doctor_reaches_both_and_says_whether_they_fit(pair, tmp_path):
+    pytest.importorskip("fastapi")
+    from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
+
+    prefill, decode = str(tmp_path / "prefill.json"), str(tmp_path / "decode.json")
+    verdicts = list(try_servers([prefill], [decode], SECRET))
+    assert [is_well for is_well, _, _ in verdicts] == [True, True, True], verdicts
+    swapped = [what for is_well, _, what in try_servers([decode], [prefill], SECRET) if not is_well]
+    assert [what.split(":")[0] for what in swapped] == ["its role is decode", "its role is prefill"]
+    other = [is_well for is_well, _, _ in try_servers([prefill], [decode], b"another secret of all")]
+    assert other == [False, False, True]
+    text = (tmp_path / "decode.json").read_text()
+    (tmp_path / "decode.json").write_text(text.replace("the model", "another model"))
+    (unfit,) = [what for is_well, _, what in try_servers([prefill], [decode], SECRET) if not is_well]
+    assert "another model" in unfit
+    (gone,) = try_servers([str(tmp_path / "nowhere")], [], SECRET)
+    assert not gone[0]
 
 
 def test_a_request_without_a_decode_server_is_computed_and_not_offered(pair, expected):
