@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any
@@ -60,9 +61,11 @@ class RoleCache(EnginePrefixCache):
     ) -> list[Any]:
         """Opens the way to the ranks, before they start. Raises `ConfigError`."""
         if self._ranks is None:
-            make_private(socket_path(int(engine_worker_queue_port)).parent)
+            directory = socket_path(int(engine_worker_queue_port)).parent
+            make_private(directory)
             self._ranks = EngineEnd(int(engine_worker_queue_port), tensor_parallel_size)
-            Finalize(None, self._ranks.close, exitpriority=0)
+            Finalize(None, self._ranks.close, exitpriority=1)
+            Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=0)
         return super().launch_cache_manager(
             cache_config,
             tensor_parallel_size,
