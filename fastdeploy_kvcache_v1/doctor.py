@@ -68,7 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for role in ("prefill", "decode"):
         parser.add_argument(
-            f"--{role}", nargs="+", default=[], metavar="URL", help=f"also check these servers with --role {role}"
+            f"--{role}",
+            nargs="+",
+            default=[],
+            metavar="URL",
+            help=f"also check these servers with --role {role} (FastDeploy: the files kvcache_role.json of their logs)",
         )
     parser.add_argument("--peer-secret-file", type=Path, metavar="FILE", help="the secret of these servers")
 

@@ -34,7 +34,7 @@ class Source(enum.Enum):
     """Only where a trace is recorded."""
     REPORTS = "FastDeploy's engine: CopyReports"
     TRANSFERS = "prefill or decode role: its ledger"
-    """Only with a role: its rows have the label `side` as well. FastDeploy has it at decode."""
+    """Only with a role: its rows have the label `side` as well."""
     GRANTS = "FastDeploy's engine with the role decode: Grants"
     REMOTE_PREFILLS = "embedded engine with the role decode: PrefillCounters"
     ENGINE = "embedded engine"

@@ -1,7 +1,8 @@
 """Run inside a FastDeploy process: its real ResourceManagerV1 twice, as prefill and as decode, over our adapters.
 
 The workers are FAKE ones that check what every block holds; the transfers between them go block by block, at random
-times, and fail or are cancelled at random; batches reach the decode worker late. Usage: script SEED STEPS BLOCKS.
+times, and fail or are cancelled at random; batches reach the decode worker late, and some of prefill are lost.
+Usage: script SEED STEPS BLOCKS HOST_BLOCKS...: blocks of decode, and of prefill's host tier, one run for each number.
 """
 
 import os
@@ -26,6 +27,7 @@ from fastdeploy_kvcache_v1.transfer.fetch import FetchResult  # noqa: E402
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews  # noqa: E402
 from tests.fastdeploy.drive_resource_manager import (  # noqa: E402  (activates the overlay)
     BLOCK_SIZE,
+    Lost,
     Queue,
     make_manager,
     make_request,
@@ -102,9 +104,10 @@ class Rank:
 
 
 class Roles:
-    def __init__(self, rng, num_blocks):
+    def __init__(self, rng, num_blocks, num_host_blocks):
         self.rng, self.counts = rng, Counter()
-        self.prefill = make_manager(64, 0, "write_through", role="prefill")
+        device_blocks = 40 if num_host_blocks else 64
+        self.prefill = make_manager(device_blocks, num_host_blocks, "write_through", role="prefill")
         self.decode = make_manager(num_blocks, 0, "write_through", role="decode")
         self.workers = FakeWorker(BLOCK_SIZE), FakeWorker(BLOCK_SIZE)
         self.rank = self.decode.cache_manager._ranks = Rank(rng, self.workers[1])
@@ -161,8 +164,10 @@ class Roles:
 
     def step_prefill(self):
         worker = self.workers[0]
-        for task in self.batch(self.prefill, self.queues[0]):
-            worker.receive([task])
+        preempted, _ = worker.receive(self.batch(self.prefill, self.queues[0], may_lose=True))
+        for request_id in preempted:
+            self.counts["computed again"] += 1
+            self.prefill.reschedule_preempt_task(request_id)
         for request_id, token in worker.step().items():
             request = self.prefill.requests[request_id]
             worker.stop(request_id)
@@ -235,10 +240,23 @@ class Roles:
                 self.counts["started"] += 1
                 self.decode.add_prefilled_request(output)
 
-    def batch(self, manager, queue):
-        tasks, errors = manager.schedule()
+    def batch(self, manager, queue, *, may_lose=False):
+        """As FastDeploy's loop: what raises is logged."""
+        fate = self.rng.random() if may_lose else 1.0
+        try:
+            if fate < 0.05:
+                self.raise_midway(manager)
+            tasks, errors = manager.schedule()
+        except Lost:
+            self.counts["lost"] += 1
+            return []
+        finally:
+            vars(manager).pop("_get_num_new_tokens", None)
         assert not errors, errors
         if not tasks:
+            return []
+        if fate < 0.1:
+            self.counts["lost"] += 1
             return []
         queue.put_tasks((tasks, len(tasks)))
         taken = queue.take()
@@ -246,6 +264,19 @@ class Roles:
         return taken
 
     # ---- both
+
+    def raise_midway(self, manager):
+        original, passed = manager._get_num_new_tokens, self.rng.randrange(2)
+
+        def raising(request, budget):
+            nonlocal passed
+            num_tokens = original(request, budget)
+            if passed == 0:
+                raise Lost("patch_idx")
+            passed -= 1
+            return num_tokens
+
+        manager._get_num_new_tokens = raising
 
     def step(self):
         self.ask()
@@ -285,9 +316,9 @@ def random_prompt(rng):
     return common[: rng.randrange(len(common))] + [rng.randrange(1, 8) for _ in range(rng.randrange(1, 20))]
 
 
-def main(seed, steps, num_blocks):
-    rng = random.Random(f"{seed} {num_blocks}")
-    roles = Roles(rng, num_blocks)
+def main(seed, steps, num_blocks, num_host_blocks):
+    rng = random.Random(f"{seed} {num_blocks} {num_host_blocks}")
+    roles = Roles(rng, num_blocks, num_host_blocks)
     for number in range(steps):
         action = rng.random()
         if action < 0.3 and len(roles.front.requests) < 10:
@@ -298,9 +329,12 @@ def main(seed, steps, num_blocks):
     roles.run_dry()
     counts = {**roles.counts, **{f"answered {code}": count for code, count in roles.front.errors.items()}}
     counts["stray"] = roles.decode.cache_manager.grants.num_stray_tokens
-    counts["hits"] = roles.prefill.cache_manager.manager.stats().counters.device_hit_tokens
+    counters = roles.prefill.cache_manager.manager.stats().counters
+    counts["hits"], counts["host hits"] = counters.device_hit_tokens, counters.host_hit_tokens
     print("RESULT", "; ".join(f"{name}={count}" for name, count in sorted(counts.items())))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    seed, steps, num_blocks, *host_tiers = map(int, sys.argv[1:])
+    for num_host_blocks in host_tiers:
+        main(seed, steps, num_blocks, num_host_blocks)

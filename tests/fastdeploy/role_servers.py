@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,13 +16,21 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
+from tests.fault_proxy import Fault
+
 from .cpu_server import FLAGS, CpuServer, wait_until
 from .fastdeploy_trees import ROOT, tree
+from .server_workload import noise
 
+PROXY = Path(__file__).parent / "data_proxy"
 HOST = "127.0.0.1"
 NUM_BLOCKS = 64
 REGISTERED_TIMEOUT_S = 90.0
 IDLE_TIMEOUT_S = 60.0
+
+LIMITS = '{"silence_s": 4, "wait_s": 12, "lease_s": 12}'
+PROMPTS = [f"{'shared words ' * 20}question {number} {noise(number, number * 37 % 300)}" for number in range(12)]
+PROMPTS += [noise(100, 600), "short", noise(101, 63)]
 
 
 @dataclass
@@ -79,19 +88,32 @@ class Servers:
         secret = directory / "secret"
         secret.write_text(secrets.token_hex(16))
         secret.chmod(0o600)
+        self._fault = directory / "fault"
+        self._fault.touch()
         self._environment = {
             "FASTDEPLOY_KVCACHE_PEER_SECRET_FILE": str(secret),
             "FASTDEPLOY_KVCACHE_TRANSFER_LIMITS": limits,
+            "KVCACHE_TEST_FAULT": str(self._fault),
         }
 
-    def begin(self, role: str, name: str, *flags: str) -> CpuServer:
-        """Starting; `mixed` ones stand beside the router."""
+    @contextmanager
+    def fault(self, fault: Fault) -> Iterator[None]:
+        """Of the proxies before prefill servers that began with one."""
+        self._fault.write_text(fault.name)
+        try:
+            yield
+        finally:
+            self._fault.write_text("")
+
+    def begin(self, role: str, name: str, *flags: str, proxied: bool = False) -> CpuServer:
+        """Starting; `mixed` ones stand beside the router. `proxied`: peers read from it through a `FaultProxy`."""
         own = ("--num-gpu-blocks-override", str(NUM_BLOCKS), *flags)
         if role != "mixed":
             own = (*own, "--splitwise-role", role, "--router", self.router.address)
         directory = self.directory / name
         directory.mkdir(parents=True, exist_ok=True)
-        server = CpuServer(self.release, directory, *FLAGS, *own, environment=self._environment)
+        environment = {**self._environment, **({"PYTHONPATH": str(PROXY)} if proxied else {})}
+        server = CpuServer(self.release, directory, *FLAGS, *own, environment=environment)
         self._stack.callback(server.kill)
         return server
 
@@ -100,6 +122,17 @@ class Servers:
 def servers(release: str, directory: Path, port: int, limits: str = "{}") -> Iterator[Servers]:
     with router(release, directory / "router", port) as where, ExitStack() as stack:
         yield Servers(release, directory, where, stack, limits)
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def num_fetches(decode: CpuServer) -> float:
+    """Since its start: a request may be over before anybody looks at how many there are."""
+    return decode.metrics()["transfers_started_total"]
 
 
 def ask(client: OpenAI, text: str, **options: Any) -> tuple[int, ...]:

@@ -4,12 +4,13 @@ The workers are FAKE ones that keep what every block holds and fail when a reque
 """
 
 import re
+from collections import Counter
 
 import pytest
 
 from .fastdeploy_trees import HERE, RELEASES, run_inside
 
-STEPS = 800
+STEPS = 500
 BLOCKS_OF_DECODE = 26
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(660)]
@@ -17,11 +18,15 @@ pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(660)]
 
 @pytest.mark.parametrize("release", [release for release in RELEASES if not release.endswith("-dev")])
 def test_random_lives(release, tmp_path):
-    output = run_inside(release, tmp_path, HERE / "drive_roles.py", 1, STEPS, BLOCKS_OF_DECODE)
-    counts = {name: int(value) for name, value in re.findall(r"([^;]+)=(\d+)", output.partition("RESULT ")[2])}
-    counts = {name.strip(): value for name, value in counts.items()}
-    assert counts["finished"] > 20
-    assert counts["hits"] > 1000, "prefixes at prefill"
+    """Prefill without a host tier, then with one."""
+    output = run_inside(release, tmp_path, HERE / "drive_roles.py", 1, STEPS, BLOCKS_OF_DECODE, 0, 80)
+    runs = [Counter(counts_of(line)) for line in output.splitlines() if line.startswith("RESULT")]
+    for counts in runs:
+        assert counts["finished"] > 20
+        assert counts["hits"] > 200, "prefixes at prefill"
+        assert min(counts["lost"], counts["computed again"]) > 0
+    assert [counts["host hits"] > 200 for counts in runs] == [False, True]
+    counts = sum(runs, Counter())
     assert min(counts["aborted"], counts["aborted while it ran"], counts["answered 499"], counts["preempted"]) > 1
     assert (
         min(
@@ -33,3 +38,7 @@ def test_random_lives(release, tmp_path):
         )
         > 1
     )
+
+
+def counts_of(line):
+    return {name.strip(): int(value) for name, value in re.findall(r"([^;]+)=(\d+)", line.removeprefix("RESULT "))}

@@ -1,4 +1,4 @@
-"""What a server with a role says about itself, so that `doctor` can tell whether two of them fit."""
+"""Where the embedded server says what it is to peers."""
 
 from __future__ import annotations
 
@@ -7,33 +7,15 @@ from collections.abc import Sequence
 import msgspec
 from fastapi import Depends, FastAPI, Response
 
-from ...transfer.geometry import Geometry
+from ...transfer.role_info import RankInfo, RoleInfo
 from ..http.access import require_operator
 from ..worker.messages import TransferEnd
 from .settings import RoleSettings
 
-__all__ = ["PATH", "RankInfo", "RoleInfo", "add_role_route", "role_info"]
+__all__ = ["PATH", "add_role_route", "role_info"]
 
 PATH = "/kvcache/role"
-
-
-class RankInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """One worker of a server with a role."""
-
-    port: int | None
-    """Where a decode server's worker listens for prefill servers; None for a prefill server."""
-    plane_address: bytes
-    """See `DataPlane.address`."""
-    geometry: Geometry
-
-
-class RoleInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """The answer of `GET /kvcache/role`, for operators."""
-
-    role: str
-    plane: str
-    host: str
-    ranks: list[RankInfo]
+"""For operators."""
 
 
 def role_info(settings: RoleSettings, ends: Sequence[TransferEnd]) -> RoleInfo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -12,9 +13,10 @@ from ...errors import KVCacheError, PeerRefusedError
 from ...transfer.authentication import prove_to_peer
 from ...transfer.channel import connect
 from ...transfer.geometry import require_compatible
+from ...transfer.role_info import RoleInfo
 from ...transfer.socket_plane import SocketPlane
 from ..http.access import OPERATOR_HEADER
-from .role_info import PATH, RoleInfo
+from .role_info import PATH
 
 __all__ = ["try_servers"]
 
@@ -25,7 +27,7 @@ Verdict = tuple[bool | None, str, str]
 
 
 def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret: bytes) -> Iterator[Verdict]:
-    """Each server alone, then each pair."""
+    """Each server alone, then each pair. One of FastDeploy is named by the file in its logs that says what it is."""
     infos: dict[str, dict[str, RoleInfo]] = {"prefill": {}, "decode": {}}
     for role, urls in (("prefill", prefill_urls), ("decode", decode_urls)):
         for url in urls:
@@ -46,14 +48,19 @@ def try_servers(prefill_urls: Sequence[str], decode_urls: Sequence[str], secret:
 
 
 def _ask(url: str, role: str) -> RoleInfo:
+    content = _get(url, role) if "://" in url else Path(url).read_bytes()
+    info = msgspec.json.decode(content, type=RoleInfo)
+    if info.role != role:
+        raise PeerRefusedError(f"its role is {info.role}: start it with --role {role}")
+    return info
+
+
+def _get(url: str, role: str) -> bytes:
     answer = httpx.get(f"{url.rstrip('/')}{PATH}", headers={OPERATOR_HEADER: "1"}, timeout=TIMEOUT_S, trust_env=False)
     if answer.status_code == 404:
         raise PeerRefusedError(f"it is mixed: start it with --role {role}")
     answer.raise_for_status()
-    info = msgspec.json.decode(answer.content, type=RoleInfo)
-    if info.role != role:
-        raise PeerRefusedError(f"its role is {info.role}: start it with --role {role}")
-    return info
+    return answer.content
 
 
 def _reach(url: str, info: RoleInfo, secret: bytes) -> Verdict:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...errors import CacheStateError
 from ...metadata import SwapStep
+from ...transfer.rank_messages import TransferNews
 from ..engine.adapter import PrefixCacheAdapter
 from ..task_kind import TaskKind
 from ..transport import RunningRow
@@ -89,6 +90,7 @@ class DecodeAdapter(PrefixCacheAdapter):
         """What the ranks have said."""
         with self._lock:
             for rank, news in self._rank_news():
+                assert isinstance(news, TransferNews), f"a decode rank tells of leases: {news}"
                 for result in news.fetches:
                     try:
                         self.grants.reported(rank, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from .rank_channel import RankEnd
@@ -13,10 +14,13 @@ from .settings import RankPlace, TransferChoice
 class DecodeRank(RankRole):
     """Sequences start with their first token: what is computed here is nothing that a peer reads."""
 
+    _name = "decode"
     _listens = True
 
-    def __init__(self, choice: TransferChoice, place: RankPlace, channel: RankEnd) -> None:
-        super().__init__(choice, place)
+    def __init__(
+        self, choice: TransferChoice, place: RankPlace, channel: RankEnd, info_file: Path | None = None
+    ) -> None:
+        super().__init__(choice, place, info_file)
         self._channel = channel
 
     def insert(self, tasks: Sequence[Any]) -> None:

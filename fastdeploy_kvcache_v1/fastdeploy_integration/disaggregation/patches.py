@@ -16,6 +16,7 @@ from ..overlay.table import Where
 from .decode_adapter import DecodeAdapter
 from .first_tokens import FirstTokens
 from .grants import FAILED
+from .prefill_adapter import PrefillAdapter
 from .role_caches import DecodeCache, PrefillCache
 from .transfer_name import give_name
 
@@ -65,6 +66,21 @@ def preallocate_in_prefill(wrapped: Wrapped, instance: Any, args: Args, kwargs: 
         return is_done
 
     return preallocate(*args, **kwargs)
+
+
+def tokens_to_compute(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> int:
+    """Wraps `_get_num_new_tokens`, the first thing that FastDeploy asks of a request which it puts into the batch: on a
+    prefill server it is matched now.
+    """
+
+    def ask(request: Any, token_budget: int) -> int:
+        cache = instance.cache_manager
+        if isinstance(cache, PrefillAdapter):
+            cache.start(request, instance.get_prefix_cached_blocks)
+        num_tokens: int = wrapped(request, token_budget)
+        return num_tokens
+
+    return ask(*args, **kwargs)
 
 
 def preallocate_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:

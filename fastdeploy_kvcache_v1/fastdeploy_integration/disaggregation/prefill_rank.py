@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from ...transfer.ledger import LeaseLedger
 from ...transfer.offer_desk import PeerPort
 from ...transfer.rank_messages import OpenLease, WithdrawLease
 from ..task_kind import TaskKind
+from .rank_channel import LeaseCounts
 from .rank_role import RankRole
 from .settings import RankPlace, TransferChoice
 from .transfer_name import name_of
@@ -26,12 +29,24 @@ class _Offer:
 class PrefillRank(RankRole):
     """The task of a request opens its lease, and so comes before every pass that computes its blocks."""
 
+    _name = "prefill"
     drops_rows_after_first_token = True
 
-    def __init__(self, choice: TransferChoice, place: RankPlace, *, tell: Callable[[str, str | None], None]) -> None:
-        """`tell(request_id, error)`: its transfer has ended."""
-        super().__init__(choice, place)
+    def __init__(
+        self,
+        choice: TransferChoice,
+        place: RankPlace,
+        *,
+        tell: Callable[[str, str | None], None],
+        tell_counts: Callable[[LeaseCounts], None] = lambda counts: None,
+        info_file: Path | None = None,
+    ) -> None:
+        """`tell(request_id, error)`: its transfer has ended. `tell_counts`: they are others than before."""
+        super().__init__(choice, place, info_file)
         self._tell = tell
+        self._tell_counts = tell_counts
+        self._leases = LeaseLedger()
+        self._has_news = False
         self._offers: dict[str, _Offer] = {}
         """Open ones, by request id."""
         self._last_names: dict[int, str] = {}
@@ -71,12 +86,19 @@ class PrefillRank(RankRole):
             self._end(name, f"a decode server with {len(ports)} ranks cannot read from this one")
             return
         peer = PeerPort(str(info["decode_ip"]), int(ports[0]))
+        self._leases.open(name)
+        self._has_news = True
         self.transfers.handle([OpenLease(name, name, slots, int(task.need_prefill_tokens), (peer,))])
 
     def turn(self, step: int) -> None:
         self.transfers.turn()
         for end in self.transfers.take_news().leases:
+            self._leases.report(end)
+            self._has_news = True
             self._end(end.lease, end.error)
+        if self._has_news:
+            self._has_news = False
+            self._tell_counts(LeaseCounts(len(self._leases), replace(self._leases.totals)))
 
     def _end(self, name: str, error: str | None) -> None:
         for offer in [each for each in self._offers.values() if each.name == name]:
@@ -96,5 +118,6 @@ class PrefillRank(RankRole):
 
     def failed(self, request_id: str, reason: str) -> None:
         if (offer := self._offers.get(request_id)) is not None:
+            self._leases.withdraw(offer.name)
             self.transfers.handle([WithdrawLease(offer.name, reason)])
             self.turn(-1)

@@ -1,23 +1,34 @@
-"""The way from a decode engine to its worker ranks and back, over unix sockets of this user."""
+"""The way from an engine with a role to its worker ranks and back, over unix sockets of this user."""
 
 from __future__ import annotations
 
 import os
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import zmq
 
 from ...errors import ConfigError
+from ...transfer.ledger import TransferTotals
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from .. import storage_channel
 from ..copy_report import socket_path
 
 
+@dataclass
+class LeaseCounts:
+    """A prefill rank's leases: open ones, and all since its start."""
+
+    num_open: int = 0
+    totals: TransferTotals = field(default_factory=TransferTotals)
+
+
 class RankNews(NamedTuple):
     rank: int
-    news: TransferNews
+    news: TransferNews | LeaseCounts
+    """What ended at a decode rank, or how the leases of a prefill rank are."""
 
 
 def _address(queue_port: int, rank: int | None = None) -> str:
@@ -89,7 +100,7 @@ class RankEnd:
             commands.append(pickle.loads(self._commands.recv()))
         return commands
 
-    def tell(self, news: TransferNews) -> None:
+    def tell(self, news: TransferNews | LeaseCounts) -> None:
         self._news.send(pickle.dumps(RankNews(self._rank, news), pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK)
 
     def close(self) -> None:

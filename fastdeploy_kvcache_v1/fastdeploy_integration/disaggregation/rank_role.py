@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ...transfer.control_link import Self
 from ...transfer.geometry import Geometry
 from ...transfer.offer_desk import PeerPort
 from ...transfer.rank_transfers import RankTransfers
+from ...transfer.role_info import RankInfo, RoleInfo
 from ...worker.cache_controller import CacheController
 from .settings import RankPlace, TransferChoice
 
@@ -31,10 +35,12 @@ class RankRole(ABC):
 
     drops_rows_after_first_token = False
     """Whether a sequence ends here with its first token."""
+    _name: str
     _listens = False
 
-    def __init__(self, choice: TransferChoice, place: RankPlace) -> None:
-        self._choice, self._place = choice, place
+    def __init__(self, choice: TransferChoice, place: RankPlace, info_file: Path | None = None) -> None:
+        """`info_file` is to hold what `doctor` wants to know of this rank; None for nothing."""
+        self._choice, self._place, self._info_file = choice, place, info_file
         self._transfers: RankTransfers | None = None
 
     def use(self, controller: CacheController, shape: RankShape) -> None:
@@ -58,6 +64,10 @@ class RankRole(ABC):
             regions=regions if self._choice.digest else (),
             names_come_once=True,
         )
+        if self._info_file is not None:
+            rank = RankInfo(self._transfers.port, self._transfers.plane_address, geometry)
+            info = RoleInfo(self._name, self._choice.plane, self._place.host, [rank])
+            self._info_file.write_bytes(msgspec.json.encode(info))
 
     @property
     def transfers(self) -> RankTransfers:

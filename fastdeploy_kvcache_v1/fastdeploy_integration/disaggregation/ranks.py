@@ -7,6 +7,7 @@ from typing import Any
 from fastdeploy import envs
 from fastdeploy.inter_communicator import EngineWorkerQueue
 
+from ..cpu_worker.environment import log_directory
 from ..overlay import overlay
 from . import settings
 from .decode_rank import DecodeRank
@@ -15,6 +16,9 @@ from .prefill_rank import PrefillRank
 from .rank_channel import RankEnd
 from .rank_role import RankRole
 
+INFO_FILE = "kvcache_role.json"
+"""In the directory of the logs."""
+
 
 def rank_role(config: Any) -> RankRole | None:
     """Of the rank that an `FDConfig` describes; None in a mixed server. Raises `ConfigError`."""
@@ -22,11 +26,12 @@ def rank_role(config: Any) -> RankRole | None:
     if role == "mixed":
         return None
     choice, place = settings.transfer_choice(), settings.rank_place()
+    channel = RankEnd(int(parallel.local_engine_worker_queue_port), int(parallel.tensor_parallel_rank))
+    info_file = log_directory() / INFO_FILE
     if role == "decode":
-        port, rank = int(parallel.local_engine_worker_queue_port), int(parallel.tensor_parallel_rank)
-        return DecodeRank(choice, place, RankEnd(port, rank))
-    acknowledges = overlay.active().table.capabilities.acknowledged_cache_info
-    return PrefillRank(choice, place, tell=Messager(_own_queue(parallel), acknowledges=acknowledges).tell)
+        return DecodeRank(choice, place, channel, info_file)
+    messager = Messager(_own_queue(parallel), acknowledges=overlay.active().table.capabilities.acknowledged_cache_info)
+    return PrefillRank(choice, place, tell=messager.tell, tell_counts=channel.tell, info_file=info_file)
 
 
 def _own_queue(parallel: Any) -> Any:

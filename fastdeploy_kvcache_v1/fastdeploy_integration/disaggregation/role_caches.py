@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any
@@ -18,7 +19,7 @@ from .decode_adapter import DecodeAdapter
 from .grants import Grants
 from .place import place_of
 from .prefill_adapter import PrefillAdapter
-from .rank_channel import EngineEnd, RankNews
+from .rank_channel import EngineEnd, LeaseCounts, RankNews
 
 ASK_UNTIL_GRANTED = "PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES"
 """FastDeploy's own: whether it asks a decode server for room for ever, or gives the request up at the first failure."""
@@ -40,34 +41,13 @@ class NoFollowers:
         """Nothing was passed over."""
 
 
-class PrefillCache(PrefillAdapter, EnginePrefixCache):
-    """Of a prefill server."""
+class RoleCache(EnginePrefixCache):
+    """What both roles have: a place that peers know, and a way to their ranks."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        choice = settings.transfer_choice()
-        settings.export(place_of(config))
-        os.environ.setdefault(WAIT_FOR_ANSWER, str(math.ceil(choice.settings.silence_s)))
-        os.environ[ASK_UNTIL_GRANTED] = "0"  # `ask_for_room` asks again, and comes to an end
-        self.followers = NoFollowers()  # type: ignore[assignment]
-
-
-class DecodeCache(DecodeAdapter, EnginePrefixCache):
-    """Of a decode server."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        choice = settings.transfer_choice()
         settings.export(place_of(config))
         self._ranks: EngineEnd | None = None
-        self.grants = Grants(
-            num_ranks=int(config.parallel_config.tensor_parallel_size),
-            send=self._tell_ranks,
-            give_back=self.give_back,
-            fetch_s=FETCH_S,
-            token_s=choice.settings.wait_s,
-        )
-        self.publisher.decode = {Source.TRANSFERS: self.grants.ledger, Source.GRANTS: self.grants}
 
     def launch_cache_manager(
         self,
@@ -81,9 +61,11 @@ class DecodeCache(DecodeAdapter, EnginePrefixCache):
     ) -> list[Any]:
         """Opens the way to the ranks, before they start. Raises `ConfigError`."""
         if self._ranks is None:
-            make_private(socket_path(int(engine_worker_queue_port)).parent)
+            directory = socket_path(int(engine_worker_queue_port)).parent
+            make_private(directory)
             self._ranks = EngineEnd(int(engine_worker_queue_port), tensor_parallel_size)
-            Finalize(None, self._ranks.close, exitpriority=0)
+            Finalize(None, self._ranks.close, exitpriority=1)
+            Finalize(None, shutil.rmtree, (directory,), {"ignore_errors": True}, exitpriority=0)
         return super().launch_cache_manager(
             cache_config,
             tensor_parallel_size,
@@ -93,6 +75,42 @@ class DecodeCache(DecodeAdapter, EnginePrefixCache):
             ipc_suffix,
             create_cache_tensor,
         )
+
+
+class PrefillCache(PrefillAdapter, RoleCache):
+    """Of a prefill server."""
+
+    def __init__(self, config: Any) -> None:
+        choice = settings.transfer_choice()
+        super().__init__(config)
+        os.environ.setdefault(WAIT_FOR_ANSWER, str(math.ceil(choice.settings.silence_s)))
+        os.environ[ASK_UNTIL_GRANTED] = "0"  # `ask_for_room` asks again, and comes to an end
+        self.followers = NoFollowers()  # type: ignore[assignment]
+        self.leases = LeaseCounts()
+        """Those of rank 0: all ranks have the same requests."""
+        self.publisher.role = "prefill", {Source.TRANSFERS: self.leases}
+
+    def take_reports(self) -> None:
+        super().take_reports()
+        for rank, counts in self._ranks.take() if self._ranks is not None else ():
+            if rank == 0 and isinstance(counts, LeaseCounts):
+                self.leases.num_open, self.leases.totals = counts.num_open, counts.totals
+
+
+class DecodeCache(DecodeAdapter, RoleCache):
+    """Of a decode server."""
+
+    def __init__(self, config: Any) -> None:
+        choice = settings.transfer_choice()
+        super().__init__(config)
+        self.grants = Grants(
+            num_ranks=int(config.parallel_config.tensor_parallel_size),
+            send=self._tell_ranks,
+            give_back=self.give_back,
+            fetch_s=FETCH_S,
+            token_s=choice.settings.wait_s,
+        )
+        self.publisher.role = "decode", {Source.TRANSFERS: self.grants.ledger, Source.GRANTS: self.grants}
 
     def take_reports(self) -> None:
         """The first thing that a scheduling step does."""

@@ -62,7 +62,7 @@ def transfer_choice(environment: Mapping[str, str] = os.environ) -> TransferChoi
     if plane not in PLANES:
         raise ConfigError(f"{PLANE} is {plane!r}: choose one of {', '.join(PLANES)}")
     limits = _limits(environment.get(LIMITS, "{}"))
-    digest = limits.pop("digest", False)
+    digest = limits.pop("digest", True)
     return TransferChoice(TransferSettings(secret=_secret(environment), **limits), plane, digest is True)
 
 

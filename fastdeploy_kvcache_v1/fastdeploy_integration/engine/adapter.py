@@ -431,8 +431,11 @@ class PrefixCacheAdapter:
         whether the whole prompt fits, and the pinned blocks would count as taken: perhaps for ever.
         """
         for task in self._batch.matched():
-            self._forget(task.request_id)
-            task.block_tables, task.num_cached_blocks = [], 0
+            self._roll_back(task)
+
+    def _roll_back(self, task: Any) -> None:
+        self._forget(task.request_id)
+        task.block_tables, task.num_cached_blocks = [], 0
 
     # ---- administration
 

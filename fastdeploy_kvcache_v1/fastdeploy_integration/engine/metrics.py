@@ -70,10 +70,10 @@ def exported_trace() -> Exported:
     return Exported(Source.TRACE)
 
 
-@lru_cache(maxsize=1)
-def exported_decode() -> Exported:
-    """Likewise, only in a decode server."""
-    return Exported(Source.TRANSFERS, Source.GRANTS)
+@lru_cache(maxsize=2)
+def exported_role(source: Source) -> Exported:
+    """Likewise, only in a prefill or decode server that has it."""
+    return Exported(source)
 
 
 @lru_cache(maxsize=1)
@@ -114,8 +114,8 @@ class CacheMetricsPublisher:
         """None without storage."""
         self.recorder: TraceRecorder | None = None
         """None where no trace is recorded."""
-        self.decode: Mapping[Source, object] | None = None
-        """The objects of a decode server; None in others."""
+        self.role: tuple[str, Mapping[Source, object]] | None = None
+        """Which side of transfers a prefill or decode server is, and its objects; None in others."""
         self._next = 0.0
 
     def publish(self) -> None:
@@ -129,10 +129,10 @@ class CacheMetricsPublisher:
             exported_storage().publish(Source.STORAGE, self.storage, self._published)
         if self.recorder is not None:
             exported_trace().publish(Source.TRACE, self.recorder, self._published)
-        if self.decode is not None:
-            transfers, grants = self.decode[Source.TRANSFERS], self.decode[Source.GRANTS]
-            exported_decode().publish(Source.TRANSFERS, transfers, self._published, side="decode")
-            exported_decode().publish(Source.GRANTS, grants, self._published)
+        if self.role is not None:
+            side, objects = self.role
+            for source, values in objects.items():
+                exported_role(source).publish(source, values, self._published, **dict.fromkeys(source.labels, side))
         if self.reports is not None:
             self._publish_reports(self.reports)
 

@@ -343,11 +343,16 @@ def get_prefix_cached_blocks(wrapped: Wrapped, instance: Any, args: Args, kwargs
     """
 
     def match(request: Any) -> bool:
-        if request.status.name == "WAITING" and not any(instance.stop_flags):
+        if request.status.name == "WAITING" and not any(instance.stop_flags) and not _has_seat(instance, request):
             return False
         return get_prefix_cached_blocks_in_turn(wrapped, instance, (request,), {})
 
     return match(*args, **kwargs)
+
+
+def _has_seat(manager: Any, request: Any) -> bool:
+    """As on a prefill server, where a request waits for a decode server in its seat."""
+    return request.idx is not None and manager.tasks_list[request.idx] is request
 
 
 def get_prefix_cached_blocks_in_turn(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:

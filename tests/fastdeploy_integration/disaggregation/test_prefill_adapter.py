@@ -1,6 +1,8 @@
 """A prefill server's cache, asked in FastDeploy's order: blocks first, the batch much later."""
 
+from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from tests.fastdeploy_integration.engine.fake_scheduler import FakeTask, make_adapter
 
 BLOCK = 4
@@ -18,16 +20,31 @@ def preallocate(cache, task, spare=1):
     task.num_computed_tokens = num_tokens
     cache.update_cache_blocks(task, BLOCK, len(task.prompt_token_ids))
     cache.check()
-    return num_tokens
+
+
+def start(cache, task):
+    """FastDeploy puts it into a batch; returns the tokens that it has found."""
+
+    def match(each):
+        each.block_tables, each.num_computed_tokens, _ = cache.request_match_blocks(each, BLOCK)
+        return True
+
+    num_blocks = len(task.block_tables)
+    cache.start(task, match)
+    assert len(task.block_tables) == num_blocks
+    cache.check()
+    return task.num_computed_tokens
 
 
 def schedule(cache, task, num_tokens):
-    """A chunk of a request that has its blocks."""
+    """A chunk of a request that has its blocks; returns the tokens that it has found."""
+    found = start(cache, task)
     task.prefill_start_index = task.num_computed_tokens
     task.prefill_end_index = task.num_computed_tokens = task.num_computed_tokens + num_tokens
     cache.update_cache_blocks(task, BLOCK, task.num_computed_tokens)  # 2.5 says it here, too
     cache.send_swaps([task])
     cache.check()
+    return found
 
 
 def end(cache, task):
@@ -36,21 +53,37 @@ def end(cache, task):
     cache.check()
 
 
+def computed(cache, task):
+    """The whole prompt, in one batch that is sent."""
+    preallocate(cache, task)
+    found = start(cache, task)
+    schedule(cache, task, len(task.prompt_token_ids) - found)
+    cache.batch_sent()
+    return found
+
+
 def test_nobody_matches_what_was_only_given_out():
-    """B comes while A waits for its decode server: A's blocks hold nothing yet."""
+    """B is computed while A waits for its decode server: A's blocks hold nothing yet."""
     cache, prompt = adapter(), [1] * 12
     first, second, third = FakeTask("a", [*prompt, 5]), FakeTask("b", [*prompt, 6]), FakeTask("c", [*prompt, 7])
-    assert preallocate(cache, first) == 0
-    other = FakeTask("other", [9] * 5)
-    preallocate(cache, other)
-    schedule(cache, other, 5)
+    preallocate(cache, first)
+    assert computed(cache, second) == 0
+    end(cache, second)
+    assert computed(cache, third) == 12
+    for task in (first, third):
+        end(cache, task)
+    cache.manager.check_idle()
+
+
+def test_a_request_finds_what_was_computed_while_it_waited():
+    cache, prompt = adapter(), [1] * 12
+    first, second = FakeTask("a", [*prompt, 5]), FakeTask("b", [*prompt, 6])
+    preallocate(cache, second)
+    computed(cache, first)
+    assert schedule(cache, second, 1) == 12
+    assert second.block_tables[:3] == first.block_tables[:3]
     cache.batch_sent()
-    end(cache, other)
-    assert preallocate(cache, second) == 0
-    schedule(cache, first, 13)
-    cache.batch_sent()
-    assert preallocate(cache, third) == 12
-    for task in (first, second, third):
+    for task in (first, second):
         end(cache, task)
     cache.manager.check_idle()
 
@@ -60,47 +93,56 @@ def test_only_the_chunks_of_sent_batches_are_matched():
     first = FakeTask("a", [*prompt, 5])
     preallocate(cache, first)
     schedule(cache, first, 8)
-    assert preallocate(cache, FakeTask("b", [*prompt, 6])) == 0, "the batch is not in the queue"
+    second = FakeTask("b", [*prompt, 6])
+    preallocate(cache, second)
+    assert start(cache, second) == 0, "the batch is not in the queue"
+    end(cache, second)
     cache.batch_sent()
-    assert preallocate(cache, FakeTask("c", [*prompt, 6])) == 8
-    schedule(cache, first, 9)
-    cache.batch_sent()
-    assert preallocate(cache, FakeTask("d", [*prompt, 6])) == 16
+    assert computed(cache, FakeTask("c", [*prompt, 6])) == 8
 
 
-def test_a_match_outlives_the_batches_of_others():
-    """Mixed servers take a match back that no batch used: here it waits for a decode server."""
-    cache, prompt = adapter(), [1] * 12
-    first = FakeTask("a", [*prompt, 5])
-    preallocate(cache, first)
-    schedule(cache, first, 13)
+def test_its_own_blocks_do_not_push_out_what_it_will_find():
+    cache = adapter(10)
+    old, new = FakeTask("old", [1] * 9), FakeTask("new", [2] * 9)
+    for task in (old, new):
+        computed(cache, task)
+        end(cache, task)
+    again = FakeTask("again", [1] * 9)
+    preallocate(cache, again, spare=4)  # seven blocks, of ten: one cached block goes, and not the oldest
+    assert schedule(cache, again, 1) == 8
+
+
+def test_blocks_of_the_host_come_back_with_the_batch_that_reads_them():
+    cache, prompt, inbox = adapter(8, host=8, write_policy=WritePolicy.WRITE_BACK), [1] * 12, SwapInbox()
+    for task in (FakeTask("a", [*prompt, 5]), FakeTask("other", [9] * 24)):
+        preallocate(cache, task)
+        schedule(cache, task, len(task.prompt_token_ids))
+        inbox.take([task])
+        cache.batch_sent()
+        end(cache, task)
+    again, passing = FakeTask("b", [*prompt, 6]), FakeTask("passing", [8] * 5)
+    preallocate(cache, again)
+    preallocate(cache, passing, spare=0)
+    schedule(cache, passing, 5)
+    assert not any(step.swap_in.target_slots for step in inbox.take([passing])), "the other one waits for decode"
     cache.batch_sent()
-    waiting, other = FakeTask("b", [*prompt, 6]), FakeTask("c", [9] * 9)
-    assert preallocate(cache, waiting) == 12
-    table = list(waiting.block_tables)
-    preallocate(cache, other)
-    schedule(cache, other, 9)
+    end(cache, passing)
+    assert schedule(cache, again, 1) == 12
+    (step,) = inbox.take([again])
+    assert step.swap_in.target_slots
+    assert {*step.swap_in.target_slots} <= {*again.block_tables[:3]}, "some may have stayed on the device"
     cache.batch_sent()
-    cache.send_swaps([])
-    assert waiting.block_tables == table
-    assert waiting.num_cached_blocks == 3
-    end(cache, first)
-    preallocate(cache, FakeTask("d", [8] * 24))
-    schedule(cache, waiting, 1)
-    cache.batch_sent()
-    end(cache, waiting)
+    end(cache, again)
+    cache.manager.check_idle()
 
 
 def test_a_request_that_no_decode_server_takes_gives_everything_back():
     cache, prompt = adapter(), [1] * 12
-    first = FakeTask("a", [*prompt, 5])
-    preallocate(cache, first)
-    schedule(cache, first, 13)
-    cache.batch_sent()
+    computed(cache, first := FakeTask("a", [*prompt, 5]))
     end(cache, first)
     free = cache.manager.num_available_device_blocks
     refused = FakeTask("b", [*prompt, 6])
-    assert preallocate(cache, refused) == 12
+    preallocate(cache, refused)
     end(cache, refused)
     assert cache.manager.num_available_device_blocks == free
     cache.manager.check_idle()
@@ -112,5 +154,38 @@ def test_a_lost_batch_leaves_nothing_to_be_matched():
     preallocate(cache, first)
     schedule(cache, first, 13)
     cache.batch_lost()
-    assert preallocate(cache, FakeTask("b", [*prompt, 6])) == 0
+    assert computed(cache, FakeTask("b", [*prompt, 6])) == 0
+    cache.check()
+
+
+def test_a_request_that_its_batch_did_not_take_has_its_own_blocks_again():
+    """`schedule` raises, or takes no token of it: it is matched anew by the next batch."""
+    cache, prompt = adapter(), [1] * 12
+    computed(cache, first := FakeTask("a", [*prompt, 5]))
+    second = FakeTask("b", [*prompt, 6])
+    preallocate(cache, second)
+    assert start(cache, second) == 12
+    cache.batch_lost()
+    assert (len(second.block_tables), second.num_cached_blocks, second.num_computed_tokens) == (5, 0, 0)
+    assert set(second.block_tables).isdisjoint(first.block_tables)
+    assert schedule(cache, second, 1) == 12
+    cache.batch_sent()
+    for task in (first, second):
+        end(cache, task)
+    cache.manager.check_idle()
+
+
+def test_a_request_whose_match_fails_is_computed_whole():
+    cache, prompt = adapter(), [1] * 12
+    computed(cache, FakeTask("a", [*prompt, 5]))
+    second = FakeTask("b", [*prompt, 6])
+    preallocate(cache, second)
+
+    def match(task):
+        task.block_tables, task.num_computed_tokens, _ = cache.request_match_blocks(task, BLOCK)
+        return False  # what comes behind it raised
+
+    cache.start(second, match)
+    assert (len(second.block_tables), second.num_cached_blocks, second.num_computed_tokens) == (5, 0, 0)
+    end(cache, second)
     cache.check()

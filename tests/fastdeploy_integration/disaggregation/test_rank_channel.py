@@ -10,9 +10,15 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.messager import Messager
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import EngineEnd, RankEnd, RankNews
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import (
+    EngineEnd,
+    LeaseCounts,
+    RankEnd,
+    RankNews,
+)
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import make_private
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
+from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews
 
 PORT = 8123
@@ -50,6 +56,9 @@ def test_every_rank_hears_every_command_in_order_and_is_heard(engine):
     until(lambda: said.extend(engine.take()) or said)
     assert said == [RankNews(1, news)]
     assert engine.take() == []
+    ranks[0].tell(counts := LeaseCounts(2, TransferTotals(started=5)))
+    until(lambda: said.extend(engine.take()) or len(said) == 2)
+    assert said[1] == RankNews(0, counts)
     for rank in ranks:
         rank.close()
 

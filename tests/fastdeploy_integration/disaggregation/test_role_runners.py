@@ -10,14 +10,16 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import CpuModelRunner, RunnerConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_rank import PrefillRank
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import LeaseCounts
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.settings import RankPlace, TransferChoice
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import KEY
 from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.swap_message import encode
+from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
-from tests.fastdeploy_integration.cpu_worker.host_tasks import PREEMPTED, other, prefill
-from tests.fastdeploy_integration.cpu_worker.test_runner import BLOCK, PROMPT, Messages, decode_alone
+from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, PREEMPTED, other, prefill
+from tests.fastdeploy_integration.cpu_worker.test_runner import BLOCK, PROMPT, Messages, decode_alone, with_swaps
 from tests.transfer.peer import HOST, SECRET
 
 SWAPS = "_kvcache_v1_swaps"
@@ -41,16 +43,23 @@ class Pair:
     def __init__(self, model, directory, **limits):
         settings = TransferSettings(secret=SECRET, ping_s=0.1, **limits)
         choice, place = TransferChoice(settings, "socket", True), RankPlace(HOST, (0,), "the model")
-        self.told, self.channel = [], Channel()
+        self.told, self.counts, self.channel = [], [], Channel()
         self.roles = (
-            PrefillRank(choice, place, tell=lambda *what: self.told.append(what)),
-            DecodeRank(choice, place, self.channel),
+            PrefillRank(
+                choice,
+                place,
+                tell=lambda *what: self.told.append(what),
+                tell_counts=self.counts.append,
+                info_file=directory / "prefill.json",
+            ),
+            DecodeRank(choice, place, self.channel, info_file=directory / "decode.json"),
         )
         self.prefill, self.decode = (self._runner(model, directory / str(i), role) for i, role in enumerate(self.roles))
 
     def _runner(self, model, directory, role):
         directory.mkdir()
-        config = RunnerConfig(Path(model), BLOCK, num_host_blocks=0, cache_dtype="float32")
+        num_host_blocks = 4 if isinstance(role, PrefillRank) else 0
+        config = RunnerConfig(Path(model), BLOCK, num_host_blocks, cache_dtype="float32")
         runner = CpuModelRunner(config, Messages(), stats_directory=directory, transfers=role)
         runner.load_weights()
         runner.create_caches(16)
@@ -136,6 +145,32 @@ def test_tokens_are_those_of_one_server(pair, expected, chunks):
     assert not pair.prefill._table.has_work, "the sequence goes on elsewhere"
     assert pair.settled() == (("a", None), None)
     pair.check_idle()
+    assert counted(pair, num_open=1)
+    assert pair.counts[-1] == LeaseCounts(0, TransferTotals(started=1, arrived=1))
+    assert continued(pair, first[0], [3, 1, 8, 11]) == expected[1:]
+
+
+def counted(pair, **counts):
+    return any(all(getattr(each, name) == count for name, count in counts.items()) for each in pair.counts)
+
+
+def test_blocks_that_come_back_from_the_host_tier_are_offered_as_any_other(pair, expected):
+    ended = pair.prefill_task("ended", blocks=(5, 9, 2))
+    ended.disaggregate_info = None
+    pair.prefill.insert_tasks([ended])
+    tokens_of(pair.prefill, 1)
+    away = with_swaps(other(ABORT, 0, "ended"), 0, evict=((5, 9), (2, 0)))
+    pair.prefill.insert_tasks([away])
+    passing = pair.prefill_task("passing", prompt=[40] * 16, blocks=(5, 9))  # over what was copied out
+    passing.disaggregate_info = None
+    pair.prefill.insert_tasks([passing])
+    tokens_of(pair.prefill, 1)
+    pair.fetch([3, 1, 8])
+    back = pair.prefill_task(blocks=(7, 4, 6), start=16)
+    pair.prefill.insert_tasks([with_swaps(back, 1, swap_in=((2, 0), (7, 4)), previous=0)])
+    first = tokens_of(pair.prefill, 1)
+    assert first == expected[:1]
+    assert pair.settled() == (("a", None), None)
     assert continued(pair, first[0], [3, 1, 8, 11]) == expected[1:]
 
 
@@ -195,6 +230,7 @@ def test_a_lease_ends_before_its_blocks_hold_anything_else(pair, again, reason):
     pair.prefill.insert_tasks([pair.prefill_task(**{"start": 0, "end": 8, **again})])
     (name, error), fetch_error = pair.settled()
     assert name == "a"
+    assert counted(pair, num_open=0, totals=TransferTotals(started=1, cancelled=1)) or "transfer" in again
     assert any(each in error for each in reason.split("|"))
     assert "withdrew" in fetch_error
 
@@ -229,6 +265,25 @@ def test_a_decode_server_of_several_ranks_is_refused(pair):
     task.disaggregate_info["decode_rdma_ports"] = [1, 2]
     pair.prefill.insert_tasks([task])
     assert pair.told == [("a", "a decode server with 2 ranks cannot read from this one")]
+
+
+def test_doctor_reaches_both_and_says_whether_they_fit(pair, tmp_path):
+    pytest.importorskip("fastapi")
+    from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
+
+    prefill, decode = str(tmp_path / "prefill.json"), str(tmp_path / "decode.json")
+    verdicts = list(try_servers([prefill], [decode], SECRET))
+    assert [is_well for is_well, _, _ in verdicts] == [True, True, True], verdicts
+    swapped = [what for is_well, _, what in try_servers([decode], [prefill], SECRET) if not is_well]
+    assert [what.split(":")[0] for what in swapped] == ["its role is decode", "its role is prefill"]
+    other = [is_well for is_well, _, _ in try_servers([prefill], [decode], b"another secret of all")]
+    assert other == [False, False, True]
+    text = (tmp_path / "decode.json").read_text()
+    (tmp_path / "decode.json").write_text(text.replace("the model", "another model"))
+    (unfit,) = [what for is_well, _, what in try_servers([prefill], [decode], SECRET) if not is_well]
+    assert "another model" in unfit
+    (gone,) = try_servers([str(tmp_path / "nowhere")], [], SECRET)
+    assert not gone[0]
 
 
 def test_a_request_without_a_decode_server_is_computed_and_not_offered(pair, expected):

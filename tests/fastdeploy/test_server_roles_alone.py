@@ -1,0 +1,91 @@
+"""Prefill and decode servers that a test has to itself: they die, stand still, are full, or begin with a burst.
+
+Not beside those of test_server_roles.py: FastDeploy's processes use the processor while they wait.
+"""
+
+import signal
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from .cpu_server import wait_until
+from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
+
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+
+
+def test_a_cold_burst_for_one_prefill_and_three_decode_servers(release, tmp_path):
+    """Every pair of servers makes its link while requests for it wait."""
+    with servers(release, tmp_path, free_port(), LIMITS) as made:
+        prefill = made.begin("prefill", "prefill")
+        decodes = [made.begin("decode", f"decode{number}") for number in range(3)]
+        for each in (prefill, *decodes):
+            each.wait_ready()
+        made.router.wait_registered(prefill=1, decode=3)
+        answers = defaultdict(set)
+        with made.router.client(timeout_s=300.0) as client, ThreadPoolExecutor(64) as pool:
+            asked = [(prompt, pool.submit(ask, client, prompt, max_tokens=4)) for prompt in (PROMPTS * 5)[:64]]
+            for prompt, each in asked:
+                answers[prompt].add(each.result())
+        assert all(len(each) == 1 for each in answers.values())
+        wait_idle(prefill, *decodes)
+        assert min(num_fetches(decode) for decode in decodes) > 0
+        assert sum(num_fetches(decode) for decode in decodes) == 64
+
+
+def test_two_hundred_requests_through_a_decode_server_that_holds_six(release, tmp_path):
+    """2.6 alone stands still as soon as requests that have their blocks fill it."""
+    with servers(release, tmp_path, free_port(), LIMITS) as made:
+        prefill = made.begin("prefill", "prefill")
+        decode = made.begin("decode", "decode", "--num-gpu-blocks-override", "40")
+        for each in (prefill, decode):
+            each.wait_ready()
+        made.router.wait_registered(prefill=1, decode=1)
+        with made.router.client(timeout_s=300.0) as client, ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda number: ask(client, PROMPTS[number % 12], max_tokens=4), range(200)))
+        assert all(len(answer) == 4 for answer in answers)
+        assert len(set(answers)) <= 12, "the same prompt has the same answer"
+        wait_idle(prefill, decode)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_prefill_server_that_dies_costs_decode_nothing(release, tmp_path, number):
+    """Its requests fail, their blocks and seats come back, and another prefill server goes on."""
+    with servers(release, tmp_path, free_port(), LIMITS) as made:
+        prefill, decode = made.begin("prefill", "prefill"), made.begin("decode", "decode")
+        for each in (prefill, decode):
+            each.wait_ready()
+        made.router.wait_registered(prefill=1, decode=1)
+        with made.router.client(timeout_s=90.0) as client, ThreadPoolExecutor(8) as pool:
+            first = ask(client, PROMPTS[0])
+            before = num_fetches(decode)
+            asked = [pool.submit(ask, client, prompt, max_tokens=400) for prompt in PROMPTS[:8]]
+            wait_until(lambda: num_fetches(decode) > before, "requests at decode")
+            stopped = [prefill.worker(), *prefill.processes()]
+            for process in stopped:
+                process.send_signal(number)
+            for each in asked:
+                if each.exception() is not None:
+                    assert isinstance(each.exception(), openai.APIError)
+            wait_idle(decode)
+            if number == signal.SIGSTOP:
+                for process in stopped:
+                    process.send_signal(signal.SIGCONT)
+            else:
+                prefill.kill()
+                prefill = made.begin("prefill", "another")
+                prefill.wait_ready()
+            made.router.wait_registered(prefill=1, decode=1)
+            wait_until(lambda: _answers(client) == first, "an answer", 120.0)
+        wait_idle(decode)
+
+
+def _answers(client):
+    try:
+        return ask(client, PROMPTS[0])
+    except openai.APIError:
+        time.sleep(0.5)  # the router looks every five seconds
+        return None
