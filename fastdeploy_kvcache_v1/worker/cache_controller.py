@@ -17,7 +17,8 @@ from .layer_waits import LayerWaits
 from .ops import LayerRows
 from .runtime import Event, Runtime
 from .slot_set import SlotSet
-from .transfer_manager import CacheTransferManager, CopyProgress
+from .transfer_manager import CacheTransferManager
+from .transfer_record import CopyProgress
 
 __all__ = ["CacheController"]
 

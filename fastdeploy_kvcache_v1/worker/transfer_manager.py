@@ -18,52 +18,10 @@ from .layer_done_counter import LayerDoneCounter, WaitMeter
 from .layer_waits import LayerWaits
 from .ops import CopyRuns, LayerRows
 from .runtime import Event, Runtime, Stream
-from .runtime.base import describe
 from .slot_set import SlotSet
+from .transfer_record import CopyProgress, Transfer
 
 logger = logging.getLogger(__name__)
-
-
-class Transfer:
-    """The copies of one kind in one step: what was asked, the events that tell how it goes, the one result it gets."""
-
-    def __init__(self, step: int, metadata: CacheSwapMetadata, num_bytes: int, started: Event, finished: Event) -> None:
-        self.step = step
-        self.metadata = metadata
-        self.num_bytes = num_bytes
-        self.started = started
-        self.finished = finished
-        self.layer_events: tuple[Event, ...] = ()
-        """One per layer, when an eviction's target waits for it layer by layer; else none."""
-        self.given_up: str | None = None
-        """Why it was declared failed while still running."""
-
-    def result(self) -> TransferResult | None:
-        """None while it is running, unless it was given up."""
-        if self.given_up is None and not self.finished.done():
-            return None
-        error = self.given_up
-        if error is None and self.finished.error is not None:
-            error = describe(self.finished.error)
-        return TransferResult(
-            step=self.step,
-            source=self.metadata.source,
-            target=self.metadata.target,
-            num_blocks=len(self.metadata),
-            num_bytes=self.num_bytes,
-            seconds=self.finished.seconds_since(self.started) if self.finished.done() else 0.0,
-            target_slots=() if error is None else tuple(self.metadata.target_slots),
-            error=error,
-        )
-
-
-class CopyProgress(NamedTuple):
-    """How far the copies are, whether they were reported or not."""
-
-    ended: int
-    """Copies that ended since the start, well or not."""
-    oldest: int
-    """Step of the oldest one that still runs, given up or not; -1 for none, or where it waits for another rank."""
 
 
 class _Tier(NamedTuple):

@@ -56,10 +56,13 @@ MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 1, "model": "."})
 
 CASES = {
     "gqa": (QWEN, "APPEND_ATTN", []),
+    "gqa_2_ranks": (QWEN, "FLASH_MASK_ATTN", ["--tensor-parallel-size", "2"]),
     "gqa_4_ranks": (QWEN, "APPEND_ATTN", ["--tensor-parallel-size", "4"]),
     "gqa_8_ranks": (QWEN, "FLASH_ATTN", ["--tensor-parallel-size", "8"]),
     "gqa_mtp": (QWEN, "APPEND_ATTN", ["--speculative-config", MTP]),
     "gqa_fp8": (QWEN | FP8, "APPEND_ATTN", ["--tensor-parallel-size", "2"]),
+    "flash_fp8": (QWEN | FP8, "FLASH_ATTN", ["--tensor-parallel-size", "2"]),
+    "flash_mask_fp8": (QWEN | FP8, "FLASH_MASK_ATTN", ["--tensor-parallel-size", "2"]),
     "gqa_int4": (QWEN | INT4, "APPEND_ATTN", []),
     "mla": (DEEPSEEK, "MLA_ATTN", [*UNCACHED, "--tensor-parallel-size", "4"]),
     "mla_mtp": (DEEPSEEK, "MLA_ATTN", [*UNCACHED, "--speculative-config", MTP]),
@@ -67,6 +70,7 @@ CASES = {
     "dsa_mtp": (DEEPSEEK, "DSA_ATTN", [*UNCACHED, "--speculative-config", MTP]),
     "mla_cached": (DEEPSEEK, "MLA_ATTN", []),
     "dsa_cached": (DEEPSEEK, "DSA_ATTN", []),
+    "plas": (QWEN, "PLAS_ATTN", []),
     "native": (QWEN, "NATIVE_ATTN", []),
     "too_small": (QWEN, "APPEND_ATTN", ["--swap-space", "0.0001"]),
     "nan": (QWEN, "APPEND_ATTN", ["--swap-space", "nan"]),
@@ -77,6 +81,7 @@ CASES = {
 BACKENDS = {
     "APPEND_ATTN": "AppendAttentionBackend",
     "FLASH_ATTN": "FlashAttentionBackend",
+    "FLASH_MASK_ATTN": "FlashMaskAttentionBackend",
     "MLA_ATTN": "MLAAttentionBackend",
     "DSA_ATTN": "DSAAttentionBackend",
 }

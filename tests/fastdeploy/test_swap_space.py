@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+
 from .fastdeploy_trees import HERE, RELEASES, has_dsa_attention, run_inside
 
 SWAP_BYTES = int(1.5 * 1024**3)
@@ -12,10 +14,13 @@ LATENT_BLOCK = 6 * 576 * 64 * 2
 
 EXPECTED = {
     "gqa": GQA_BLOCK,
+    "gqa_2_ranks": GQA_BLOCK // 2,
     "gqa_4_ranks": GQA_BLOCK // 4,
     "gqa_8_ranks": GQA_BLOCK // 4,
     "gqa_mtp": GQA_BLOCK // 6 * 7,
     "gqa_fp8": 6 * 2 * 2 * 64 * (64 + 2),
+    "flash_fp8": 6 * 2 * 2 * 64 * (64 + 2),
+    "flash_mask_fp8": 6 * 2 * 2 * 64 * (64 + 2),
     "gqa_int4": GQA_BLOCK // 4,
     "mla": LATENT_BLOCK,
     "mla_mtp": LATENT_BLOCK // 6 * 7,
@@ -35,11 +40,19 @@ def cases(lines):
     return {case["name"]: case for case in found}
 
 
+def unserved(release):
+    """Cases without a tier: the release has no such backend, or hands it the scales of another layer."""
+    no_flash_fp8 = not table_for(release).capabilities.flash_block_wise_fp8
+    return {name for name in ("flash_fp8", "flash_mask_fp8") if no_flash_fp8} | (
+        set() if has_dsa_attention(release) else {"dsa"}
+    )
+
+
 def test_the_tier_is_as_large_as_asked_in_real_bytes_of_all_ranks(report):
     release, lines = report
     found = cases(lines)
     assert found.pop("none")["blocks"] == 0
-    assert set(found) == set(EXPECTED) - (set() if has_dsa_attention(release) else {"dsa"})
+    assert set(found) == set(EXPECTED) - unserved(release)
     for name, case in found.items():
         assert case["real_bytes"] == case["expected_bytes"] == EXPECTED[name], name
         assert case["blocks"] == SWAP_BYTES // (EXPECTED[name] * case["ranks"]), name
@@ -54,7 +67,7 @@ def test_the_formula_of_fastdeploy_is_right_only_for_plain_heads(report):
     """Why we count ourselves: if FastDeploy's own number becomes right, ours can go."""
     _, lines = report
     right = {name for name, case in cases(lines).items() if case["blocks"] == case["fastdeploys_formula"]}
-    assert right == {"gqa", "gqa_4_ranks"}
+    assert right == {"gqa", "gqa_2_ranks", "gqa_4_ranks"}
 
 
 def test_what_cannot_work_is_one_line_at_start(report):
@@ -64,6 +77,9 @@ def test_what_cannot_work_is_one_line_at_start(report):
     for name, given in {"nan": "nan", "infinite": "inf", "negative": "-1.0"}.items():
         assert f"--swap-space must be a number of GiB, 0 or more, got {given}" in refused.pop(name)
     assert "NATIVE_ATTN (FastDeploy cannot make it for a GPU)" in refused.pop("native")
+    assert "PLAS_ATTN (it keeps means of key blocks outside the cache)" in refused.pop("plas")
+    for name in unserved(release) - {"dsa"}:
+        assert f"block_wise_fp8 in FastDeploy {release}" in refused.pop(name)
     for family in ("mla", "dsa") if has_dsa_attention(release) else ("mla",):
         assert f"{family.upper()}_ATTN with prefix caching" in refused.pop(f"{family}_cached")
     if has_dsa_attention(release):

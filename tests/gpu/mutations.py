@@ -18,6 +18,7 @@ WORKER_CACHE = "fastdeploy_integration.worker.worker_cache"
 TABLES = "fastdeploy_integration.worker.running_tables"
 CONTROLLER, TRANSFERS, HAZARDS = "worker.cache_controller", "worker.transfer_manager", "worker.hazards"
 WAITS, COUNTER, CUDA = "worker.layer_waits", "worker.layer_done_counter", "worker.runtime.cuda"
+RECORD = "worker.transfer_record"
 ROWS = "worker.ops.rows"
 
 _CONFLICTS = "for dependency in self.conflicts(actor, reads, writes):\n"
@@ -285,7 +286,7 @@ MUTATIONS = [
     ),
     _mutation(
         "copies are reported before they ended",
-        TRANSFERS,
+        RECORD,
         "        if self.given_up is None and not self.finished.done():\n            return None\n",
         "",
     ),

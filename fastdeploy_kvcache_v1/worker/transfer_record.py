@@ -1,0 +1,53 @@
+"""What is kept of a copy from its submission to its report."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..metadata import CacheSwapMetadata, TransferResult
+from .runtime import Event
+from .runtime.base import describe
+
+__all__ = ["CopyProgress", "Transfer"]
+
+
+class Transfer:
+    """The copies of one kind in one step: what was asked, the events that tell how it goes, the one result it gets."""
+
+    def __init__(self, step: int, metadata: CacheSwapMetadata, num_bytes: int, started: Event, finished: Event) -> None:
+        self.step = step
+        self.metadata = metadata
+        self.num_bytes = num_bytes
+        self.started = started
+        self.finished = finished
+        self.layer_events: tuple[Event, ...] = ()
+        """One per layer, when an eviction's target waits for it layer by layer; else none."""
+        self.given_up: str | None = None
+        """Why it was declared failed while still running."""
+
+    def result(self) -> TransferResult | None:
+        """None while it is running, unless it was given up."""
+        if self.given_up is None and not self.finished.done():
+            return None
+        error = self.given_up
+        if error is None and self.finished.error is not None:
+            error = describe(self.finished.error)
+        return TransferResult(
+            step=self.step,
+            source=self.metadata.source,
+            target=self.metadata.target,
+            num_blocks=len(self.metadata),
+            num_bytes=self.num_bytes,
+            seconds=self.finished.seconds_since(self.started) if self.finished.done() else 0.0,
+            target_slots=() if error is None else tuple(self.metadata.target_slots),
+            error=error,
+        )
+
+
+class CopyProgress(NamedTuple):
+    """How far the copies are, whether they were reported or not."""
+
+    ended: int
+    """Copies that ended since the start, well or not."""
+    oldest: int
+    """Step of the oldest one that still runs, given up or not; -1 for none, or where it waits for another rank."""
