@@ -27,7 +27,7 @@ def test_tokens_are_those_of_a_mixed_server(tmp_path, expected):
         servers.stop()
 
 
-@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 1), (2, 4)])
 def test_servers_with_other_numbers_of_ranks_read_the_heads_that_each_needs(
     tmp_path, expected, num_prefill_ranks, num_decode_ranks
 ):
