@@ -230,6 +230,7 @@ TABLE: tuple[Metric, ...] = (
         flush_failures="Such statements that failed; they are made again",
         dropped_flushes="Such statements that were given up: the store's index is wrong about their blocks",
         late_requests="Requests that started before their stored prefix had arrived",
+        declined_requests="Requests that did not wait for their stored prefix: computing it is sooner than loading it",
     ),
     Metric(
         "storage_waiting_requests",

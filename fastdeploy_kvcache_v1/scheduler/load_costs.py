@@ -9,19 +9,13 @@ again.
 
 from __future__ import annotations
 
+from ..metadata import CacheLevel
 from ..timings import LoadTime, PrefillTime, positions
+from .link_costs import LinkCosts
 from .two_term_fit import TwoTermFit
 
 FEWEST_TOKENS = 64
 """Of a step that says something about the cost of a token: what a step costs anyway weighs less in larger ones."""
-
-MOST_SURPRISE = 4.0
-"""A copy that takes more times what was expected was held up by something else, and counts as so many times. A tier
-that has become slow is known after a few copies all the same.
-"""
-
-PROBE_EVERY = 32
-"""Where not even one block is worth loading, one is loaded every so often, to learn when that changes."""
 
 
 class LoadCosts:
@@ -31,21 +25,11 @@ class LoadCosts:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._copies, self._compute = TwoTermFit(), TwoTermFit()
-        self._num_declined = 0
-        """Times in a row that nothing was worth loading."""
+        self._copies, self._compute = LinkCosts(), TwoTermFit()
 
     def loaded(self, load: LoadTime) -> None:
         """A swap-in ended well."""
-        num_tokens, seconds = load.num_blocks * self._block_size, load.seconds
-        if num_tokens <= 0 or seconds <= 0:
-            return
-        if self._copies.is_known:
-            expected_s = self._copy_s(num_tokens)
-            if self._num_declined and seconds < expected_s:
-                self._copies = TwoTermFit()  # the next probe is far away: one that was fast is believed at once
-            seconds = min(seconds, MOST_SURPRISE * expected_s)
-        self._copies.measured(num_tokens, 1.0, seconds)
+        self._copies.measured(load.num_blocks * self._block_size, load.seconds)
 
     def computed(self, prefill: PrefillTime) -> None:
         """A forward pass ended. One that computed few tokens says nothing."""
@@ -68,10 +52,9 @@ class LoadCosts:
             num_blocks, start, end, budget=budget, num_planned=num_planned, num_loading=num_loading
         )
         if worth:
-            self._num_declined = 0
+            self._copies.paid()
             return worth
-        self._num_declined += 1
-        return int(self._num_declined % PROBE_EVERY == 0)
+        return int(self._copies.declined())
 
     def blocks_worth_loading(
         self, num_blocks: int, start: int, end: int, *, budget: int, num_planned: int = 0, num_loading: int = 0
@@ -96,8 +79,24 @@ class LoadCosts:
             fewest, most = (middle, most) if is_hidden(middle) else (fewest, middle - 1)
         return fewest
 
+    def seconds_saved(self, num_blocks: int, start: int, end: int, level: CacheLevel) -> float | None:
+        """How much sooner the first token of a request comes, of `end` tokens, if the `num_blocks` blocks from token
+        `start` on are in tier `level` than if it computes them; None until it is known what computing costs. From the
+        host it loads as many of them as are worth loading.
+        """
+        if not self._compute.is_known:
+            return None
+        if level is CacheLevel.DEVICE or not self._copies.is_known:
+            return self._compute_s(start, start + num_blocks * self._block_size)
+        worth = self.blocks_worth_loading(num_blocks, start, end, budget=end)
+        behind = start + worth * self._block_size
+        beside_s = self._compute_s(behind, end)
+        if worth:
+            beside_s = max(beside_s, self._copy_s(behind - start))
+        return self._compute_s(start, end) - beside_s
+
     def _copy_s(self, num_tokens: int) -> float:
-        return self._copies.value(num_tokens, 1.0)
+        return self._copies.seconds(num_tokens)
 
     def _compute_s(self, start: int, end: int) -> float:
         return self._compute.value(end - start, positions(start, end))

@@ -19,9 +19,11 @@ class Prefetch(str, enum.Enum):
     BEST_EFFORT = "best_effort"
     """Not at all: it starts when there is room for it."""
     TIMEOUT = "timeout"
-    """`StorageSettings.timeout_base_s`, and `timeout_per_1k_tokens_s` of the prefix."""
+    """As long as that is sooner than computing it, and at most for `StorageSettings.timeout_base_s`, and
+    `timeout_per_1k_tokens_s` of the prefix.
+    """
     WAIT_COMPLETE = "wait_complete"
-    """Until all of it is there, or the store stands still."""
+    """Until all of it is there, or the store stands still, even if computing it is sooner."""
 
     @classmethod
     def choices(cls) -> str:

@@ -42,6 +42,8 @@ class ShadowStore:
         self.committed: list[BlockHash] = []
         self.touched: list[list[BlockHash]] = []
         self.failure_rate = 0.0
+        self.seconds_per_block = 0.0
+        """That a load says it took; 0 says nothing."""
 
     # ---- Link
 
@@ -97,7 +99,8 @@ class ShadowStore:
             self._worker.host[slot] = self._garbage  # bytes of a transfer that went wrong
         error = "connection reset" if fails and self._rng.random() < 0.5 else None
         counts = [arrived] + [self._rng.randint(arrived, len(command.slots)) for _ in range(self.num_ranks - 1)]
-        return [LoadDone(command.load_id, rank, count, error=error) for rank, count in enumerate(counts)]
+        took_s = arrived * self.seconds_per_block
+        return [LoadDone(command.load_id, rank, count, False, 0, took_s, error) for rank, count in enumerate(counts)]
 
     def _answer_store(self, fails: bool) -> list[Answer]:
         namespace, command = self.stores.popleft()

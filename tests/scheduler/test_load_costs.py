@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS, MOST_SURPRISE, PROBE_EVERY, LoadCosts
+from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.scheduler.link_costs import MOST_SURPRISE, PROBE_EVERY
+from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS, LoadCosts
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, positions
 
 BLOCK = 16
@@ -156,3 +158,29 @@ def test_a_copy_that_was_fast_once_is_no_rate() -> None:
 
 def test_nothing_on_the_host_is_no_question() -> None:
     assert [chosen(measured(1e6, 1.0), 0, 10, budget=MUCH) for _ in range(PROBE_EVERY)] == [0] * PROBE_EVERY
+
+
+def saved(costs: LoadCosts, num_blocks: int, num_uncached: int, level: CacheLevel = CacheLevel.HOST) -> float | None:
+    return costs.seconds_saved(num_blocks, 0, num_blocks * BLOCK + num_uncached, level)
+
+
+def test_what_a_tier_saves_is_known_as_soon_as_computing_is() -> None:
+    costs = LoadCosts(BLOCK)
+    copied(costs, 100, 100.0)
+    assert saved(costs, 10, 1) is None
+    costs = LoadCosts(BLOCK)
+    computed(costs, 100, 0.0, 100.0)
+    assert saved(costs, 10, 1) == pytest.approx(160)
+
+
+def test_a_copy_that_computing_does_not_hide_saves_less() -> None:
+    """10 blocks take 160 s to compute, and 80 s to copy."""
+    costs = measured(0.5, 1.0)
+    assert saved(costs, 10, 80) == pytest.approx(160)
+    assert saved(costs, 10, 20) == pytest.approx(160 + 20 - 80)
+    assert saved(costs, 10, 20, CacheLevel.DEVICE) == pytest.approx(160), "no copy"
+
+
+def test_of_a_slow_host_as_much_is_saved_as_is_worth_loading() -> None:
+    assert saved(measured(2.0, 1.0), 10, 60) == pytest.approx(4 * BLOCK), "64 tokens in 128 s, while 156 are computed"
+    assert saved(measured(1e6, 1.0), 10, 60) == pytest.approx(0)

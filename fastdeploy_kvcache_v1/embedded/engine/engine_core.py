@@ -59,6 +59,8 @@ class EngineCore:
         self._scheduler = scheduler
         self._send = send
         self.storage = storage
+        if storage is not None:
+            storage.weigh(scheduler.load_costs.seconds_saved)
         self.recorder = recorder
         self.peers = peers or PeerRequests(manager, scheduler)
         self._lookahead = manager.config.lookahead_requests

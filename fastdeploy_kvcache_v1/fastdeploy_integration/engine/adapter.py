@@ -122,6 +122,12 @@ class PrefixCacheAdapter:
 
     # ---- the life of a request
 
+    def use_storage(self, storage: EngineStorage) -> None:
+        """It has the lock of this adapter."""
+        with self._lock:
+            storage.tier.weigh(self._load_choice.costs.seconds_saved)
+            self.storage = storage
+
     def waits_for_storage(self, task: Any) -> bool:
         """Whether a request that has just come waits for its stored prefix, see `EngineStorage.hold`. Its tokens are
         hashed here, on the thread that brings it, and the hashes are kept for its match.

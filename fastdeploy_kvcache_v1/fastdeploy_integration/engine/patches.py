@@ -186,7 +186,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
                 raise ConfigError(f"the storage backend {chosen.backend} cannot be used: {error}") from None
         else:
             storage.start()
-        self.storage = storage
+        self.use_storage(storage)
         self.publisher.storage = storage.tier
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:

@@ -57,3 +57,5 @@ class StorageCounters:
     """Given up, because too many waited for a store that fails: its index is wrong about these blocks."""
     late_requests: int = 0
     """Started before their stored prefix was there, because it took too long."""
+    declined_requests: int = 0
+    """Did not wait for their stored prefix, because computing it is sooner than loading it."""

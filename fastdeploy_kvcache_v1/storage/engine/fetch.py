@@ -19,6 +19,8 @@ class Fetch:
     begin: int
     """The first block that is asked for: those before it were cached when the request came."""
     asked_at: float
+    num_tokens: int
+    """Of the whole prompt."""
     end: int | None = None
     """Blocks from here on are not loaded. None until the store has said how far it goes."""
     next: int = 0
@@ -28,6 +30,10 @@ class Fetch:
     """Blocks of all pieces so far. They have to stay in the tier until the request starts."""
     holds_up: bool = True
     """Its request waits for it. If not, the request starts when there is room for it."""
+    is_declined: bool = False
+    """Its request does not wait any more, because it is sooner without; what arrives before it starts is used."""
+    is_trial: bool = False
+    """Its request waits for one piece that is not worth it, to learn what loads take now."""
 
     @property
     def num_left(self) -> int:
@@ -51,6 +57,8 @@ class Piece:
     sent_at: float | None = None
     arrived: list[int] = field(default_factory=list)
     """Blocks by rank, as they answer."""
+    seconds: float = 0.0
+    """Of the slowest rank that has answered."""
     quiet_at: float = 0.0
     """No byte arrives any more from then on, as far as the ranks have answered."""
 

@@ -14,12 +14,10 @@ from .breaker import Breaker
 from .counters import StorageCounters
 from .fetch import Fetch, Piece
 from .link import Link
+from .store_costs import PIECE_BLOCKS, StoreCosts
 from .target import Target
 
 __all__ = ["Fetches"]
-
-PIECE_BLOCKS = 32
-"""Loaded as one: what has arrived when a request starts is used, in such pieces."""
 
 PIECES_UNDER_WAY = 2
 """Of one request: one is being moved while the next one waits, so that the store never does."""
@@ -58,6 +56,7 @@ class Fetches:
         self._target = target
         self._query_breaker, self._load_breaker = Breaker(clock), Breaker(clock)
         self._counters = counters
+        self.costs = StoreCosts(manager.config.block_size, target.level)
         self._clock = clock
         self._block_size = manager.config.block_size
         self._most_blocks = max(min(PIECE_BLOCKS, target.num_blocks), target.num_blocks // 4)
@@ -98,7 +97,8 @@ class Fetches:
             return  # what follows could not be cached
         if not self._query_breaker.may_pass() or not self._load_breaker.may_pass():
             return
-        fetch = Fetch(request_id, prefix, cached, now, next=cached)
+        fetch = Fetch(request_id, prefix, cached, now, sequence.num_tokens, next=cached)
+        self._weigh(fetch, cached, len(hashes))
         query_id = f"query-{next(self._numbers)}"
         self._fetches[request_id] = self._queries[query_id] = fetch
         self._counters.queries += 1
@@ -119,7 +119,7 @@ class Fetches:
     def started(self, request_id: str) -> None:
         """The request has started, or is gone: nothing more is loaded for it. What is under way may still arrive."""
         fetch = self._fetches.pop(request_id, None)
-        if fetch is None or fetch.is_over or self._settings.prefetch is Prefetch.BEST_EFFORT:
+        if fetch is None or fetch.is_over or fetch.is_declined or self._settings.prefetch is Prefetch.BEST_EFFORT:
             return
         self._counters.late_requests += self._seconds_left(fetch) <= 0
 
@@ -132,11 +132,34 @@ class Fetches:
             self._query_breaker.failed(answer.error)
         else:
             self._query_breaker.succeeded()
+            self.costs.asked(answer.seconds)
         if fetch is None:
             return
         self._counters.found_blocks += answer.num_stored
         worth = 0 if self._is_short(answer.num_stored) else min(answer.num_stored, self._most_ahead)
         fetch.end = fetch.begin + worth
+        self._weigh(fetch, fetch.begin, fetch.end)
+        if fetch.is_trial:
+            fetch.end = min(fetch.end, fetch.begin + PIECE_BLOCKS)
+            if not worth:
+                self.costs.not_tried()
+        elif worth and not fetch.is_declined:
+            self.costs.waits()
+
+    def _weigh(self, fetch: Fetch, begin: int, end: int) -> None:
+        """Does its request wait for blocks `[begin, end)`, all that are still to come?"""
+        is_decided = fetch.is_declined or fetch.is_trial or fetch.is_over
+        if is_decided or begin >= end or self._settings.prefetch is not Prefetch.TIMEOUT:
+            return
+        under_way = sum(len(piece.slots) for piece in self._pieces.values() if piece.fetch is not fetch)
+        earlier = itertools.takewhile(lambda other: other is not fetch, self._fetches.values())
+        num_ahead = under_way + sum(other.num_left for other in earlier)
+        has_asked = fetch.end is not None
+        if self.costs.is_worth_waiting(begin, end, fetch.num_tokens, num_ahead=num_ahead, has_asked=has_asked):
+            return
+        fetch.is_trial = self.costs.declined()
+        fetch.is_declined = not fetch.is_trial
+        self._counters.declined_requests += fetch.is_declined
 
     def load_done(self, answer: LoadDone) -> None:
         self._counters.load.add(answer, answer.num_arrived)
@@ -144,6 +167,7 @@ class Fetches:
         self._load_breaker.answered(answer.error)
         piece = self._pieces[answer.load_id]
         piece.arrived.append(answer.num_arrived)
+        piece.seconds = max(piece.seconds, answer.seconds)
         now = self._clock()
         if answer.quiet_after_s:
             piece.quiet_at = max(piece.quiet_at, now + answer.quiet_after_s)
@@ -151,6 +175,8 @@ class Fetches:
             return
         self._loading.difference_update(piece.hashes)
         self._loaded_at, self._is_silent = now, False
+        if min(piece.arrived) == len(piece.slots):
+            self.costs.loaded(len(piece.slots), piece.seconds)
         fetch = piece.fetch
         fetch.num_under_way -= 1
         if piece.quiet_at > now:
@@ -160,6 +186,12 @@ class Fetches:
             fetch.end = fetch.next
         else:
             self._complete(piece)
+        if self._fetches.get(fetch.request_id) is fetch and fetch.end is not None:
+            self._weigh(fetch, self._first_to_come(fetch), fetch.end)
+
+    def _first_to_come(self, fetch: Fetch) -> int:
+        """The first block that has not arrived."""
+        return min((piece.begin for piece in self._pieces.values() if piece.fetch is fetch), default=fetch.next)
 
     def _complete(self, piece: Piece) -> None:
         del self._pieces[piece.load_id]
@@ -303,7 +335,7 @@ class Fetches:
     def _seconds_left(self, fetch: Fetch) -> float:
         """How long the request goes on waiting if nothing arrives."""
         now, settings = self._clock(), self._settings
-        if fetch.is_over or self._is_silent or settings.prefetch is Prefetch.BEST_EFFORT:
+        if fetch.is_over or fetch.is_declined or self._is_silent or settings.prefetch is Prefetch.BEST_EFFORT:
             return 0.0
         if settings.prefetch is Prefetch.WAIT_COMPLETE:
             return max(fetch.asked_at, self._answered_at, self._loaded_at) + settings.stall_s - now

@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from fastdeploy_kvcache_v1.storage.engine.tier import LOOK_AGAIN_S
+from fastdeploy_kvcache_v1.timings import PrefillTime
 from tests.embedded.engine.cores import random_requests
 from tests.embedded.engine.storage_server import BLOCK, HostTierServer
 from tests.embedded.shadow import expected_outputs
@@ -232,6 +233,8 @@ def test_random_loads_and_failures_change_no_token(prefetch, seed):
             fails=lambda result: rng.random() < 0.05,
         )
         server.store.failure_rate = rng.choice([0.0, 0.2])
+        server.store.seconds_per_block = (0.0, 3.5, 1e6)[(seed + life) % 3]
+        server.harness.scheduler.load_costs.computed(PrefillTime(100, 0.0, 100.0))
         server.live(random_requests(seed, 120), rng)
         loaded += server.tier.counters.load.blocks
     assert loaded > 30, "the run is only worth something if it went through what it is for"

@@ -9,7 +9,7 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.scheduler.load_costs import PROBE_EVERY
+from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, positions
 from tests.embedded.shadow import Harness, expected_outputs
 

@@ -59,7 +59,8 @@ class StorageScheduler(FakeScheduler):
             lock=threading.RLock(),
         )
         link = SimpleNamespace(is_ready=True, listen=self._set_listener, close=lambda: None)
-        self.storage = cache.storage = self._make_storage(prefetch, link)
+        self.storage = self._make_storage(prefetch, link)
+        cache.use_storage(self.storage)
         self.storage.start()
         while not self.store.namespace:  # a thread finds it
             self.storage.release(self.manager)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS, PROBE_EVERY
+from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
+from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 
 from .fake_scheduler import FakeScheduler, FakeTask, make_adapter

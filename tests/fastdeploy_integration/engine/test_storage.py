@@ -14,9 +14,12 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import Cop
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import MOST_HELD, EngineStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
+from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import UseNamespace
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.timings import PrefillTime, Timings
 from tests.storage.values import namespace
 
 from .fake_scheduler import FakeTask, make_adapter
@@ -41,6 +44,12 @@ def cache():
 @pytest.fixture
 def scheduler(cache):
     return StorageScheduler(cache, Calm())
+
+
+@pytest.fixture
+def hurried(cache):
+    """Its requests wait only as long as that is sooner than computing."""
+    return StorageScheduler(cache, Calm(), prefetch="timeout")
 
 
 def serve(scheduler, request_id, tokens):
@@ -82,6 +91,54 @@ def test_a_request_waits_for_its_stored_prefix_and_starts_from_it(scheduler):
     assert task.num_cached_blocks >= 4
     assert [task.request_id for task in scheduler.finished.values()][-2:] == ["other", "again"]
     assert scheduler.storage.tier.counters.load.blocks == 4
+
+
+def measure_prefill(scheduler):
+    """A second per token."""
+    scheduler.cache.measured(Timings((), (PrefillTime(FEWEST_TOKENS, 0.0, float(FEWEST_TOKENS)),)))
+
+
+def is_held(scheduler, request_id):
+    """Whether a prompt of which four blocks are stored waits for them in an empty server. It is served then."""
+    empty(scheduler)
+    task = FakeTask(request_id, TOKENS, 2)
+    scheduler.add(task)
+    held = scheduler.storage.holds(request_id)
+    while scheduler.manager.requests:
+        scheduler.step()
+    assert task.num_cached_blocks == 4 or not held
+    return held
+
+
+@pytest.mark.parametrize(("load_s", "held"), [(0.1, True), (3.5, True), (4.5, False), (100.0, False)])
+def test_a_request_waits_only_for_what_is_sooner_loaded_than_computed(hurried, load_s, held):
+    """Four blocks of four tokens; 16 s to compute."""
+    store(hurried, TOKENS)
+    hurried.store.seconds_per_block = load_s
+    assert is_held(hurried, "measures the store")
+    measure_prefill(hurried)
+    assert is_held(hurried, "decides") == held
+    counters = hurried.storage.tier.counters
+    assert counters.declined_requests == (not held)
+    assert counters.late_requests == 0
+
+
+def test_without_times_of_computing_all_wait(hurried):
+    store(hurried, TOKENS)
+    hurried.store.seconds_per_block = 1e9
+    assert all(is_held(hurried, f"r{number}") for number in range(3))
+    assert hurried.storage.tier.counters.declined_requests == 0
+
+
+def test_a_store_that_was_slow_for_a_while_is_tried_again_and_believed(hurried):
+    store(hurried, TOKENS)
+    hurried.store.seconds_per_block = 1e6
+    assert is_held(hurried, "measures the store")
+    measure_prefill(hurried)
+    assert not any(is_held(hurried, f"r{number}") for number in range(PROBE_EVERY - 1))
+    hurried.store.seconds_per_block = 0.1
+    assert is_held(hurried, "tries")
+    assert is_held(hurried, "believes")
 
 
 def test_hashes_made_for_the_store_are_those_of_the_match(scheduler, monkeypatch):

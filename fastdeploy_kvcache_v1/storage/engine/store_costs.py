@@ -1,0 +1,66 @@
+"""StoreCosts: is a stored prefix there sooner than it is computed?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...metadata import CacheLevel
+from ...scheduler.link_costs import LinkCosts
+
+__all__ = ["PIECE_BLOCKS", "SecondsSaved", "StoreCosts"]
+
+PIECE_BLOCKS = 32
+"""Loaded as one: what has arrived when a request starts is used, in such pieces."""
+
+KEPT_SHARE = 0.8
+"""Of what questions took before, at each answer that took longer."""
+
+SecondsSaved = Callable[[int, int, int, CacheLevel], float | None]
+"""What having blocks in a tier saves a request: `LoadCosts.seconds_saved`."""
+
+
+class StoreCosts:
+    """A request waits for the question and for its pieces, behind those that were begun before. It computes after that:
+    so waiting is right as long as it takes no longer than what it saves, and as long as either is not known. Nothing is
+    said for a part of the stored blocks: the later ones of a prompt cost most to compute, so it is all or none.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, block_size: int, level: CacheLevel) -> None:
+        """`level`: the tier that loads fill."""
+        self._block_size = block_size
+        self._level = level
+        self._loads = LinkCosts()
+        self._question_s: float | None = None
+        self.seconds_saved: SecondsSaved = lambda num_blocks, start, end, level: None
+
+    def asked(self, seconds: float) -> None:
+        """A question was answered well. An answer that was fast is believed at once."""
+        before_s = seconds if self._question_s is None else min(seconds, self._question_s)
+        self._question_s = KEPT_SHARE * before_s + (1 - KEPT_SHARE) * seconds
+
+    def loaded(self, num_blocks: int, seconds: float) -> None:
+        """A piece has arrived as a whole, on every rank."""
+        self._loads.measured(num_blocks, seconds)
+
+    def is_worth_waiting(self, begin: int, end: int, num_tokens: int, *, num_ahead: int, has_asked: bool) -> bool:
+        """For blocks `[begin, end)` of a prompt of `num_tokens` tokens, behind `num_ahead` blocks for others?"""
+        saved_s = self.seconds_saved(end - begin, begin * self._block_size, num_tokens, self._level)
+        if saved_s is None or not self._loads.is_known:
+            return True
+        question_s = 0.0 if has_asked else self._question_s or 0.0
+        pieces = -(-(end - begin) // PIECE_BLOCKS) - (-num_ahead // PIECE_BLOCKS)
+        return question_s + self._loads.seconds(end - begin + num_ahead, pieces) <= saved_s
+
+    def waits(self) -> None:
+        """A request waits because that is worth it."""
+        self._loads.paid()
+
+    def declined(self) -> bool:
+        """One does not wait. Returns True now and then: it should all the same, for a piece."""
+        return self._loads.declined()
+
+    def not_tried(self) -> None:
+        """Nothing was stored of the prompt for which `declined` was True: the next one is tried."""
+        self._loads.not_tried()

@@ -1,0 +1,71 @@
+"""Who waits for the store, for given times of it and of computing."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.storage.engine.store_costs import PIECE_BLOCKS, StoreCosts
+
+BLOCK = 16
+END = 10 * BLOCK + 1
+
+
+def costs_of(per_block_s: float | None, saved_s: float | None, latency_s: float = 0.0) -> StoreCosts:
+    """Measured, where it is not None: loads of any size, and what a request saves for each block."""
+    costs = StoreCosts(BLOCK, CacheLevel.HOST)
+    if saved_s is not None:
+        costs.seconds_saved = lambda num_blocks, start, end, level: num_blocks * saved_s
+    for count in (1, PIECE_BLOCKS) * 20 if per_block_s is not None else ():
+        assert per_block_s is not None
+        costs.loaded(count, latency_s + count * per_block_s)
+    return costs
+
+
+def waits(costs: StoreCosts, num_blocks: int, num_ahead: int = 0, *, has_asked: bool = True) -> bool:
+    return costs.is_worth_waiting(0, num_blocks, END, num_ahead=num_ahead, has_asked=has_asked)
+
+
+def test_all_wait_until_both_are_measured() -> None:
+    assert waits(costs_of(None, 0.001), 10)
+    assert waits(costs_of(1e6, None), 10)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 10, 100])
+def test_who_waits_is_sooner_with_the_store(num_blocks: int) -> None:
+    assert waits(costs_of(0.9, 1.0), num_blocks)
+    assert not waits(costs_of(1.1, 1.0), num_blocks)
+
+
+def test_each_piece_costs_something_in_itself() -> None:
+    costs = costs_of(0.5, 1.0, latency_s=4.0)
+    assert not waits(costs, 7)
+    assert waits(costs, 9)
+    assert waits(costs, PIECE_BLOCKS)
+    assert not waits(costs_of(0.9, 1.0, latency_s=4.0), 10 * PIECE_BLOCKS), "ten of them"
+
+
+def test_loads_for_others_come_first() -> None:
+    costs = costs_of(0.5, 1.0)
+    assert waits(costs, 10, 9)
+    assert not waits(costs, 10, 11)
+
+
+def test_the_question_counts_until_it_is_answered() -> None:
+    costs = costs_of(0.5, 1.0)
+    costs.asked(6.0)
+    assert not waits(costs, 10, has_asked=False)
+    assert waits(costs, 10)
+    assert waits(costs, 20, has_asked=False)
+    costs.asked(1.0)
+    assert waits(costs, 10, has_asked=False), "one fast answer is enough"
+    costs.asked(6.0)
+    assert waits(costs, 10, has_asked=False), "one slow answer is not"
+
+
+def test_what_computing_costs_is_asked_for_the_missing_blocks_and_their_tier() -> None:
+    asked = []
+    costs = StoreCosts(BLOCK, CacheLevel.DEVICE)
+    costs.seconds_saved = lambda *question: asked.append(question)  # type: ignore[func-returns-value]
+    assert costs.is_worth_waiting(3, 10, END, num_ahead=0, has_asked=True)
+    assert asked == [(7, 3 * BLOCK, END, CacheLevel.DEVICE)]
