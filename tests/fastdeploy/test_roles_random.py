@@ -23,9 +23,9 @@ def test_random_lives(release, tmp_path):
     runs = [Counter(counts_of(line)) for line in output.splitlines() if line.startswith("RESULT")]
     for counts in runs:
         assert counts["finished"] > 20
-        assert counts["hits"] > 200, "prefixes at prefill"
+        assert counts["hits"] > 100, "prefixes at prefill"
         assert min(counts["lost"], counts["computed again"]) > 0
-    assert [counts["host hits"] > 200 for counts in runs] == [False, True]
+    assert [counts["host hits"] > 100 for counts in runs] == [False, True]
     counts = sum(runs, Counter())
     assert min(counts["aborted"], counts["aborted while it ran"], counts["answered 499"], counts["preempted"]) > 1
     assert (
