@@ -80,7 +80,8 @@ class StepRunner:
         transfers: Transfers | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`on_progress` is called when a batch was taken, before each layer is computed, and when all of it is done.
+        """`on_progress` is called when a batch was taken, when its copies were submitted, before each layer is
+        computed, and when all of it is done.
 
         `forward_with_drafts` computes instead of `forward` where the model has a draft layer. `vision` of a model that
         sees images. `transfers` of a server with a role. Every rank of `ranks` runs the same batches; `forward` and the
@@ -109,6 +110,7 @@ class StepRunner:
         counter: LayerDoneCounter | None = None
         for step in batch.swap_steps:
             counter = self._controller.submit_swap_tasks(step)
+            self._on_progress()  # they may be held up from the start
         # Behind the copies: slots that are to be filled from outside may still be copied out.
         if self._transfers is not None:
             self._transfers.handle(batch.transfers, step=batch.swap_steps[-1].step if batch.swap_steps else None)

@@ -313,7 +313,7 @@ class CacheTransferManager:
         self._held_by = [event for event in self._held_by if not event.done()]
         running = [transfer.step for transfer in (*self._stale, *self._unreported) if not transfer.finished.done()]
         oldest = -1 if self._held_by else min(running, default=-1)
-        return CopyProgress(self._num_submitted - len(running), oldest)
+        return CopyProgress(self._num_submitted - len(running), oldest, bool(self._held_by))
 
     @property
     def num_unreported(self) -> int:

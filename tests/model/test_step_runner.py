@@ -149,11 +149,11 @@ def test_late_swap_in_drops_the_request_and_the_next_step_goes_on(start):
         assert [each.target_slots for each in result.report.transfers] == [(3,)]
         assert worker.runner.run(BatchRequest([task("next", [6])])).tokens == {"next": 1}
         assert not worker.runner.has_open_copies
-        assert worker.controller.copy_progress() == (0, 0), "it was given up and reported, and runs all the same"
+        assert worker.controller.copy_progress() == (0, 0, False), "it was given up and reported, and runs all the same"
     finally:
         gate.set()
     worker.controller.drain()
-    assert worker.controller.copy_progress() == (1, -1)
+    assert worker.controller.copy_progress() == (1, -1, False)
 
 
 def test_every_layer_of_a_step_is_a_sign_of_life(start):
@@ -161,7 +161,7 @@ def test_every_layer_of_a_step_is_a_sign_of_life(start):
     worker.runner.run(BatchRequest([task("a", [0], tokens=4)]))
     assert worker.progress == [0, *range(LAYERS), LAYERS], "taken, layer by layer, done"
     worker.runner.run(BatchRequest(swap_steps=[evict(0, 1)]))
-    assert len(worker.progress) == 2 + LAYERS + 2
+    assert len(worker.progress) == 2 + LAYERS + 3
 
 
 def test_failed_swap_in_that_nobody_reads_drops_nobody(start):

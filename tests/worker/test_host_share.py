@@ -233,17 +233,18 @@ def test_of_two_ranks_the_one_that_is_late_shows_a_copy_that_runs(ranks):
     let_go = ranks.gates[0].close(OUTPUT)
     ranks.submit(evict((0,), (4,)))
     ranks.submit(into=swap_in((4,), (1,)))
-    assert [rig.controller.copy_progress().oldest for rig in ranks.rigs] == [1, -1]
+    assert [rig.controller.copy_progress()[1:] for rig in ranks.rigs] == [(1, False), (-1, True)]
     let_go()
     ranks.drain()
     let_go = ranks.gates[1].close(INPUT)
     ranks.submit(into=swap_in((4,), (5,)))
     ranks.submit(evict((2,), (4,)))
     writer.controller.device_hazards.check()
-    assert reader.controller.copy_progress().oldest == 3
-    assert writer.controller.copy_progress().oldest == -1
+    assert reader.controller.copy_progress()[1:] == (3, False)
+    assert writer.controller.copy_progress()[1:] == (-1, True)
     let_go()
     ranks.drain()
+    assert [rig.controller.copy_progress()[1:] for rig in ranks.rigs] == [(-1, False)] * 2
 
 
 def some_delay(seed):

@@ -215,7 +215,7 @@ def _tell_transfers(transfers: RankTransfers | None, results: zmq.Socket[bytes])
 
 def _show_copies(controller: CacheController, board: ProgressBoard) -> bool:
     progress = controller.copy_progress()
-    board.set_copies(progress.ended, progress.oldest)
+    board.set_copies(progress.ended, progress.oldest, are_held_up=progress.is_held_up)
     return progress.oldest >= 0
 
 

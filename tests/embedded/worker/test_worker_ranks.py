@@ -15,6 +15,7 @@ from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.embedded.worker import rank_process
 from fastdeploy_kvcache_v1.embedded.worker.client import ProcessWorkerClient, WorkerConfig
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepTask
 
@@ -122,6 +123,21 @@ def test_of_a_rank_that_hangs_and_one_that_waits_for_it_the_former_is_named(temp
     (reason,) = listener.reasons
     named = rf"the worker process of rank {stuck} {victim.pid} is stuck: step 1 has computed nothing for \d+ s"
     assert re.fullmatch(named, reason)
+
+
+def test_of_a_rank_whose_copy_hangs_and_one_that_waits_for_it_the_former_is_named(temp_dir):
+    """Both stand before the first layer: what it needs was to come from the host, where rank 0 never writes it."""
+    client = ProcessWorkerClient(replace(SHARED, copy_faults='{"ranks": [0], "hang": {"output": [0]}}'), timeout_s=1.0)
+    try:
+        listener = Listener(client)
+        out = CacheSwapMetadata(*EVICT, (0,), (0,))
+        client.send(BatchRequest([TASK], [SwapStep.of(1, out, CacheSwapMetadata(*SWAP_IN, (0,), (1,)))]))
+        assert listener.died.wait(60)
+    finally:
+        client.close()
+    (reason,) = listener.reasons
+    assert reason.startswith("the worker process of rank 0 ")
+    assert "is stuck" in reason
 
 
 @pytest.mark.parametrize("broken", [0, 1])
