@@ -2,10 +2,14 @@
 
 import json
 import re
+from contextlib import suppress
 
+import httpx
 import pytest
+from openai import OpenAIError
 
 from .cpu_server import FLAGS, CpuServer, started, wait_until
+from .fastdeploy_trees import RELEASES
 from .server_workload import NUM_DOCUMENTS, Workload, document
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
@@ -73,13 +77,22 @@ def test_copies_that_fail_on_one_rank_change_no_token(release, expected, tmp_pat
 
 
 def test_a_rank_that_ends_ends_the_server_and_is_named(release, tmp_path):
+    """Under an open stream, which does not hang and does not come to a good end."""
+    rank = RELEASES.index(release) % 2  # each release another one
     server = CpuServer(release, tmp_path, *FLAGS, *TIERS, *TWO)
     try:
         server.wait_ready()
         known = server.processes()
-        server.workers()[1].kill()
+        with server.client() as client:
+            options = {"stream": True, "max_tokens": 450, "extra_body": {"min_tokens": 450}}
+            stream = client.chat.completions.create(model="tiny", messages=document(0), **options)
+            chunks = [next(stream), next(stream)]
+            server.workers()[rank].kill()
+            with suppress(OpenAIError, httpx.HTTPError):
+                chunks.extend(stream)
+        assert not any(choice.finish_reason for chunk in chunks for choice in chunk.choices)
         assert server.process.wait(120) == 1
-        assert re.search(r"worker rank 1 of 2 ended \(status -9\)", server.stderr)
+        assert re.search(rf"worker rank {rank} of 2 ended \(status -9\)", server.stderr)
         server.assert_nothing_left(known)
     finally:
         server.kill()
