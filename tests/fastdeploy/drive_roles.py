@@ -18,6 +18,7 @@ _secret.write_text("0123456789abcdef")
 os.environ["FASTDEPLOY_KVCACHE_PEER_SECRET_FILE"] = str(_secret)
 os.environ["FASTDEPLOY_KVCACHE_CPU_RUN"] = str(_secret.parent)
 
+from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import role_caches  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import FirstTokens  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews  # noqa: E402
@@ -35,6 +36,7 @@ from tests.fastdeploy.drive_resource_manager import (  # noqa: E402  (activates 
 from tests.fastdeploy_integration.worker.fake_worker import FakeWorker  # noqa: E402
 
 role_caches.place_of = lambda config: RankPlace("127.0.0.1", (1,), "a model")
+config_patches.role_refusals = lambda config: {}  # no server has run with prefill's host tier yet
 
 from fastdeploy.engine.request import CompletionOutput, Request, RequestMetrics, RequestOutput  # noqa: E402
 
@@ -242,9 +244,10 @@ class Roles:
 
     def batch(self, manager, queue, *, may_lose=False):
         """As FastDeploy's loop: what raises is logged."""
-        fate = self.rng.random() if may_lose else 1.0
+        is_worth_losing = may_lose and any(not each.num_computed_tokens for each in manager.running)
+        fate = self.rng.random() if is_worth_losing else 1.0
         try:
-            if fate < 0.05:
+            if fate < 0.1:
                 self.raise_midway(manager)
             tasks, errors = manager.schedule()
         except Lost:
@@ -255,7 +258,7 @@ class Roles:
         assert not errors, errors
         if not tasks:
             return []
-        if fate < 0.1:
+        if fate < 0.2:
             self.counts["lost"] += 1
             return []
         queue.put_tasks((tasks, len(tasks)))
@@ -266,7 +269,7 @@ class Roles:
     # ---- both
 
     def raise_midway(self, manager):
-        original, passed = manager._get_num_new_tokens, self.rng.randrange(2)
+        original, passed = manager._get_num_new_tokens, self.rng.choice([0, 0, 1])
 
         def raising(request, budget):
             nonlocal passed
