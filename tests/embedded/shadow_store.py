@@ -44,6 +44,8 @@ class ShadowStore:
         self.failure_rate = 0.0
         self.seconds_per_block = 0.0
         """That a load says it took; 0 says nothing."""
+        self.question_s = 0.0
+        """That an answer to a question says it took."""
 
     # ---- Link
 
@@ -86,7 +88,7 @@ class ShadowStore:
         query_id, hashes = self.queries.popleft()
         if fails:
             return QueryDone(query_id, 0, error="no route to host")
-        return QueryDone(query_id, self._num_stored(self.namespace, hashes))
+        return QueryDone(query_id, self._num_stored(self.namespace, hashes), self.question_s)
 
     def _answer_load(self, fails: bool) -> list[Answer]:
         namespace, command = self.loads.popleft()

@@ -65,6 +65,28 @@ def test_of_what_the_store_has_too_little_may_be_worth_it():
     server.settle()
 
 
+def test_a_question_that_takes_too_long_is_not_waited_for():
+    server = server_with(0.1)
+    server.store.question_s = 1e6
+    assert server.ask("learns", PROMPT) == 28
+    server.core.reset_cache()
+    assert server.ask("declines", PROMPT) == 0
+
+
+def test_a_load_that_brought_less_says_nothing():
+    server = server_with(None)
+    server.store.seconds_per_block = 1e6
+    server.harness.submit("loses one", PROMPT, 1)
+    server.send()
+    server.answer()  # the question
+    del server.store.values[list(server.store.values)[-1]]
+    server.settle()
+    assert server.tier.counters.load.blocks == 6
+    server.core.reset_cache()
+    assert server.ask("loads", PROMPT) == 28
+    assert server.tier.counters.declined_requests == 0
+
+
 def test_a_wait_that_was_worth_it_puts_off_the_next_trial():
     server = server_with(1e6)
     saved = server.tier._fetches.costs.seconds_saved
@@ -96,7 +118,7 @@ def test_a_trial_is_one_piece():
 
 
 def test_a_store_that_turns_out_slow_is_waited_for_no_longer():
-    server = server_with(0.3, 0.1, device=110, host=110)
+    server = server_with(0.3, 0.1, device=110, host=260)
     long = list(range(4 * 64 + 1))
     server.ask("stores", long)
     server.core.reset_cache()
@@ -106,7 +128,8 @@ def test_a_store_that_turns_out_slow_is_waited_for_no_longer():
     assert server.harness.step() is None
     server.store.seconds_per_block = 1e6
     server.answer()  # the first piece
-    assert server.harness.step() is not None, "the second one is under way"
+    assert server.store.loads, "the second one is under way"
+    assert server.harness.step() is not None
     server.settle()
     assert recorder.deltas[-1].usage.cached_tokens == 32 * BLOCK
     assert recorder.tokens == expected_outputs(long, 1)

@@ -49,6 +49,8 @@ def test_loads_for_others_come_first() -> None:
     costs = costs_of(0.5, 1.0)
     assert waits(costs, 10, 9)
     assert not waits(costs, 10, 11)
+    assert waits(costs_of(0.5, 1.0, latency_s=4.0), 10)
+    assert not waits(costs_of(0.5, 1.0, latency_s=4.0), 10, 1), "and are a piece of their own"
 
 
 def test_the_question_counts_until_it_is_answered() -> None:
