@@ -58,7 +58,8 @@ def test_bytes_that_change_or_break_off_fail_their_requests_and_no_others(group,
     before = decode.metrics()
     with made.fault(fault), ThreadPoolExecutor(4) as pool:
         for asked in [pool.submit(ask, client, prompt) for prompt in PROMPTS[:4]]:
-            assert isinstance(asked.exception(), openai.APIError)
+            # The router of 2.6 tries it four times; then a chat ends with "pd_reschedule" and without a token.
+            assert isinstance(asked.exception(), openai.APIError) or asked.result() == ()
     wait_idle(*both(group))
     after = decode.metrics()
     assert after["transfers_started_total"] - before["transfers_started_total"] >= 4
