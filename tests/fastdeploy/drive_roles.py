@@ -18,7 +18,6 @@ _secret.write_text("0123456789abcdef")
 os.environ["FASTDEPLOY_KVCACHE_PEER_SECRET_FILE"] = str(_secret)
 os.environ["FASTDEPLOY_KVCACHE_CPU_RUN"] = str(_secret.parent)
 
-from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import role_caches  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import FirstTokens  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews  # noqa: E402
@@ -36,7 +35,6 @@ from tests.fastdeploy.drive_resource_manager import (  # noqa: E402  (activates 
 from tests.fastdeploy_integration.worker.fake_worker import FakeWorker  # noqa: E402
 
 role_caches.place_of = lambda config: RankPlace("127.0.0.1", (1,), "a model")
-config_patches.role_refusals = lambda config: {}  # no server has run with prefill's host tier yet
 
 from fastdeploy.engine.request import CompletionOutput, Request, RequestMetrics, RequestOutput  # noqa: E402
 

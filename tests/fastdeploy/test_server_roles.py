@@ -12,13 +12,16 @@ from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers,
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
+SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02", "--write-policy", "write_through")
+"""Prefill swaps, between two tiers that hold all prompts together."""
+
 
 @pytest.fixture(scope="module")
 def group(release, tmp_path_factory):
     """A prefill, a decode and a mixed server."""
     with servers(release, tmp_path_factory.mktemp("roles"), free_port(), LIMITS) as made:
         started = {
-            "prefill": made.begin("prefill", "prefill", proxied=True),
+            "prefill": made.begin("prefill", "prefill", *SWAPPING, proxied=True),
             **{role: made.begin(role, role) for role in ("decode", "mixed")},
         }
         for each in started.values():
@@ -45,9 +48,12 @@ def both(group):
 
 
 def test_one_by_one(group, expected, client):
-    assert [ask(client, prompt) for prompt in PROMPTS] == expected
+    """The second time blocks come from the host tier of prefill, and decode reads them as any other."""
+    assert [ask(client, prompt) for prompt in PROMPTS * 2] == expected * 2
     prefill, decode = both(group)
     wait_idle(prefill, decode)
+    assert prefill.worker_copies().swap_in.blocks > 0
+    assert prefill.failed_copies() == 0
     leases = lambda: prefill.metrics()["transfers_started_total"]  # noqa: E731  published now and then
     wait_until(lambda: leases() == num_fetches(decode), "a lease of each fetch in the metrics")
 

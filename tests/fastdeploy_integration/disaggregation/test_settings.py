@@ -60,7 +60,9 @@ def config(**changed):
         "parallel_config": SimpleNamespace(
             tensor_parallel_size=changed.pop("ranks", 1), data_parallel_size=changed.pop("engines", 1)
         ),
-        "scheduler_config": SimpleNamespace(splitwise_role="decode", name=changed.pop("scheduler", "local")),
+        "scheduler_config": SimpleNamespace(
+            splitwise_role=changed.pop("role", "decode"), name=changed.pop("scheduler", "local")
+        ),
         "speculative_config": SimpleNamespace(method=changed.pop("method", None)),
         "load_config": SimpleNamespace(dynamic_load_weight=changed.pop("dynamic", False)),
         "router_config": changed.pop("router", SimpleNamespace(router="127.0.0.1:9000")),
@@ -77,6 +79,7 @@ def refused(environment=None, **changed):
 def test_a_cpu_worker_with_the_router_is_served():
     assert refused() == []
     assert refused(router=None) == [], "a worker knows of no router"
+    assert refused(role="prefill", cache={"num_cpu_blocks": 4, "sized_by_swap_space": True}) == []
 
 
 @pytest.mark.parametrize(
