@@ -1,5 +1,7 @@
 """Ranks, planes and peers with real sockets, which are closed at the end."""
 
+from contextlib import contextmanager
+
 import pytest
 
 from tests.transfer.peer import Peer
@@ -26,20 +28,25 @@ def pair(ranks):
     return ranks(PrefillRank), ranks(DecodeRank)
 
 
-@pytest.fixture(scope="module")
-def shared_peer():
+@contextmanager
+def granted_peer():
+    """All of its blocks may be read."""
     peer = Peer()
     peer.ask("grant", "all", EVERYTHING)
     yield peer
     peer.kill()
+
+
+@pytest.fixture(scope="module")
+def shared_peer():
+    with granted_peer() as peer:
+        yield peer
 
 
 @pytest.fixture
 def own_peer():
-    peer = Peer()
-    peer.ask("grant", "all", EVERYTHING)
-    yield peer
-    peer.kill()
+    with granted_peer() as peer:
+        yield peer
 
 
 @pytest.fixture

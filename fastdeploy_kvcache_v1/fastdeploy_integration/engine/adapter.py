@@ -122,12 +122,6 @@ class PrefixCacheAdapter:
 
     # ---- the life of a request
 
-    def use_storage(self, storage: EngineStorage) -> None:
-        """It has the lock of this adapter."""
-        with self._lock:
-            storage.tier.weigh(self._load_choice.costs.seconds_saved)
-            self.storage = storage
-
     def waits_for_storage(self, task: Any) -> bool:
         """Whether a request that has just come waits for its stored prefix, see `EngineStorage.hold`. Its tokens are
         hashed here, on the thread that brings it, and the hashes are kept for its match.
@@ -444,6 +438,12 @@ class PrefixCacheAdapter:
         task.block_tables, task.num_cached_blocks = [], 0
 
     # ---- administration
+
+    def use_storage(self, storage: EngineStorage) -> None:
+        """It has the lock of this adapter."""
+        with self._lock:
+            storage.tier.weigh(self._load_choice.costs.seconds_saved)
+            self.storage = storage
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """Both tiers are empty, all ids free, no request known. There is no transfer process to wait for."""

@@ -25,7 +25,7 @@ from fastdeploy_kvcache_v1.transfer.rank_messages import (
     WithdrawLease,
 )
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
-from tests.embedded.engine.storage_server import NAMESPACE
+from tests.embedded.engine.storage_server import NAMESPACE, Clock
 from tests.embedded.shadow import Harness, Recorder
 from tests.embedded.shadow_store import ShadowStore
 
@@ -33,14 +33,6 @@ BLOCK = 4
 HERE = PeerPort("127.0.0.1", 1)
 GARBAGE = 10**6
 URL = "http://prefill"
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 class Engine:
