@@ -274,14 +274,16 @@ def test_the_store_is_done_with_a_request_when_another_server_begins_to_compute_
     peers = Peers(stored={}, host_blocks=10)
     storage, store = peers.decode.harness.storage, peers.decode.store
     store.failure_rate = 0.0
+    peers.submit("stores", PROMPT[:10], 1, remote=False)
+    peers.settle()
+    peers.decode.core.reset_cache()
     recorder = peers.submit("r", PROMPT, 4)
     assert not peers.step(peers.decode)
-    assert not peers.fetches, "it waits for what the store says"
+    assert not peers.fetches, "it waits for what the store has"
     while peers.decode.answer_store():
         pass
     peers.step(peers.decode)
-    assert "r" in peers.fetches
-    assert storage.is_idle
+    assert peers.fetches["r"].first_block == 2
     assert not storage._fetches._fetches
     peers.settle()
     assert recorder.tokens == expected_outputs(PROMPT, 4)
