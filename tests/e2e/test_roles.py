@@ -1,5 +1,7 @@
 """Prefill and decode on different servers: the tokens of a mixed one, and nothing left behind."""
 
+import json
+
 import pytest
 
 from tests.e2e.peer_servers import cluster
@@ -63,5 +65,21 @@ def test_what_both_servers_store_is_found_after_a_restart(tmp_path, expected):
         loaded = "storage_blocks_total{direction=load}"
         assert servers.total("decode", loaded) > 10
         assert servers.total("prefill", loaded) > 0
+        servers.assert_idle()
+        servers.stop()
+
+
+def test_copies_that_fail_on_one_rank_of_the_prefill_server_change_no_token(tmp_path, expected):
+    """While every rank of the decode server reads from it."""
+    faults = {"ranks": [1], "seed": 3, "max_delay_ms": 3, "fail": {"input": [2, 9, 30], "output": [4]}}
+    short = ("--swap-space", "0.02", "--num-gpu-blocks-override", "120", "--write-policy", "write_through")
+    role_flags = {role: (*short, "--tensor-parallel-size", "2") for role in ("prefill", "decode")}
+    environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)}
+    with cluster(tmp_path, *ROOMY, role_flags=role_flags, environment=environment) as servers:
+        with servers.router.client() as client:
+            assert run_workload(client) == expected
+        failures = [f"transfer_failures_total{{direction={direction},rank=1}}" for direction in ("in", "out")]
+        assert sum(servers.total("prefill", name) for name in failures) > 0
+        assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") > 0
         servers.assert_idle()
         servers.stop()
