@@ -17,8 +17,10 @@ CAUSE = re.compile(
     r"|Fatal Python error: .+|terminate called .+|corrupted .+|.*(?:core dumped|Illegal instruction).*"
     r"|worker rank \d+ of \d+ ended .+)$"  # `rank_processes`
 )
-FOLLOWS = re.compile(r"^(?:[\w.]*RankLostError:|worker rank \d+ of )")
-"""What the end of another rank leads to: said only if the log has no cause of that end."""
+FOLLOWS = re.compile(r"^(?:[\w.]*RankLostError:|RuntimeError: \[\S*/gloo/transport/|worker rank \d+ of )")
+"""What the end of another rank leads to (gloo's errors: in FastDeploy's own barriers). Said only if the log has no
+cause of that end.
+"""
 
 
 def failure_cause(log_directory: Path) -> str | None:

@@ -41,9 +41,15 @@ def test_the_worker_speaks_before_the_server_that_ended_because_of_it(tmp_path):
     assert failure_cause(tmp_path).startswith("FastDeploy LLM Inference: error: argument --pad_token_id")
 
 
-def test_what_ended_one_rank_comes_before_what_that_did_to_the_others(tmp_path):
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "fastdeploy_kvcache_v1.errors.RankLostError: rank 1 of 2 has ended\n",
+        "RuntimeError: [/third_party/gloo/gloo/transport/tcp/pair.cc:576] Read error: Connection reset by peer\n",
+    ],
+)
+def test_what_ended_one_rank_comes_before_what_that_did_to_the_others(tmp_path, lost):
     log = tmp_path / "launch_worker.log"
-    lost = "fastdeploy_kvcache_v1.errors.RankLostError: rank 1 of 2 has ended\n"
     ended = "worker rank 1 of 2 ended (status 1): the others are ended, too"
     log.write_text(f"MemoryError: no room\n{lost}{ended}\n")
     assert failure_cause(tmp_path) == "MemoryError: no room (launch_worker.log)"
