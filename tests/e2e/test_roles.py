@@ -73,7 +73,7 @@ def test_copies_that_fail_on_one_rank_of_the_prefill_server_change_no_token(tmp_
     """While every rank of the decode server reads from it."""
     faults = {"ranks": [1], "seed": 3, "max_delay_ms": 3, "fail": {"input": [2, 9, 30], "output": [4]}}
     short = ("--swap-space", "0.02", "--num-gpu-blocks-override", "120", "--write-policy", "write_through")
-    role_flags = {role: (*short, "--tensor-parallel-size", "2") for role in ("prefill", "decode")}
+    role_flags = dict.fromkeys(("prefill", "decode"), (*short, "--tensor-parallel-size", "2"))
     environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)}
     with cluster(tmp_path, *ROOMY, role_flags=role_flags, environment=environment) as servers:
         with servers.router.client() as client:
