@@ -36,7 +36,7 @@ HEALTH_TIMEOUT_S = 5.0
 SETTLED_S = 1.0
 SETTLE_LIMIT_S = 20.0
 UNHEALTHY_S = 60.0
-"""The server is ended when it has not been healthy for so long."""
+"""The server is ended when every look at it for so long says that it is not healthy."""
 GRACE_S = 10.0
 """How long the server may take to end by itself before it is killed."""
 JANITOR_TIMEOUT_S = 60.0
@@ -175,17 +175,35 @@ def _num_processes(server: subprocess.Popen[bytes]) -> int:
 
 def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
     """Returns why it has to be ended."""
-    last_healthy = last_look = time.monotonic()
+    last_look = time.monotonic()
+    illness = Illness()
     while server.poll() is None:
         time.sleep(POLL_S)
         if time.monotonic() - last_look < HEALTH_INTERVAL_S:
             continue
-        if _is_healthy(settings) or _are_weights_cleared(settings):
-            last_healthy = time.monotonic()
+        is_well = _is_healthy(settings) or _are_weights_cleared(settings)
         last_look = time.monotonic()
-        if last_look - last_healthy > UNHEALTHY_S:
+        if illness.is_too_long(is_well, last_look):
             return f"FastDeploy's server has not been healthy for {UNHEALTHY_S:g} s"
     return f"FastDeploy's server ended (status {server.returncode})"
+
+
+class Illness:
+    """Since when every look at a server said that it is not healthy.
+
+    Not how long ago it was seen healthy: after a pause of this process, or of the whole machine, it gets a second look.
+    """
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_too_long(self, is_well: bool, now: float) -> bool:
+        """With one more look, at `now` in seconds."""
+        if is_well:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        return self._since is not None and now - self._since > UNHEALTHY_S
 
 
 def _is_healthy(settings: Settings) -> bool:

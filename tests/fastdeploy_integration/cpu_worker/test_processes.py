@@ -328,6 +328,19 @@ def test_without_fastdeploy(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("looks", "ends"),
+    [
+        ([(0, True), (5, False), (60, False), (66, False)], [False, False, False, True]),
+        ([(0, True), (5, False), (60, True), (65, False), (100, False)], [False] * 5),
+        ([(0, True), (3600, False), (3605, True)], [False] * 3),  # suspended for an hour
+    ],
+)
+def test_every_look_for_a_minute_says_that_the_server_is_not_healthy(looks, ends):
+    illness = supervisor.Illness()
+    assert [illness.is_too_long(is_well, now) for now, is_well in looks] == ends
+
+
+@pytest.mark.parametrize(
     ("status", "is_wanted"), [(CLEARED, True), (CLEARING, False), (UPDATING, False), (NORMAL, False), (None, False)]
 )
 def test_a_server_without_weights_is_not_ended(tmp_path, monkeypatch, status, is_wanted):
