@@ -35,6 +35,7 @@ from .record import Record
 from .storage import EngineStorage
 from .task_tokens import TaskTokens, has_items, multimodal_items, start_of_cut_item
 from .traced_requests import TracedRequests
+from .waiting_requests import WaitingRequests
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class PrefixCacheAdapter:
         self._load_choice = LoadChoice(self._batch, config.block_size, max_batched_tokens)
         self._lent = LentIds(self.manager)
         self._kept = KeptHashes()
+        self._waiting = WaitingRequests(self.manager, self._batch, self._kept, self._load_choice, config.block_size)
         self._outbox = SwapOutbox()
         self._has_news = False
         self._pool_gauges = PoolGauges(self.manager, gauges)
@@ -144,61 +146,24 @@ class PrefixCacheAdapter:
         hashes ready.
         """
         with self._lock:
-            known = [self._kept.look(task) for task in line]
-            with suppress(Exception):  # the edge to what clients send: the match of that request will say what is wrong
-                self._hash_ahead(line, known)
-            self.manager.expect([tokens for tokens in known if tokens is not None])
+            self._waiting.expect(line)
 
     def waits_for_prefill(self, task: Any, line: Iterable[Any]) -> bool:
         """Whether a request should wait for blocks that the batch computes for another one, see `OpenPrefills`. `line`:
         the other requests that wait. One with images starts: FastDeploy may rewrite them until its match.
         """
         with self._lock:
-            if not self._batch.prefills or has_items(task):
-                return False
-            tokens, others = self._tokens_of(task), (self._tokens_of(each) for each in line if not has_items(each))
-            num_cached = self._num_usable_blocks(tokens)
-            if not self._batch.prefills.to_wait_for(tokens, num_cached, others):
-                return False
-            if tokens.tokens_before_wait is None:
-                tokens.tokens_before_wait = num_cached * self._block_size
-            return True
+            return self._waiting.waits_for_prefill(task, line)
 
     def num_uncached_tokens(self, task: Any) -> int:
         """Tokens of a waiting request that it would compute now."""
         with self._lock:
-            if has_items(task):
-                return int(task.num_total_tokens)
-            tokens = self._tokens_of(task)
-            return tokens.num_tokens - self._num_usable_blocks(tokens) * self._block_size
-
-    def _num_usable_blocks(self, tokens: TaskTokens) -> int:
-        """Blocks that a request would start behind now: what is computed sooner than loaded is as good as not there."""
-        if not tokens.access.reads:
-            return 0
-        num_cached = self.manager.count_cached(tokens.hashes)
-        num_on_device = min(num_cached, self.manager.count_on_device(tokens.hashes))
-        return self._load_choice.blocks_worth_using(num_cached, num_on_device, tokens.num_tokens)
+            return self._waiting.num_uncached_tokens(task)
 
     def computes(self, task: Any) -> bool:
         """Whether the batch that is being put together computes tokens of a request."""
         with self._lock:
             return self._batch.computes(task.request_id)
-
-    def _tokens_of(self, task: Any) -> TaskTokens:
-        """Of a waiting request without images: its hashes are kept for its match."""
-        tokens = self._kept.look(task)
-        if tokens is None:
-            tokens = TaskTokens(task, self._block_size)
-            self._kept.keep(tokens)
-        return tokens
-
-    def _hash_ahead(self, line: Sequence[Any], known: list[TaskTokens | None]) -> None:
-        """One with images is hashed at its match: FastDeploy may rewrite them until then."""
-        for index, task in enumerate(line):
-            if known[index] is None and not has_items(task):
-                known[index] = self._tokens_of(task)
-                return
 
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
         """Returns the cached prefix as (fresh block table, its tokens, FastDeploy's dictionary of metrics).

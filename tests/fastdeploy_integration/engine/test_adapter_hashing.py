@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter, waiting_requests
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens, multimodal_items
 
 from .fake_scheduler import FakeScheduler, FakeTask, Status, make_adapter, serve
@@ -19,7 +19,8 @@ def hashed(monkeypatch):
             ids.append(task.request_id)
             super().__init__(task, block_size)
 
-    monkeypatch.setattr(adapter, "TaskTokens", Counted)
+    for module in (adapter, waiting_requests):
+        monkeypatch.setattr(module, "TaskTokens", Counted)
     return ids
 
 

@@ -1,0 +1,78 @@
+"""WaitingRequests: what is asked about requests before their match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ...scheduler.cache_manager import CacheManager
+from .kept_hashes import KeptHashes
+from .load_choice import LoadChoice
+from .open_batch import OpenBatch
+from .task_tokens import TaskTokens, has_items
+
+
+class WaitingRequests:
+    """Those with images are hashed at their match: FastDeploy may rewrite them until then.
+
+    Not thread-safe: the adapter's lock covers it.
+    """
+
+    def __init__(
+        self, manager: CacheManager, batch: OpenBatch, kept: KeptHashes, load_choice: LoadChoice, block_size: int
+    ) -> None:
+        self._manager = manager
+        self._batch = batch
+        self._kept = kept
+        self._load_choice = load_choice
+        self._block_size = block_size
+
+    def expect(self, line: Sequence[Any]) -> None:
+        """See `PrefixCacheAdapter.expect`."""
+        known = [self._kept.look(task) for task in line]
+        with suppress(Exception):  # the edge to what clients send: the match of that request will say what is wrong
+            self._hash_ahead(line, known)
+        self._manager.expect([tokens for tokens in known if tokens is not None])
+
+    def waits_for_prefill(self, task: Any, line: Iterable[Any]) -> bool:
+        """See `PrefixCacheAdapter.waits_for_prefill`."""
+        if not self._batch.prefills or has_items(task):
+            return False
+        tokens, others = self._tokens_of(task), (self._tokens_of(each) for each in line if not has_items(each))
+        num_cached = self._num_usable_blocks(tokens)
+        if not self._batch.prefills.to_wait_for(tokens, num_cached, others):
+            return False
+        if tokens.tokens_before_wait is None:
+            tokens.tokens_before_wait = num_cached * self._block_size
+        return True
+
+    def num_uncached_tokens(self, task: Any) -> int:
+        """Tokens that a request would compute now."""
+        if has_items(task):
+            return int(task.num_total_tokens)
+        tokens = self._tokens_of(task)
+        return tokens.num_tokens - self._num_usable_blocks(tokens) * self._block_size
+
+    def _num_usable_blocks(self, tokens: TaskTokens) -> int:
+        """Blocks that a request would start behind now: what is computed sooner than loaded is as good as not there."""
+        if not tokens.access.reads:
+            return 0
+        num_cached = self._manager.count_cached(tokens.hashes)
+        num_on_device = min(num_cached, self._manager.count_on_device(tokens.hashes))
+        return self._load_choice.blocks_worth_using(num_cached, num_on_device, tokens.num_tokens)
+
+    def _tokens_of(self, task: Any) -> TaskTokens:
+        """Of a request without images: its hashes are kept for its match."""
+        tokens = self._kept.look(task)
+        if tokens is None:
+            tokens = TaskTokens(task, self._block_size)
+            self._kept.keep(tokens)
+        return tokens
+
+    def _hash_ahead(self, line: Sequence[Any], known: list[TaskTokens | None]) -> None:
+        """The first one without hashes."""
+        for index, task in enumerate(line):
+            if known[index] is None and not has_items(task):
+                known[index] = self._tokens_of(task)
+                return
