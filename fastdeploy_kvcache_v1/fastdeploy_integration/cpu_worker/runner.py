@@ -299,13 +299,17 @@ class CpuModelRunner:
         )
 
     def _retry(self, sequence: RunningSequence, reason: str) -> bool:
-        """Compute the whole sequence again: that writes the blocks whose copy failed. False when it is given up."""
+        """Compute the sequence again from the first block whose copy failed. Not what is before it: peers may read that
+        under leases, which end on this thread. False when it is given up.
+        """
         sequence.num_retries += 1
         if sequence.num_retries > MAX_RETRIES:
             logger.error("request %s is given up after %d retries: %s", sequence.request_id, MAX_RETRIES, reason)
             return False
-        logger.warning("request %s is computed again from its start: %s", sequence.request_id, reason)
-        sequence.computed = 0
+        lost = self._ranks.union(self._controller.failed_slots(sequence.block_table))
+        first = next((index for index, slot in enumerate(sequence.block_table) if slot in lost), 0)
+        sequence.computed = min(sequence.computed, first * self._config.block_size)
+        logger.warning("request %s is computed again from token %d: %s", sequence.request_id, sequence.computed, reason)
         return True
 
     def _write_stats(self) -> None:
