@@ -54,7 +54,14 @@ class PeerProxies:
 
 def _ports(server: psutil.Process) -> list[int]:
     clients = [child for child in server.children(recursive=True) if any("mooncake" in word for word in _words(child))]
-    connections = [connection for client in clients for connection in client.net_connections("tcp")]
+    return [port for client in clients for port in _listens_at(client)]
+
+
+def _listens_at(process: psutil.Process) -> list[int]:
+    try:
+        connections = process.net_connections("tcp")
+    except psutil.Error:  # as in `_words`
+        return []
     return [connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN]
 
 

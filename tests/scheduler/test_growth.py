@@ -20,6 +20,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import NUM_CLASSES
 
+from .garbage import no_cyclic_garbage
 from .scenario import manager
 
 
@@ -240,11 +241,7 @@ def test_every_step_after_a_reset_takes_apart_as_many_runs_as_it_may() -> None:
 
 def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
     cache = manager(40, 40, "write_through", max_queued_events=0)
-    gc.collect()
-    gc.disable()
-    # Threads of other tests in this process may leave garbage, too: only what the scheduler half left counts.
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
+    with no_cyclic_garbage():
         for turn in range(5):
             for number in range(10):
                 play(cache, str(number), [*blocks(2, turn), *blocks(1, 100 * turn + number)])
@@ -253,12 +250,6 @@ def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
             cache.finish("r")
             cache.take_swap_step()
         cache.check_idle()
-        gc.collect()
-        assert [left for left in gc.garbage if type(left).__module__.startswith("fastdeploy_kvcache_v1")] == []
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
 
 
 def test_a_piece_of_a_stored_prompt_is_loaded_at_the_same_cost_whatever_is_before_it() -> None:

@@ -96,9 +96,7 @@ class BatchRows:
         self.released.discard(row)
         before = self.sequences.get(row)
         if before is not None and before.request_id == sequence.request_id:
-            sequence.computed = min(
-                sequence.computed, before.computed
-            )  # the last one may be retried
+            sequence.computed = min(sequence.computed, before.computed)  # the last one may be retried
         self.sequences[row] = sequence
         # Another server may have sampled the token that a stop sequence ends with.
         sequence.closing = sequence.samples and sequence.may_end and sequence.matches_stop()
