@@ -51,3 +51,12 @@ def test_weight_updates_in_every_order_of_events(release, tmp_path, policy):
     assert result["updated"] >= 30
     assert result["finished"] > 50
     assert min(result["dropped"], result["swapped_in"], result["aborted"]) > 0
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    ("role", "seats", "requests"), [("mixed", 1, 2), ("mixed", 6, 9), ("prefill", 1, 1), ("prefill", 6, 6)]
+)
+def test_a_lost_batch_had_a_request_for_every_seat(release, tmp_path, role, seats, requests):
+    output = run_inside(release, tmp_path, HERE / "drive_lost_seats.py", role, seats, requests)
+    assert f"RESULT finished={requests} preempted={seats}\n" in output

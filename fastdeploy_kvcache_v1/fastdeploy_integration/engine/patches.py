@@ -337,24 +337,6 @@ def waiting_async_process(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
     return process(*args, **kwargs)
 
 
-def get_prefix_cached_blocks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Wraps the match of a waiting request. 2.5 does not count the seats that preempted requests keep, and would raise
-    when it has scheduled one more than there are: without a seat a new request goes on waiting.
-    """
-
-    def match(request: Any) -> bool:
-        if request.status.name == "WAITING" and not any(instance.stop_flags) and not _has_seat(instance, request):
-            return False
-        return get_prefix_cached_blocks_in_turn(wrapped, instance, (request,), {})
-
-    return match(*args, **kwargs)
-
-
-def _has_seat(manager: Any, request: Any) -> bool:
-    """As on a prefill server, where a request waits for a decode server in its seat."""
-    return request.idx is not None and manager.tasks_list[request.idx] is request
-
-
 def get_prefix_cached_blocks_in_turn(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Wraps the match of a waiting request: one that was preempted waits for what the store is about to give back."""
 

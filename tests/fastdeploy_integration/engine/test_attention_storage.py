@@ -7,6 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ModelError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import seats
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import storage as storage_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import EngineStorage
@@ -141,7 +142,7 @@ def test_a_preempted_request_waits_until_the_store_gave_its_blocks_back(schedule
     request, calls = FakeTask("p", TOKENS), []
     request.status = Status[status]
     resources = SimpleNamespace(cache_manager=scheduler.cache, stop_flags=[True])
-    for match in (engine_patches.get_prefix_cached_blocks, engine_patches.get_prefix_cached_blocks_in_turn):
+    for match in (seats.get_prefix_cached_blocks, engine_patches.get_prefix_cached_blocks_in_turn):
         assert match(lambda each: not calls.append(each), resources, (request,), {}) is bool(asked)
     assert len(calls) == 2 * asked
 

@@ -329,27 +329,3 @@ def test_clearing_all_data_ends_those_that_wait_for_an_id():
     engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=manager.cache))
     engine_patches.clear_data(lambda: True, engine, (), {})
     assert len(manager.cache.held_back) == 0
-
-
-# ---- seats
-
-
-@pytest.mark.parametrize(
-    ("status", "stop_flags", "seated", "expected"),
-    [
-        (Status.WAITING, [False, False], False, "not asked"),
-        (Status.WAITING, [False, True], False, "matched"),
-        (Status.PREEMPTED, [False, False], False, "matched"),
-        (Status.WAITING, [False, False], True, "matched"),
-    ],
-)
-def test_a_new_request_is_matched_only_when_there_is_a_seat(status, stop_flags, seated, expected):
-    request = FakeTask("x", [1])
-    request.status = status
-    asked = []
-    manager = SimpleNamespace(
-        stop_flags=stop_flags, tasks_list=[None, seated and request], cache_manager=SimpleNamespace(storage=None)
-    )
-    matched = engine_patches.get_prefix_cached_blocks(lambda each: not asked.append(each), manager, (request,), {})
-    assert ("matched" if matched else "not asked") == expected
-    assert asked == [request] * matched
