@@ -106,7 +106,7 @@ class Rank:
 class Roles:
     def __init__(self, rng, num_blocks, num_host_blocks):
         self.rng, self.counts = rng, Counter()
-        device_blocks = 40 if num_host_blocks else 64
+        device_blocks = {0: 64, 80: 40}.get(num_host_blocks, 24)  # the last is tight
         self.prefill = make_manager(device_blocks, num_host_blocks, "write_through", role="prefill")
         self.decode = make_manager(num_blocks, 0, "write_through", role="decode")
         self.workers = FakeWorker(BLOCK_SIZE), FakeWorker(BLOCK_SIZE)
@@ -293,6 +293,8 @@ class Roles:
             self.decode.add_abort_req_ids(request_id)
 
     def check(self):
+        for request in self.prefill.running:
+            assert len(request.block_tables) * BLOCK_SIZE >= request.need_prefill_tokens, "all of its blocks, always"
         self.prefill.cache_manager.check()
         self.decode.cache_manager.check()
 

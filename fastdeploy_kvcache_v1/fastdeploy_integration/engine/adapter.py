@@ -165,6 +165,10 @@ class PrefixCacheAdapter:
         with self._lock:
             return self._batch.computes(task.request_id)
 
+    def may_match(self, task: Any) -> bool:
+        """Whether FastDeploy may match it now: one that was preempted waits for what a store is about to give back."""
+        return self.storage is None or not self.storage.must_wait(task)
+
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
         """Returns the cached prefix as (fresh block table, its tokens, FastDeploy's dictionary of metrics).
 

@@ -31,6 +31,10 @@ class OpenBatch:
         """That come from the host for the requests of the batch. O(requests)."""
         return sum(self._loading.values())
 
+    def num_loading_tokens_of(self, request_id: str) -> int:
+        """As `num_loading_tokens`, for one of them."""
+        return self._loading.get(request_id, 0)
+
     def match(self, task: Any, *, num_loading_tokens: int = 0) -> None:
         """The request is pinned and has a block table, but is not part of the batch yet."""
         self._matched[task.request_id] = task

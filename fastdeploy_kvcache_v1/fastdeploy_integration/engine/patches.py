@@ -338,14 +338,11 @@ def waiting_async_process(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
 
 
 def get_prefix_cached_blocks_in_turn(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Wraps the match of a waiting request: one that was preempted waits for what the store is about to give back."""
+    """Wraps the match of a waiting request: see `PrefixCacheAdapter.may_match`."""
 
     def match(request: Any) -> bool:
         cache: EnginePrefixCache = instance.cache_manager
-        if cache.storage is not None and cache.storage.must_wait(request):
-            return False
-        matched: bool = wrapped(request)
-        return matched
+        return cache.may_match(request) and wrapped(request)
 
     return match(*args, **kwargs)
 

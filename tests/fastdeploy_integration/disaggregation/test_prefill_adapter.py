@@ -3,7 +3,7 @@
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
-from tests.fastdeploy_integration.engine.fake_scheduler import FakeTask, make_adapter
+from tests.fastdeploy_integration.engine.fake_scheduler import FakeTask, Status, make_adapter
 
 BLOCK = 4
 
@@ -189,3 +189,97 @@ def test_a_request_whose_match_fails_is_computed_whole():
     assert (len(second.block_tables), second.num_cached_blocks, second.num_computed_tokens) == (5, 0, 0)
     end(cache, second)
     cache.check()
+
+
+def lose_while_starting(cache, *tasks):
+    """`schedule` raises when these have been put into the batch."""
+    for task in tasks:
+        start(cache, task)
+    cache.batch_lost()
+    cache.check()
+
+
+def test_batches_that_are_lost_on_a_full_device_cost_no_request_a_block():
+    """Cached blocks stay where others read them, and what they took the place of may be wanted at once."""
+    cache, prompt = adapter(9), [1] * 12
+    computed(cache, first := FakeTask("a", [*prompt, 5]))
+    second = FakeTask("b", [*prompt, 6])
+    preallocate(cache, second, spare=0)
+    start(cache, second)
+    assert not cache.can_allocate_gpu_blocks(1), "three were spared"
+    cache.batch_lost()
+    for _ in range(2):
+        lose_while_starting(cache, second)
+        assert (len(second.block_tables), second.num_cached_blocks) == (4, 0)
+        assert not cache.can_allocate_gpu_blocks(1)
+    assert schedule(cache, second, 1) == 12
+    assert cache.can_allocate_gpu_blocks(3), "the batch is there"
+    cache.batch_sent()
+    for task in (first, second):
+        end(cache, task)
+    cache.manager.check_idle()
+
+
+def test_two_that_load_the_same_blocks_both_have_their_own_again():
+    cache, prompt = adapter(8, host=8, write_policy=WritePolicy.WRITE_BACK), [1] * 12
+    for task in (FakeTask("a", [*prompt, 5]), FakeTask("other", [9] * 28)):
+        computed(cache, task)
+        end(cache, task)
+    both = [FakeTask("b", [*prompt, 6]), FakeTask("c", [*prompt, 7])]
+    for task in both:
+        preallocate(cache, task, spare=0)
+    assert not cache.can_allocate_gpu_blocks(1)
+    for _ in range(2):
+        lose_while_starting(cache, *both)
+        assert [(len(task.block_tables), task.num_cached_blocks) for task in both] == [(4, 0)] * 2
+        assert len({slot for task in both for slot in task.block_tables}) == 8
+    for task in both:
+        end(cache, task)
+    cache.manager.check_idle()
+
+
+def preempt(cache, task, idx=0):
+    task.status, task.idx = Status.PREEMPTED, idx
+    end(cache, task)
+    task.block_tables, task.num_cached_blocks, task.num_computed_tokens = [], 0, 0
+
+
+def test_a_preempted_request_waits_for_room_for_all_of_it():
+    """It is computed in chunks, and FastDeploy 2.6 would take blocks for the second one without asking."""
+    cache = adapter(8)
+    preempted, other = FakeTask("p", [1] * 20), FakeTask("o", [2] * 16)
+    computed(cache, preempted)
+    preempt(cache, preempted)
+    cache.manager.reset_cache()
+    preallocate(cache, other, spare=0)
+    assert cache.can_allocate_gpu_blocks(4), "enough for a first chunk"
+    assert not cache.may_match(preempted)
+    end(cache, other)
+    assert cache.may_match(preempted)
+    preempted.block_tables, preempted.num_computed_tokens, _ = cache.request_match_blocks(preempted, BLOCK)
+    cache.start(preempted, None)
+    assert len(preempted.block_tables) == 5
+    cache.batch_lost()
+    assert (preempted.block_tables, cache.can_allocate_gpu_blocks(8)) == ([], True)
+
+
+def test_a_preempted_request_that_goes_on_as_a_new_one_has_no_blocks_of_its_own_to_keep():
+    cache = adapter(8)
+    request = FakeTask("p", [1] * 20)
+    computed(cache, request)
+    preempt(cache, request)
+    request.status = Status.WAITING
+    for _ in range(2):
+        assert cache.may_match(request)
+        request.block_tables, *_ = cache.request_match_blocks(request, BLOCK)
+        assert request.block_tables == []
+        cache.start(request, lambda task: rematch(cache, task))
+        assert len(request.block_tables) == 5
+        cache.batch_lost()
+        assert (request.block_tables, cache.can_allocate_gpu_blocks(8)) == ([], True)
+        cache.check()
+
+
+def rematch(cache, task):
+    task.block_tables, task.num_computed_tokens, _ = cache.request_match_blocks(task, BLOCK)
+    return True

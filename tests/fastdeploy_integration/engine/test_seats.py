@@ -25,7 +25,9 @@ def test_a_new_request_is_matched_only_when_there_is_a_seat(status, stop_flags, 
     request.status = status
     asked = []
     manager = SimpleNamespace(
-        stop_flags=stop_flags, tasks_list=[None, seated and request], cache_manager=SimpleNamespace(storage=None)
+        stop_flags=stop_flags,
+        tasks_list=[None, seated and request],
+        cache_manager=SimpleNamespace(may_match=lambda each: True),
     )
     matched = seats.get_prefix_cached_blocks(lambda each: not asked.append(each), manager, (request,), {})
     assert ("matched" if matched else "not asked") == expected
