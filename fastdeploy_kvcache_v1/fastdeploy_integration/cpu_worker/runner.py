@@ -13,6 +13,7 @@ from typing import Any
 
 from ...batch_request import BatchRequest
 from ...copy_totals import RankCopies
+from ...errors import ModelError
 from ...metadata import TransferReport
 from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
@@ -21,7 +22,9 @@ from ...model.step import StepResult, StepTask
 from ...model.step_runner import Logits, StepRunner
 from ...timings import PrefillTime
 from ...worker.cache_controller import CacheController
+from ...worker.hazards import Actor
 from ...worker.runtime.copy_faults import make_runtime
+from ...worker.runtime.cpu import CpuEvent
 from ..disaggregation.rank_role import RankRole, RankShape
 from ..engine.weight_updates import CLEARED, NORMAL
 from ..transport import SwapInbox
@@ -274,6 +277,7 @@ class CpuModelRunner:
             num_rows, computed, {row_of[name]: token for name, token in result.tokens.items()}
         )
         for row in ended:
+            self._spoil(runnable[row])
             message[row] = self._table.fail(row)
         if self._transfers is not None and self._transfers.drops_rows_after_first_token:
             self._table.drop_started()
@@ -311,6 +315,16 @@ class CpuModelRunner:
         sequence.computed = min(sequence.computed, first * self._config.block_size)
         logger.warning("request %s is computed again from token %d: %s", sequence.request_id, sequence.computed, reason)
         return True
+
+    def _spoil(self, sequence: RunningSequence) -> None:
+        """The engine was told that these blocks are cached when it sent the batch, and others may have been given them:
+        they are as blocks whose copy failed until somebody computes them.
+        """
+        size = self._config.block_size
+        slots = sequence.block_table[sequence.computed // size : sequence.target // size]  # whole ones are cached
+        never_computed = CpuEvent()
+        never_computed.finish(ModelError(f"request {sequence.request_id} failed before this block was computed"))
+        self._controller.device_hazards.after(Actor.REMOTE, never_computed, writes=slots)
 
     def _write_stats(self) -> None:
         """For tests that watch the server from outside. Replaced as a whole: never half written."""
