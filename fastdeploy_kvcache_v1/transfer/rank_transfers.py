@@ -165,6 +165,8 @@ class RankTransfers:
         try:
             if command.request_id in self._leased:
                 raise CacheStateError(f"lease {command.lease!r}: request {command.request_id!r} has one already")
+            if not command.peers:
+                raise CacheStateError(f"lease {command.lease!r} is offered to no rank of a decode server")
             for peer in command.peers:
                 self._num_parts += 1
                 part = str(self._num_parts)

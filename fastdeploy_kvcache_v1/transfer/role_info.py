@@ -20,9 +20,7 @@ class RankInfo(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RoleInfo(msgspec.Struct, forbid_unknown_fields=True):
-    """As JSON the answer of `GET /kvcache/role` in the embedded server, and for each rank a file in the logs of a
-    FastDeploy one.
-    """
+    """As JSON the answer of `GET /kvcache/role` in the embedded server, and a file in the logs of a FastDeploy one."""
 
     role: str
     plane: str

@@ -144,7 +144,8 @@ class CpuModelRunner:
             self._storage.use(self._controller)
         if self._transfers is not None:
             heads = self._model.num_kv_heads if self._model.attention_family == "gqa" else None
-            self._transfers.use(self._controller, RankShape(self._config.block_size, heads))
+            shape = RankShape(self._config.block_size, heads, self._ranks.size, self._ranks.rank)
+            self._transfers.use(self._controller, shape)
 
     def drop_caches(self) -> None:
         """Give the caches back, and forget every sequence: their KV is gone."""

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-from .rank_channel import RankEnd
 from .rank_role import RankRole
-from .settings import RankPlace, TransferChoice
 
 
 class DecodeRank(RankRole):
     """Sequences start with their first token: what is computed here is nothing that a peer reads."""
 
-    _name = "decode"
     _listens = True
-
-    def __init__(
-        self, choice: TransferChoice, place: RankPlace, channel: RankEnd, info_file: Path | None = None
-    ) -> None:
-        super().__init__(choice, place, info_file)
-        self._channel = channel
 
     def insert(self, tasks: Sequence[Any]) -> None:
         """A batch says nothing of transfers."""

@@ -16,6 +16,7 @@ from ..overlay.table import Where
 from .decode_adapter import DecodeAdapter
 from .first_tokens import FirstTokens
 from .grants import FAILED
+from .messager import Messager
 from .prefill_adapter import PrefillAdapter
 from .role_caches import DecodeCache, PrefillCache
 from .transfer_name import give_name
@@ -183,6 +184,19 @@ def blocks_to_start(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
         return needed
 
     return blocks(*args, **kwargs)
+
+
+def answer_for_messager(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
+    """Wraps `TokenProcessor.set_resource_manager`, which comes before a messager is asked anything: see `Messager`."""
+
+    def set_manager(resource_manager: Any) -> None:
+        wrapped(resource_manager)
+        cache = resource_manager.cache_manager
+        if isinstance(cache, PrefillCache):
+            acknowledges = overlay.active().table.capabilities.acknowledged_cache_info
+            Messager(cache.take_transfer_ends, acknowledges=acknowledges).answer(instance.engine_worker_queue)
+
+    set_manager(*args, **kwargs)
 
 
 def process_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

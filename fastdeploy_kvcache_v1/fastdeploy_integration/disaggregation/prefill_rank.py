@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ...transfer.ledger import LeaseLedger
-from ...transfer.offer_desk import PeerPort
+from ...transfer.offer_desk import LeaseEnd, PeerPort
 from ...transfer.rank_messages import OpenLease, WithdrawLease
 from ..task_kind import TaskKind
-from .rank_channel import LeaseCounts
+from .leases import LeaseOpened, LeaseWithdrawn
 from .rank_role import RankRole
-from .settings import RankPlace, TransferChoice
 from .transfer_name import name_of
+
+MAX_NAMES = 4096
+"""Of transfers, remembered: many times the seats of a server."""
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,15 @@ class _Offer:
 class PrefillRank(RankRole):
     """The task of a request opens its lease, and so comes before every pass that computes its blocks."""
 
-    _name = "prefill"
     drops_rows_after_first_token = True
 
-    def __init__(
-        self,
-        choice: TransferChoice,
-        place: RankPlace,
-        *,
-        tell: Callable[[str, str | None], None],
-        tell_counts: Callable[[LeaseCounts], None] = lambda counts: None,
-        info_file: Path | None = None,
-    ) -> None:
-        """`tell(request_id, error)`: its transfer has ended. `tell_counts`: they are others than before."""
-        super().__init__(choice, place, info_file)
-        self._tell = tell
-        self._tell_counts = tell_counts
-        self._leases = LeaseLedger()
-        self._has_news = False
+    def __init__(self, *args: Any) -> None:
+        """See `RankRole`."""
+        super().__init__(*args)
         self._offers: dict[str, _Offer] = {}
         """Open ones, by request id."""
-        self._last_names: dict[int, str] = {}
-        """Of the transfers that were offered last, by row."""
+        self._names: dict[str, None] = {}
+        """Of the last transfers that were offered, whatever became of them."""
 
     def insert(self, tasks: Sequence[Any]) -> None:
         for task in tasks:
@@ -75,35 +62,28 @@ class PrefillRank(RankRole):
             if known.slots != slots:
                 self.failed(task.request_id, "it was given other blocks")
             return
-        if self._last_names.get(task.idx) == name:
-            return  # a later chunk of one that has ended
-        self._last_names[task.idx] = name
+        if name in self._names:
+            return  # a later task of one that has ended
+        self._names[name] = None
+        if len(self._names) > MAX_NAMES:
+            del self._names[next(iter(self._names))]
         if known is not None:
             self.failed(task.request_id, "another request has its id")
         self._offers[task.request_id] = _Offer(name, task.request_id, slots)
-        ports = info["decode_rdma_ports"]
-        if len(ports) != 1:
-            self._end(name, f"a decode server with {len(ports)} ranks cannot read from this one")
-            return
-        peer = PeerPort(str(info["decode_ip"]), int(ports[0]))
-        self._leases.open(name)
-        self._has_news = True
-        self.transfers.handle([OpenLease(name, name, slots, int(task.need_prefill_tokens), (peer,))])
+        self._channel.tell(LeaseOpened(name, task.request_id))
+        host = str(info["decode_ip"])
+        peers = tuple(PeerPort(host, int(port)) for port in info["decode_rdma_ports"])
+        self.transfers.handle([OpenLease(name, name, slots, int(task.need_prefill_tokens), peers)])
 
     def turn(self, step: int) -> None:
-        self.transfers.turn()
+        self.transfers.handle(self._channel.take())
         for end in self.transfers.take_news().leases:
-            self._leases.report(end)
-            self._has_news = True
-            self._end(end.lease, end.error)
-        if self._has_news:
-            self._has_news = False
-            self._tell_counts(LeaseCounts(len(self._leases), replace(self._leases.totals)))
+            self._end(end)
 
-    def _end(self, name: str, error: str | None) -> None:
-        for offer in [each for each in self._offers.values() if each.name == name]:
+    def _end(self, end: LeaseEnd) -> None:
+        for offer in [each for each in self._offers.values() if each.name == end.lease]:
             del self._offers[offer.request_id]
-            self._tell(offer.request_id, error)
+        self._channel.tell(end)
 
     def begin_pass(self, ends: Iterable[tuple[str, int]]) -> None:
         self.transfers.begin_pass(
@@ -118,6 +98,6 @@ class PrefillRank(RankRole):
 
     def failed(self, request_id: str, reason: str) -> None:
         if (offer := self._offers.get(request_id)) is not None:
-            self._leases.withdraw(offer.name)
+            self._channel.tell(LeaseWithdrawn(offer.name))
             self.transfers.handle([WithdrawLease(offer.name, reason)])
             self.turn(-1)

@@ -5,30 +5,24 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import zmq
 
 from ...errors import ConfigError
-from ...transfer.ledger import TransferTotals
 from ...transfer.rank_messages import TransferCommand, TransferNews
+from ...transfer.role_info import RankInfo
 from .. import storage_channel
 from ..copy_report import socket_path
+from .leases import LeaseNews
 
-
-@dataclass
-class LeaseCounts:
-    """A prefill rank's leases: open ones, and all since its start."""
-
-    num_open: int = 0
-    totals: TransferTotals = field(default_factory=TransferTotals)
+News = RankInfo | TransferNews | LeaseNews
+"""What a rank is, once, when it has its caches; what ended at a decode rank; what became of a prefill rank's lease."""
 
 
 class RankNews(NamedTuple):
     rank: int
-    news: TransferNews | LeaseCounts
-    """What ended at a decode rank, or how the leases of a prefill rank are."""
+    news: News
 
 
 def _address(queue_port: int, rank: int | None = None) -> str:
@@ -100,7 +94,7 @@ class RankEnd:
             commands.append(pickle.loads(self._commands.recv()))
         return commands
 
-    def tell(self, news: TransferNews | LeaseCounts) -> None:
+    def tell(self, news: News) -> None:
         self._news.send(pickle.dumps(RankNews(self._rank, news), pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK)
 
     def close(self) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from ...transfer.control_link import Self
 from ...transfer.geometry import Geometry
 from ...transfer.offer_desk import PeerPort
 from ...transfer.rank_transfers import RankTransfers
-from ...transfer.role_info import RankInfo, RoleInfo
+from ...transfer.role_info import RankInfo
 from ...worker.cache_controller import CacheController
+from .rank_channel import RankEnd
 from .settings import RankPlace, TransferChoice
 
 
@@ -26,8 +24,8 @@ class RankShape:
     block_size: int
     num_kv_heads: int | None
     """Of the whole model; None for latent caches, which are not split."""
-    tp_size: int = 1
-    tp_rank: int = 0
+    tp_size: int
+    tp_rank: int
 
 
 class RankRole(ABC):
@@ -35,16 +33,14 @@ class RankRole(ABC):
 
     drops_rows_after_first_token = False
     """Whether a sequence ends here with its first token."""
-    _name: str
     _listens = False
 
-    def __init__(self, choice: TransferChoice, place: RankPlace, info_file: Path | None = None) -> None:
-        """`info_file` is to hold what `doctor` wants to know of this rank; None for nothing."""
-        self._choice, self._place, self._info_file = choice, place, info_file
+    def __init__(self, choice: TransferChoice, place: RankPlace, channel: RankEnd) -> None:
+        self._choice, self._place, self._channel = choice, place, channel
         self._transfers: RankTransfers | None = None
 
     def use(self, controller: CacheController, shape: RankShape) -> None:
-        """The caches are there. Once. Raises `ConfigError`."""
+        """The caches are there; the engine hears of it. Once. Raises `ConfigError`."""
         regions = [rows for layer in controller.device_rows for rows in layer]
         plane = self._choice.open_plane(self._place.host)
         plane.register(regions)
@@ -64,10 +60,7 @@ class RankRole(ABC):
             regions=regions if self._choice.digest else (),
             names_come_once=True,
         )
-        if self._info_file is not None:
-            rank = RankInfo(self._transfers.port, self._transfers.plane_address, geometry)
-            info = RoleInfo(self._name, self._choice.plane, self._place.host, [rank])
-            self._info_file.write_bytes(msgspec.json.encode(info))
+        self._channel.tell(RankInfo(self._transfers.port, self._transfers.plane_address, geometry))
 
     @property
     def transfers(self) -> RankTransfers:

@@ -24,7 +24,6 @@ def role_refusals(config: Any, environment: Mapping[str, str] = os.environ) -> d
         f"{role} with --swap-space": scheduler.splitwise_role == "decode"
         and bool(cache.num_cpu_blocks or cache.sized_by_swap_space),
         f"{role} with --kvcache-storage-backend": bool(cache.kvcache_storage_backend),
-        f"{role} with tensor parallelism": int(parallel.tensor_parallel_size) > 1,
         f"{role} with data parallelism": int(parallel.data_parallel_size) > 1,
         f"{role} with speculative decoding": config.speculative_config.method is not None,
         f"{role} with --dynamic-load-weight": load is not None and bool(load.dynamic_load_weight),

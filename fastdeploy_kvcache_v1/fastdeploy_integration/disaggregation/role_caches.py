@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shutil
@@ -9,23 +10,34 @@ from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
+import msgspec
+
+from ...errors import CacheStateError
 from ...metric_table import Source
-from ...transfer.rank_messages import TransferCommand
+from ...transfer.rank_messages import TransferCommand, TransferNews
+from ...transfer.role_info import RankInfo, RoleInfo
 from ..copy_report import socket_path
+from ..cpu_worker.environment import log_directory
 from ..engine.copy_reports import make_private
 from ..engine.patches import EnginePrefixCache
 from . import settings
 from .decode_adapter import DecodeAdapter
 from .grants import Grants
+from .leases import Leases
 from .place import place_of
 from .prefill_adapter import PrefillAdapter
-from .rank_channel import EngineEnd, LeaseCounts, RankNews
+from .rank_channel import EngineEnd, RankNews
+
+logger = logging.getLogger(__name__)
 
 ASK_UNTIL_GRANTED = "PREFILL_CONTINUOUS_REQUEST_DECODE_RESOURCES"
 """FastDeploy's own: whether it asks a decode server for room for ever, or gives the request up at the first failure."""
 
 WAIT_FOR_ANSWER = "FD_PREFILL_WAIT_DECODE_RESOURCE_SECONDS"
 """FastDeploy's own, 30 by default. It has one thread that asks (three in 2.6): others wait behind it."""
+
+INFO_FILE = "kvcache_role.json"
+"""What `doctor` wants to know of all ranks, in the directory of the logs."""
 
 FETCH_S = 600.0
 """A fetch may take so long as a whole; one without news ends much sooner, by the worker's own limit."""
@@ -46,8 +58,10 @@ class RoleCache(EnginePrefixCache):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        settings.export(place_of(config))
+        self._place = place_of(config)
+        settings.export(self._place)
         self._ranks: EngineEnd | None = None
+        self._infos: dict[int, RankInfo] = {}
 
     def launch_cache_manager(
         self,
@@ -76,6 +90,30 @@ class RoleCache(EnginePrefixCache):
             create_cache_tensor,
         )
 
+    def _tell_ranks(self, command: TransferCommand) -> Sequence[int]:
+        """Returns those that are not there."""
+        assert self._ranks is not None, "FastDeploy launches its cache service before it serves"
+        return self._ranks.send(command)
+
+    def _take_news(self) -> Sequence[RankNews]:
+        """What ranks have said of transfers since the last call; under the adapter's lock."""
+        news = self._ranks.take() if self._ranks is not None else ()
+        for each in news:
+            if isinstance(each.news, RankInfo):
+                self._began(each.rank, each.news)
+        return [each for each in news if not isinstance(each.news, RankInfo)]
+
+    def _began(self, rank: int, info: RankInfo) -> None:
+        self._infos[rank] = info
+        parallel, scheduler = self._config.parallel_config, self._config.scheduler_config
+        if len(self._infos) == int(parallel.tensor_parallel_size):
+            plane, ranks = settings.transfer_choice().plane, [self._infos[rank] for rank in sorted(self._infos)]
+            role = RoleInfo(scheduler.splitwise_role, plane, self._place.host, ranks)
+            try:
+                (log_directory() / INFO_FILE).write_bytes(msgspec.json.encode(role))
+            except OSError as error:  # serving does not need it
+                logger.warning("%s cannot be written for doctor: %s", INFO_FILE, error)
+
 
 class PrefillCache(PrefillAdapter, RoleCache):
     """Of a prefill server."""
@@ -86,15 +124,33 @@ class PrefillCache(PrefillAdapter, RoleCache):
         os.environ.setdefault(WAIT_FOR_ANSWER, str(math.ceil(choice.settings.silence_s)))
         os.environ[ASK_UNTIL_GRANTED] = "0"  # `ask_for_room` asks again, and comes to an end
         self.followers = NoFollowers()  # type: ignore[assignment]
-        self.leases = LeaseCounts()
-        """Those of rank 0: all ranks have the same requests."""
-        self.publisher.role = "prefill", {Source.TRANSFERS: self.leases}
+        self.leases = Leases(num_ranks=int(config.parallel_config.tensor_parallel_size), send=self._tell_ranks)
+        self.publisher.role = "prefill", {Source.TRANSFERS: self.leases.ledger}
 
     def take_reports(self) -> None:
         super().take_reports()
-        for rank, counts in self._ranks.take() if self._ranks is not None else ():
-            if rank == 0 and isinstance(counts, LeaseCounts):
-                self.leases.num_open, self.leases.totals = counts.num_open, counts.totals
+        with self._lock:
+            self._hear_ranks()
+
+    def take_transfer_ends(self) -> list[list[str]]:
+        """See `Leases.take_ended`. Any thread."""
+        with self._lock:
+            self._hear_ranks()
+            return self.leases.take_ended()
+
+    def _hear_ranks(self) -> None:
+        for rank, news in self._take_news():
+            assert not isinstance(news, TransferNews | RankInfo), f"a prefill rank tells of fetches: {news}"
+            try:
+                self.leases.heard(rank, news)
+            except CacheStateError as error:
+                logger.error("%s", error)
+
+    def check(self) -> None:
+        """Raises `InvariantError`."""
+        super().check()
+        with self._lock:
+            self.leases.check()
 
 
 class DecodeCache(DecodeAdapter, RoleCache):
@@ -118,8 +174,4 @@ class DecodeCache(DecodeAdapter, RoleCache):
         super().take_reports()
 
     def _rank_news(self) -> Sequence[RankNews]:
-        return self._ranks.take() if self._ranks is not None else ()
-
-    def _tell_ranks(self, command: TransferCommand) -> Sequence[int]:
-        assert self._ranks is not None, "FastDeploy launches its cache service before it serves"
-        return self._ranks.send(command)
+        return self._take_news()

@@ -20,7 +20,7 @@ class Capabilities:
     """A gauge counts the requests of a decode server between their blocks and their first token."""
 
     acknowledged_cache_info: bool = False
-    """A prefill server schedules a request once its workers have said that they know of its transfer."""
+    """A prefill server schedules a request once its messager has said that it knows of the transfer."""
 
     def with_changes(self, changes: Mapping[str, object]) -> Capabilities:
         """These, with `changes` instead of the values they name. Raises `ValueError` for an unknown name or value."""

@@ -3,20 +3,23 @@
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import CpuModelRunner, RunnerConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_rank import PrefillRank
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import LeaseCounts
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.settings import RankPlace, TransferChoice
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import KEY
 from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.swap_message import encode
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
-from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch
+from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
+from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews
+from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, PREEMPTED, other, prefill
 from tests.fastdeploy_integration.cpu_worker.test_runner import BLOCK, PROMPT, Messages, decode_alone, with_swaps
@@ -26,34 +29,37 @@ SWAPS = "_kvcache_v1_swaps"
 
 
 class Channel:
-    """The engine's end of a decode rank."""
+    """The engine's end of a rank."""
 
     def __init__(self):
-        self.commands, self.news = [], []
+        self.commands, self.news, self.info = [], [], None
+        self.leases = Leases(num_ranks=1, send=self.commands.append)
+        self.told, self._request_ids = [], {}
 
     def take(self):
-        commands, self.commands = self.commands, []
+        commands, self.commands[:] = list(self.commands), []
         return commands
 
     def tell(self, news):
-        self.news += news.fetches
+        if isinstance(news, RankInfo):
+            self.info = news
+        elif isinstance(news, TransferNews):
+            self.news += news.fetches
+        else:
+            self.leases.heard(0, news)
+            if isinstance(news, LeaseOpened):
+                self._request_ids[news.lease] = news.request_id
+            elif isinstance(news, LeaseEnd):
+                self.told.append((self._request_ids.pop(news.lease), news.error))
 
 
 class Pair:
     def __init__(self, model, directory, **limits):
         settings = TransferSettings(secret=SECRET, ping_s=0.1, **limits)
         choice, place = TransferChoice(settings, "socket", True), RankPlace(HOST, (0,), "the model")
-        self.told, self.counts, self.channel = [], [], Channel()
-        self.roles = (
-            PrefillRank(
-                choice,
-                place,
-                tell=lambda *what: self.told.append(what),
-                tell_counts=self.counts.append,
-                info_file=directory / "prefill.json",
-            ),
-            DecodeRank(choice, place, self.channel, info_file=directory / "decode.json"),
-        )
+        self.offers, self.channel = Channel(), Channel()
+        self.told, self.leases = self.offers.told, self.offers.leases
+        self.roles = PrefillRank(choice, place, self.offers), DecodeRank(choice, place, self.channel)
         self.prefill, self.decode = (self._runner(model, directory / str(i), role) for i, role in enumerate(self.roles))
 
     def _runner(self, model, directory, role):
@@ -145,13 +151,9 @@ def test_tokens_are_those_of_one_server(pair, expected, chunks):
     assert not pair.prefill._table.has_work, "the sequence goes on elsewhere"
     assert pair.settled() == (("a", None), None)
     pair.check_idle()
-    assert counted(pair, num_open=1)
-    assert pair.counts[-1] == LeaseCounts(0, TransferTotals(started=1, arrived=1))
+    assert pair.leases.take_ended() == [["a", "finished"]]
+    assert pair.leases.ledger.totals == TransferTotals(started=1, arrived=1)
     assert continued(pair, first[0], [3, 1, 8, 11]) == expected[1:]
-
-
-def counted(pair, **counts):
-    return any(all(getattr(each, name) == count for name, count in counts.items()) for each in pair.counts)
 
 
 def test_blocks_that_come_back_from_the_host_tier_are_offered_as_any_other(pair, expected):
@@ -230,7 +232,8 @@ def test_a_lease_ends_before_its_blocks_hold_anything_else(pair, again, reason):
     pair.prefill.insert_tasks([pair.prefill_task(**{"start": 0, "end": 8, **again})])
     (name, error), fetch_error = pair.settled()
     assert name == "a"
-    assert counted(pair, num_open=0, totals=TransferTotals(started=1, cancelled=1)) or "transfer" in again
+    assert pair.leases.ledger.totals.cancelled == 1
+    assert pair.leases.take_ended()[0] == ["a", f"error: {error}"]
     assert any(each in error for each in reason.split("|"))
     assert "withdrew" in fetch_error
 
@@ -260,11 +263,11 @@ def test_a_later_chunk_of_an_ended_transfer_offers_nothing(pair):
     pair.roles[0].transfers.check_idle()
 
 
-def test_a_decode_server_of_several_ranks_is_refused(pair):
+def test_a_decode_server_without_ranks_is_refused(pair):
     task = pair.prefill_task()
-    task.disaggregate_info["decode_rdma_ports"] = [1, 2]
+    task.disaggregate_info["decode_rdma_ports"] = []
     pair.prefill.insert_tasks([task])
-    assert pair.told == [("a", "a decode server with 2 ranks cannot read from this one")]
+    assert pair.told == [("a", "lease 'transfer of a' is offered to no rank of a decode server")]
 
 
 def test_doctor_reaches_both_and_says_whether_they_fit(pair, tmp_path):
@@ -272,6 +275,9 @@ def test_doctor_reaches_both_and_says_whether_they_fit(pair, tmp_path):
     from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
 
     prefill, decode = str(tmp_path / "prefill.json"), str(tmp_path / "decode.json")
+    for role, channel in (("prefill", pair.offers), ("decode", pair.channel)):
+        info = RoleInfo(role, "socket", HOST, [channel.info])
+        (tmp_path / f"{role}.json").write_bytes(msgspec.json.encode(info))
     verdicts = list(try_servers([prefill], [decode], SECRET))
     assert [is_well for is_well, _, _ in verdicts] == [True, True, True], verdicts
     swapped = [what for is_well, _, what in try_servers([decode], [prefill], SECRET) if not is_well]

@@ -79,6 +79,7 @@ def refused(environment=None, **changed):
 def test_a_cpu_worker_with_the_router_is_served():
     assert refused() == []
     assert refused(router=None) == [], "a worker knows of no router"
+    assert refused(ranks=2) == []
     assert refused(role="prefill", cache={"num_cpu_blocks": 4, "sized_by_swap_space": True}) == []
 
 
@@ -91,7 +92,6 @@ def test_a_cpu_worker_with_the_router_is_served():
         ({"cache": {"num_cpu_blocks": 4}}, "--swap-space"),
         ({"cache": {"sized_by_swap_space": True}}, "--swap-space"),
         ({"cache": {"kvcache_storage_backend": "file"}}, "--kvcache-storage-backend"),
-        ({"ranks": 2}, "tensor parallelism"),
         ({"engines": 2}, "data parallelism"),
         ({"method": "mtp"}, "speculative decoding"),
         ({"dynamic": True}, "--dynamic-load-weight"),

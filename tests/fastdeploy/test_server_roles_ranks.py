@@ -1,0 +1,104 @@
+"""Prefill and decode servers with two tensor parallel ranks behind FastDeploy's router: tokens of one mixed rank."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import openai
+import pytest
+
+from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
+from fastdeploy_kvcache_v1.transfer.role_info import RoleInfo
+
+from .cpu_server import wait_until
+from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
+
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
+
+TWO = ("--tensor-parallel-size", "2")
+SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02", "--write-policy", "write_through")
+
+
+@pytest.fixture(scope="module")
+def made(release, tmp_path_factory):
+    with servers(release, tmp_path_factory.mktemp("ranks"), free_port(), LIMITS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(made):
+    """One rank, mixed; ended before the others begin."""
+    server = made.begin("mixed", "mixed")
+    server.wait_ready()
+    with server.client() as client:
+        tokens = [ask(client, prompt) for prompt in PROMPTS]
+    server.kill()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def prefill(made, expected):
+    server = made.begin("prefill", "prefill", *TWO, *SWAPPING)
+    server.wait_ready()
+    return server
+
+
+@pytest.fixture(scope="module")
+def two(made, prefill):
+    return begun(made, "two", *TWO)
+
+
+def begun(made, name, *flags):
+    server = made.begin("decode", name, *flags)
+    server.wait_ready()
+    made.router.wait_registered(prefill=1, decode=1)
+    return server
+
+
+def assert_tokens(made, prefill, decode, expected):
+    """One by one, and eight at a time, where transfers end in another order on each rank."""
+    before = prefill.metrics()
+    with made.router.client() as client, ThreadPoolExecutor(8) as pool:
+        assert [ask(client, prompt) for prompt in PROMPTS] == expected
+        assert list(pool.map(lambda prompt: ask(client, prompt), PROMPTS * 2)) == expected * 2
+    wait_idle(prefill, decode)
+    assert prefill.failed_copies() == 0
+    leases = lambda: prefill.metrics()["transfers_started_total"] - before["transfers_started_total"]  # noqa: E731
+    wait_until(lambda: leases() == num_fetches(decode) == 3 * len(PROMPTS), "one lease of each fetch, for all ranks")
+    after = prefill.metrics()
+    assert after["transfers_ended_total"] - before["transfers_ended_total"] == 3 * len(PROMPTS)
+
+
+def assert_doctor_is_content(made, prefill, decode, *, ranks):
+    paths = [server.logs / INFO_FILE for server in (prefill, decode)]
+    infos = [msgspec.json.decode(path.read_bytes(), type=RoleInfo) for path in paths]
+    assert [len(info.ranks) for info in infos] == ranks
+    secret = (made.directory / "secret").read_bytes()
+    verdicts = list(try_servers([str(paths[0])], [str(paths[1])], secret))
+    assert [is_well for is_well, _, _ in verdicts] == [True, True, True], verdicts
+
+
+def test_two_ranks_read_from_two(made, prefill, two, expected):
+    assert_tokens(made, prefill, two, expected)
+    assert_doctor_is_content(made, prefill, two, ranks=[2, 2])
+
+
+def test_a_decode_rank_that_dies_costs_prefill_nothing(made, prefill, two):
+    """Its leases end, and no request of it keeps a seat or a block."""
+    before = num_fetches(two)
+    with made.router.client(timeout_s=60.0) as client, ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, client, prompt, max_tokens=400) for prompt in PROMPTS[:8]]
+        wait_until(lambda: num_fetches(two) > before, "requests at decode")
+        two.workers()[1].kill()
+        for each in asked:
+            assert each.exception() is None or isinstance(each.exception(), openai.APIError)
+    assert two.process.wait(120) == 1
+    wait_idle(prefill)
+
+
+def test_one_rank_reads_from_two(made, prefill, expected):
+    one = begun(made, "one")
+    assert_tokens(made, prefill, one, expected)
+    assert_doctor_is_content(made, prefill, one, ranks=[2, 1])
+    assert one.stop() == 0, one.stderr
+    assert prefill.stop() == 0, prefill.stderr

@@ -1,0 +1,145 @@
+"""A prefill engine's account of transfers, of which each rank tells in its own order, and what FastDeploy hears."""
+
+import random
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import CacheStateError
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases, LeaseWithdrawn
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.messager import Messager
+from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
+from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
+from fastdeploy_kvcache_v1.transfer.rank_messages import WithdrawLease
+
+
+class Account:
+    def __init__(self, num_ranks=2):
+        self.sent = []
+        self.leases = Leases(num_ranks=num_ranks, send=self.sent.append)
+        self.num_ranks = num_ranks
+
+    def open(self, name, *ranks):
+        for rank in ranks or range(self.num_ranks):
+            self.leases.heard(rank, LeaseOpened(name, f"request of {name}"))
+
+    def end(self, rank, name, error=None):
+        self.leases.heard(rank, LeaseEnd(name, name, error))
+        self.leases.check()
+
+    def ended(self):
+        return [(request_id.removeprefix("request of "), status) for request_id, status in self.leases.take_ended()]
+
+
+@pytest.fixture
+def account():
+    return Account()
+
+
+def test_transfers_that_end_in_another_order_on_each_rank_are_not_mixed_up(account):
+    account.open("a")
+    account.open("b")
+    account.end(0, "a")
+    account.end(1, "b", "the peer died")
+    assert account.ended() == [], "the other rank of either has yet to end"
+    account.end(0, "b", "the peer died")
+    assert account.ended() == [("b", "error: the peer died")]
+    account.end(1, "a")
+    assert account.ended() == [("a", "finished")]
+    assert account.leases.ledger.totals == TransferTotals(started=2, arrived=1, failed=1)
+    account.leases.check_idle()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_on_one_rank_has_failed(account, first, failing):
+    account.open("a")
+    for rank in (first, 1 - first):
+        account.end(rank, "a", "torn" if rank == failing else None)
+    assert account.ended() == [("a", "error: torn")]
+    assert account.sent == ([WithdrawLease("a", "torn")] if first == failing else [])
+    account.leases.check_idle()
+
+
+def test_the_first_reason_is_told_and_the_withdrawal_is_sent_once():
+    account = Account(3)
+    account.open("a")
+    account.end(2, "a", "the link broke")
+    account.end(0, "a", "so it was withdrawn")
+    account.end(1, "a", "so it was withdrawn")
+    assert account.sent == [WithdrawLease("a", "the link broke")]
+    assert account.ended() == [("a", "error: the link broke")]
+    assert account.leases.ledger.totals.failed == 1
+
+
+def test_a_lease_that_opens_after_it_has_failed_elsewhere_is_withdrawn_then(account):
+    account.open("a", 0)
+    account.end(0, "a", "no link")
+    account.open("a", 1)
+    assert account.sent == [WithdrawLease("a", "no link")] * 2
+    account.end(1, "a", "no link")
+    assert account.ended() == [("a", "error: no link")]
+
+
+def test_what_the_ranks_give_up_themselves_counts_as_cancelled(account):
+    account.open("a")
+    for rank in (0, 1):
+        account.leases.heard(rank, LeaseWithdrawn("a"))
+        account.end(rank, "a", "given up")
+    assert account.sent == []
+    assert account.ended() == [("a", "error: given up")]
+    assert account.leases.ledger.totals == TransferTotals(started=1, cancelled=1)
+
+
+def test_an_end_that_no_rank_owes_is_refused_and_changes_nothing(account):
+    with pytest.raises(CacheStateError, match="lease a, which is not open"):
+        account.end(0, "a")
+    account.open("a")
+    account.end(0, "a")
+    with pytest.raises(CacheStateError, match="rank 0"):
+        account.end(0, "a", "again")
+    account.end(1, "a")
+    assert account.ended() == [("a", "finished")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_transfer_is_told_once_and_as_its_own_ranks_said(seed):
+    rng = random.Random(seed)
+    account = Account(rng.randint(1, 4))
+    errors = {f"t{number}": [None] * account.num_ranks for number in range(30)}
+    for each in errors.values():
+        if rng.random() < 0.4:
+            each[rng.randrange(account.num_ranks)] = "torn"
+    lines = [[("open", name) for name in errors] for _ in range(account.num_ranks)]
+    for line in lines:  # ends come after their opening, in any order
+        for name in rng.sample(sorted(errors), len(errors)):
+            line.insert(rng.randint(line.index(("open", name)) + 1, len(line)), ("end", name))
+    told = {}
+    while any(lines):
+        rank = rng.choice([number for number, line in enumerate(lines) if line])
+        what, name = lines[rank].pop(0)
+        if what == "open":
+            account.open(name, rank)
+        else:
+            account.end(rank, name, errors[name][rank])
+        if rng.random() < 0.5:
+            told.update(account.ended())
+    told.update(account.ended())
+    assert told == {name: "error: torn" if "torn" in each else "finished" for name, each in errors.items()}
+    account.leases.check_idle()
+
+
+class Queue:
+    """FastDeploy's EngineWorkerQueue; nothing of a messager may reach it."""
+
+
+@pytest.mark.parametrize("acknowledges", [True, False])
+def test_the_engine_hears_what_it_would_ask_its_messager(acknowledges):
+    queue, ended = Queue(), [["a", "finished"]]
+    Messager(lambda: ended, acknowledges=acknowledges).answer(queue)
+    queue.put_cache_info([{"request_id": "a", "src_block_ids": [1]}, {"request_id": "b", "src_block_ids": [2]}])
+    queue.put_cache_info([{"request_id": "a", "dest_block_ids": [3]}])
+    assert queue.get_finished_req() is ended
+    assert hasattr(queue, "get_finished_add_cache_task_req") == acknowledges
+    if acknowledges:
+        assert queue.get_finished_add_cache_task_req() == ["a", "b"]
+        assert queue.get_finished_add_cache_task_req() == []

@@ -1,0 +1,201 @@
+"""The engines of both roles and the sockets to two ranks each, over a FAKE FastDeploy."""
+
+import time
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import LOG_DIRECTORY
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, role_caches, settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankEnd
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
+from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
+from fastdeploy_kvcache_v1.transfer.geometry import Geometry, RoleGeometry
+from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
+from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews, WithdrawLease
+from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
+from tests.fastdeploy_integration.engine.test_patches import fake_fastdeploy
+
+from .fake_requests import BLOCK, first_token, request
+
+__all__ = ["fake_fastdeploy"]
+
+PORT = 78
+EARLY = CancelFetch("before a rank is there", "")
+
+
+class Engine:
+    def __init__(self, role):
+        cache = SimpleNamespace(
+            **{"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru"},
+            **{"host_block_bytes": None, "block_size": BLOCK, "kvcache_storage_backend": None},
+            **{"total_block_num": 8, "num_cpu_blocks": 0, "enable_prefix_caching": True},
+            disable_chunked_mm_input=False,
+        )
+        config = SimpleNamespace(
+            cache_config=cache,
+            load_config=SimpleNamespace(dynamic_load_weight=False),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=512, splitwise_role=role),
+            parallel_config=SimpleNamespace(tensor_parallel_size=2),
+            worker_num_per_node=8,
+        )
+        self.cache = patches.CACHES[role](config)
+        self.cache.launch_cache_manager(cache, 2, "0", "127.0.0.1", PORT, None, False)
+        self.hear = self.cache.take_reports if role == "prefill" else self.cache.take_news
+        """What FastDeploy's threads do again and again."""
+        self.ranks = [RankEnd(PORT, rank) for rank in range(2)]
+        self.commands = [[], []]
+        self.until(lambda: self.cache._tell_ranks(EARLY) == [])
+
+    def until(self, condition):
+        deadline = time.monotonic() + 30
+        while not condition():
+            self.hear()
+            for commands, rank in zip(self.commands, self.ranks, strict=True):
+                commands.extend(each for each in rank.take() if each != EARLY)
+            assert time.monotonic() < deadline, "it did not happen"
+            time.sleep(0.002)
+
+    def tell(self, rank, news):
+        self.ranks[rank].tell(news)
+
+    def close(self):
+        for rank in self.ranks:
+            rank.close()
+        self.cache._ranks.close()
+
+
+@pytest.fixture
+def logs(monkeypatch, tmp_path, fake_fastdeploy):
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    monkeypatch.setenv(settings.SECRET_FILE, str(tmp_path / "secret"))
+    monkeypatch.setenv(settings.RANK, "")
+    for name in (role_caches.WAIT_FOR_ANSWER, role_caches.ASK_UNTIL_GRANTED):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv(storage_channel.SESSION_VARIABLE, "01234567")
+    monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
+    place = settings.RankPlace("127.0.0.1", (1, 2), "a model")
+    monkeypatch.setattr(role_caches, "place_of", lambda config: place)
+    return tmp_path
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def engine(request, logs):
+    made = Engine(request.param)
+    yield made
+    made.close()
+
+
+prefill = pytest.mark.parametrize("engine", ["prefill"], indirect=True)
+decode = pytest.mark.parametrize("engine", ["decode"], indirect=True)
+
+
+def geometry(rank):
+    return Geometry("a model", BLOCK, 1, (RoleGeometry("key", "float32", 16, 1),), 2, 2, rank)
+
+
+def test_doctor_finds_all_ranks_in_one_file_in_their_order(engine, logs):
+    engine.tell(1, RankInfo(5, b"there", geometry(1)))
+    for _ in range(5):
+        engine.hear()
+    assert not (logs / INFO_FILE).exists(), "rank 0 has no caches yet"
+    engine.tell(0, RankInfo(4, b"here", geometry(0)))
+    engine.until((logs / INFO_FILE).exists)
+    info = msgspec.json.decode((logs / INFO_FILE).read_bytes(), type=RoleInfo)
+    assert (info.plane, info.host, [rank.port for rank in info.ranks]) == ("socket", "127.0.0.1", [4, 5])
+    assert [rank.geometry for rank in info.ranks] == [geometry(0), geometry(1)]
+
+
+def test_serving_goes_on_where_that_file_cannot_be_written(engine, logs, monkeypatch, caplog):
+    monkeypatch.setenv(LOG_DIRECTORY, str(logs / "nowhere"))
+    for rank in (0, 1):
+        engine.tell(rank, RankInfo(rank, b"", geometry(rank)))
+    engine.until(lambda: "cannot be written for doctor" in caplog.text)
+
+
+@prefill
+def test_a_prefill_engine_hears_of_a_transfer_when_it_has_ended_on_both_ranks(engine):
+    said = []
+    hear = lambda: said.extend(engine.cache.take_transfer_ends())  # noqa: E731
+    for rank, names in ((0, "ab"), (1, "ba")):
+        for name in "ab":
+            engine.tell(rank, LeaseOpened(name, f"request {name}"))
+        engine.tell(rank, LeaseEnd(names[0], names[0], None))
+    ledger = engine.cache.leases.ledger
+    engine.until(lambda: ledger.num_open == 2)
+    engine.tell(0, LeaseEnd("b", "b", "torn"))
+    engine.until(lambda: hear() or said)
+    assert said == [["request b", "error: torn"]]
+    assert engine.commands == [[], []], "rank 1 had ended it before"
+    engine.tell(1, LeaseEnd("a", "a", None))
+    engine.until(lambda: hear() or len(said) == 2)
+    assert said[1] == ["request a", "finished"]
+    engine.cache.check()
+
+
+@prefill
+def test_what_fails_on_a_prefill_rank_is_withdrawn_on_the_other(engine):
+    for rank in (0, 1):
+        engine.tell(rank, LeaseOpened("a", "request a"))
+    engine.tell(1, LeaseEnd("a", "a", "torn"))
+    engine.until(lambda: engine.commands[0])
+    assert engine.commands[0] == [WithdrawLease("a", "torn")]
+
+
+@prefill
+def test_an_end_that_is_not_owed_does_not_stop_the_next_one(engine, caplog):
+    engine.tell(0, LeaseEnd("stray", "stray", None))
+    for rank in (0, 1):
+        engine.tell(rank, LeaseOpened("a", "request a"))
+        engine.tell(rank, LeaseEnd("a", "a", None))
+    said = []
+    engine.until(lambda: said.extend(engine.cache.take_transfer_ends()) or said)
+    assert said == [["request a", "finished"]]
+    assert "lease stray, which is not open" in caplog.text
+
+
+@decode
+def test_a_decode_engine_starts_a_request_when_both_ranks_have_its_blocks(engine):
+    made = request("r", tokens=2 * BLOCK)
+    made.block_tables = engine.cache.allocate_gpu_blocks(3, "r")
+    engine.cache.grant(made)
+    engine.cache.take_token(first_token(made))
+    fetch = StartFetch(name_of(made), tuple(made.block_tables[:2]), 0)
+    engine.until(lambda: engine.commands[0] and engine.commands[1])
+    assert engine.commands == [[fetch], [fetch]]
+    ready = []
+    take = lambda: ready.extend(engine.cache.take_ready(lambda _: True))  # noqa: E731
+    for rank in (1, 0):
+        assert ready == []
+        engine.tell(rank, TransferNews(fetches=(FetchResult(name_of(made), 8, 1.0),)))
+        if rank == 1:
+            engine.until(lambda: engine.cache.grants.ledger._fetches[name_of(made)].ranks_left == {0})
+            take()
+    engine.until(lambda: take() or ready)
+    assert [grant.request for grant in ready] == [made]
+
+
+class Queue:
+    """FastDeploy's EngineWorkerQueue."""
+
+    def get_finished_req(self):
+        return "FastDeploy's own"
+
+
+@pytest.mark.parametrize("acknowledges", [True, False])
+def test_what_the_engine_would_ask_its_messager_it_asks_us_at_prefill(engine, monkeypatch, acknowledges):
+    table = SimpleNamespace(capabilities=Capabilities(acknowledged_cache_info=acknowledges))
+    monkeypatch.setattr(overlay, "active", lambda: SimpleNamespace(table=table))
+    processor, manager, given = SimpleNamespace(engine_worker_queue=Queue()), SimpleNamespace(), []
+    manager.cache_manager = engine.cache
+    patches.answer_for_messager(given.append, processor, (manager,), {})
+    assert given == [manager]
+    is_prefill = isinstance(engine.cache, role_caches.PrefillCache)
+    assert processor.engine_worker_queue.get_finished_req() == ([] if is_prefill else "FastDeploy's own")
+    assert hasattr(processor.engine_worker_queue, "get_finished_add_cache_task_req") == (is_prefill and acknowledges)
