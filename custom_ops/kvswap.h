@@ -168,6 +168,31 @@ KVSWAP_API int kvswap_cuda_estimate(const kvswap_rows* targets, const kvswap_row
 KVSWAP_API int kvswap_cuda_set_staging(uint64_t address, int64_t nbytes);
 /* Blocks until everything on `stream` has run. */
 KVSWAP_API int kvswap_cuda_synchronize(uint64_t stream);
+/* ---- CUDA memory of other processes on this machine ---- */
+
+/* What another process needs to map an allocation of this one. */
+typedef struct kvswap_ipc_memory {
+  uint8_t handle[64]; /* names the whole allocation; who has it may map it, and write it */
+  uint64_t base;      /* where the allocation begins, in this process */
+  int64_t nbytes;     /* of the allocation */
+} kvswap_ipc_memory;
+/* Of the allocation around `address`. KVSWAP_UNAVAILABLE for memory that cannot be exported: of cudaMallocAsync,
+ * virtual or managed memory. */
+KVSWAP_API int kvswap_cuda_ipc_export(uint64_t address, kvswap_ipc_memory* memory);
+/* Maps what another process exported, on the GPU of the current context. KVSWAP_UNAVAILABLE where that cannot be: the
+ * handle is of this process or of one that has ended, or the GPU cannot reach the other's memory. Close it once. */
+KVSWAP_API int kvswap_cuda_ipc_open(const uint8_t* handle, uint64_t* base);
+/* Copies from it must have run. */
+KVSWAP_API int kvswap_cuda_ipc_close(uint64_t base);
+/* The GPU that has the memory at `address`: its number in this process, and the 16 bytes that name it everywhere. */
+KVSWAP_API int kvswap_cuda_device_of(uint64_t address, int* device, uint8_t* uuid);
+/* `access` is 1 when `device` reaches the memory of GPU `uuid`, 0 when it does not, -1 when this process does not see
+ * that GPU and so cannot tell. */
+KVSWAP_API int kvswap_cuda_reaches(int device, const uint8_t* uuid, int* access);
+/* Enqueues `count` copies on the raw `stream`, in any order: `source` and `target` of a run are addresses of device
+ * memory, `blocks` are bytes. No byte may be written twice, or read and written. `path`: AUTO, RUNS or BATCH. */
+KVSWAP_API int kvswap_cuda_copy_ranges(const kvswap_run* ranges, int64_t count, int path, uint64_t stream);
+
 /* Page-locked memory of the driver's own, and page-locking of memory that is there already. */
 KVSWAP_API int kvswap_cuda_host_alloc(int64_t nbytes, void** address);
 KVSWAP_API int kvswap_cuda_host_free(void* address);

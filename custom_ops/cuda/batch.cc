@@ -31,21 +31,25 @@ Copies list_copies(const Entries& entries, const Plan& plan) {
 
 }  // namespace
 
-bool copy_by_batch(const Copy& copy) {
-  Copies copies = list_copies(copy.entries, copy.plan);
+bool submit_batches(const Driver& driver, std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources,
+                    std::vector<size_t>& sizes, Stream stream) {
   MemcpyAttributes attributes{};
   attributes.source_access = kInStreamOrder;
   size_t attributes_from = 0;
-  for (size_t first = 0; first < copies.sizes.size(); first += kBatchCopies) {
-    const size_t count = std::min<size_t>(kBatchCopies, copies.sizes.size() - first);
+  for (size_t first = 0; first < sizes.size(); first += kBatchCopies) {
+    const size_t count = std::min<size_t>(kBatchCopies, sizes.size() - first);
     size_t failed = 0;
-    const Result result = copy.driver.copy_batch(copies.targets.data() + first, copies.sources.data() + first,
-                                                 copies.sizes.data() + first, count, &attributes, &attributes_from, 1,
-                                                 &failed, copy.stream);
+    const Result result = driver.copy_batch(targets.data() + first, sources.data() + first, sizes.data() + first, count,
+                                            &attributes, &attributes_from, 1, &failed, stream);
     if (result == kNotSupported && first == 0) return false;
-    check(copy.driver, result, "cuMemcpyBatchAsync");
+    check(driver, result, "cuMemcpyBatchAsync");
   }
   return true;
+}
+
+bool copy_by_batch(const Copy& copy) {
+  Copies copies = list_copies(copy.entries, copy.plan);
+  return submit_batches(copy.driver, copies.targets, copies.sources, copies.sizes, copy.stream);
 }
 
 }  // namespace kvswap::cuda

@@ -5,8 +5,6 @@
 namespace kvswap::cuda {
 namespace {
 
-constexpr uint64_t kLegacyStream = 1;  // CU_STREAM_LEGACY
-
 void check_path(const Copy& copy, int path) {
   if (path < KVSWAP_PATH_RUNS || path > KVSWAP_PATH_STAGED) refuse("path %d is not one of CUDA's", path);
   if (path == KVSWAP_PATH_BATCH && copy.driver.copy_batch == nullptr) {

@@ -8,7 +8,8 @@
 namespace kvswap::cuda {
 namespace {
 
-constexpr int kBaseVersion = 11030;   // cuGetProcAddress itself
+constexpr int kBaseVersion = 11030;  // cuGetProcAddress itself
+constexpr int kUuidVersion = 11040;
 constexpr int kBatchVersion = 12080;  // this very form of cuMemcpyBatchAsync; 13.0 exports another under the name
 constexpr Result kOutOfMemory = 2;
 
@@ -59,6 +60,17 @@ Loaded load() {
   find(get, "cuEventCreate", kBaseVersion, driver.event_create);
   find(get, "cuEventRecord", kBaseVersion, driver.event_record);
   find(get, "cuStreamWaitEvent", kBaseVersion, driver.wait_event);
+  find(get, "cuMemGetAddressRange", kBaseVersion, driver.address_range);
+  find(get, "cuIpcGetMemHandle", kBaseVersion, driver.ipc_export);
+  find(get, "cuIpcOpenMemHandle", kBaseVersion, driver.ipc_open);
+  find(get, "cuIpcCloseMemHandle", kBaseVersion, driver.ipc_close);
+  find(get, "cuDeviceGetCount", kBaseVersion, driver.device_count);
+  find(get, "cuDeviceGet", kBaseVersion, driver.device);
+  find(get, "cuDeviceCanAccessPeer", kBaseVersion, driver.can_access_peer);
+  // Since 11.4 it tells the parts of a divided GPU apart.
+  if (!find(get, "cuDeviceGetUuid", kUuidVersion, driver.device_uuid)) {
+    find(get, "cuDeviceGetUuid", kBaseVersion, driver.device_uuid);
+  }
   return loaded;
 }
 

@@ -24,6 +24,20 @@ struct Driver {
   Result (*event_create)(Event*, unsigned int) = nullptr;
   Result (*event_record)(Event, Stream) = nullptr;
   Result (*wait_event)(Stream, Event, unsigned int) = nullptr;
+  // For memory of other processes only; `has_ipc` where all of them are there.
+  Result (*address_range)(DevicePointer*, size_t*, DevicePointer) = nullptr;
+  Result (*ipc_export)(IpcHandle*, DevicePointer) = nullptr;
+  Result (*ipc_open)(DevicePointer*, IpcHandle, unsigned int) = nullptr;
+  Result (*ipc_close)(DevicePointer) = nullptr;
+  Result (*device_count)(int*) = nullptr;
+  Result (*device)(int*, int) = nullptr;
+  Result (*device_uuid)(Uuid*, int) = nullptr;
+  Result (*can_access_peer)(int*, int, int) = nullptr;
+
+  bool has_ipc() const {
+    return address_range != nullptr && ipc_export != nullptr && ipc_open != nullptr && ipc_close != nullptr &&
+           device_count != nullptr && device != nullptr && device_uuid != nullptr && can_access_peer != nullptr;
+  }
 };
 
 // Throws KVSWAP_UNAVAILABLE, with the reason, where there is none.

@@ -53,6 +53,23 @@ struct MemcpyAttributes {
 // CU_POINTER_ATTRIBUTE_DEVICE_POINTER: where kernels of the current context find the memory.
 constexpr int kDevicePointerAttribute = 3;
 
+// CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: int each.
+constexpr int kOrdinalAttribute = 9;
+constexpr int kIpcAttribute = 10;
+
+// CUipcMemHandle; given to the driver by value.
+struct IpcHandle {
+  char bytes[64];
+};
+
+// CUuuid
+struct Uuid {
+  char bytes[16];
+};
+
+// CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, which every opener has to give.
+constexpr unsigned int kIpcPeerAccess = 1;
+
 // What every GPU takes as a pitch of a 2D copy (CU_DEVICE_ATTRIBUTE_MAX_PITCH).
 constexpr int64_t kMaxPitch = INT32_MAX;
 

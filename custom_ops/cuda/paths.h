@@ -1,6 +1,8 @@
 // How a GPU copy is made of driver calls and kernel launches.
 #pragma once
 
+#include <vector>
+
 #include "../core/plan.h"
 #include "driver.h"
 #include "kernel.h"
@@ -34,6 +36,8 @@ int64_t blocks_in_staging(int64_t block_bytes);
 int64_t block_bytes(const Entries& entries);  // of all entries together
 int access_bytes(const Entry& entry);         // of the kernel: the widest that both sides allow
 
+constexpr uint64_t kLegacyStream = 1;  // CU_STREAM_LEGACY
+
 constexpr int64_t kBatchCopies = 4096;  // drivers were seen to crash at 51,828
 
 void copy_by_runs(const Copy& copy);
@@ -41,6 +45,9 @@ void copy_by_runs(const Copy& copy);
 bool copy_by_batch(const Copy& copy);
 bool copy_by_kernel(const Copy& copy);
 bool copy_staged(const Copy& copy);
+// As `copy_by_batch`, for copies that are listed already; the driver wants to write to none of the lists.
+bool submit_batches(const Driver& driver, std::vector<DevicePointer>& targets, std::vector<DevicePointer>& sources,
+                    std::vector<size_t>& sizes, Stream stream);
 int kernel_refusal();  // the CUDA error with which a launch was refused last; 0: none was
 
 // Copies on `path`, or on what AUTO chooses.

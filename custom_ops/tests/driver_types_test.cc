@@ -30,6 +30,12 @@ static_assert(kvswap::cuda::kRegisterMapped == CU_MEMHOSTREGISTER_DEVICEMAP);
 static_assert(kvswap::cuda::kRegisterPortable == CU_MEMHOSTALLOC_PORTABLE);
 static_assert(kvswap::cuda::kRegisterMapped == CU_MEMHOSTALLOC_DEVICEMAP);
 
+static_assert(kvswap::cuda::kOrdinalAttribute == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL);
+static_assert(kvswap::cuda::kIpcAttribute == CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE);
+static_assert(kvswap::cuda::kIpcPeerAccess == CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
+static_assert(sizeof(kvswap::cuda::IpcHandle) == sizeof(CUipcMemHandle));
+static_assert(sizeof(kvswap::cuda::Uuid) == sizeof(CUuuid));
+
 #if CUDA_VERSION >= 12080
 static_assert(sizeof(kvswap::cuda::MemcpyAttributes) == sizeof(CUmemcpyAttributes));
 SAME_PLACE(MemcpyAttributes, source_access, CUmemcpyAttributes, srcAccessOrder);
@@ -67,6 +73,15 @@ SAME_CALL(host_unregister, PFN_cuMemHostUnregister_v4000);
 SAME_CALL(event_create, PFN_cuEventCreate_v2000);
 SAME_CALL(event_record, PFN_cuEventRecord_v2000);
 SAME_CALL(wait_event, PFN_cuStreamWaitEvent_v3020);
+SAME_CALL(address_range, PFN_cuMemGetAddressRange_v3020);
+SAME_CALL(ipc_export, PFN_cuIpcGetMemHandle_v4010);
+SAME_CALL(ipc_open, PFN_cuIpcOpenMemHandle_v11000);
+SAME_CALL(ipc_close, PFN_cuIpcCloseMemHandle_v4010);
+SAME_CALL(device_count, PFN_cuDeviceGetCount_v2000);
+SAME_CALL(device, PFN_cuDeviceGet_v2000);
+SAME_CALL(device_uuid, PFN_cuDeviceGetUuid_v11040);
+SAME_CALL(device_uuid, PFN_cuDeviceGetUuid_v9020);
+SAME_CALL(can_access_peer, PFN_cuDeviceCanAccessPeer_v4000);
 static_assert(!SameCall<decltype(kvswap::cuda::Driver::copy), PFN_cuMemcpy2DAsync_v3020>::value, "it can fail");
 #if CUDA_VERSION >= 12080
 SAME_CALL(copy_batch, PFN_cuMemcpyBatchAsync_v12080);

@@ -28,7 +28,7 @@ def test_the_core_is_clean(tmp_path, sanitizer):
     assert run_program(program) == "core: all passed\n"
 
 
-@pytest.mark.parametrize("test", ["cuda", "paths"])
+@pytest.mark.parametrize("test", ["cuda", "paths", "ranges"])
 def test_the_cuda_host_logic_is_clean(tmp_path, fake_driver, test):
     program = compile_program([*build.core_sources(), TESTS / f"{test}_test.cc"], tmp_path / test, *ADDRESS)
     for driver in ("new", "old"):
