@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import random
 import runpy
 import shutil
@@ -32,10 +33,14 @@ def build(directory: Path, compile_program: Any, core: Path) -> None:
 
 
 def enter(directory: Path) -> None:
-    """From now on this process has a fake driver, and `cupy` is the stand-in. Before the package is imported."""
+    """From now on this process has a fake driver, and `cupy` is the stand-in; so have the Python processes that it
+    starts. Before the package is imported.
+    """
     # Found by its name from now on, by whatever asks the loader for a driver.
     ctypes.CDLL(str(directory / "libcuda.so.1"))
-    sys.path[:0] = [str(HERE), str(HERE / "stand_in"), str(ROOT)]
+    places = [str(HERE), str(HERE / "stand_in"), str(ROOT)]
+    sys.path[:0] = places
+    os.environ |= {"LD_LIBRARY_PATH": str(directory), "PYTHONPATH": ":".join(places)}
 
 
 def use_path(directory: Path, name: str) -> None:

@@ -5,6 +5,7 @@
 
 #include "../../cuda/driver_types.h"
 #include "copies.h"
+#include "ipc.h"
 #include "locked.h"
 
 using kvswap::cuda::Memcpy2D;
@@ -42,6 +43,11 @@ Result device_attribute(int* value, int attribute, int) {
 
 Result pointer_attribute(void* found, int attribute, uint64_t address) {
   const auto locked = hold();
+  if (attribute == kvswap::cuda::kOrdinalAttribute || attribute == kvswap::cuda::kIpcAttribute) {
+    if (!machine().memory.is_device(address)) return kInvalidValue;
+    const bool is_capable = machine().memory.is_exportable(address);
+    return *static_cast<int*>(found) = attribute == kvswap::cuda::kIpcAttribute && is_capable ? 1 : 0, kSuccess;
+  }
   if (attribute != kvswap::cuda::kDevicePointerAttribute) return kInvalidValue;
   const uint64_t known = machine().memory.device_address(address);
   if (known == 0) return kInvalidValue;
@@ -97,13 +103,22 @@ Result copy_batch(uint64_t* to, uint64_t* of, size_t* sizes, size_t count, Memcp
 Result memory_alloc(uint64_t* address, size_t nbytes) {
   const auto locked = hold();
   const Result result = machine().enter_unsafe("an allocation");
-  if (result == kSuccess) *address = machine().memory.allocate(nbytes);
+  if (result == kSuccess) *address = machine().memory.allocate(nbytes, true);
   return result;
+}
+
+// Of a pool of the driver's own, whose memory no handle names.
+Result memory_alloc_async(uint64_t* address, size_t nbytes, void*) {
+  const auto locked = hold();
+  return *address = machine().memory.allocate(nbytes, false), machine().enter();
 }
 
 // As an allocator with a pool frees: nobody waits for the device.
 Result memory_free(uint64_t address) {
   const auto locked = hold();
+  if (machine().memory.is_mapped_elsewhere(address)) {
+    machine().refuse(kInvalidValue, "device memory freed that another process has mapped");
+  }
   return machine().memory.free(address) ? kSuccess : machine().refuse(kInvalidValue, "device memory freed twice");
 }
 
@@ -214,7 +229,16 @@ const Entry entries[] = {
     ENTRY("cuMemcpy2DAsync", 3020, copy_2d),
     ENTRY("cuMemsetD8Async", 3020, memset_async),
     ENTRY("cuMemAlloc", 3020, memory_alloc),
+    ENTRY("cuMemAllocAsync", 11020, memory_alloc_async),
     ENTRY("cuMemFree", 3020, memory_free),
+    ENTRY("cuMemGetAddressRange", 3020, address_range),
+    ENTRY("cuIpcGetMemHandle", 4010, ipc_export),
+    ENTRY("cuIpcOpenMemHandle", 11000, ipc_open),
+    ENTRY("cuIpcCloseMemHandle", 4010, ipc_close),
+    ENTRY("cuDeviceGetCount", 2000, device_count),
+    ENTRY("cuDeviceGet", 2000, device),
+    ENTRY("cuDeviceGetUuid", 11040, device_uuid),
+    ENTRY("cuDeviceCanAccessPeer", 4000, can_access_peer),
     ENTRY("cuMemHostAlloc", 2020, host_alloc),
     ENTRY("cuMemFreeHost", 2000, host_free),
     ENTRY("cuMemHostRegister", 6050, host_register),

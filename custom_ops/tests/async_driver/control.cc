@@ -1,4 +1,5 @@
 // What tests tell the fake GPU, and what it tells them.
+#include "ipc.h"
 #include "locked.h"
 #include "machine.h"
 
@@ -9,7 +10,7 @@ extern "C" {
 
 // A GPU as new. Handles and memory of before are gone.
 void fake_reset(uint64_t seed, int queue_depth, int has_aliases) {
-  with([&] { machine().reset(seed, queue_depth, has_aliases != 0); });
+  with([&] { machine().reset(seed, queue_depth, has_aliases != 0), fake::reset_ipc(); });
 }
 
 void fake_progress(int max_turns_per_query) {

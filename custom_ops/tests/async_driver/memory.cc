@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 
 #include <cstdlib>
+#include <cstring>
+#include <vector>
 
 namespace fake {
 namespace {
@@ -32,16 +34,63 @@ uint64_t Memory::reserve(size_t nbytes) {
   return address;
 }
 
-uint64_t Memory::allocate(size_t nbytes) {
+uint64_t Memory::allocate(size_t nbytes, bool is_exportable) {
   auto bytes = std::make_shared<std::vector<uint8_t>>(nbytes, uint8_t{0xA5});
   const uint64_t address = reserve(nbytes);
-  on_device_[address] = {nbytes, bytes->data(), bytes};
+  on_device_[address] = {nbytes, bytes->data(), bytes, is_exportable, nullptr};
   return address;
+}
+
+Extent Memory::extent(uint64_t address) const {
+  const auto* found = around(on_device_, address, 1);
+  return found == nullptr || found->second.owned == nullptr ? Extent{0, 0} : Extent{found->first, found->second.nbytes};
+}
+
+bool Memory::is_exportable(uint64_t address) const {
+  const auto* found = around(on_device_, address, 1);
+  return found != nullptr && found->second.is_exportable;
+}
+
+bool Memory::is_mapped_elsewhere(uint64_t address) const {
+  const auto* found = around(on_device_, address, 1);
+  return found != nullptr && found->second.is_exportable && found->second.shared != nullptr &&
+         found->second.shared->is_mapped_elsewhere();
+}
+
+// From now on its bytes lie where other processes find them. Nobody has kept an address of the old ones.
+std::shared_ptr<Shared> Memory::share(uint64_t address) {
+  if (!is_exportable(address)) return nullptr;
+  Range& range = on_device_.at(extent(address).base);
+  if (range.shared == nullptr) {
+    range.shared = Shared::make(range.nbytes);
+    std::memcpy(range.shared->bytes(), range.storage, range.nbytes);
+    range.storage = range.shared->bytes();
+    range.owned = range.shared;
+  }
+  return range.shared;
+}
+
+uint64_t Memory::map(std::shared_ptr<Shared> shared) {
+  const uint64_t address = reserve(shared->nbytes());
+  on_device_[address] = {shared->nbytes(), shared->bytes(), shared, false, shared};
+  return address;
+}
+
+bool Memory::unmap(uint64_t address) {
+  const auto found = on_device_.find(address);
+  if (found == on_device_.end() || found->second.shared == nullptr || found->second.is_exportable) return false;
+  on_device_.erase(found);
+  return true;
 }
 
 bool Memory::free(uint64_t address) {
   const auto found = on_device_.find(address);
   if (found == on_device_.end() || found->second.owned == nullptr) return false;
+  const auto& shared = found->second.shared;
+  if (shared != nullptr) {
+    if (!found->second.is_exportable) return false;  // another process's
+    shared->end();
+  }
   on_device_.erase(found);
   return true;
 }
@@ -53,7 +102,7 @@ bool Memory::register_host(uint64_t address, size_t nbytes) {
   if (registration(address, 1) != nullptr) return false;
   const uint64_t alias = has_aliases_ ? reserve(nbytes) : address;
   registered_[address] = {nbytes, alias};
-  if (has_aliases_) on_device_[alias] = {nbytes, reinterpret_cast<uint8_t*>(address), nullptr};
+  if (has_aliases_) on_device_[alias] = {nbytes, reinterpret_cast<uint8_t*>(address), nullptr, false, nullptr};
   return true;
 }
 
@@ -80,7 +129,8 @@ uint64_t Memory::device_address(uint64_t address) const {
 uint8_t* Memory::resolve(uint64_t address, size_t nbytes, Eyes eyes) const {
   if (is_device(address)) {
     const auto* found = around(on_device_, address, nbytes);
-    return found == nullptr ? nullptr : found->second.storage + (address - found->first);
+    if (found == nullptr || (found->second.shared != nullptr && found->second.shared->has_ended())) return nullptr;
+    return found->second.storage + (address - found->first);
   }
   if (eyes == Eyes::kKernel) {
     const auto* found = registration(address, nbytes);

@@ -5,7 +5,8 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <vector>
+
+#include "shared.h"
 
 namespace fake {
 
@@ -16,15 +17,29 @@ enum class Eyes { kCopy, kKernel };
 struct Range {
   uint64_t nbytes;
   uint8_t* storage;
-  std::shared_ptr<std::vector<uint8_t>> owned;  // of device memory
+  std::shared_ptr<void> owned;     // of device memory
+  bool is_exportable = false;      // other processes may map it
+  std::shared_ptr<Shared> shared;  // they can, or it is another process's
+};
+
+struct Extent {
+  uint64_t base, nbytes;
 };
 
 class Memory {
  public:
   Memory();
   // Addresses are never used again, so a late copy into freed memory is seen.
-  uint64_t allocate(size_t nbytes);
+  uint64_t allocate(size_t nbytes, bool is_exportable);
   bool free(uint64_t address);
+  // The whole allocation around an address; 0 bytes for none.
+  Extent extent(uint64_t address) const;
+  bool is_exportable(uint64_t address) const;
+  bool is_mapped_elsewhere(uint64_t address) const;
+  // Both are null or 0 where the driver refuses.
+  std::shared_ptr<Shared> share(uint64_t address);
+  uint64_t map(std::shared_ptr<Shared> shared);
+  bool unmap(uint64_t address);
   // With aliases the device address of page-locked host memory is not its host address.
   bool register_host(uint64_t address, size_t nbytes);
   bool unregister_host(uint64_t address);

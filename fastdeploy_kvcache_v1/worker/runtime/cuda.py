@@ -152,6 +152,21 @@ class CudaComputeStream(CudaStream):
         """Belongs to Paddle."""
 
 
+def use_device(device: int) -> None:
+    """GPU `device` is the calling thread's from now on. Raises `ImportError` where CuPy is missing."""
+    import cupy
+
+    cupy.cuda.Device(device).use()
+
+
+def stream_on(device: int, name: str) -> CudaStream:
+    """A new stream of GPU `device`, which becomes the calling thread's. Raises as `use_device`."""
+    use_device(device)
+    import cupy
+
+    return CudaStream(cupy, name, cupy.cuda.Stream(non_blocking=True))
+
+
 class CudaRuntime(Runtime):
     """CuPy streams on GPU `device`. `compute_handle` is the raw stream of the forward pass; None asks Paddle for it.
 

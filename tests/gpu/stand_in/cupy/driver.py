@@ -24,9 +24,12 @@ _CONTROLS: dict[str, tuple[Any, list[Any]]] = {
     "fake_run_all": (None, []),
     "fake_pending": (c_uint64, []),
     "fake_num_live": (c_uint64, []),
+    "fake_num_mapped": (c_uint64, []),
+    "fake_gpus": (None, [c_int, c_int, c_int]),
     "fake_launch": (c_int, [c_uint64, Body, c_void_p, c_uint64, c_int]),
     "fake_resolve": (c_void_p, [c_uint64, c_uint64]),
     "fake_faults": (c_char_p, []),
+    "fake_counters": (ctypes.POINTER(c_uint64), []),
 }
 for _name, (_result, _arguments) in _CONTROLS.items():
     getattr(library, _name).restype, getattr(library, _name).argtypes = _result, _arguments
@@ -133,6 +136,14 @@ def release(name: str, handle: int, made_in: int) -> None:
     """The finalizer of a handle or an allocation."""
     if made_in == epoch:
         status_of(name, handle)
+
+
+COUNTERS = ("copies", "copies_2d", "batches", "descriptors", "launches")
+
+
+def counted(name: str) -> int:
+    """How often since the last reset: one of `COUNTERS`, the first numbers of `fake::Counters`."""
+    return int(library.fake_counters()[COUNTERS.index(name)])
 
 
 def faults() -> list[str]:

@@ -78,6 +78,11 @@ def malloc(nbytes: int) -> int:
     return driver.new_handle("cuMemAlloc", nbytes)
 
 
+def mallocAsync(nbytes: int, stream: int) -> int:
+    """No memory of this pool can be exported."""
+    return driver.new_handle("cuMemAllocAsync", nbytes, stream)
+
+
 def free(address: int) -> None:
     """Waits for the device, as cudaFree."""
     deviceSynchronize()

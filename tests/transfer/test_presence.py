@@ -1,0 +1,84 @@
+"""Presence: an owner waits for its visitors, and who was killed is gone."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_kvcache_v1.transfer.presence import Presence, Visit
+from tests.transfer import visitors
+from tests.transfer.child import ChildProcess
+
+
+@pytest.fixture
+def owner(tmp_path):
+    made = Presence(tmp_path)
+    yield made
+    if Path(made.path).exists():
+        made.close(0)
+
+
+def test_an_owner_leaves_at_once_when_nobody_is_there(owner, tmp_path):
+    assert owner.close(0)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(FileNotFoundError):
+        Visit(owner.path)
+
+
+def test_an_owner_waits_for_the_last_visitor_and_lets_nobody_in_behind_it(owner):
+    visits = [Visit(owner.path) for _ in range(2)]
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(owner.close(60)))
+    thread.start()
+    visits.pop().close()
+    thread.join(0.1)
+    assert thread.is_alive()
+    assert visits[0].owner_is_alive()
+    visits.pop().close()
+    thread.join(60)
+    assert ends == [True]
+    with pytest.raises(FileNotFoundError):
+        Visit(owner.path)
+
+
+def test_an_owner_that_does_not_wait_is_gone_for_its_visitors(owner):
+    visit = Visit(owner.path)
+    assert visit.owner_is_alive()
+    assert not owner.close(0.05)
+    assert not visit.owner_is_alive()
+    visit.close()
+
+
+def test_a_file_without_an_owner_is_no_owner(tmp_path):
+    path = tmp_path / "fastdeploy-kvcache-0"
+    path.touch()
+    with pytest.raises(FileNotFoundError):
+        Visit(str(path))
+
+
+def test_a_killed_owner_is_gone_and_its_file_goes_with_the_next_one(tmp_path, owner):
+    child = ChildProcess(visitors.serve, tmp_path)
+    visit = Visit(child.hello)
+    assert visit.owner_is_alive()
+    child.kill()
+    assert not visit.owner_is_alive()
+    with pytest.raises(FileNotFoundError):
+        Visit(child.hello)
+    assert Path(child.hello).exists()
+    Presence(tmp_path).close(0)
+    assert not Path(child.hello).exists()
+    assert Path(owner.path).exists(), "of one that lives"
+
+
+def test_a_killed_visitor_is_not_waited_for(owner, tmp_path):
+    child = ChildProcess(visitors.serve, tmp_path, owner.path)
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(owner.close(60)))
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    child.kill()
+    thread.join(60)
+    assert ends == [True]
