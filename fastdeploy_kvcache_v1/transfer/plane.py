@@ -32,6 +32,11 @@ class Source(ABC):
 class DataPlane(ABC):
     """One rank's end: serves its own tensors to peers, and opens those of peers. Thread-safe but for `register`."""
 
+    address_is_secret = False
+    """Whoever knows `address` reads the tensors with no other proof: it goes to peers that proved the secret, and into
+    no file, log or answer.
+    """
+
     @abstractmethod
     def register(self, regions: Sequence[BlockRows]) -> None:
         """The tensors of this rank in flat order: region = layer * roles + role. Once, before anything else.

@@ -55,7 +55,8 @@ class RankTransfers:
         `ConfigError` when it cannot listen.
         """
         self.geometry = geometry = ours.geometry
-        self.plane_address = ours.address
+        self.plane_address = b"" if plane.address_is_secret else ours.address
+        """For operators; empty where it is a secret."""
         self._plane = plane
         self.block_size = geometry.block_size
         """Tokens of a block."""

@@ -15,7 +15,7 @@ class RankInfo(msgspec.Struct, forbid_unknown_fields=True):
     port: int | None
     """Where a decode server's worker listens for prefill servers; None for a prefill server."""
     plane_address: bytes
-    """See `DataPlane.address`."""
+    """See `DataPlane.address`; empty where that is a secret."""
     geometry: Geometry
 
 

@@ -15,6 +15,8 @@ from . import secret_file
 __all__ = ["DEFAULTS", "Role", "RoleSettings", "add_role_arguments", "role_settings"]
 
 PLANES = ("socket", "mooncake")
+GPU_PLANES = ("cuda_ipc",)
+"""Of FastDeploy's servers only: the embedded server computes on the CPU."""
 
 
 class Role(str, enum.Enum):
@@ -96,6 +98,11 @@ def role_settings(values: argparse.Namespace) -> RoleSettings | None:
         for name in (*(each for each in given if each != "role"), *(["peer_secret_file"] if secret_path else [])):
             raise ConfigError(f"--{name.replace('_', '-')} needs --role prefill or --role decode")
         return None
+    if chosen["transfer_plane"] in GPU_PLANES:
+        raise ConfigError(
+            f"--transfer-plane {chosen['transfer_plane']} needs a GPU, and this server computes on the CPU: choose one "
+            f"of {', '.join(PLANES)}"
+        )
     if chosen["transfer_plane"] not in PLANES:
         raise ConfigError(f"--transfer-plane must be one of {', '.join(PLANES)}, got {chosen['transfer_plane']!r}")
     checksums = getattr(values, "transfer_checksums", None)

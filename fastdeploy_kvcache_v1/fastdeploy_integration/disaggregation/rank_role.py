@@ -57,7 +57,7 @@ class RankRole(ABC):
             plane,
             controller.device_hazards,
             listen=PeerPort(self._place.host, self._place.ports[shape.tp_rank]) if self._listens else None,
-            regions=regions if self._choice.digest else (),
+            regions=regions if self._choice.digest and not regions[0].on_gpu else (),
             names_come_once=True,
         )
         self._channel.tell(RankInfo(self._transfers.port, self._transfers.plane_address, geometry))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..cpu_worker.environment import RUN_DIRECTORY
+from .settings import CUDA_IPC, PLANE
 
 
 def role_refusals(config: Any, environment: Mapping[str, str] = os.environ) -> dict[str, bool]:
@@ -17,6 +18,9 @@ def role_refusals(config: Any, environment: Mapping[str, str] = os.environ) -> d
     return {
         f"{role} on a GPU (no data plane has read the memory of one yet; serve --fastdeploy-cpu has it)": (
             RUN_DIRECTORY not in environment
+        ),
+        f"{role} with {PLANE}={CUDA_IPC} ({CUDA_IPC} needs a GPU: choose socket or mooncake)": (
+            RUN_DIRECTORY in environment and environment.get(PLANE) == CUDA_IPC
         ),
         f"{role} with --scheduler-name {scheduler.name} (only local, with FastDeploy's router)": (
             scheduler.name != "local" or (router is not None and not router.router)

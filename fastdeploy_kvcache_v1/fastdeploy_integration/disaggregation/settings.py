@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...transfer.cuda_ipc_plane import CudaIpcPlane
 from ...transfer.mooncake_plane import MooncakePlane
 from ...transfer.plane import DataPlane
 from ...transfer.settings import TransferSettings
@@ -25,7 +26,9 @@ LIMITS = "FASTDEPLOY_KVCACHE_TRANSFER_LIMITS"
 RANK = "FD_KVCACHE_V1_TRANSFER_RANK"
 """What the engine tells its workers; not for users."""
 
-PLANES = ("socket", "mooncake")
+CUDA_IPC = "cuda_ipc"
+
+PLANES = ("socket", "mooncake", CUDA_IPC)
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,14 @@ class TransferChoice:
     settings: TransferSettings
     plane: str
     digest: bool
-    """Whether both sides of a fetch make a digest from their own memory."""
+    """Whether both sides of a fetch make a digest from their own memory, where that is on the CPU."""
 
     def open_plane(self, host: str) -> DataPlane:
         """Raises `ConfigError`."""
         if self.plane == "mooncake":
             return MooncakePlane(host)
+        if self.plane == CUDA_IPC:
+            return CudaIpcPlane()
         return SocketPlane(host, self.settings.secret, checksums=self.digest)
 
 

@@ -56,6 +56,7 @@ def test_an_address_has_a_port_or_not(secret, text, address):
         (("--transfer-wait", "5"), "--transfer-wait needs --role"),
         (("--peer-secret-file", "x"), "--peer-secret-file needs --role"),
         (("--role", "decode", "--transfer-plane", "carrier"), "one of socket, mooncake"),
+        (("--role", "decode", "--transfer-plane", "cuda_ipc"), "cuda_ipc needs a GPU, and .* one of socket, mooncake"),
         (("--role", "decode", "--transfer-wait", "nan"), "above 0"),
         (("--role", "decode", "--transfer-silence", "1"), "above 1 second"),
         (("--role", "decode", "--transfer-address", "host:port"), "HOST or HOST:PORT"),

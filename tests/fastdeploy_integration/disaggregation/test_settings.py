@@ -45,6 +45,12 @@ def test_what_cannot_work_is_refused(secret, changed, reason):
         settings.transfer_choice({**secret, **changed})
 
 
+def test_cuda_ipc_is_chosen_by_name_and_says_what_it_lacks(secret):
+    choice = settings.transfer_choice({**secret, settings.PLANE: "cuda_ipc"})
+    with pytest.raises(ConfigError, match="cuda_ipc needs a GPU"):
+        choice.open_plane("127.0.0.1")
+
+
 def test_workers_learn_what_the_engine_knows():
     environment, place = {}, settings.RankPlace("10.0.0.1", (4, 5), "a model")
     settings.export(place, environment)
@@ -87,6 +93,7 @@ def test_a_cpu_worker_with_the_router_is_served():
     ("changed", "reason"),
     [
         ({"environment": {}}, "on a GPU"),
+        ({"environment": {RUN_DIRECTORY: "/d", settings.PLANE: "cuda_ipc"}}, "cuda_ipc needs a GPU"),
         ({"scheduler": "splitwise"}, "--scheduler-name splitwise"),
         ({"router": SimpleNamespace(router=None)}, "--scheduler-name local"),
         ({"cache": {"num_cpu_blocks": 4}}, "--swap-space"),

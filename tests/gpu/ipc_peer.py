@@ -1,0 +1,170 @@
+"""A prefill worker's GPU memory in a process of its own, and the checks' end of its pipes.
+
+As a program it answers what it is asked on its standard input: `(method, *arguments)` of a `PeerWorker`, pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+
+from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
+from fastdeploy_kvcache_v1.worker.ops import BlockRows
+
+WIDTHS = (64 << 10, 64 << 10, 16 << 10, 520)
+"""Bytes of a block by region: keys and values, codes of half a byte, scales."""
+NUM_BLOCKS = 32
+CANARY = 0xEE
+
+
+def content(seed: int) -> list[np.ndarray]:
+    """By region, uint8 `[blocks, bytes]`, without a byte of `CANARY`."""
+    random = np.random.default_rng(seed)
+    return [random.integers(0, CANARY, (NUM_BLOCKS, width), np.uint8) for width in WIDTHS]
+
+
+class Tensors:
+    """The first two and the last one lie in one allocation, with something before, between and behind them."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        sizes = [array.nbytes for array in arrays]
+        gap = 4096 + 512
+        self.pool = cupy.full(sizes[0] + sizes[1] + sizes[3] + 4 * gap, CANARY, cupy.uint8)
+        self.alone = cupy.empty(sizes[2], cupy.uint8)
+        starts = (gap, 2 * gap + sizes[0], 3 * gap + sizes[0] + sizes[1])
+        first, second, last = (self.pool[at : at + sizes[i]] for at, i in zip(starts, (0, 1, 3), strict=True))
+        shapes = [array.shape for array in arrays]
+        self.arrays = [
+            part.reshape(*shape) for part, shape in zip((first, second, self.alone, last), shapes, strict=True)
+        ]
+        for mine, array in zip(self.arrays, arrays, strict=True):
+            mine.set(array)
+        cupy.cuda.Device().synchronize()
+
+    def rows(self) -> list[BlockRows]:
+        return [
+            BlockRows(int(each.data.ptr), len(each), each.shape[1], each.shape[1], on_gpu=True, owner=each)
+            for each in self.arrays
+        ]
+
+    def read(self) -> list[np.ndarray]:
+        cupy.cuda.Device().synchronize()
+        return [cupy.asnumpy(each) for each in self.arrays]
+
+    def margins_are_whole(self) -> bool:
+        """What lies around the tensors in their allocation is as it was."""
+        whole = cupy.asnumpy(self.pool)
+        for each in (self.arrays[0], self.arrays[1], self.arrays[3]):
+            at = int(each.data.ptr - self.pool.data.ptr)
+            whole[at : at + each.nbytes] = CANARY
+        return bool((whole == CANARY).all())
+
+
+class PeerWorker:
+    """Whatever it is asked; its answers go back."""
+
+    def __init__(self, seed: int) -> None:
+        self.tensors: Tensors | None = Tensors(content(seed))
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.plane = CudaIpcPlane()
+        self.plane.register(self.tensors.rows())
+
+    def address(self) -> bytes:
+        return self.plane.address()
+
+    def compute(self, block: int, value: int) -> None:
+        """As a forward pass: on a stream of its own, and said to be done when its event has passed."""
+        assert self.tensors is not None
+        with self.stream:
+            for each in self.tensors.arrays:
+                each[block].fill(value)
+            event = self.stream.record()
+        while not event.done:
+            pass
+
+    def leave(self, seconds: float) -> None:
+        """Close the plane, waiting so long for its readers, and free the tensors."""
+        from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane
+
+        cuda_ipc_plane.READERS_LEAVE_S = seconds
+        self.plane.close()
+        self.tensors = None
+
+    def free_alone(self) -> None:
+        """One of the two allocations, though the plane is open: a bug that CUDA does not forgive."""
+        assert self.tensors is not None
+        self.plane._owners.clear()
+        del self.tensors.arrays[2], self.tensors.alone
+
+    def be_gpu(self, name: int) -> bytes:
+        """Of the fake driver: the address, were the GPU called so."""
+        from cupy import driver
+
+        driver.library.fake_gpus(name, 0, 1)
+        plane = CudaIpcPlane()
+        assert self.tensors is not None
+        plane.register(self.tensors.rows())
+        self.others = [plane, *getattr(self, "others", [])]
+        return plane.address()
+
+    def faults(self) -> list[str]:
+        from cupy import driver
+
+        return list(driver.faults())
+
+
+class Peer:
+    """The process. `ask` waits for the answer, `tell` and `hear` are its halves."""
+
+    def __init__(self, seed: int = 1, program: str = __file__) -> None:
+        command = [sys.executable, str(Path(program).resolve()), str(seed)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.address: bytes = self.hear()
+
+    def tell(self, *message: Any) -> None:
+        assert self.process.stdin is not None
+        pickle.dump(message, self.process.stdin)
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        return pickle.load(self.process.stdout)
+
+    def ask(self, *message: Any) -> Any:
+        self.tell(*message)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def answer(worker: Any, idle: Callable[[], object] = lambda: None) -> None:
+    """Until nobody asks any more; calls `idle` meanwhile. The first answer is its address."""
+    out = sys.stdout.buffer
+    pickle.dump(worker.address(), out)
+    out.flush()
+    while True:
+        while not select.select([sys.stdin.buffer], [], [], 0.005)[0]:
+            idle()
+        try:
+            name, *arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(getattr(worker, name)(*arguments), out)
+        out.flush()
+
+
+if __name__ == "__main__":
+    answer(PeerWorker(int(sys.argv[1])))
