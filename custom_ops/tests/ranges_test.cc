@@ -81,6 +81,22 @@ void ranges_at_equal_distances_are_one_call(Random& random) {
   for (size_t i = 0; i < 100; ++i) EXPECT(std::memcmp(&target[32 * i], &source[48 * i], 16) == 0);
 }
 
+// Equal distances, but more than a 2D copy takes. The pages between them are never touched.
+void ranges_further_apart_than_a_2d_copy_may_go_one_by_one(Random& random) {
+  constexpr int64_t kFar = kMaxPitch + int64_t{1}, kBytes = 2 * kFar + 4096;
+  const auto source = random_bytes(random, 96);
+  void* far = nullptr;
+  EXPECT(kvswap_host_alloc(kBytes, -1, &far) == KVSWAP_OK);
+  const auto to = static_cast<int64_t>(reinterpret_cast<uint64_t>(far));
+  Ranges ranges;
+  for (int64_t i = 0; i < 3; ++i) ranges.push_back({address(source, 0) + 32 * i, to + kFar * i, 24});
+  EXPECT(copy(ranges, KVSWAP_PATH_RUNS) == KVSWAP_OK);
+  for (int64_t i = 0; i < 3; ++i) {
+    EXPECT(std::memcmp(static_cast<uint8_t*>(far) + kFar * i, &source[static_cast<size_t>(32 * i)], 24) == 0);
+  }
+  EXPECT(kvswap_host_free(far, kBytes) == KVSWAP_OK);
+}
+
 // Whatever the cost model says: a batch where AUTO may, else runs, and runs where the GPU has no batches after all.
 void scattered_ranges_go_by_batches_where_these_are_allowed(Random& random) {
   const auto source = random_bytes(random, 200000);
@@ -160,6 +176,7 @@ int main(int argc, char** argv) {
   Random random(11);
   every_path_moves_every_byte_and_no_other(random);
   ranges_at_equal_distances_are_one_call(random);
+  ranges_further_apart_than_a_2d_copy_may_go_one_by_one(random);
   wrong_ranges_submit_nothing(random);
   a_driver_that_shares_no_memory_says_so();
   scattered_ranges_go_by_batches_where_these_are_allowed(random);

@@ -2,7 +2,8 @@
 
 `scripts/mutate-native [NAME ...]`; without names all of `native_mutations.py`, and once none. First the test programs
 of `custom_ops/tests` over the fake driver; a change that they pass goes to the checks of `tests/gpu/copy_checks.py`
-over the asynchronous one, each way to copy. Exit status 1 when a change is not noticed.
+over the asynchronous one, each way to copy, then to those between two processes. Exit status 1 when a change is not
+noticed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ from tests.mutation.native_mutations import NATIVE_MUTATIONS, NativeMutation
 from tests.worker.ops.native import ROOT, build, compile_program
 
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-pthread", "-w", f'-DKVSWAP_SOURCES="{build.source_digest()}"']
-PROGRAMS = ("cuda_test", "paths_test")
+PROGRAMS = ("cuda_test", "paths_test", "ranges_test")
 RUN_SECONDS = 100
 """A change that loops is noticed, too."""
 
-CHECKS = "import suite, sys; suite.optional = lambda name: None; sys.exit(suite.main())"
+CHECKS = """
+import ipc_checks, ipc_fake_checks, suite, sys
+suite.optional = lambda name: None
+sys.exit(suite.main() or ipc_checks.run(ipc_checks.CHECKS) or ipc_checks.run(ipc_fake_checks.CHECKS))
+"""
 
 
 class Workshop:

@@ -109,10 +109,8 @@ NATIVE_MUTATIONS = [
     _mutation(
         "a batch reads its source at any time", "batch.cc", "= kInStreamOrder;", "= static_cast<SourceAccess>(3);"
     ),
-    _mutation(
-        "every batch starts with the first copy", "batch.cc", "copies.sources.data() + first", "copies.sources.data()"
-    ),
-    _mutation("batches run on the default stream", "batch.cc", "&failed, copy.stream)", "&failed, nullptr)"),
+    _mutation("every batch starts with the first copy", "batch.cc", " sources.data() + first", " sources.data()"),
+    _mutation("batches run on the default stream", "batch.cc", "&failed, stream)", "&failed, nullptr)"),
     # ---- kernel
     _mutation(
         "the kernel runs on the default stream",
@@ -138,6 +136,50 @@ NATIVE_MUTATIONS = [
         "static_cast<uint64_t>(entry.target.pitch) | static_cast<uint64_t>(entry.source.pitch);",
         "0;",
     ),
+    # ---- ranges
+    _mutation("ranges may write a byte twice", "ranges.cc", "written[i].first < written[i - 1].second", "false"),
+    _mutation(
+        "a range may begin in what another one writes", "ranges.cc", "std::prev(next)->second > range.source", "false"
+    ),
+    _mutation(
+        "a range may end in what another one writes",
+        "ranges.cc",
+        "next->first < range.source + range.blocks",
+        "false",
+    ),
+    _mutation(
+        "the source of equally spaced ranges has the target's pitch",
+        "ranges.cc",
+        "made.source_pitch = static_cast<size_t>(grid.source_step)",
+        "made.source_pitch = static_cast<size_t>(grid.target_step)",
+    ),
+    _mutation(
+        "equally spaced ranges lack the last one",
+        "ranges.cc",
+        "static_cast<size_t>(grid.count)",
+        "static_cast<size_t>(grid.count - 1)",
+    ),
+    _mutation("ranges further apart than a 2D copy may go by one", "ranges.cc", "|| !fits(grid)", ""),
+    _mutation(
+        "a single range is copied on the default stream",
+        "ranges.cc",
+        "(grid.blocks), stream)",
+        "(grid.blocks), nullptr)",
+    ),
+    _mutation(
+        "equally spaced ranges are copied on the default stream", "ranges.cc", "(&made, stream)", "(&made, nullptr)"
+    ),
+    _mutation(
+        "ranges go by batches that were forbidden",
+        "ranges.cc",
+        "(allowed_paths() & 1 << KVSWAP_PATH_BATCH) != 0",
+        "true",
+    ),
+    # ---- memory of other processes
+    _mutation("an allocation begins at the tensor", "ipc.cc", "made.base = base;", "made.base = address;"),
+    _mutation("every GPU reaches every other", "ipc.cc", "return can == 0 ? 0 : 1;", "return 1;"),
+    _mutation("a GPU does not reach itself", "ipc.cc", "    if (other == own) return 1;\n", ""),
+    _mutation("a GPU that is not seen is out of reach", "ipc.cc", "  return -1;\n", "  return 0;\n"),
     # ---- addresses
     _mutation("host memory is named as the host does", "copy.cc", "    if (known) host = found;\n", ""),
 ]

@@ -161,3 +161,10 @@ def test_a_lease_holds_its_slots_until_the_last_rank_has_read_them(servers):
     assert prefill.leases == [("r", "r", None)]
     assert late.rank.holds([40, 41], 1, [3, 9])
     assert not prefill.rank.hazards.before(Actor.COMPUTE, writes=[3, 9])
+
+
+def test_an_address_that_is_a_secret_is_told_to_peers_only(ranks):
+    rank = ranks(DecodeRank)
+    assert RankTransfers(rank.ours, rank.plane, rank.hazards).plane_address == rank.plane.address()
+    rank.plane.address_is_secret = True
+    assert RankTransfers(rank.ours, rank.plane, rank.hazards).plane_address == b""

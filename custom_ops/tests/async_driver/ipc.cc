@@ -96,7 +96,10 @@ Result device_uuid(Uuid* uuid, int handle) {
   return kSuccess;
 }
 
-Result can_access_peer(int* can, int, int) { return *can = gpus.reach_each_other ? 1 : 0, kSuccess; }
+// None is its own peer.
+Result can_access_peer(int* can, int device, int peer) {
+  return *can = gpus.reach_each_other && device != peer ? 1 : 0, kSuccess;
+}
 
 void reset_ipc() {
   gpus = {};
