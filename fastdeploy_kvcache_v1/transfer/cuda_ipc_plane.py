@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from ..errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError, TransferError
 from ..worker import ops
-from ..worker.ops.peer_memory import Allocation, Gpu, PeerMemory
+from ..worker.ops.peer_memory import Gpu, PeerMemory
 from ..worker.ops.rows import BlockRows
 from ..worker.runtime.cuda import stream_on, use_device
 from .cuda_ipc_address import (
@@ -163,7 +163,7 @@ def _load() -> PeerMemory:
 
 def _share(memory: PeerMemory, regions: Sequence[BlockRows]) -> tuple[list[SharedAllocation], list[SharedRegion]]:
     """Each allocation once, and where the tensors lie in them."""
-    shared: dict[Allocation, int] = {}
+    shared: dict[int, SharedAllocation] = {}  # by where it begins: nobody promises that its handle is always the same
     parts = []
     for region in regions:
         try:
@@ -173,8 +173,9 @@ def _share(memory: PeerMemory, regions: Sequence[BlockRows]) -> tuple[list[Share
         offset, num_bytes = region.address - allocation.base, region.num_rows * region.row_bytes
         if offset + num_bytes > allocation.num_bytes:
             raise CacheStateError(f"a tensor of {num_bytes} bytes goes beyond its allocation")
-        parts.append(SharedRegion(shared.setdefault(allocation, len(shared)), offset, num_bytes))
-    return [SharedAllocation(each.handle, each.num_bytes) for each in shared], parts
+        shared.setdefault(allocation.base, SharedAllocation(allocation.handle, allocation.num_bytes))
+        parts.append(SharedRegion(list(shared).index(allocation.base), offset, num_bytes))
+    return list(shared.values()), parts
 
 
 def _visit(path: str) -> Visit:

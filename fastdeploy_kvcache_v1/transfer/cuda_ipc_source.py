@@ -49,7 +49,7 @@ class Mapped:
         return self._bases[-1]
 
     def owner_is_alive(self) -> bool:
-        """What was read before was there."""
+        """Its memory is there; what is left of it afterwards must not be touched."""
         return self._visit.owner_is_alive()
 
     def close(self) -> None:
@@ -108,27 +108,31 @@ class CudaIpcSource(Source):
             raise RemoteReadError(str(error)) from None
 
     def _copy(self, mapped: Mapped, batch: Spans, deadline: float) -> None:
-        self._require_wanted(deadline)
+        self._require_wanted(mapped, deadline)
         self._stream.begin()
         self._stream.enqueue(mapped.memory.copy, self._ranges(batch), _path())
         try:
             end = self._stream.record_event()
             while not end.wait_done(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-                self._require_wanted(deadline)
+                self._require_wanted(mapped, deadline)
         except BaseException:
             self._stream.synchronize()  # whoever gets the slots next, gets them for good
             raise
         if end.error is not None:
             raise RemoteReadError(str(end.error))
-        # The lease tells whether the bytes were good; a peer that is gone says nothing of it.
-        if not mapped.owner_is_alive():
-            raise RemoteReadError("the peer's process has ended")
+        # What is left of a peer that died meanwhile is nobody's. Its lease, too, is confirmed no more.
+        self._require_owner(mapped)
 
-    def _require_wanted(self, deadline: float) -> None:
+    def _require_wanted(self, mapped: Mapped, deadline: float) -> None:
         if self._is_closing:
             raise RemoteReadError("the connection was closed")
+        self._require_owner(mapped)
         if time.monotonic() >= deadline:
             raise RemoteReadError("the copy did not end in time")
+
+    def _require_owner(self, mapped: Mapped) -> None:
+        if not mapped.owner_is_alive():
+            raise RemoteReadError("the peer's process has ended")
 
     def _ranges(self, batch: Spans) -> npt.NDArray[np.int64]:
         regions, there, here, counts = batch.table.T

@@ -16,7 +16,8 @@ from pathlib import Path
 
 __all__ = ["Presence", "Visit"]
 
-PREFIX = "fastdeploy-kvcache-"
+PREFIX = "fastdeploy-kvcache-owner-"
+"""Of nothing else: files with it are removed."""
 
 _OWNER, _VISITORS = 0, 1
 """Bytes of the file, and who locks them."""

@@ -52,7 +52,7 @@ def test_an_owner_that_does_not_wait_is_gone_for_its_visitors(owner):
 
 
 def test_a_file_without_an_owner_is_no_owner(tmp_path):
-    path = tmp_path / "fastdeploy-kvcache-0"
+    path = tmp_path / "fastdeploy-kvcache-owner-0"
     path.touch()
     with pytest.raises(FileNotFoundError):
         Visit(str(path))
