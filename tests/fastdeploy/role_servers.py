@@ -97,9 +97,9 @@ class Servers:
         }
 
     @contextmanager
-    def fault(self, fault: Fault) -> Iterator[None]:
-        """Of the proxies before prefill servers that began with one."""
-        self._fault.write_text(fault.name)
+    def fault(self, fault: Fault, rank: int | None = None) -> Iterator[None]:
+        """Of the proxies before prefill servers that began with one: before all their ranks, unless `rank` is given."""
+        self._fault.write_text(fault.name if rank is None else f"{fault.name} {rank}")
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ import pytest
 from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
 from fastdeploy_kvcache_v1.transfer.role_info import RoleInfo
+from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until
 from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
@@ -38,7 +39,7 @@ def expected(made):
 
 @pytest.fixture(scope="module")
 def prefill(made, expected):
-    server = made.begin("prefill", "prefill", *TWO, *SWAPPING)
+    server = made.begin("prefill", "prefill", *TWO, *SWAPPING, proxied=True)
     server.wait_ready()
     return server
 
@@ -81,6 +82,21 @@ def assert_doctor_is_content(made, prefill, decode, *, ranks):
 def test_two_ranks_read_from_two(made, prefill, two, expected):
     assert_tokens(made, prefill, two, expected)
     assert_doctor_is_content(made, prefill, two, ranks=[2, 2])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bytes_that_change_on_the_way_to_one_rank_fail_their_requests_and_no_others(made, prefill, two, expected, rank):
+    before = two.metrics()
+    with made.router.client() as client:
+        with made.fault(Fault.FLIP, rank), ThreadPoolExecutor(4) as pool:
+            for asked in [pool.submit(ask, client, prompt) for prompt in PROMPTS[:4]]:
+                # The router of 2.6 tries it four times; then a chat ends with "pd_reschedule" and without a token.
+                assert isinstance(asked.exception(), openai.APIError) or asked.result() == ()
+        wait_idle(prefill, two)
+        after = two.metrics()
+        assert after["transfers_started_total"] - before["transfers_started_total"] >= 4
+        assert after["transfer_bytes_total"] == before["transfer_bytes_total"], "the other rank had no end of its own"
+        assert [ask(client, prompt) for prompt in PROMPTS[:4]] == expected[:4]
 
 
 def test_a_decode_rank_that_dies_costs_prefill_nothing(made, prefill, two):

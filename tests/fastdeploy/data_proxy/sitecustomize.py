@@ -1,6 +1,7 @@
 """On the PYTHONPATH of a prefill server: a proxy stands before its worker's data plane, and peers read through it.
 
-The file that `KVCACHE_TEST_FAULT` names holds the name of its fault, none while it is empty.
+The file that `KVCACHE_TEST_FAULT` names holds the name of its fault, none while it is empty, and the rank that has it
+unless all have.
 """
 
 import os
@@ -14,10 +15,13 @@ def stand_before_plane(fault_file: Path) -> None:
     from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
     from tests.fault_proxy import Fault, FaultProxy
 
+    own_rank = os.environ.get("PADDLE_TRAINER_ID", "0")
+
     class Proxy(FaultProxy):
         @property
         def fault(self):
-            return Fault[fault_file.read_text() or "NONE"]
+            name, _, rank = fault_file.read_text().partition(" ")
+            return Fault[name or "NONE"] if rank in ("", own_rank) else Fault.NONE
 
         @fault.setter
         def fault(self, fault):
