@@ -62,7 +62,12 @@ def add_arguments(engine_args: Any) -> None:
 def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
     for name, field in _NewArguments.__dataclass_fields__.items():
         setattr(instance, name, kwargs.pop(name, field.default))
-    wrapped(*args, **{"write_policy": None, **kwargs})
+    given = {"write_policy": None, **kwargs}
+    wrapped(*args, **given)
+    if given.get("splitwise_role") == "decode" and not instance.enable_prefix_caching:
+        # 2.5 switches it off in this role. Why else it may be off, it says of the other one.
+        as_prefill = type(instance)(*args, **{**given, "splitwise_role": "prefill"})
+        instance.enable_prefix_caching = as_prefill.enable_prefix_caching
 
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

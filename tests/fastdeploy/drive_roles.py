@@ -1,8 +1,8 @@
 """Run inside a FastDeploy process: its real ResourceManagerV1 twice, as prefill and as decode, over our adapters.
 
 The workers are FAKE ones that check what every block holds; the transfers between them go block by block, at random
-times, and fail or are cancelled at random; batches reach the decode worker late, and some of prefill are lost.
-Usage: script SEED STEPS BLOCKS HOST_BLOCKS...: blocks of decode, and of prefill's host tier, one run for each number.
+times, and fail or are cancelled at random; batches reach the decode worker late, and some of both are lost.
+Usage: script SEED STEPS BLOCKS HOST_BLOCKS...: blocks of decode, and of both host tiers, one run for each number.
 """
 
 import os
@@ -66,6 +66,8 @@ class Rank:
         self.fetches, self.ended, self.sources = {}, [], {}
         self.outcome = {}
         """By name: whether all bytes are there; what prefill learns."""
+        self.num_fetched = self.num_found = 0
+        """Blocks of prompts whose fetch ended well: those that came, and those that were here."""
 
     def send(self, command):
         if isinstance(command, StartFetch):
@@ -77,7 +79,10 @@ class Rank:
     def end(self, name, error=None):
         command, _ = self.fetches.pop(name)
         self.outcome[name] = error is None
-        self.ended.append(FetchResult(name, 1, 1.0, () if error is None else command.slots, error))
+        if error is None:
+            self.num_fetched += len(command.slots)
+            self.num_found += command.first_block
+        self.ended.append(FetchResult(name, len(command.slots), 1.0, () if error is None else command.slots, error))
 
     def take(self):
         ended, self.ended = self.ended, []
@@ -98,7 +103,7 @@ class Rank:
                 continue
             if left:
                 block = left.pop(self.rng.randrange(len(left)))
-                self.worker.device[command.slots[block]] = dict(source[block])
+                self.worker.device[command.slots[block]] = dict(source[command.first_block + block])
             if not left:
                 self.end(name)
 
@@ -108,8 +113,10 @@ class Roles:
         self.rng, self.counts = rng, Counter()
         device_blocks = {0: 64, 80: 40}.get(num_host_blocks, 24)  # the last is tight
         self.prefill = make_manager(device_blocks, num_host_blocks, "write_through", role="prefill")
-        self.decode = make_manager(num_blocks, 0, "write_through", role="decode")
+        self.decode = make_manager(num_blocks, num_host_blocks, "auto", role="decode")
         self.workers = FakeWorker(BLOCK_SIZE), FakeWorker(BLOCK_SIZE)
+        # Else a batch may be on its way that reads the copy, and the FAKE worker computes nothing again.
+        self.workers[1].fails = lambda: not self.late and rng.random() < 0.2
         self.rank = self.decode.cache_manager._ranks = Rank(rng, self.workers[1])
         self.front = FrontEnd()
         engine = SimpleNamespace(
@@ -118,7 +125,7 @@ class Roles:
         self.tokens = FirstTokens(engine, self.decode.cache_manager, RequestOutput)
         self.queues = Queue(), Queue()
         self.asking, self.computing, self.messages, self.late = [], {}, [], deque()
-        self.limits, self.expected = {}, {}
+        self.limits, self.conversations = {}, []
 
     # ---- prefill
 
@@ -152,6 +159,13 @@ class Roles:
             else:
                 self.prefill.add_request_in_p([request])
 
+    def next_prompt(self):
+        """Often the next turn of a conversation."""
+        new = random_prompt(self.rng)
+        if not self.conversations or self.rng.random() < 0.5:
+            return new
+        return [*self.rng.choice(self.conversations[-4:]), *new][: BLOCK_SIZE * 10]
+
     def fail(self, request, code):
         error = RequestOutput(
             request_id=request.request_id, error_code=code, error_msg="no", ic_req_data=request.ic_req_data
@@ -164,7 +178,7 @@ class Roles:
 
     def step_prefill(self):
         worker = self.workers[0]
-        preempted, _ = worker.receive(self.batch(self.prefill, self.queues[0], may_lose=True))
+        preempted, _ = worker.receive(self.batch(self.prefill, self.queues[0]))
         for request_id in preempted:
             self.counts["computed again"] += 1
             self.prefill.reschedule_preempt_task(request_id)
@@ -203,15 +217,21 @@ class Roles:
 
     def step_decode(self):
         self.take_messages()
-        worker = self.workers[1]
+        worker, cache = self.workers[1], self.decode.cache_manager
+        self.counts["failed host copies"] += len(worker.failed)
+        cache.host_copies_failed(worker.failed)
+        worker.failed = []
         tasks = self.batch(self.decode, self.queues[1])
         if tasks:
             self.late.append(tasks)
         while self.late and self.rng.random() < 0.5:
             preempted, aborted = worker.receive(self.late.popleft())
             for request_id in preempted:
-                self.counts["preempted"] += 1
                 self.decode.reschedule_preempt_task(request_id)
+                if request_id in self.decode.requests:
+                    self.counts["computed at decode"] += 1
+                    continue
+                self.counts["preempted"] += 1
                 self.front.requests.discard(request_id)
             for request_id in aborted:
                 self.counts["aborted while it ran"] += 1
@@ -225,6 +245,8 @@ class Roles:
             request.output_token_ids.append(token)
             if len(request.output_token_ids) >= self.limits[request_id]:
                 worker.stop(request_id)
+                self.conversations.append([*request.prompt_token_ids, *request.output_token_ids])
+                self.decode.cache_output_tokens(request)
                 self.decode.finish_requests([request_id])
                 self.front.requests.discard(request_id)
                 self.counts["finished"] += 1
@@ -240,10 +262,11 @@ class Roles:
                 self.counts["started"] += 1
                 self.decode.add_prefilled_request(output)
 
-    def batch(self, manager, queue, *, may_lose=False):
+    def batch(self, manager, queue):
         """As FastDeploy's loop: what raises is logged."""
-        is_worth_losing = may_lose and any(not each.num_computed_tokens for each in manager.running)
+        is_worth_losing = manager is self.decode or any(not each.num_computed_tokens for each in manager.running)
         fate = self.rng.random() if is_worth_losing else 1.0
+        fate *= 5 if manager is self.decode else 1
         try:
             if fate < 0.1:
                 self.raise_midway(manager)
@@ -303,12 +326,14 @@ class Roles:
             if not (self.front.requests or self.decode.requests or self.messages or self.late or self.computing):
                 break
             self.step()
-        assert not self.front.requests, (self.front.requests, list(self.decode.requests), self.rank.fetches.keys())
+        states = {
+            name: (each.status.name, each.idx, each in self.decode.running, each in self.decode.waiting)
+            for name, each in self.decode.requests.items()
+        }
+        assert not self.front.requests, (self.front.requests, states, self.rank.fetches.keys())
         assert not self.decode.requests
         assert not self.prefill.requests
-        self.decode.cache_manager.grants.check_idle()
-        cache = self.decode.cache_manager
-        assert len(cache.gpu_free_block_list) == cache.num_gpu_blocks
+        self.decode.cache_manager.check_idle()
         assert all(self.decode.stop_flags)
         assert all(self.prefill.stop_flags)
         self.prefill.cache_manager.manager.check_idle()
@@ -325,15 +350,18 @@ def main(seed, steps, num_blocks, num_host_blocks):
     for number in range(steps):
         action = rng.random()
         if action < 0.3 and len(roles.front.requests) < 10:
-            roles.add(f"r{number}", random_prompt(rng), rng.randrange(2, 60))
+            roles.add(f"r{number}", roles.next_prompt(), rng.randrange(2, 60))
         elif action < 0.33:
             roles.abort_one()
         roles.step()
     roles.run_dry()
     counts = {**roles.counts, **{f"answered {code}": count for code, count in roles.front.errors.items()}}
     counts["stray"] = roles.decode.cache_manager.grants.num_stray_tokens
-    counters = roles.prefill.cache_manager.manager.stats().counters
-    counts["hits"], counts["host hits"] = counters.device_hit_tokens, counters.host_hit_tokens
+    for name, manager in (("prefill", roles.prefill), ("decode", roles.decode)):
+        counters = manager.cache_manager.manager.stats().counters
+        counts[f"{name} hits"], counts[f"{name} host hits"] = counters.device_hit_tokens, counters.host_hit_tokens
+        counts[f"{name} swapped in"] = counters.swap_in_blocks
+    counts["fetched"], counts["found"] = roles.rank.num_fetched, roles.rank.num_found
     print("RESULT", "; ".join(f"{name}={count}" for name, count in sorted(counts.items())))
 
 

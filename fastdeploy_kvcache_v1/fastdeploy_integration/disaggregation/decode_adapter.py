@@ -1,7 +1,13 @@
 """DecodeAdapter: the adapter of a decode server.
 
 A request gets its seat and blocks when a prefill server asks for them, and runs when its blocks and its first token are
-here. Between the two it is in `Grants`, under the adapter's lock.
+here. Its table begins with what is cached here, pinned from then on; ranks fetch the blocks behind that. Between the
+two events it is in `Grants`, and what the cache manager holds of it is a `GrantedPrefix`: FastDeploy has not scheduled
+it, and nothing of it is undone when a batch comes without it. With its first batch it becomes a request as any other,
+and what was fetched can be matched once that batch is in the workers' queue.
+
+Copies that it needs ride on the next batch, whatever that is for; where none comes, on one without work: see
+`copies_wait`.
 """
 
 from __future__ import annotations
@@ -10,12 +16,15 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import CacheStateError
-from ...metadata import SwapStep
+from ...errors import CacheStateError, InvariantError
+from ...metadata import DeviceSlot, NoSpace, SwapStep
 from ...transfer.rank_messages import TransferNews
 from ..engine.adapter import PrefixCacheAdapter
+from ..engine.record import Record
+from ..engine.task_tokens import TaskTokens
 from ..task_kind import TaskKind
 from ..transport import RunningRow
+from .granted_prefix import NO_STEP, GrantedPrefix, Match
 from .grants import Grant, Grants, Lost
 from .rank_channel import RankNews
 from .transfer_name import name_of
@@ -26,12 +35,23 @@ ENDS_SEQUENCES = frozenset({TaskKind.PREEMPTED, TaskKind.ABORT})
 
 
 class DecodeAdapter(PrefixCacheAdapter):
-    """Nothing of its requests is cached, and a preempted one ends: FastDeploy sends it to a prefill server again."""
+    """A preempted request ends: FastDeploy sends it to a prefill server again."""
 
     numbers_batches = True
+    caches_outputs = True
+    """Whether what a complete request generated is cached: 2.6 never says so on a decode server."""
     grants: Grants
 
-    # ---- FastDeploy's side
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._granting: Match | None = None
+        """Of the request that FastDeploy is about to give blocks: one at a time, its thread for that is one."""
+        self._prefixes: dict[str, GrantedPrefix] = {}
+        """Of requests with blocks that no batch had yet, by id."""
+        self._last_taken = self._last_sent = NO_STEP
+        """Steps that rode on a batch, and on one that has reached the workers' queue."""
+
+    # ---- a request gets its blocks
 
     def granted(self, request: Any) -> Grant | None:
         """See `Grants.of`."""
@@ -49,40 +69,185 @@ class DecodeAdapter(PrefixCacheAdapter):
         with self._lock:
             return not self.grants.is_ending(name)
 
+    def preallocate(self, request: Any, allocate: Callable[[Any], bool]) -> bool:
+        """FastDeploy gives `request`, which has a name, a seat and blocks for its prompt, by `allocate`: False, and
+        nothing has changed, where it has no room. The table begins with what is cached; ranks fetch the rest.
+        """
+        with self._lock:
+            self._granting = self._match_prompt(request)
+        is_done = False
+        try:
+            is_done = allocate(request)
+        finally:
+            with self._lock:
+                match, self._granting = self._granting, None
+                if not is_done and match is not None:
+                    self._prefixes.pop(request.request_id, None)
+                    self.manager.release(request.request_id)
+        if is_done:
+            self.grant(request)
+        return is_done
+
+    def _match_prompt(self, request: Any) -> Match | None:
+        """None for a request that cannot be matched: it is served without the cache."""
+        try:
+            tokens = TaskTokens(request, self._block_size)
+            return Match(request, tokens, self.manager.match_prefix(request.request_id, tokens))
+        except Exception:  # the edge to what clients send
+            logger.exception("request %s is served without the cache: matching it failed", request.request_id)
+            return None
+
+    def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
+        """Blocks that a request which is given blocks has on the device already are none that it needs."""
+        match = self._granting
+        if match is not None and match.is_here:
+            num_blocks -= match.num_on_device
+        return super().can_allocate_gpu_blocks(num_blocks, try_free_gpu_blocks)
+
+    def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[DeviceSlot]:
+        """The whole table of a request that is given blocks."""
+        with self._lock:
+            match = self._granting
+            if match is None or req_id is None or not match.is_here or match.request.request_id != req_id:
+                return super().allocate_gpu_blocks(num_blocks, req_id)
+            admitted = self.manager.allocate(req_id, match.found.num_tokens)
+            if isinstance(admitted, NoSpace):
+                raise CacheStateError(f"{req_id}: no room for {admitted.needed} blocks of the host tier")
+            shared = self.manager.block_table(req_id)
+            copied_by = self._step_of_copies() if shared else NO_STEP
+            self._prefixes[req_id] = GrantedPrefix(
+                Record(match.tokens, len(shared)), match.found.num_host_blocks, copied_by
+            )
+            return shared + super().allocate_gpu_blocks(num_blocks - len(shared), req_id)
+
+    def _step_of_copies(self) -> int:
+        """The last step with copies that blocks may depend on which were matched just now."""
+        return self._last_taken + 1 if self.manager.has_open_copies else self._last_taken
+
     def grant(self, request: Any) -> None:
         """FastDeploy has given `request`, which has a name, a seat and blocks for its prompt."""
         name = name_of(request)
         assert name is not None
         count = -(-request.need_prefill_tokens // self._block_size)
         with self._lock:
-            self.grants.grant(request, name, [int(slot) for slot in request.block_tables[:count]])
+            prefix = self._prefixes.get(request.request_id)
+            first = 0 if prefix is None else prefix.num_blocks
+            request.num_cached_blocks = first
+            self.grants.grant(request, name, [int(slot) for slot in request.block_tables[first:count]], first)
+            if prefix is not None:
+                self._count_hits(prefix)
+                if prefix.loss is not None:
+                    self.grants.fail(request.request_id, prefix.loss)
+
+    def _count_hits(self, prefix: GrantedPrefix) -> None:
+        tokens, size = prefix.record.tokens, self._block_size
+        if tokens.access.reads:
+            on_device = prefix.num_blocks - prefix.num_host_blocks
+            self.hit_rates.count(tokens.num_tokens, device=on_device * size, host=prefix.num_host_blocks * size)
+
+    # ---- and gives them back
 
     def recycle_gpu_blocks(self, gpu_block_ids: Sequence[int] | int, req_id: str | None = None) -> None:
-        """Blocks to which a rank may still write come back to the pool when it has said that it is over."""
+        """Blocks to which a rank may still write come back to the pool when it has said that it is over. 2.6 gives the
+        whole table of a request back, also what is cached of it.
+        """
         ids = [gpu_block_ids] if isinstance(gpu_block_ids, int) else list(gpu_block_ids)
         with self._lock:
+            if req_id is not None:
+                ids = ids[self._end(req_id) :]
             if req_id is None or not self.grants.recycle(ids, req_id):
                 super().recycle_gpu_blocks(ids, req_id)
+
+    def release_block_ids(self, task: Any) -> None:
+        """2.5 says it before it gives back the other blocks."""
+        with self._lock:
+            prefix = self._prefixes.get(task.request_id)
+            if self._record_of(task) is not None or (prefix is not None and prefix.record.tokens.task is task):
+                self._end(task.request_id)
+
+    def _end(self, request_id: str) -> int:
+        """The manager lets a request go. Returns how many blocks of its table were the manager's."""
+        prefix = self._prefixes.pop(request_id, None)
+        if prefix is not None:
+            self.manager.release(request_id)
+            return prefix.num_blocks
+        record = self._records.get(request_id)
+        if record is None:
+            return 0
+        task = record.tokens.task
+        if task.status.name == "FINISHED" and self.caches_outputs:
+            self.cache_output_blocks(task, self._block_size)
+        self._forget(request_id)
+        return record.num_owned
 
     def give_back(self, slots: Sequence[int], request_id: str) -> None:
         """Parked blocks of a request come back to the pool."""
         super().recycle_gpu_blocks(slots, request_id)
+
+    # ---- the batch
 
     def schedule_begins(self) -> None:
         """What FastDeploy frees from now on, the batch that it puts together has to tell the workers."""
         with self._lock:
             self.grants.schedule_begins()
 
+    def update_cache_blocks(self, task: Any, block_size: int, num_computed_tokens: int) -> None:
+        """FastDeploy says it while it puts a batch together, and 2.6 never: `send_swaps` knows."""
+
     def send_swaps(self, tasks: Sequence[Any], running: Sequence[RunningRow] | None = None) -> None:
         """The last thing."""
         with self._lock:
+            for task in tasks:
+                if task.task_type.value == TaskKind.PREFILL:
+                    self._start(task)
             super().send_swaps(tasks, running)
             if not tasks:
                 self.grants.scheduled(None, has_freed=False)
 
+    def _start(self, task: Any) -> None:
+        """The batch computes tokens of a request: those before them are in its blocks."""
+        prefix = self._prefixes.pop(task.request_id, None)
+        if prefix is not None:
+            self._records[task.request_id] = prefix.record
+        record = self._record_of(task)
+        if record is not None:
+            record.tokens.catch_up()
+            super().update_cache_blocks(task, self._block_size, task.num_computed_tokens)
+
     def _batch_scheduled(self, tasks: Sequence[Any], step: SwapStep) -> None:
-        has_freed = any(task.task_type.value in ENDS_SEQUENCES for task in tasks)
+        self._last_taken = step.step
+        has_freed = bool(step) or any(task.task_type.value in ENDS_SEQUENCES for task in tasks)
         self.grants.scheduled(step.step, has_freed=has_freed)
+
+    def batch_sent(self) -> None:
+        with self._lock:
+            self._last_sent = self._last_taken
+            super().batch_sent()
+
+    def batch_lost(self) -> None:
+        """What was matched on its copies holds nothing."""
+        with self._lock:
+            if self._outbox.carries_copies:
+                for request_id, prefix in self._prefixes.items():
+                    if prefix.copied_by >= self._last_taken:
+                        self._lose(request_id, "copies of its cached blocks did not reach the worker")
+            super().batch_lost()
+
+    def copies_wait(self) -> Grant | None:
+        """A request that waits for copies, or for the end of other uses of its blocks, which a batch has to tell the
+        workers; None where each waits for something else.
+        """
+        with self._lock:
+            for grant in self.grants.waiting():
+                prefix = self._prefixes.get(grant.request.request_id)
+                copied_by = NO_STEP if prefix is None else prefix.copied_by
+                if max(copied_by, grant.after_step) > self._last_sent:
+                    return grant
+            return None
+
+    def open_step(self) -> int:
+        """The step whose copies no batch has yet; -1 where there are none."""
+        return self._last_taken + 1 if self.manager.has_open_copies else NO_STEP
 
     # ---- the workers' side
 
@@ -111,12 +276,49 @@ class DecodeAdapter(PrefixCacheAdapter):
             return self.grants.take_token(output)
 
     def take_ready(self, is_known: Callable[[str], bool]) -> list[Grant]:
-        """See `Grants.take_ready`."""
+        """See `Grants.take_ready`. The copies of their cached blocks are on their way to the workers."""
         with self._lock:
-            return self.grants.take_ready(is_known)
+            return self.grants.take_ready(lambda request_id: self._has_copies(request_id) and is_known(request_id))
+
+    def _has_copies(self, request_id: str) -> bool:
+        prefix = self._prefixes.get(request_id)
+        return prefix is None or prefix.copied_by <= self._last_sent
+
+    def _prefixes_lost(self, request_ids: Sequence[str]) -> None:
+        """No batch has brought their copies, so they do not run yet."""
+        for request_id in request_ids:
+            self._lose(request_id, "a copy of its cached blocks failed")
+
+    def _lose(self, request_id: str, reason: str) -> None:
+        self._prefixes[request_id].loss = reason
+        self.grants.fail(request_id, reason)
+
+    # ---- administration
+
+    def reset(self, wait_for_tasks_done: bool = False) -> None:
+        with self._lock:
+            self._prefixes.clear()
+            super().reset(wait_for_tasks_done)
 
     def check(self) -> None:
         """Raises `InvariantError`."""
         super().check()
         with self._lock:
             self.grants.check()
+            # What is fetched is no block of the cache.
+            if not self.manager.lent_slots() >= self.grants.fetching_slots():
+                raise InvariantError("adapter: a block is fetched that FastDeploy does not have")
+            if both := self._prefixes.keys() & self._records.keys():
+                raise InvariantError(f"adapter: {sorted(both)} run before their first batch")
+            for request_id, prefix in self._prefixes.items():
+                if prefix.num_blocks != self.manager.num_blocks(request_id):
+                    raise InvariantError(f"adapter: request {request_id} has another table in the manager")
+
+    def check_idle(self) -> None:
+        """Raises `InvariantError` unless no request has blocks, and nothing is fetched."""
+        self.check()
+        with self._lock:
+            self.grants.check_idle()
+            if self._prefixes:
+                raise InvariantError(f"adapter: {sorted(self._prefixes)} were granted and never ended")
+            self.manager.check_idle()

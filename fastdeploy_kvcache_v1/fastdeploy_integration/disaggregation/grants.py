@@ -45,7 +45,13 @@ class Grant:
     request: Any
     name: str
     slots: tuple[int, ...]
-    """Those that the prompt fills, in its order."""
+    """Those that are fetched, in the prompt's order."""
+    first_block: int = 0
+    """The prompt's block that goes to the first of them: those before are here already."""
+    after_step: int = -1
+    """Its ranks were told to begin when the worker has begun this step."""
+    failure: str | None = None
+    """Why it cannot run, whatever arrives."""
     fetch_end: FetchEnd | None = None
     first_token: Any = None
     token_deadline: float = float("inf")
@@ -62,10 +68,12 @@ class Grants:
         give_back: Callable[[Sequence[int], str], None],
         fetch_s: float,
         token_s: float,
+        open_step: Callable[[], int] = lambda: -1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`send` tells every rank, and returns those that are not there. `give_back(slots, request_id)` takes what was
-        parked. `fetch_s`, `token_s`: how long a fetch, and then the first token, may take.
+        parked. `fetch_s`, `token_s`: how long a fetch, and then the first token, may take. `open_step`: the step whose
+        copies no batch has yet, -1 where there are none: they may read slots that are free.
         """
         self.ledger = FetchLedger(num_ranks=num_ranks, clock=clock)
         self.num_stray_tokens = 0
@@ -73,6 +81,7 @@ class Grants:
         self._send = send
         self._give_back = give_back
         self._fetch_s, self._token_s = fetch_s, token_s
+        self._open_step = open_step
         self._clock = clock
         self._grants: dict[str, Grant] = {}
         """By request id."""
@@ -82,7 +91,7 @@ class Grants:
         """What FastDeploy gave back, and for which request, by name."""
         self._is_scheduling = False
         self._freed_by = -1
-        """The last step whose batch ended sequences that the worker may still compute."""
+        """The last step with copies, or whose batch ended sequences that the worker may still compute."""
 
     def __len__(self) -> int:
         """Requests that wait for their blocks or their first token."""
@@ -107,9 +116,13 @@ class Grants:
         """Whether blocks of an earlier grant with this name are still parked."""
         return name in self._parked
 
-    def grant(self, request: Any, name: str, slots: Sequence[int]) -> None:
-        """FastDeploy has given it a seat and blocks."""
-        self._grants[request.request_id] = Grant(request, name, tuple(slots))
+    def waiting(self) -> list[Grant]:
+        """Requests that wait for their blocks or their first token."""
+        return list(self._grants.values())
+
+    def grant(self, request: Any, name: str, slots: Sequence[int], first_block: int = 0) -> None:
+        """FastDeploy has given it a seat and blocks: `slots` are those of the prompt from `first_block` on."""
+        self._grants[request.request_id] = Grant(request, name, tuple(slots), first_block)
         self.ledger.grant(name, self._fetch_s)
         if not self._is_scheduling:
             self._start(self._grants[request.request_id])
@@ -119,7 +132,9 @@ class Grants:
         self._is_scheduling = True
 
     def scheduled(self, step: int | None, *, has_freed: bool) -> None:
-        """The batch is there, with number `step`; None if it is empty. `has_freed`: it ends running sequences."""
+        """The batch is there, with number `step`; None if it is empty. `has_freed`: it ends running sequences, or
+        brings copies.
+        """
         self._is_scheduling = False
         if step is not None and has_freed:
             self._freed_by = step
@@ -138,6 +153,11 @@ class Grants:
             return False
         self._parked[grant.name] = slots, request_id
         return True
+
+    def fail(self, request_id: str, reason: str) -> None:
+        """Blocks that the request had here are of no use. Nothing happens to one that does not wait."""
+        if (grant := self._grants.get(request_id)) is not None:
+            grant.failure = reason
 
     def reported(self, rank: int, result: FetchResult) -> None:
         """A rank's part of a fetch has ended."""
@@ -171,6 +191,10 @@ class Grants:
             del self._grants[grant.request.request_id]
         return ready
 
+    def fetching_slots(self) -> frozenset[int]:
+        """Slots to which a rank may write."""
+        return frozenset(slot for slots in self._fetching.values() for slot in slots)
+
     def check(self) -> None:
         """Raises `InvariantError`."""
         self.ledger.check()
@@ -196,7 +220,8 @@ class Grants:
     def _start(self, grant: Grant) -> None:
         self.ledger.start(grant.name)
         self._fetching[grant.name] = grant.slots
-        for rank in self._send(StartFetch(grant.name, grant.slots, 0, self._freed_by)):
+        grant.after_step = max(self._freed_by, self._open_step())
+        for rank in self._send(StartFetch(grant.name, grant.slots, grant.first_block, grant.after_step)):
             self.reported(rank, FetchResult(grant.name, 0, 0.0, grant.slots, NOT_THERE))
 
     def _send_cancels(self) -> None:
@@ -220,6 +245,8 @@ class Grants:
             return Lost(request_id, ABORTED, "Aborted")
         if token is not None and token.error_code != OK:
             return Lost(request_id, int(token.error_code), str(token.error_msg))
+        if grant.failure is not None:
+            return Lost(request_id, FAILED, f"PD Error: {request_id} cannot run: {grant.failure}")
         if end is not None and end.outcome is not FetchOutcome.ARRIVED:
             return Lost(request_id, FAILED, f"PD Error: the blocks of {request_id} did not arrive: {end.reason}")
         if now >= grant.token_deadline:
@@ -228,5 +255,5 @@ class Grants:
 
     def _is_ready(self, grant: Grant) -> bool:
         end, token = grant.fetch_end, grant.first_token
-        has_blocks = end is not None and end.outcome is FetchOutcome.ARRIVED
+        has_blocks = end is not None and end.outcome is FetchOutcome.ARRIVED and grant.failure is None
         return has_blocks and token is not None and token.error_code == OK

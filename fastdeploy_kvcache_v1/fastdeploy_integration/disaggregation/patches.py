@@ -85,7 +85,9 @@ def tokens_to_compute(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 
 def preallocate_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Wraps `preallocate_resource_in_d`: a request that is sent twice gets blocks once, and its ranks fetch them."""
+    """Wraps `preallocate_resource_in_d`: a request that is sent twice gets blocks once, and its ranks fetch those that
+    are not cached.
+    """
 
     def preallocate(request: Any) -> bool:
         cache: DecodeAdapter = instance.cache_manager
@@ -95,10 +97,7 @@ def preallocate_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
             return True
         if request.request_id in instance.requests or not cache.may_grant(request):
             return False
-        is_done: bool = wrapped(request)
-        if is_done:
-            cache.grant(request)
-        return is_done
+        return cache.preallocate(request, wrapped)
 
     return preallocate(*args, **kwargs)
 

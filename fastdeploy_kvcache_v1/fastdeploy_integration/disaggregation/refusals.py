@@ -25,8 +25,6 @@ def role_refusals(config: Any, environment: Mapping[str, str] = os.environ) -> d
         f"{role} with --scheduler-name {scheduler.name} (only local, with FastDeploy's router)": (
             scheduler.name != "local" or (router is not None and not router.router)
         ),
-        f"{role} with --swap-space": scheduler.splitwise_role == "decode"
-        and bool(cache.num_cpu_blocks or cache.sized_by_swap_space),
         f"{role} with --kvcache-storage-backend": bool(cache.kvcache_storage_backend),
         f"{role} with data parallelism": int(parallel.data_parallel_size) > 1,
         f"{role} with speculative decoding": config.speculative_config.method is not None,

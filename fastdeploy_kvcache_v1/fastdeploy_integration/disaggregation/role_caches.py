@@ -44,7 +44,7 @@ FETCH_S = 600.0
 
 
 class NoFollowers:
-    """Stands for `Followers`: requests do not wait in FastDeploy's queue here, but for a decode server."""
+    """Stands for `Followers`: requests do not wait in FastDeploy's queue here, but for another server."""
 
     def passes_over(self, manager: Any, request: Any) -> bool:
         return False
@@ -165,13 +165,25 @@ class DecodeCache(DecodeAdapter, RoleCache):
             give_back=self.give_back,
             fetch_s=FETCH_S,
             token_s=choice.settings.wait_s,
+            open_step=self.open_step,
         )
+        self.caches_outputs = bool(config.cache_config.enable_output_caching)
+        self.followers = NoFollowers()  # type: ignore[assignment]
         self.publisher.role = "decode", {Source.TRANSFERS: self.grants.ledger, Source.GRANTS: self.grants}
 
     def take_reports(self) -> None:
         """The first thing that a scheduling step does."""
         self.schedule_begins()
         super().take_reports()
+
+    def carrier(self, manager: Any) -> list[Any]:
+        """A seat without a sequence gets an empty table: that changes nothing, in any worker."""
+        grant = self.copies_wait()
+        if grant is None:
+            return []
+        task = manager._prepare_decode_task(grant.request)
+        task.block_tables = []
+        return [task]
 
     def _rank_news(self) -> Sequence[RankNews]:
         return self._take_news()

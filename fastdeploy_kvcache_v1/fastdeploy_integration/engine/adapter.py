@@ -387,8 +387,11 @@ class PrefixCacheAdapter:
         with self._lock:
             self._roll_back_unscheduled()
             for result in results:
-                affected = self.manager.transfer_failed(result)
-                assert not affected, f"requests {affected} use host blocks of which no batch has brought a copy"
+                self._prefixes_lost(self.manager.transfer_failed(result))
+
+    def _prefixes_lost(self, request_ids: Sequence[str]) -> None:
+        """Requests that use host blocks of which no batch has brought a copy."""
+        assert not request_ids, f"requests {request_ids} wait for host blocks between two batches"
 
     def measured(self, timings: Timings) -> None:
         """What a worker says that copies and passes took: it decides what is loaded from the host."""

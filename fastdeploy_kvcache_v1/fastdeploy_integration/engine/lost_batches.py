@@ -3,7 +3,8 @@
 `schedule` may raise after it has put some requests into a batch, and so may `put_tasks` and the code between the two.
 FastDeploy logs that and goes on as if the workers had the batch. What was in it, and what we do before the next one:
 
-    prefill          its KV is never written: preempted, so that it starts again when the worker confirms
+    prefill          its KV is never written: preempted, so that it starts again when the worker confirms, on a decode
+                     server at prefill
     preempt, abort   the worker still writes to blocks that are free now: told again, first in the next batch
     decode, extend   the worker would wait for its new blocks for ever: told again, too
 
@@ -119,6 +120,8 @@ def _preempt(manager: Any, request: Any) -> list[Any]:
     request.num_computed_tokens = 0
     manager._free_blocks(request)
     request.num_cached_blocks = 0
+    if _is_decode(manager):
+        return _leave_decode(manager, request)
     if request.idx is not None and manager.tasks_list[request.idx] is request:
         manager.to_be_rescheduled_request_id_set.add(request.request_id)
         return [manager._prepare_preempt_task(request)]
@@ -127,11 +130,25 @@ def _preempt(manager: Any, request: Any) -> list[Any]:
     return []
 
 
+def _is_decode(manager: Any) -> bool:
+    return bool(manager.config.scheduler_config.splitwise_role == "decode")
+
+
+def _leave_decode(manager: Any, request: Any) -> list[Any]:
+    """A preempted request leaves a decode server, and the task says so to its client: FastDeploy answers when it sends
+    the batch.
+    """
+    manager.tasks_list[request.idx], manager.stop_flags[request.idx] = None, True
+    manager.requests.pop(request.request_id, None)
+    manager.req_dict.pop(request.request_id, None)
+    return [manager._prepare_preempt_task(request)]
+
+
 def _still_holds(manager: Any, task: Any) -> bool:
     """Whether the workers still need to be told: the request may have ended meanwhile, or been preempted."""
     kind = task.task_type.name
     if kind == "PREEMPTED":
-        return task.request_id in manager.to_be_rescheduled_request_id_set
+        return _is_decode(manager) or task.request_id in manager.to_be_rescheduled_request_id_set
     if kind == "ABORT":
         return task.request_id in manager.to_be_aborted_req_id_set
     request = manager.requests.get(task.request_id)

@@ -196,6 +196,12 @@ class EnginePrefixCache(PrefixCacheAdapter):
             self.storage.clear()
         super().reset(wait_for_tasks_done)
 
+    def carrier(self, manager: Any) -> list[Any]:
+        """A batch without work, for what has to reach the workers though FastDeploy schedules nothing. Empty where that
+        can wait for its next batch.
+        """
+        return []
+
     def take_reports(self) -> None:
         """Before requests are matched: host blocks whose copy failed in a worker are no longer found, and what reached
         the host is stored.
@@ -278,7 +284,7 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
         raise
     finally:
         cache.followers.put_back(instance)
-    tasks = cache.transit.depart(instance, tasks)
+    tasks = cache.transit.depart(instance, tasks or cache.carrier(instance))
     cache.send_swaps(tasks, running_rows(instance) if cache.manager.config.num_host_blocks else None)
     cache.publisher.publish()
     return Batch(tasks, cache, epoch), errors

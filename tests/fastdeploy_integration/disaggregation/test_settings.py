@@ -86,7 +86,8 @@ def test_a_cpu_worker_with_the_router_is_served():
     assert refused() == []
     assert refused(router=None) == [], "a worker knows of no router"
     assert refused(ranks=2) == []
-    assert refused(role="prefill", cache={"num_cpu_blocks": 4, "sized_by_swap_space": True}) == []
+    for role in ("prefill", "decode"):
+        assert refused(role=role, cache={"num_cpu_blocks": 4, "sized_by_swap_space": True}) == []
 
 
 @pytest.mark.parametrize(
@@ -96,8 +97,6 @@ def test_a_cpu_worker_with_the_router_is_served():
         ({"environment": {RUN_DIRECTORY: "/d", settings.PLANE: "cuda_ipc"}}, "cuda_ipc needs a GPU"),
         ({"scheduler": "splitwise"}, "--scheduler-name splitwise"),
         ({"router": SimpleNamespace(router=None)}, "--scheduler-name local"),
-        ({"cache": {"num_cpu_blocks": 4}}, "--swap-space"),
-        ({"cache": {"sized_by_swap_space": True}}, "--swap-space"),
         ({"cache": {"kvcache_storage_backend": "file"}}, "--kvcache-storage-backend"),
         ({"engines": 2}, "data parallelism"),
         ({"method": "mtp"}, "speculative decoding"),
