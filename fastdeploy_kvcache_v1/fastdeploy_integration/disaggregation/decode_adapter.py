@@ -38,6 +38,7 @@ class DecodeAdapter(PrefixCacheAdapter):
     """A preempted request ends: FastDeploy sends it to a prefill server again."""
 
     numbers_batches = True
+    preempted_leave = True
     caches_outputs = True
     """Whether what a complete request generated is cached: 2.6 never says so on a decode server."""
     grants: Grants

@@ -49,6 +49,8 @@ class PrefixCacheAdapter:
 
     numbers_batches = False
     """Whether every batch tells the workers its number, also without copies."""
+    preempted_leave = False
+    """Whether a preempted request leaves this server, and its client is told by the task that says so."""
     gpu_cache_lock: Any = None
     """FastDeploy sets it: its lock between engine and transfer process. Unused here."""
 
@@ -322,6 +324,12 @@ class PrefixCacheAdapter:
         return record if record is not None and record.tokens.task is task else None
 
     # ---- the batch
+
+    def carrier(self, manager: Any) -> list[Any]:
+        """A batch without work, for what has to reach the workers though FastDeploy's `manager` schedules nothing.
+        Empty where that can wait for its next batch.
+        """
+        return []
 
     def send_swaps(self, tasks: Sequence[Any], running: Sequence[RunningRow] | None = None) -> None:
         """Let every copy decided since the last batch ride on `tasks`; without tasks they wait. Once per `schedule`,

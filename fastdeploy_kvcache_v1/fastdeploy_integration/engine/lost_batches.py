@@ -40,7 +40,7 @@ class Batch(list[Any]):
 
 
 class Transit:
-    """The schedule loop owns it: there is one batch at a time. `cache` has `batch_sent` and `batch_lost`."""
+    """The schedule loop owns it: there is one batch at a time. `cache` is the adapter."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
@@ -56,12 +56,13 @@ class Transit:
             if lost:
                 logger.warning("a batch of %d tasks did not reach the workers: its requests start again", len(lost))
             self._cache.batch_lost()
-            self._again = take_back(manager, lost)
+            self._again = take_back(manager, lost, preempted_leave=self._cache.preempted_leave)
 
     def depart(self, manager: Any, tasks: list[Any]) -> list[Any]:
         """`manager` has scheduled `tasks`. Returns the batch: first the tasks that must be sent again, then these."""
         if self._again:
-            tasks = [*(task for task in self._again if _still_holds(manager, task)), *tasks]
+            again = (task for task in self._again if self._still_holds(manager, task))
+            tasks = [*again, *tasks]
             self._again = []
         self._unsent = tasks or None
         return tasks
@@ -75,6 +76,10 @@ class Transit:
         """The last batch is in the queue."""
         self._unsent = None
         self._cache.batch_sent()
+
+    def _still_holds(self, manager: Any, task: Any) -> bool:
+        is_preempted = task.task_type.name == "PREEMPTED"
+        return (is_preempted and self._cache.preempted_leave) or _still_holds(manager, task)
 
     def forget(self) -> None:
         """The workers have forgotten all requests, and every request starts again."""
@@ -90,15 +95,17 @@ def scheduled_before(error: Exception) -> list[Any]:
     return []
 
 
-def take_back(manager: Any, lost: Sequence[Any]) -> list[Any]:
-    """Preempt the requests whose tokens `lost` would have computed. Returns what the workers have to be told again."""
+def take_back(manager: Any, lost: Sequence[Any], *, preempted_leave: bool = False) -> list[Any]:
+    """Preempt the requests whose tokens `lost` would have computed. Returns what the workers have to be told again.
+    `preempted_leave`: as on a decode server, where they end.
+    """
     again = []
     with manager.lock:
         for task in lost:
             if task.task_type.name != "PREFILL":
                 again.append(task)
             elif _remove(manager.running, partial(operator.is_, task)):
-                again += _preempt(manager, task)
+                again += _preempt(manager, task, leaves=preempted_leave)
         # `schedule` takes them out of the running ones late: it may have raised before.
         _remove(manager.running, lambda request: request.request_id in manager.to_be_aborted_req_id_set)
     return again
@@ -113,15 +120,15 @@ def _remove(requests: list[Any], is_meant: Callable[[Any], bool]) -> bool:
     return found
 
 
-def _preempt(manager: Any, request: Any) -> list[Any]:
+def _preempt(manager: Any, request: Any, *, leaves: bool) -> list[Any]:
     """As FastDeploy does when blocks are short. Returns the task that tells the worker, for a request with a seat."""
     statuses = type(request.status)
     request.status = statuses.PREEMPTED
     request.num_computed_tokens = 0
     manager._free_blocks(request)
     request.num_cached_blocks = 0
-    if _is_decode(manager):
-        return _leave_decode(manager, request)
+    if leaves:
+        return _leave(manager, request)
     if request.idx is not None and manager.tasks_list[request.idx] is request:
         manager.to_be_rescheduled_request_id_set.add(request.request_id)
         return [manager._prepare_preempt_task(request)]
@@ -130,14 +137,8 @@ def _preempt(manager: Any, request: Any) -> list[Any]:
     return []
 
 
-def _is_decode(manager: Any) -> bool:
-    return bool(manager.config.scheduler_config.splitwise_role == "decode")
-
-
-def _leave_decode(manager: Any, request: Any) -> list[Any]:
-    """A preempted request leaves a decode server, and the task says so to its client: FastDeploy answers when it sends
-    the batch.
-    """
+def _leave(manager: Any, request: Any) -> list[Any]:
+    """It has no seat any more. FastDeploy answers its client when it sends the task."""
     manager.tasks_list[request.idx], manager.stop_flags[request.idx] = None, True
     manager.requests.pop(request.request_id, None)
     manager.req_dict.pop(request.request_id, None)
@@ -148,7 +149,7 @@ def _still_holds(manager: Any, task: Any) -> bool:
     """Whether the workers still need to be told: the request may have ended meanwhile, or been preempted."""
     kind = task.task_type.name
     if kind == "PREEMPTED":
-        return _is_decode(manager) or task.request_id in manager.to_be_rescheduled_request_id_set
+        return task.request_id in manager.to_be_rescheduled_request_id_set
     if kind == "ABORT":
         return task.request_id in manager.to_be_aborted_req_id_set
     request = manager.requests.get(task.request_id)

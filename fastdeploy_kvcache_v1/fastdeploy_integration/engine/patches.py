@@ -196,12 +196,6 @@ class EnginePrefixCache(PrefixCacheAdapter):
             self.storage.clear()
         super().reset(wait_for_tasks_done)
 
-    def carrier(self, manager: Any) -> list[Any]:
-        """A batch without work, for what has to reach the workers though FastDeploy schedules nothing. Empty where that
-        can wait for its next batch.
-        """
-        return []
-
     def take_reports(self) -> None:
         """Before requests are matched: host blocks whose copy failed in a worker are no longer found, and what reached
         the host is stored.
