@@ -1,6 +1,8 @@
 """Prefill and decode servers behind FastDeploy's router: tokens are those of a mixed server, and nothing is left."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import openai
 import pytest
@@ -9,11 +11,15 @@ from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until
 from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, stream, wait_idle
+from .server_workload import noise
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
-SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02", "--write-policy", "write_through")
-"""Prefill swaps, between two tiers that hold all prompts together."""
+BLOCK = 64
+"""Tokens."""
+
+SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02")
+"""Both servers swap, between two tiers that hold all prompts together."""
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +27,9 @@ def group(release, tmp_path_factory):
     """A prefill, a decode and a mixed server."""
     with servers(release, tmp_path_factory.mktemp("roles"), free_port(), LIMITS) as made:
         started = {
-            "prefill": made.begin("prefill", "prefill", *SWAPPING, proxied=True),
-            **{role: made.begin(role, role) for role in ("decode", "mixed")},
+            "prefill": made.begin("prefill", "prefill", *SWAPPING, "--write-policy", "write_through", proxied=True),
+            "decode": made.begin("decode", "decode", *SWAPPING),
+            "mixed": made.begin("mixed", "mixed"),
         }
         for each in started.values():
             each.wait_ready()
@@ -47,15 +54,53 @@ def both(group):
     return group[1]["prefill"], group[1]["decode"]
 
 
+def fetched(decode):
+    """Bytes so far, when nothing is under way."""
+    wait_until(lambda: not decode.metrics()["transfer_open"], "the fetches to end")
+    return decode.metrics()["transfer_bytes_total"]
+
+
 def test_one_by_one(group, expected, client):
-    """The second time blocks come from the host tier of prefill, and decode reads them as any other."""
-    assert [ask(client, prompt) for prompt in PROMPTS * 2] == expected * 2
+    """The second time blocks come from the host tiers, and decode reads from prefill what it does not have."""
     prefill, decode = both(group)
-    wait_idle(prefill, decode)
-    assert prefill.worker_copies().swap_in.blocks > 0
-    assert prefill.failed_copies() == 0
+    received = [fetched(decode)]
+    for _ in range(2):
+        assert [ask(client, prompt) for prompt in PROMPTS] == expected
+        wait_idle(prefill, decode)
+        received.append(fetched(decode))
+    for server in (prefill, decode):
+        assert server.worker_copies().swap_in.blocks > 0
+        assert server.failed_copies() == 0
+    first, second = (end - begin for begin, end in pairwise(received))
+    assert second < first / 2, "most of each prompt is cached at decode"
     leases = lambda: prefill.metrics()["transfers_started_total"]  # noqa: E731  published now and then
     wait_until(lambda: leases() == num_fetches(decode), "a lease of each fetch in the metrics")
+
+
+def test_a_second_turn_fetches_only_its_tail(group, client):
+    prefill, decode = both(group)
+    turn = [{"role": "user", "content": noise(500, 400)}]
+    replies, received, hits = [], [fetched(decode)], []
+    with group[1]["mixed"].client() as mixed:
+        for _ in range(2):
+            options = {"model": "tiny", "messages": turn, "max_tokens": 80, "temperature": 0, "top_p": 0}
+            answers = [
+                each.chat.completions.create(**options, extra_body={"return_token_ids": True, "min_tokens": 80})
+                for each in (client, mixed)
+            ]
+            tokens = [each.choices[0].message.completion_token_ids for each in answers]
+            assert tokens[0] == tokens[1]
+            replies.append(answers[0])
+            wait_idle(prefill, decode)
+            received.append(fetched(decode))
+            hits.append(decode.metrics()["device_hit_tokens_total"] + decode.metrics()["host_hit_tokens_total"])
+            answer = {"role": "assistant", "content": answers[0].choices[0].message.content}
+            turn = [*turn, answer, {"role": "user", "content": "and then?"}]
+    prompts = [math.ceil(each.usage.prompt_tokens / BLOCK) for each in replies]
+    first, second = (end - begin for begin, end in pairwise(received))
+    found = (hits[1] - hits[0]) / BLOCK
+    assert found >= prompts[0] - 2, "the first turn, but for its last blocks"
+    assert second / (prompts[1] - found) == first / prompts[0], "bytes of a block"
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIP, Fault.RESET])

@@ -1,0 +1,396 @@
+"""A decode server's cache: what a request finds, what is fetched for it, and when others may find that."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import give_name, name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
+from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
+from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
+from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
+from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind, Status, make_adapter
+
+from .fake_requests import first_token
+
+BLOCK = 4
+SPARE = 1
+PREFIX = [1] * 12
+
+
+class Decode:
+    """FastDeploy's decode side of one adapter. `frees_whole`: as 2.6 gives blocks back, else as 2.5."""
+
+    def __init__(self, blocks=20, host=0, *, frees_whole=True, **settings):
+        self.cache = make_adapter(blocks, host, kind=DecodeAdapter, **settings)
+        self.sent, self.inbox, self.frees_whole = [], SwapInbox(), frees_whole
+        self.num_asked = 0
+        self.cache.grants = Grants(
+            num_ranks=1,
+            send=lambda command: self.sent.append(command) or (),
+            give_back=self.cache.give_back,
+            fetch_s=100.0,
+            token_s=20.0,
+            open_step=self.cache.open_step,
+        )
+
+    def request(self, request_id, prompt, **fields):
+        task = FakeTask(request_id, prompt)
+        task.ic_req_data, task.error_code = None, 200
+        vars(task).update(fields)
+        give_name(task)
+        return task
+
+    def preallocate(self, task):
+        def allocate(request):
+            count = -(-len(request.prompt_token_ids) // BLOCK) + SPARE
+            if not self.cache.can_allocate_gpu_blocks(count):
+                return False
+            request.block_tables = self.cache.allocate_gpu_blocks(count, request.request_id)
+            request.num_computed_tokens = len(request.prompt_token_ids)
+            request.idx = 0
+            return True
+
+        is_done = self.cache.preallocate(task, allocate)
+        self.cache.check()
+        return is_done
+
+    def granted(self, request_id, prompt, **fields):
+        task = self.request(request_id, prompt, **fields)
+        assert self.preallocate(task)
+        return task
+
+    def fetch(self, task):
+        (command,) = [each for each in self.sent if isinstance(each, StartFetch) and each.request_id == name_of(task)]
+        return command
+
+    def arrive(self, task, error=None):
+        slots = () if error is None else self.fetch(task).slots
+        self.cache.grants.reported(0, FetchResult(name_of(task), 1, 1.0, slots, error))
+        self.cache.check()
+
+    def take_ready(self, task):
+        """Whether it may run."""
+        token = first_token(task)
+        self.cache.take_token(token)
+        return [each.request for each in self.cache.take_ready(lambda request_id: True)] == [task]
+
+    def schedule(self, *tasks):
+        self.cache.schedule_begins()
+        for task in tasks:
+            if task.task_type is Kind.PREFILL:
+                task.output_token_ids.append(7)
+                task.prefill_start_index = task.num_computed_tokens
+                task.prefill_end_index = task.num_computed_tokens = task.num_computed_tokens + 1
+                task.status = Status.RUNNING
+        self.cache.send_swaps(list(tasks))
+        self.cache.check()
+
+    def batch(self, *tasks):
+        """One that reaches the workers. Returns the steps on it."""
+        self.schedule(*tasks)
+        steps = self.inbox.take(tasks)
+        self.cache.batch_sent()
+        self.cache.check()
+        return steps
+
+    def run(self, task):
+        """From its blocks to its first batch."""
+        self.arrive(task)
+        assert self.take_ready(task)
+        self.batch(task)
+
+    def free(self, task, status=Status.FINISHED):
+        task.status = status
+        if self.frees_whole:
+            self.cache.recycle_gpu_blocks(task.block_tables, task.request_id)
+        else:
+            self.cache.release_block_ids(task)
+            self.cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], task.request_id)
+        task.block_tables = []
+        self.cache.check()
+
+    def served(self, request_id, prompt, **fields):
+        task = self.granted(request_id, prompt, **fields)
+        self.run(task)
+        self.free(task)
+        return self.fetch(task)
+
+    def carrier(self):
+        task = Control(Kind.DECODE, SimpleNamespace(idx=0, request_id="carrier", block_tables=[]))
+        return task if self.cache.copies_wait() else None
+
+
+@pytest.fixture(params=[True, False], ids=["2.6", "2.5"])
+def decode(request):
+    return Decode(frees_whole=request.param)
+
+
+def test_a_table_begins_with_what_is_cached_and_the_rest_is_fetched(decode):
+    first = decode.granted("a", [*PREFIX, 5])
+    assert decode.fetch(first) == StartFetch(name_of(first), tuple(first.block_tables[:4]), 0, -1)
+    decode.run(first)
+    second = decode.granted("b", [*PREFIX, 6, 6, 6, 6, 6])
+    assert second.block_tables[:3] == first.block_tables[:3]
+    assert set(second.block_tables[3:]).isdisjoint(first.block_tables)
+    assert decode.fetch(second) == StartFetch(name_of(second), tuple(second.block_tables[3:5]), 3, -1)
+    decode.run(second)
+    for task in (first, second):
+        decode.free(task)
+    decode.cache.check_idle()
+    assert decode.cache.num_recycled_wrongly == 0
+
+
+def test_what_is_fetched_is_found_when_the_batch_that_runs_it_is_sent(decode):
+    first = decode.granted("a", [*PREFIX, 5])
+
+    def found(request_id):
+        task = decode.granted(request_id, [*PREFIX, 6])
+        decode.arrive(task)
+        decode.free(task)
+        return decode.fetch(task).first_block
+
+    assert found("while it is fetched") == 0
+    decode.arrive(first)
+    assert found("without its first token") == 0
+    assert decode.take_ready(first)
+    assert found("before its batch") == 0
+    decode.schedule(first)
+    assert found("before its batch is sent") == 0
+    decode.cache.batch_sent()
+    assert found("then") == 3
+
+
+@pytest.mark.parametrize("end", ["failed", "cancelled", "no first token"])
+def test_a_fetch_without_a_run_leaves_shared_blocks_alone_and_adds_none(decode, end):
+    decode.served("a", [*PREFIX, 5])
+    task = decode.granted("b", [*PREFIX, *[6] * 9])
+    shared = task.block_tables[:3]
+    if end != "cancelled":
+        decode.arrive(task, "the link broke" if end == "failed" else None)
+    decode.free(task, Status.WAITING)
+    again = decode.granted("c", [*PREFIX, *[6] * 9])
+    assert again.block_tables[:3] == shared
+    assert decode.fetch(again).first_block == 3
+    if end == "cancelled":
+        assert set(again.block_tables).isdisjoint(decode.fetch(task).slots), "bytes may still arrive there"
+        assert decode.cache.grants.num_parked == 4
+        decode.arrive(task, "it was cancelled")
+    decode.run(again)
+    decode.free(again)
+    decode.cache.check_idle()
+
+
+def test_a_block_is_fetched_in_any_case_and_a_full_one_is_cached(decode):
+    """The prompt is two blocks: its last token is never found, and the second block is found by a longer one."""
+    assert decode.served("a", [1] * 8).first_block == 0
+    again = decode.served("b", [1] * 8)
+    assert (again.first_block, len(again.slots)) == (1, 1)
+    assert decode.served("c", [1] * 9).first_block == 2
+
+
+def test_shared_blocks_are_room():
+    """Two tables of five blocks, of which three are shared, in seven."""
+    decode = Decode(7)
+    decode.served("a", [*PREFIX, 5])
+    first, second = decode.granted("b", [*PREFIX, 6]), decode.granted("c", [*PREFIX, 7])
+    assert not decode.preallocate(decode.request("d", [*PREFIX, 8]))
+    for task in (first, second):
+        decode.run(task)
+        decode.free(task)
+    decode.cache.check_idle()
+
+
+def test_a_request_without_room_changes_nothing():
+    decode = Decode(10)
+    decode.served("a", [*PREFIX, 5])
+    other = decode.granted("other", [9] * 13)
+    before = decode.cache.manager.stats()
+    assert not decode.preallocate(decode.request("b", [*PREFIX, *[6] * 13]))
+    after = decode.cache.manager.stats()
+    assert (after.num_requests, after.device_evictable_blocks) == (before.num_requests, before.device_evictable_blocks)
+    decode.run(other)
+    decode.free(other)
+    assert decode.served("b", [*PREFIX, 6]).first_block == 3
+    decode.cache.check_idle()
+
+
+def test_fastdeploy_that_raises_leaves_no_match_behind(decode):
+    decode.served("a", [*PREFIX, 5])
+
+    def allocate(request):
+        raise IndexError("no position")
+
+    with pytest.raises(IndexError):
+        decode.cache.preallocate(decode.request("b", [*PREFIX, 6]), allocate)
+    decode.cache.check_idle()
+
+
+def test_another_thread_asks_for_its_own_room():
+    decode = Decode(6)
+    decode.served("a", [*PREFIX, 5])
+    answers = []
+
+    def allocate(request):
+        def ask():
+            answers.append((decode.cache.can_allocate_gpu_blocks(4), decode.cache.can_allocate_gpu_blocks(3)))
+            answers.append(decode.cache.allocate_gpu_blocks(1, request.request_id))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        assert decode.cache.can_allocate_gpu_blocks(5)
+        return False
+
+    assert not decode.cache.preallocate(decode.request("b", [*PREFIX, 6]), allocate)
+    assert answers[0] == (False, True), "three of six are pinned by the request that is given blocks"
+    assert len(answers[1]) == 1
+
+
+def test_tenants_share_nothing(decode):
+    decode.served("a", [*PREFIX, 5], cache_salt="one")
+    assert decode.served("b", [*PREFIX, 5], cache_salt="two").first_block == 0
+    assert decode.served("c", [*PREFIX, 5]).first_block == 0
+    assert decode.served("d", [*PREFIX, 5], cache_salt="one").first_block == 3
+
+
+def test_a_request_may_stay_out_of_the_cache(decode):
+    decode.served("a", [*PREFIX, 5], skip_writing_prefix_cache=True)
+    assert decode.served("b", [*PREFIX, 5], skip_reading_prefix_cache=True).first_block == 0
+    assert decode.served("c", [*PREFIX, 5]).first_block == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "caches_outputs", "found"),
+    [(Status.FINISHED, True, 5), (Status.FINISHED, False, 3), (Status.PREEMPTED, True, 3)],
+)
+def test_outputs_are_cached_as_fastdeploy_is_told_to(decode, status, caches_outputs, found):
+    decode.cache.caches_outputs = caches_outputs
+    task = decode.granted("a", PREFIX)
+    decode.run(task)
+    task.block_tables += decode.cache.allocate_gpu_blocks(2, "a")
+    task.output_token_ids += [3] * 8  # nine outputs, the last of which was never computed: five full blocks
+    decode.free(task, status)
+    assert decode.served("b", [*PREFIX, 7, *[3] * 8, 2]).first_block == found
+    assert decode.cache.num_recycled_wrongly == 0
+    decode.cache.check_idle()
+
+
+def test_a_request_that_ends_in_its_own_batch_caches_nothing_when_the_batch_is_lost(decode):
+    task = decode.granted("a", PREFIX)
+    decode.arrive(task)
+    assert decode.take_ready(task)
+    decode.schedule(task)
+    decode.cache.batch_lost()
+    decode.free(task, Status.PREEMPTED)
+    assert decode.served("b", [*PREFIX, 5]).first_block == 0
+    decode.cache.check_idle()
+
+
+# ---- with a host tier: two prompts of four blocks, which do not fit together
+
+
+def full(host=8):
+    """A server whose device holds a cached prompt, and has room for another one only where that goes."""
+    decode = Decode(6, host, write_policy="write_back")
+    decode.served("a", [*PREFIX, 5])
+    return decode
+
+
+def test_slots_that_an_eviction_reads_are_filled_after_it_on_an_idle_server():
+    decode = full()
+    task = decode.granted("b", [2] * 13)
+    command = decode.fetch(task)
+    assert command.after_step == decode.cache.open_step() >= 0
+    carrier = decode.carrier()
+    assert carrier is not None, "no other batch would come"
+    (step,) = decode.batch(carrier)
+    assert step.step == command.after_step
+    assert not set(step.evict.source_slots).isdisjoint(command.slots)
+    assert decode.carrier() is None
+    decode.run(task)
+    decode.free(task)
+    decode.cache.check_idle()
+
+
+def swapped_in(decode):
+    """A request whose first blocks come from the host."""
+    other = decode.granted("b", [2] * 13)
+    decode.batch(decode.carrier())
+    decode.run(other)
+    decode.free(other)
+    task = decode.granted("c", [*PREFIX, 6])
+    assert decode.fetch(task).first_block == 3
+    return task
+
+
+def test_blocks_of_the_host_are_on_their_way_before_a_request_runs():
+    decode = full()
+    task = swapped_in(decode)
+    decode.arrive(task)
+    assert not decode.take_ready(task), "no batch has their copies"
+    carrier = decode.carrier()
+    decode.schedule(carrier)
+    assert not decode.take_ready(task), "the batch may get lost"
+    (step,) = decode.inbox.take([carrier])
+    assert set(step.swap_in.target_slots) <= set(task.block_tables[:3])
+    assert step.swap_in.target_slots
+    decode.cache.batch_sent()
+    assert decode.take_ready(task)
+    decode.batch(task)
+    decode.free(task)
+    decode.cache.check_idle()
+
+
+def test_a_request_whose_copies_were_lost_does_not_run():
+    decode = full()
+    task, carrier = swapped_in(decode), decode.carrier()
+    decode.schedule(carrier)
+    decode.cache.batch_lost()
+    decode.arrive(task)
+    assert not decode.take_ready(task)
+    (lost,) = decode.cache.lost(set())
+    assert (lost.request_id, lost.code) == ("c", 502)
+    decode.free(task, Status.WAITING)
+    assert decode.carrier() is None
+    assert decode.served("d", [*PREFIX, 6]).first_block == 0, "nothing can be trusted"
+
+
+def test_a_fetch_behind_a_lost_batch_begins_with_the_next_one():
+    decode = full()
+    task = decode.granted("b", [2] * 13)
+    decode.schedule(decode.carrier())
+    decode.cache.batch_lost()
+    carrier = decode.carrier()
+    assert carrier is not None
+    (step,) = decode.batch(carrier)
+    assert step.step > decode.fetch(task).after_step
+    decode.run(task)
+    decode.free(task)
+    decode.cache.check_idle()
+
+
+def test_a_request_whose_host_blocks_hold_nothing_does_not_run():
+    """The worker says so before a batch has their copies."""
+    decode = full()
+    task = swapped_in(decode)
+    slots = tuple(range(8))
+    decode.cache.host_copies_failed([TransferResult(1, CacheLevel.DEVICE, CacheLevel.HOST, 8, 0, 0.0, slots, "x")])
+    decode.arrive(task)
+    decode.batch(decode.carrier())
+    assert not decode.take_ready(task)
+    assert [each.request_id for each in decode.cache.lost(set())] == ["c"]
+    decode.free(task, Status.WAITING)
+    decode.cache.check_idle()
+
+
+def test_a_failed_fetch_leaves_blocks_of_the_host_where_they_are():
+    decode = full()
+    task = swapped_in(decode)
+    decode.arrive(task, "the link broke")
+    decode.free(task, Status.WAITING)
+    assert decode.carrier() is None
+    assert decode.granted("d", [*PREFIX, 6]).num_cached_blocks == 3
