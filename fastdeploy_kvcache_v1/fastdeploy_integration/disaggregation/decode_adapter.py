@@ -27,7 +27,7 @@ from ..transport import RunningRow
 from .granted_prefix import NO_STEP, GrantedPrefix, Match
 from .grants import Grant, Grants, Lost
 from .rank_channel import RankNews
-from .transfer_name import name_of
+from .transfer_name import items_of, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,10 @@ class DecodeAdapter(PrefixCacheAdapter):
     def _match_prompt(self, request: Any) -> Match | None:
         """None for a request that cannot be matched: it is served without the cache."""
         try:
-            tokens = TaskTokens(request, self._block_size)
+            items = items_of(request)
+            if items is None:
+                return None
+            tokens = TaskTokens(request, self._block_size, items)
             return Match(request, tokens, self.manager.match_prefix(request.request_id, tokens))
         except Exception:  # the edge to what clients send
             logger.exception("request %s is served without the cache: matching it failed", request.request_id)
@@ -122,8 +125,10 @@ class DecodeAdapter(PrefixCacheAdapter):
             return shared + super().allocate_gpu_blocks(num_blocks - len(shared), req_id)
 
     def _step_of_copies(self) -> int:
-        """The last step with copies that blocks may depend on which were matched just now."""
-        return self._last_taken + 1 if self.manager.has_open_copies else self._last_taken
+        """The step whose copies blocks may depend on that were matched just now, until its batch is sent."""
+        if self.manager.has_open_copies:
+            return self._last_taken + 1
+        return self._last_taken if self._outbox.carries_copies else NO_STEP
 
     def grant(self, request: Any) -> None:
         """FastDeploy has given `request`, which has a name, a seat and blocks for its prompt."""
@@ -235,16 +240,9 @@ class DecodeAdapter(PrefixCacheAdapter):
             super().batch_lost()
 
     def copies_wait(self) -> Grant | None:
-        """A request that waits for copies, or for the end of other uses of its blocks, which a batch has to tell the
-        workers; None where each waits for something else.
-        """
+        """A request whose fetch waits for a step that no batch has brought to the workers; None without one."""
         with self._lock:
-            for grant in self.grants.waiting():
-                prefix = self._prefixes.get(grant.request.request_id)
-                copied_by = NO_STEP if prefix is None else prefix.copied_by
-                if max(copied_by, grant.after_step) > self._last_sent:
-                    return grant
-            return None
+            return next((each for each in self.grants.waiting() if each.after_step > self._last_sent), None)
 
     def open_step(self) -> int:
         """The step whose copies no batch has yet; -1 where there are none."""
@@ -277,13 +275,9 @@ class DecodeAdapter(PrefixCacheAdapter):
             return self.grants.take_token(output)
 
     def take_ready(self, is_known: Callable[[str], bool]) -> list[Grant]:
-        """See `Grants.take_ready`. The copies of their cached blocks are on their way to the workers."""
+        """See `Grants.take_ready`. A fetch begins behind the copies of its request's cached blocks: they came first."""
         with self._lock:
-            return self.grants.take_ready(lambda request_id: self._has_copies(request_id) and is_known(request_id))
-
-    def _has_copies(self, request_id: str) -> bool:
-        prefix = self._prefixes.get(request_id)
-        return prefix is None or prefix.copied_by <= self._last_sent
+            return self.grants.take_ready(is_known)
 
     def _prefixes_lost(self, request_ids: Sequence[str]) -> None:
         """No batch has brought their copies, so they do not run yet."""

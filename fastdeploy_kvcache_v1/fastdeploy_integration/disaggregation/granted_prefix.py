@@ -41,7 +41,7 @@ class GrantedPrefix:
     num_host_blocks: int = 0
     """Of its shared blocks: those that came from the host."""
     copied_by: int = NO_STEP
-    """The step whose copies it may read: the request runs when a batch has taken them to the workers' queue."""
+    """The step whose copies fill some of its blocks, until they were sent. Its fetch begins behind that step."""
     loss: str | None = None
     """Why its blocks do not hold what they should."""
 

@@ -24,7 +24,8 @@ class TaskTokens:
     client sent) is served without caching.
     """
 
-    def __init__(self, task: Any, block_size: int) -> None:
+    def __init__(self, task: Any, block_size: int, items: Sequence[MultimodalItem] | None = None) -> None:
+        """`items`: the images, videos and audios of its prompt, None for those that it tells itself."""
         self.task = task
         self.are_reusable = False
         """False with images: FastDeploy may rewrite the images of a waiting request."""
@@ -37,7 +38,8 @@ class TaskTokens:
         try:
             self.are_reusable = not has_items(task)
             self.access = access_of(task)
-            self._hasher = BlockHasher(block_size, items=multimodal_items(task), salt=salt_of(task))
+            found = multimodal_items(task) if items is None else items
+            self._hasher = BlockHasher(block_size, items=found, salt=salt_of(task))
             self._hasher.extend(task.prompt_token_ids)
         except Exception as error:  # the edge to what clients send: it must not hold up the requests behind this one
             self._give_up(error)

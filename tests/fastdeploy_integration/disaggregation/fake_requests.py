@@ -16,6 +16,7 @@ def request(request_id="r", *, blocks=(), tokens=None, name=None, prefill_ip="12
         ic_req_data=None,
         disaggregate_info={"prefill_ip": prefill_ip, "prefill_connector_port": 1},
         block_tables=list(blocks),
+        multimodal_inputs=None,
         need_prefill_tokens=len(blocks) * BLOCK if tokens is None else tokens,
         eos_token_ids=[END],
         idx=0,

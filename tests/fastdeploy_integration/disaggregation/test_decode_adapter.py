@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import give_name, name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import ITEMS, give_name, name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
@@ -257,6 +257,34 @@ def test_tenants_share_nothing(decode):
     assert decode.served("d", [*PREFIX, 5], cache_salt="one").first_block == 3
 
 
+def image(content, grid):
+    """As prefill has it. FastDeploy sends decode no `grid_thw`."""
+    position = SimpleNamespace(offset=2, length=6)
+    return {"mm_positions": [position], "mm_hashes": [content], "grid_thw": [grid]}
+
+
+def test_images_are_told_apart_by_content_and_shape(decode):
+    def found(request_id, inputs, *, is_named=True):
+        task = decode.request(request_id, [*PREFIX, 5], multimodal_inputs=inputs)
+        if not is_named:
+            del task.ic_req_data[ITEMS]
+        task.multimodal_inputs = {name: inputs[name] for name in ("mm_positions", "mm_hashes")}
+        assert decode.preallocate(task)
+        decode.run(task)
+        decode.free(task)
+        return decode.fetch(task).first_block
+
+    wide, high = image("red", [1, 2, 4]), image("red", [1, 4, 2])
+    assert found("a", wide, is_named=False) == 0
+    assert found("b", wide) == 0, "one that prefill has not named is not cached"
+    assert found("c", wide) == 3
+    assert found("d", high) == 0
+    assert found("e", image("blue", [1, 2, 4])) == 0
+    assert found("f", high) == 3
+    assert decode.served("g", [*PREFIX, 5]).first_block == 0
+    decode.cache.check_idle()
+
+
 def test_a_request_may_stay_out_of_the_cache(decode):
     decode.served("a", [*PREFIX, 5], skip_writing_prefix_cache=True)
     assert decode.served("b", [*PREFIX, 5], skip_reading_prefix_cache=True).first_block == 0
@@ -327,22 +355,55 @@ def swapped_in(decode):
     return task
 
 
-def test_blocks_of_the_host_are_on_their_way_before_a_request_runs():
+def test_a_fetch_begins_behind_the_copies_of_its_request():
+    """So these have reached the worker when it has arrived, and the request runs."""
     decode = full()
     task = swapped_in(decode)
-    decode.arrive(task)
-    assert not decode.take_ready(task), "no batch has their copies"
-    carrier = decode.carrier()
-    decode.schedule(carrier)
-    assert not decode.take_ready(task), "the batch may get lost"
-    (step,) = decode.inbox.take([carrier])
-    assert set(step.swap_in.target_slots) <= set(task.block_tables[:3])
+    (step,) = decode.batch(decode.carrier())
+    assert step.step == decode.fetch(task).after_step
     assert step.swap_in.target_slots
-    decode.cache.batch_sent()
-    assert decode.take_ready(task)
-    decode.batch(task)
+    assert set(step.swap_in.target_slots) <= set(task.block_tables[:3])
+    assert decode.carrier() is None
+    decode.run(task)
     decode.free(task)
     decode.cache.check_idle()
+
+
+def test_a_match_behind_copies_that_are_being_sent_begins_behind_them():
+    decode = full()
+    task = swapped_in(decode)
+    decode.schedule(decode.carrier())
+    decode.free(task, Status.WAITING)
+    decode.arrive(task, "cancelled")
+    again = decode.granted("d", [*PREFIX, 6])
+    assert again.num_cached_blocks == 3
+    assert decode.fetch(again).after_step == decode.fetch(task).after_step
+    decode.cache.batch_lost()
+    assert [each.request_id for each in decode.cache.lost(set())] == ["d"], "the same copies"
+
+
+def test_slots_that_a_sent_eviction_reads_are_filled_after_it():
+    """The worker may still have it before it."""
+    decode = full()
+    task = decode.granted("b", [2] * 13)
+    (step,) = decode.batch(decode.carrier())
+    decode.free(task, Status.WAITING)
+    decode.arrive(task, "cancelled")
+    again = decode.granted("c", [3] * 13)
+    assert decode.fetch(again).after_step >= step.step
+
+
+def test_blocks_of_the_host_need_room():
+    decode = full()
+    other = decode.granted("b", [2] * 13)
+    decode.batch(decode.carrier())
+    decode.run(other)
+    decode.free(other)
+    holder = decode.granted("holder", [3] * 5)
+    assert not decode.preallocate(decode.request("c", [*PREFIX, 6])), "three of five slots are free"
+    decode.arrive(holder, "gone")
+    decode.free(holder, Status.WAITING)
+    assert decode.preallocate(decode.request("c", [*PREFIX, 6]))
 
 
 def test_a_request_whose_copies_were_lost_does_not_run():
@@ -350,6 +411,7 @@ def test_a_request_whose_copies_were_lost_does_not_run():
     task, carrier = swapped_in(decode), decode.carrier()
     decode.schedule(carrier)
     decode.cache.batch_lost()
+    decode.batch(decode.carrier())
     decode.arrive(task)
     assert not decode.take_ready(task)
     (lost,) = decode.cache.lost(set())
@@ -379,8 +441,8 @@ def test_a_request_whose_host_blocks_hold_nothing_does_not_run():
     task = swapped_in(decode)
     slots = tuple(range(8))
     decode.cache.host_copies_failed([TransferResult(1, CacheLevel.DEVICE, CacheLevel.HOST, 8, 0, 0.0, slots, "x")])
-    decode.arrive(task)
     decode.batch(decode.carrier())
+    decode.arrive(task)
     assert not decode.take_ready(task)
     assert [each.request_id for each in decode.cache.lost(set())] == ["c"]
     decode.free(task, Status.WAITING)
