@@ -400,7 +400,8 @@ def test_blocks_of_the_host_need_room():
     decode.run(other)
     decode.free(other)
     holder = decode.granted("holder", [3] * 5)
-    assert not decode.preallocate(decode.request("c", [*PREFIX, 6])), "three of five slots are free"
+    decode.batch(decode.carrier())
+    assert not decode.preallocate(decode.request("c", [*PREFIX, 6])), "three of five slots are there"
     decode.arrive(holder, "gone")
     decode.free(holder, Status.WAITING)
     assert decode.preallocate(decode.request("c", [*PREFIX, 6]))
