@@ -250,6 +250,14 @@ def test_another_thread_asks_for_its_own_room():
     assert len(answers[1]) == 1
 
 
+def test_without_prefix_caching_every_prompt_is_fetched_whole():
+    decode = Decode(enable_prefix_caching=False)
+    for request_id in ("a", "b"):
+        assert decode.served(request_id, [*PREFIX, 5]).first_block == 0
+    assert len(decode.cache.gpu_free_block_list) == 20
+    decode.cache.check_idle()
+
+
 def test_tenants_share_nothing(decode):
     decode.served("a", [*PREFIX, 5], cache_salt="one")
     assert decode.served("b", [*PREFIX, 5], cache_salt="two").first_block == 0

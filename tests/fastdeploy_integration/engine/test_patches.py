@@ -65,6 +65,25 @@ def test_engine_args_get_our_fields():
     assert (made.write_policy, made.write_through_threshold) == ("write_back", 5)
 
 
+@pytest.mark.parametrize(
+    ("given", "is_cuda", "expected"), [(True, True, True), (False, True, False), (True, False, False)]
+)
+def test_a_decode_server_has_prefix_caching_where_another_one_has_it(given, is_cuda, expected):
+    @dataclass
+    class EngineArgs:
+        write_policy: str = "write_through"
+        splitwise_role: str = "mixed"
+        enable_prefix_caching: bool = True
+
+        def __post_init__(self):
+            if self.splitwise_role == "decode" or not is_cuda:
+                self.enable_prefix_caching = False
+
+    config_patches.add_arguments(EngineArgs)
+    made = EngineArgs(splitwise_role="decode", enable_prefix_caching=given, write_through_threshold=3)
+    assert (made.splitwise_role, made.enable_prefix_caching, made.write_through_threshold) == ("decode", expected, 3)
+
+
 def test_command_line():
     parser = argparse.ArgumentParser()
     parser.add_argument("--write-policy", choices=["write_through"], default="write_through")
