@@ -227,11 +227,9 @@ class Roles:
         while self.late and self.rng.random() < 0.5:
             preempted, aborted = worker.receive(self.late.popleft())
             for request_id in preempted:
-                self.decode.reschedule_preempt_task(request_id)
-                if request_id in self.decode.requests:
-                    self.counts["computed at decode"] += 1
-                    continue
                 self.counts["preempted"] += 1
+                self.decode.reschedule_preempt_task(request_id)
+                assert request_id not in self.decode.requests, "its client was told that it has ended"
                 self.front.requests.discard(request_id)
             for request_id in aborted:
                 self.counts["aborted while it ran"] += 1
