@@ -21,13 +21,13 @@ from ...metadata import DeviceSlot, NoSpace, SwapStep
 from ...transfer.rank_messages import TransferNews
 from ..engine.adapter import PrefixCacheAdapter
 from ..engine.record import Record
-from ..engine.task_tokens import TaskTokens
 from ..task_kind import TaskKind
 from ..transport import RunningRow
+from .asked_again import AskedAgain
 from .granted_prefix import NO_STEP, GrantedPrefix, Match
 from .grants import Grant, Grants, Lost
 from .rank_channel import RankNews
-from .transfer_name import items_of, name_of
+from .transfer_name import name_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,7 @@ class DecodeAdapter(PrefixCacheAdapter):
         super().__init__(*args, **kwargs)
         self._granting: Match | None = None
         """Of the request that FastDeploy is about to give blocks: one at a time, its thread for that is one."""
+        self._asked_again = AskedAgain(self._block_size)
         self._prefixes: dict[str, GrantedPrefix] = {}
         """Of requests with blocks that no batch had yet, by id."""
         self._last_taken = self._last_sent = NO_STEP
@@ -74,17 +75,16 @@ class DecodeAdapter(PrefixCacheAdapter):
         """FastDeploy gives `request`, which has a name, a seat and blocks for its prompt, by `allocate`: False, and
         nothing has changed, where it has no room. The table begins with what is cached; ranks fetch the rest.
         """
-        with self._lock:
-            self._granting = self._match_prompt(request)
+        self._granting = self._match_prompt(request)
         is_done = False
         try:
             is_done = allocate(request)
+        except CacheStateError as error:
+            logger.warning("request %s has to be asked for again: %s", request.request_id, error)
         finally:
-            with self._lock:
-                match, self._granting = self._granting, None
-                if not is_done and match is not None:
-                    self._prefixes.pop(request.request_id, None)
-                    self.manager.release(request.request_id)
+            match, self._granting = self._granting, None
+            if not is_done and match is not None:
+                self._undo(match)
         if is_done:
             self.grant(request)
         return is_done
@@ -92,14 +92,21 @@ class DecodeAdapter(PrefixCacheAdapter):
     def _match_prompt(self, request: Any) -> Match | None:
         """None for a request that cannot be matched: it is served without the cache."""
         try:
-            items = items_of(request)
-            if items is None:
+            tokens = self._asked_again.tokens_of(request)
+            if tokens is None:
                 return None
-            tokens = TaskTokens(request, self._block_size, items)
-            return Match(request, tokens, self.manager.match_prefix(request.request_id, tokens))
+            with self._lock:
+                return Match(request, tokens, self.manager.match_prefix(request.request_id, tokens))
         except Exception:  # the edge to what clients send
             logger.exception("request %s is served without the cache: matching it failed", request.request_id)
             return None
+
+    def _undo(self, match: Match) -> None:
+        """FastDeploy gave nothing to a request that was matched."""
+        with self._lock:
+            self._prefixes.pop(match.request.request_id, None)
+            self.manager.release(match.request.request_id)
+        self._asked_again.keep(match.tokens)
 
     def can_allocate_gpu_blocks(self, num_blocks: int, try_free_gpu_blocks: bool = True) -> bool:
         """Blocks that a request which is given blocks has on the device already are none that it needs."""
@@ -114,13 +121,15 @@ class DecodeAdapter(PrefixCacheAdapter):
             match = self._granting
             if match is None or req_id is None or not match.is_here or match.request.request_id != req_id:
                 return super().allocate_gpu_blocks(num_blocks, req_id)
-            admitted = self.manager.allocate(req_id, match.found.num_tokens)
+            # What was found may be lost since: a batch that was lost empties the cache.
+            num_found = len(self.manager.nodes(req_id))
+            admitted = self.manager.allocate(req_id, num_found * self._block_size)
             if isinstance(admitted, NoSpace):
                 raise CacheStateError(f"{req_id}: no room for {admitted.needed} blocks of the host tier")
             shared = self.manager.block_table(req_id)
             copied_by = self._step_of_copies() if shared else NO_STEP
             self._prefixes[req_id] = GrantedPrefix(
-                Record(match.tokens, len(shared)), match.found.num_host_blocks, copied_by
+                Record(match.tokens, num_found), admitted.num_host_tokens // self._block_size, copied_by
             )
             return shared + super().allocate_gpu_blocks(num_blocks - len(shared), req_id)
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import ITEMS, give_name, name_of
@@ -218,6 +219,26 @@ def test_a_request_without_room_changes_nothing():
     decode.cache.check_idle()
 
 
+def test_a_request_that_is_asked_for_again_is_hashed_once(monkeypatch):
+    """Each time it is another object, with the same name."""
+    decode, num_hashed = Decode(6), []
+    make = asked_again.TaskTokens
+    monkeypatch.setattr(asked_again, "TaskTokens", lambda *args: num_hashed.append(1) or make(*args))
+    holder = decode.granted("holder", [9] * 13)
+    asked = [decode.request("a", [*PREFIX, 5]) for _ in range(3)]
+    for each in asked:
+        each.ic_req_data = asked[0].ic_req_data
+    assert [decode.preallocate(each) for each in asked[:2]] == [False, False]
+    decode.run(holder)
+    decode.free(holder)
+    assert decode.preallocate(asked[2])
+    assert len(num_hashed) == 2, "one each"
+    decode.run(asked[2])
+    decode.free(asked[2])
+    assert decode.served("b", [*PREFIX, 6]).first_block == 3
+    decode.cache.check_idle()
+
+
 def test_fastdeploy_that_raises_leaves_no_match_behind(decode):
     decode.served("a", [*PREFIX, 5])
 
@@ -226,6 +247,31 @@ def test_fastdeploy_that_raises_leaves_no_match_behind(decode):
 
     with pytest.raises(IndexError):
         decode.cache.preallocate(decode.request("b", [*PREFIX, 6]), allocate)
+    decode.cache.check_idle()
+
+
+@pytest.mark.parametrize("blocks", [20, 5])
+def test_what_is_lost_between_the_match_and_the_blocks_is_fetched(blocks):
+    """In five blocks there is no room then, though FastDeploy was told that there is."""
+    decode = Decode(blocks)
+    decode.served("a", [*PREFIX, 5])
+    holder = decode.cache.allocate_gpu_blocks(2, "holder") if blocks == 5 else []
+    task = decode.request("b", [*PREFIX, 6])
+
+    def allocate(request):
+        assert decode.cache.can_allocate_gpu_blocks(5 - len(holder))
+        decode.cache.batch_dropped()
+        request.block_tables = decode.cache.allocate_gpu_blocks(5, request.request_id)
+        return True
+
+    is_done = decode.cache.preallocate(task, allocate)
+    decode.cache.check()
+    assert is_done == (blocks == 20)
+    if is_done:
+        assert decode.fetch(task).first_block == 0
+        decode.run(task)
+        decode.free(task)
+    decode.cache.recycle_gpu_blocks(holder, "holder")
     decode.cache.check_idle()
 
 
