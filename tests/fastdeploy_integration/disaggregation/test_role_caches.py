@@ -35,7 +35,7 @@ class Engine:
         cache = SimpleNamespace(
             **{"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru"},
             **{"host_block_bytes": None, "block_size": BLOCK, "kvcache_storage_backend": None},
-            **{"total_block_num": 8, "num_cpu_blocks": 0, "enable_prefix_caching": True},
+            **{"total_block_num": 8, "num_cpu_blocks": 0, "enable_prefix_caching": True, "enable_output_caching": True},
             disable_chunked_mm_input=False,
         )
         config = SimpleNamespace(
