@@ -90,6 +90,33 @@ def a_copy_that_fails_is_an_error_and_gives_everything_back() -> None:
     driver.reset(1)
 
 
+def a_peer_that_dies_under_a_copy_fails_the_read() -> None:
+    """The copy itself ends well: what the fake has mapped outlives its owner."""
+    with own_peer() as peer, ours() as mine:
+        source = mine.open(peer)
+        record = source._stream.record_event
+
+        def dies() -> object:
+            event = record()
+            peer.process.kill()
+            peer.process.wait()
+            library.fake_run_all()
+            return event
+
+        source._stream.record_event = dies
+        expect(RemoteReadError, "has ended", source.read, "any", whole_blocks([1], [1]), soon())
+        assert library.fake_num_mapped() == 0
+
+
+def nothing_of_a_peer_that_died_is_touched() -> None:
+    with ours() as mine:
+        with own_peer() as peer:
+            source = mine.open(peer)
+        before = driver.counted("copies"), driver.counted("copies_2d")
+        expect(RemoteReadError, "has ended", source.read, "any", everything(), soon())
+        assert (driver.counted("copies"), driver.counted("copies_2d")) == before
+
+
 def copies_go_by_batches_once_these_were_tried() -> None:
     places = random.Random(0).sample(range(512), 512)
     scattered = Spans.of([Span(0, place * 64, at * 128, 64) for at, place in enumerate(places)])
@@ -161,6 +188,8 @@ CHECKS: dict[str, Callable[[], None]] = {
         a_read_that_is_late_has_ended_when_it_raises,
         a_read_that_is_closed_has_ended_when_close_returns,
         a_copy_that_fails_is_an_error_and_gives_everything_back,
+        a_peer_that_dies_under_a_copy_fails_the_read,
+        nothing_of_a_peer_that_died_is_touched,
         copies_go_by_batches_once_these_were_tried,
         a_gpu_without_peer_access_is_refused,
         what_was_mapped_before_a_refusal_is_given_back,
