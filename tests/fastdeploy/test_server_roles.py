@@ -156,10 +156,3 @@ def test_an_abort_frees_both_servers(group, client):
         for each in asked:
             each.exception()
     wait_idle(*both(group))
-
-
-def test_pause_is_refused_and_harms_nothing(group, expected, client):
-    for server in both(group):
-        with pytest.raises(AssertionError, match="not supported with --splitwise-role"):
-            server.control("pause")
-    assert ask(client, PROMPTS[0]) == expected[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...batch_request import BatchRequest
 from ...copy_totals import RankCopies
-from ...errors import ModelError
+from ...errors import ConfigError, ModelError
 from ...metadata import TransferReport
 from ...model.config import load_model_config
 from ...model.plan import SequenceSlice
@@ -145,11 +145,17 @@ class CpuModelRunner:
         if self._transfers is not None:
             heads = self._model.num_kv_heads if self._model.attention_family == "gqa" else None
             shape = RankShape(self._config.block_size, heads, self._ranks.size, self._ranks.rank)
-            self._transfers.use(self._controller, shape)
+            try:
+                self._transfers.use(self._controller, shape)
+            except ConfigError:
+                self.drop_caches()  # so that another wakeup can succeed
+                raise
 
     def drop_caches(self) -> None:
         """Give the caches back, and forget every sequence: their KV is gone."""
         self.clear_requests()
+        if self._transfers is not None:
+            self._transfers.let_go()
         is_in_use = self._storage is not None and not self._storage.let_go()
         self._controller.free(keep_host_memory=self._config.keep_host_memory or is_in_use)
         self._steps = None

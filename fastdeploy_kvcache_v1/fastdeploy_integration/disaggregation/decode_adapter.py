@@ -26,6 +26,7 @@ from ..transport import RunningRow
 from .asked_again import AskedAgain
 from .granted_prefix import NO_STEP, GrantedPrefix, Match
 from .grants import Grant, Grants, Lost
+from .pausing import Gate
 from .rank_channel import RankNews
 from .transfer_name import name_of
 
@@ -42,6 +43,7 @@ class DecodeAdapter(PrefixCacheAdapter):
     caches_outputs = True
     """Whether what a complete request generated is cached: 2.6 never says so on a decode server."""
     grants: Grants
+    gate: Gate
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -282,6 +284,11 @@ class DecodeAdapter(PrefixCacheAdapter):
         """See `Grants.take_token`."""
         with self._lock:
             return self.grants.take_token(output)
+
+    def knew(self, output: Any) -> bool:
+        """Whether a request has had blocks here under the name that `output` carries."""
+        with self._lock:
+            return self.grants.knew(name_of(output))
 
     def take_ready(self, is_known: Callable[[str], bool]) -> list[Grant]:
         """See `Grants.take_ready`. A fetch begins behind the copies of its request's cached blocks: they came first."""

@@ -30,6 +30,9 @@ class DecodeRank(RankRole):
 
     def turn(self, step: int) -> None:
         self.transfers.handle(self._channel.take(), step=step)
+        self._tell_ended()
+
+    def _tell_ended(self) -> None:
         news = self.transfers.take_news()
         if news:
             self._channel.tell(news)

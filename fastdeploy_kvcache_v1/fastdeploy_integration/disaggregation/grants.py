@@ -29,6 +29,9 @@ OK = 200
 
 NOT_THERE = "this server's worker does not listen"
 
+MOST_NAMES = 4096
+"""Of the last grants: what is said of an older one is long past."""
+
 
 class Lost(NamedTuple):
     """A request that cannot run."""
@@ -89,6 +92,8 @@ class Grants:
         """Slots by name, while a rank may write to them."""
         self._parked: dict[str, tuple[Sequence[int], str]] = {}
         """What FastDeploy gave back, and for which request, by name."""
+        self._names: dict[str, None] = {}
+        """Of the last grants, the oldest first."""
         self._is_scheduling = False
         self._freed_by = -1
         """The last step with copies, or whose batch ended sequences that the worker may still compute."""
@@ -120,8 +125,15 @@ class Grants:
         """Requests that wait for their blocks or their first token."""
         return list(self._grants.values())
 
+    def knew(self, name: str | None) -> bool:
+        """Whether a request has had blocks here under that name."""
+        return name in self._names
+
     def grant(self, request: Any, name: str, slots: Sequence[int], first_block: int = 0) -> None:
         """FastDeploy has given it a seat and blocks: `slots` are those of the prompt from `first_block` on."""
+        self._names[name] = None
+        if len(self._names) > MOST_NAMES:
+            del self._names[next(iter(self._names))]
         self._grants[request.request_id] = Grant(request, name, tuple(slots), first_block)
         self.ledger.grant(name, self._fetch_s)
         if not self._is_scheduling:

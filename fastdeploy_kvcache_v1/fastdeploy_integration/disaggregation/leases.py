@@ -61,6 +61,13 @@ class Leases:
             case LeaseEnd():
                 self._end(rank, news)
 
+    def withdraw_all(self, reason: str) -> None:
+        """Have every rank end those that are open."""
+        for name, lease in self._open.items():
+            lease.error = lease.error or reason
+            if self.ledger.withdraw(name):
+                self._send(WithdrawLease(name, reason))
+
     def take_ended(self) -> list[list[str]]:
         """Request id and status of transfers that have ended on every rank since the last call, as FastDeploy wants
         them.

@@ -6,17 +6,16 @@ import logging
 import socket
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from ...errors import CacheStateError
-from ..engine.patches import EnginePrefixCache, control_with_request
+from ..engine.patches import EnginePrefixCache
 from ..overlay import overlay
 from ..overlay.table import Where
 from .decode_adapter import DecodeAdapter
 from .first_tokens import FirstTokens
 from .grants import FAILED
 from .messager import Messager
+from .pausing import DECODE_PAUSED, PREFILL_PAUSED
 from .prefill_adapter import PrefillAdapter
 from .role_caches import DecodeCache, PrefillCache
 from .transfer_name import give_name
@@ -86,11 +85,11 @@ def tokens_to_compute(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 def preallocate_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
     """Wraps `preallocate_resource_in_d`: a request that is sent twice gets blocks once, and its ranks fetch those that
-    are not cached.
+    are not cached. One that comes while the server is paused gets none.
     """
+    cache: DecodeAdapter = instance.cache_manager
 
     def preallocate(request: Any) -> bool:
-        cache: DecodeAdapter = instance.cache_manager
         granted = cache.granted(request)
         if granted is not None:
             request.disaggregate_info["block_tables"] = granted.request.block_tables
@@ -99,13 +98,15 @@ def preallocate_in_decode(wrapped: Wrapped, instance: Any, args: Args, kwargs: K
             return False
         return cache.preallocate(request, wrapped)
 
-    return preallocate(*args, **kwargs)
+    with cache.gate.passing() as is_open:
+        return is_open and preallocate(*args, **kwargs)
 
 
 def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> tuple[bool, str]:
     """Wraps `check_decode_allocated`, which waits for a decode server's answer: asks again while that server has no
-    room, and gives up when it is gone, does not answer, or stays full.
+    room, and gives up when it is gone, does not answer, or stays full, and when this server is paused.
     """
+    gate = instance.resource_manager.cache_manager.gate
 
     def ask(task: Any) -> tuple[bool, str]:
         info = task.disaggregate_info
@@ -113,6 +114,10 @@ def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
             return False, "this is a prefill server: send requests to the router"
         deadline = time.monotonic() + FULL_S
         while True:
+            if not gate.is_open:
+                instance.current_request_ids.pop(task.request_id, None)
+                tell_decode(instance, task, PREFILL_PAUSED)
+                return False, PREFILL_PAUSED
             where = info["decode_ip"], int(info["decode_connector_port"])
             if (reason := _unreachable(*where)) is not None:
                 instance.current_request_ids.pop(task.request_id, None)
@@ -121,7 +126,7 @@ def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
             if granted:
                 return True, message
             if message != NO_ROOM or time.monotonic() >= deadline:
-                _tell_decode(instance, task, message)
+                tell_decode(instance, task, f"the decode server gives {task.request_id} no room: {message}")
                 return False, message
             time.sleep(ASK_AGAIN_S)
             instance.send_splitwise_tasks([task], task.idx)
@@ -129,8 +134,10 @@ def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
     return ask(*args, **kwargs)
 
 
-def _tell_decode(connector: Any, task: Any, message: str) -> None:
-    """The client waits there: FastDeploy would tell nobody but the router, which waits for the decode server."""
+def tell_decode(connector: Any, task: Any, reason: str) -> None:
+    """The client of a request that ends here waits there: FastDeploy would tell nobody but the router, which waits for
+    the decode server.
+    """
     from fastdeploy.engine.request import RequestOutput
 
     error = RequestOutput(
@@ -138,7 +145,7 @@ def _tell_decode(connector: Any, task: Any, message: str) -> None:
         finished=True,
         metrics=task.metrics,
         error_code=FAILED,
-        error_msg=f"PD Error: the decode server gives {task.request_id} no room: {message}",
+        error_msg=f"PD Error: {reason}",
         ic_req_data=task.ic_req_data,
     )
     connector.send_first_token(task.disaggregate_info, [error])
@@ -154,7 +161,10 @@ def _unreachable(host: str, port: int) -> str | None:
 
 
 def tell_prefill(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> None:
-    """Wraps `send_cache_info_to_prefill`: 2.5 does not say that it has no room, and prefill would wait for 30 s."""
+    """Wraps `send_cache_info_to_prefill`: 2.5 does not say that it has no room, and prefill would wait for 30 s. A
+    paused server says so: it is not asked again.
+    """
+    gate = instance.resource_manager.cache_manager.gate
 
     def tell(tasks: list[Any]) -> None:
         for task in tasks:
@@ -162,7 +172,7 @@ def tell_prefill(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
             if error is not None and task.disaggregate_info is not None:
                 info = task.disaggregate_info
                 where = f"{info['prefill_ip']}:{info['prefill_connector_port']}"
-                refusal = [{"request_id": task.request_id, "error_msg": error}]
+                refusal = [{"request_id": task.request_id, "error_msg": error if gate.is_open else DECODE_PAUSED}]
                 instance._send_message(where, "cache_sync", refusal)
         granted = [task for task in tasks if task.get("error_msg", None) is None]
         if granted:
@@ -218,18 +228,3 @@ def _on_end() -> Callable[[], None]:
         return lambda: None
     gauge = main_process_metrics.decode_preallocated_req_num
     return lambda: gauge.dec()
-
-
-def refuse_pause(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps the control request that empties the cache, which peers read. Sleep and weight updates begin with it."""
-    role = instance.cfg.scheduler_config.splitwise_role
-    if role != "mixed":
-        raise CacheStateError(
-            f"pause, sleep and weight updates are not supported with --splitwise-role {role}: restart the server"
-        )
-    return wrapped(*args, **kwargs)
-
-
-def refuse_pause_with_request(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """As `refuse_pause`, over what 2.6 needs in other roles."""
-    return refuse_pause(partial(control_with_request, wrapped, instance), instance, (args, kwargs), {})

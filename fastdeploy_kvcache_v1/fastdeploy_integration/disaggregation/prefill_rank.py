@@ -40,6 +40,10 @@ class PrefillRank(RankRole):
         """Of the last transfers that were offered, whatever became of them."""
 
     def insert(self, tasks: Sequence[Any]) -> None:
+        if not self.is_in_use:  # FastDeploy was told to go on while it sleeps
+            for task in tasks:
+                self._refuse(task)
+            return
         for task in tasks:
             if task.task_type.value == TaskKind.PREFILL:
                 self._offer(task)
@@ -62,11 +66,8 @@ class PrefillRank(RankRole):
             if known.slots != slots:
                 self.failed(task.request_id, "it was given other blocks")
             return
-        if name in self._names:
+        if not self._is_new(name):
             return  # a later task of one that has ended
-        self._names[name] = None
-        if len(self._names) > MAX_NAMES:
-            del self._names[next(iter(self._names))]
         if known is not None:
             self.failed(task.request_id, "another request has its id")
         self._offers[task.request_id] = _Offer(name, task.request_id, slots)
@@ -75,8 +76,25 @@ class PrefillRank(RankRole):
         peers = tuple(PeerPort(host, int(port)) for port in info["decode_rdma_ports"])
         self.transfers.handle([OpenLease(name, name, slots, int(task.need_prefill_tokens), peers)])
 
+    def _refuse(self, task: Any) -> None:
+        name = name_of(task) if task.task_type.value == TaskKind.PREFILL else None
+        if name is not None and task.disaggregate_info is not None and self._is_new(name):
+            self._channel.tell(LeaseOpened(name, task.request_id))
+            self._channel.tell(LeaseEnd(name, task.request_id, "the prefill server sleeps"))
+
+    def _is_new(self, name: str) -> bool:
+        if name in self._names:
+            return False
+        self._names[name] = None
+        if len(self._names) > MAX_NAMES:
+            del self._names[next(iter(self._names))]
+        return True
+
     def turn(self, step: int) -> None:
         self.transfers.handle(self._channel.take())
+        self._tell_ended()
+
+    def _tell_ended(self) -> None:
         for end in self.transfers.take_news().leases:
             self._end(end)
 

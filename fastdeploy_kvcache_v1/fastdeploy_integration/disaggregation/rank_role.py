@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...transfer.control_link import Self
@@ -40,7 +41,9 @@ class RankRole(ABC):
         self._transfers: RankTransfers | None = None
 
     def use(self, controller: CacheController, shape: RankShape) -> None:
-        """The caches are there; the engine hears of it. Once. Raises `ConfigError`."""
+        """The caches are there, at the start and after `let_go`, when peers meet another instance: the engine hears of
+        it. Raises `ConfigError`.
+        """
         regions = [rows for layer in controller.device_rows for rows in layer]
         plane = self._choice.open_plane(self._place.host)
         plane.register(regions)
@@ -53,7 +56,7 @@ class RankRole(ABC):
             num_kv_heads=shape.num_kv_heads,
         )
         self._transfers = RankTransfers(
-            Self(geometry, plane.address(), self._choice.settings),
+            Self(geometry, plane.address(), replace(self._choice.settings, instance=os.urandom(16).hex())),
             plane,
             controller.device_hazards,
             listen=PeerPort(self._place.host, self._place.ports[shape.tp_rank]) if self._listens else None,
@@ -61,6 +64,18 @@ class RankRole(ABC):
             names_come_once=True,
         )
         self._channel.tell(RankInfo(self._transfers.port, self._transfers.plane_address, geometry))
+
+    def let_go(self) -> None:
+        """The caches are about to lose their memory: leases, fetches and links end. Idempotent."""
+        if self._transfers is not None:
+            self._transfers.close()
+            self._tell_ended()
+            self._transfers = None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there are caches."""
+        return self._transfers is not None
 
     @property
     def transfers(self) -> RankTransfers:
@@ -70,6 +85,10 @@ class RankRole(ABC):
     @abstractmethod
     def insert(self, tasks: Sequence[Any]) -> None:
         """A batch of FastDeploy's tasks has come, before anything of it is computed."""
+
+    @abstractmethod
+    def _tell_ended(self) -> None:
+        """Tell the engine of leases or fetches that have ended."""
 
     @abstractmethod
     def turn(self, step: int) -> None:

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from multiprocessing.util import Finalize
 from typing import Any
@@ -24,6 +25,7 @@ from . import settings
 from .decode_adapter import DecodeAdapter
 from .grants import Grants
 from .leases import Leases
+from .pausing import PREFILL_PAUSED, Gate
 from .place import place_of
 from .prefill_adapter import PrefillAdapter
 from .rank_channel import EngineEnd, RankNews
@@ -53,7 +55,7 @@ class NoFollowers:
         """Nothing was passed over."""
 
 
-class RoleCache(EnginePrefixCache):
+class RoleCache(EnginePrefixCache, ABC):
     """What both roles have: a place that peers know, and a way to their ranks."""
 
     def __init__(self, config: Any) -> None:
@@ -62,6 +64,9 @@ class RoleCache(EnginePrefixCache):
         settings.export(self._place)
         self._ranks: EngineEnd | None = None
         self._infos: dict[int, RankInfo] = {}
+        self.gate = Gate()
+        """Closed while the server is paused, and before."""
+        self.silence_s = settings.transfer_choice().settings.silence_s
 
     def launch_cache_manager(
         self,
@@ -114,6 +119,19 @@ class RoleCache(EnginePrefixCache):
             except OSError as error:  # serving does not need it
                 logger.warning("%s cannot be written for doctor: %s", INFO_FILE, error)
 
+    @abstractmethod
+    def end(self, manager: Any) -> None:
+        """See `Shared.end`."""
+
+    @abstractmethod
+    def give_up(self, manager: Any) -> None:
+        """See `Shared.give_up`."""
+
+    @property
+    @abstractmethod
+    def num_shared(self) -> int:
+        """See `Shared.num_shared`."""
+
 
 class PrefillCache(PrefillAdapter, RoleCache):
     """Of a prefill server."""
@@ -152,6 +170,17 @@ class PrefillCache(PrefillAdapter, RoleCache):
         with self._lock:
             self.leases.check()
 
+    @property
+    def num_shared(self) -> int:
+        return self.leases.ledger.num_open
+
+    def end(self, manager: Any) -> None:
+        """They end by themselves: a request that has room at decode is complete with its first token."""
+
+    def give_up(self, manager: Any) -> None:
+        with self._lock:
+            self.leases.withdraw_all(PREFILL_PAUSED)
+
 
 class DecodeCache(DecodeAdapter, RoleCache):
     """Of a decode server."""
@@ -187,3 +216,16 @@ class DecodeCache(DecodeAdapter, RoleCache):
 
     def _rank_news(self) -> Sequence[RankNews]:
         return self._take_news()
+
+    @property
+    def num_shared(self) -> int:
+        return len(self.grants) + self.grants.ledger.num_open + self.grants.num_parked
+
+    def end(self, manager: Any) -> None:
+        """FastDeploy aborts those that run, `FirstTokens` those that wait."""
+        with manager.lock:
+            ending = manager.waiting_abort_req_id_set | manager.to_be_aborted_req_id_set
+            manager.waiting_abort_req_id_set.update(manager.requests.keys() - ending)
+
+    def give_up(self, manager: Any) -> None:
+        """Ranks say when a fetch is over."""

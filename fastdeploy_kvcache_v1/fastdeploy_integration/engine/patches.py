@@ -195,6 +195,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
         if self.storage is not None:
             self.storage.clear()
         super().reset(wait_for_tasks_done)
+        self.publisher.publish_now()
 
     def take_reports(self) -> None:
         """Before requests are matched: host blocks whose copy failed in a worker are no longer found, and what reached

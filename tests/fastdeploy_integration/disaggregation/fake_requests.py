@@ -53,7 +53,7 @@ class Manager:
     def __init__(self, cache):
         self.cache_manager = cache
         self.lock = threading.Lock()
-        self.requests, self.waiting_abort_req_id_set = {}, set()
+        self.requests, self.waiting_abort_req_id_set, self.to_be_aborted_req_id_set = {}, set(), set()
         self.tasks_list = []
 
     def pre_recycle_resource(self, request_id):
@@ -69,6 +69,10 @@ class FrontEnd:
 
     def __init__(self, *known):
         self.known, self.results = set(known), []
+
+    @property
+    def requests(self):
+        return dict.fromkeys(self.known)
 
     def has_request(self, request_id):
         return request_id in self.known

@@ -3,7 +3,7 @@
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import FirstTokens
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import REFUSAL_S, FirstTokens
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import ABORTED, FAILED, Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
@@ -31,7 +31,7 @@ class Server:
             clock=lambda: self.now,
         )
         self.engine = engine(self.cache, *known)
-        self.tokens = FirstTokens(self.engine, self.cache, Output, self._count_end)
+        self.tokens = FirstTokens(self.engine, self.cache, Output, self._count_end, clock=lambda: self.now)
 
     def _count_end(self):
         self.num_ended += 1
@@ -156,6 +156,56 @@ def test_a_refusal_reaches_the_client_of_a_request_that_never_got_blocks():
     server.queue.append(decode_item(first_token(request("unknown"), code=502, message="full")))
     assert server.loop() == []
     assert server.answers == [("r", 502, True)]
+
+
+@pytest.mark.parametrize("told", ["refusal", "drop"])
+def test_a_refusal_waits_for_the_request_which_the_router_sends_to_both(told):
+    server = Server()
+    refusal = decode_item(first_token(request("r"), code=499, message="paused"))
+    server.queue.append(refusal if told == "refusal" else ("decode_drop", ["r"]))
+    server.loop()
+    assert server.answers == []
+    server.now = REFUSAL_S - 1
+    server.engine.scheduler.known.add("r")
+    server.loop()
+    assert server.answers == [("r", ABORTED, True)]
+    server.engine.scheduler.known.add("r")  # another one
+    server.loop()
+    assert len(server.answers) == 1
+    assert server.num_ended == 0, "FastDeploy has counted no blocks of it"
+
+
+def test_a_refusal_of_a_request_that_does_not_come_is_forgotten():
+    server = Server()
+    server.queue.append(("decode_drop", ["r"]))
+    server.loop()
+    server.now = REFUSAL_S
+    server.loop()
+    server.engine.scheduler.known.add("r")
+    server.loop()
+    assert server.answers == []
+
+
+def test_fastdeploy_alone_answers_a_dropped_request_that_is_here():
+    server = Server("r")
+    server.queue.append(("decode_drop", ["r"]))
+    assert server.loop() == [("decode_drop", ["r"])]
+    server.loop()
+    assert server.answers == []
+
+
+def test_a_late_error_of_a_request_does_not_end_the_next_one_of_its_id():
+    """The router of 2.6 sends a request that failed again, with its id."""
+    server = Server("r")
+    made = server.preallocate()
+    server.report(made, "the link broke")
+    server.loop()
+    assert server.answers == [("r", FAILED, True)]
+    server.engine.scheduler.known.add("r")
+    server.queue.append(decode_item(first_token(made, code=501, message="prefill failed")))
+    server.loop()
+    server.loop()
+    assert len(server.answers) == 1
 
 
 def test_every_batch_is_numbered_and_those_that_end_sequences_hold_fetches_back():

@@ -49,6 +49,23 @@ def test_transfers_that_end_in_another_order_on_each_rank_are_not_mixed_up(accou
     account.leases.check_idle()
 
 
+def test_all_that_are_open_are_withdrawn_once_and_end_when_each_rank_has_said_so(account):
+    account.open("a")
+    account.open("b", 0)
+    account.leases.withdraw_all("paused")
+    account.leases.withdraw_all("paused")
+    assert account.sent == [WithdrawLease("a", "paused"), WithdrawLease("b", "paused")]
+    account.open("b", 1)
+    assert account.sent[2:] == [WithdrawLease("b", "paused")], "it had no lease when the others were told"
+    for name in "ab":
+        account.end(0, name, "paused")
+        assert account.ended() == []
+        account.end(1, name, "paused")
+        assert account.ended() == [(name, "error: paused")]
+    assert account.leases.ledger.totals == TransferTotals(started=2, cancelled=2)
+    account.leases.check_idle()
+
+
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_what_fails_on_one_rank_has_failed(account, first, failing):

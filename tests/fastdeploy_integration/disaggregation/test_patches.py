@@ -6,10 +6,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import DECODE_PAUSED, PREFILL_PAUSED, Gate
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from tests.fastdeploy_integration.engine.fake_scheduler import make_adapter
@@ -27,6 +27,7 @@ def decode_manager():
         fetch_s=100.0,
         token_s=20.0,
     )
+    cache.gate = Gate()
     manager = Manager(cache)
 
     def preallocate_resource_in_d(made):
@@ -114,6 +115,8 @@ class Connector:
 
     def __init__(self, *answers):
         self.answers, self.asked, self.errors, self.current_request_ids = list(answers), 0, [], {"r": "init"}
+        self.gate = Gate()
+        self.resource_manager = SimpleNamespace(cache_manager=self)
 
     def check_decode_allocated(self, task):
         return self.answers.pop(0)
@@ -188,15 +191,46 @@ def test_a_request_that_no_router_sent_is_refused():
     assert "send requests to the router" in reason
 
 
-def test_prefill_hears_that_there_is_no_room():
+def test_a_paused_prefill_server_asks_for_no_room():
+    connector = Connector()
+    connector.gate.close()
+    assert ask(connector, 1) == (False, PREFILL_PAUSED)
+    assert [(each.error_code, each.error_msg) for each in connector.errors] == [(502, f"PD Error: {PREFILL_PAUSED}")]
+    assert connector.current_request_ids == {}
+
+
+def test_one_that_is_paused_while_it_asks_does_not_ask_again(decode_port):
+    connector = Connector((False, patches.NO_ROOM), (True, ""))
+    connector.send_splitwise_tasks = lambda tasks, current_id: connector.gate.close()
+    assert ask(connector, decode_port) == (False, PREFILL_PAUSED)
+
+
+def test_a_paused_decode_server_takes_no_request():
+    manager = decode_manager()
+    first = request("r")
+    assert manager.preallocate(first)
+    manager.cache_manager.gate.close()
+    assert not manager.preallocate(request("other"))
+    assert not manager.preallocate(request("r", name=name_of(first)))
+    assert len(manager.cache_manager.gpu_free_block_list) == 17
+    manager.cache_manager.gate.open()
+    assert manager.preallocate(request("other"))
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_prefill_hears_that_there_is_no_room(paused):
     """2.5 sends only what was granted."""
-    sent, granted = [], []
-    connector = SimpleNamespace(_send_message=lambda *message: sent.append(message))
+    sent, granted, gate = [], [], Gate()
+    if paused:
+        gate.close()
+    reason = DECODE_PAUSED if paused else patches.NO_ROOM
+    manager = SimpleNamespace(cache_manager=SimpleNamespace(gate=gate))
+    connector = SimpleNamespace(_send_message=lambda *message: sent.append(message), resource_manager=manager)
     full, fits = request("full"), request("fits")
     full.error_msg = patches.NO_ROOM
     patches.tell_prefill(granted.extend, connector, ([full, fits],), {})
     assert granted == [fits]
-    assert sent == [("127.0.0.1:1", "cache_sync", [{"request_id": "full", "error_msg": patches.NO_ROOM}])]
+    assert sent == [("127.0.0.1:1", "cache_sync", [{"request_id": "full", "error_msg": reason}])]
 
 
 @pytest.mark.parametrize(("role", "blocks", "needed"), [("decode", 0, 0), ("decode", 1, 11), ("mixed", 0, 10)])
@@ -204,18 +238,3 @@ def test_a_full_decode_server_starts_what_has_its_blocks(role, blocks, needed):
     cache = make_adapter(20, kind=DecodeAdapter) if role == "decode" else make_adapter(20)
     manager = SimpleNamespace(cache_manager=cache)
     assert patches.blocks_to_start(lambda count: count + 10, manager, (blocks,), {}) == needed
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode", "mixed"])
-@pytest.mark.parametrize("wrapper", [patches.refuse_pause, patches.refuse_pause_with_request])
-def test_pause_is_refused_in_roles(role, wrapper):
-    service = SimpleNamespace(cfg=SimpleNamespace(scheduler_config=SimpleNamespace(splitwise_role=role)))
-
-    def _control_pause(control_request):
-        return control_request
-
-    if role == "mixed":
-        assert wrapper(_control_pause, service, ("a request",), {}) == "a request"
-        return
-    with pytest.raises(CacheStateError, match=f"not supported with --splitwise-role {role}"):
-        wrapper(_control_pause, service, ("a request",), {})

@@ -54,9 +54,9 @@ class Channel:
 
 
 class Pair:
-    def __init__(self, model, directory, **limits):
+    def __init__(self, model, directory, port=0, **limits):
         settings = TransferSettings(secret=SECRET, ping_s=0.1, **limits)
-        choice, place = TransferChoice(settings, "socket", True), RankPlace(HOST, (0,), "the model")
+        choice, place = TransferChoice(settings, "socket", True), RankPlace(HOST, (port,), "the model")
         self.offers, self.channel = Channel(), Channel()
         self.told, self.leases = self.offers.told, self.offers.leases
         self.roles = PrefillRank(choice, place, self.offers), DecodeRank(choice, place, self.channel)
@@ -86,7 +86,8 @@ class Pair:
         for runner in (self.prefill, self.decode):
             runner.not_need_stop()
         for role in self.roles:
-            role.transfers.check()
+            if role.is_in_use:
+                role.transfers.check()
 
     def until(self, condition):
         deadline = time.monotonic() + 30
@@ -104,8 +105,6 @@ class Pair:
             role.transfers.check_idle()
 
     def close(self):
-        for role in self.roles:
-            role.transfers.close()
         for runner in (self.prefill, self.decode):
             runner.drop_caches()
 

@@ -101,7 +101,7 @@ def test_a_copied_table_that_still_says_its_old_release_is_refused(write, tmp_pa
 def test_what_the_develop_branch_differs_in():
     release, develop = table_for("2.6"), table_for("2.6-dev")
     changed = set(develop.rows) - set(release.rows)
-    told = "SplitwiseConnector.send_cache_info_to_prefill"
+    told = "EngineService._send_error_response"
     assert {row.qualname for row in changed} == {"Indexer.forward", told}
     assert set(qualnames(develop)) - set(qualnames(release)) == {told}
     assert release.capabilities == Capabilities(flash_block_wise_fp8=True, counts_preallocated=True)
@@ -112,7 +112,7 @@ def test_what_our_releases_differ_in():
     old, new = table_for("2.5"), table_for("2.6")
     assert {row.target for row in old.rows} - {row.target for row in new.rows} == {
         "fastdeploy.worker.gpu_model_runner:GPUModelRunner.not_need_stop",
-        "fastdeploy.splitwise.splitwise_connector:SplitwiseConnector.send_cache_info_to_prefill",
+        "fastdeploy.engine.common_engine:EngineService._send_error_response",
     }
     assert old.capabilities == Capabilities(acknowledged_cache_info=True)
     assert new.capabilities == Capabilities(flash_block_wise_fp8=True, counts_preallocated=True)

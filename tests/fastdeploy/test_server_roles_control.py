@@ -1,0 +1,107 @@
+"""Pause, sleep and weight updates of prefill and decode servers that serve: every request ends, nothing is left."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
+
+from .cpu_server import wait_until
+from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
+
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+
+ROLES = ("prefill", "decode")
+SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02", "--write-policy", "write_through")
+CLIENT_S = 60.0
+"""Requests that no server answers would end later."""
+
+
+@pytest.fixture(scope="module")
+def group(release, tmp_path_factory):
+    with servers(release, tmp_path_factory.mktemp("roles"), free_port(), LIMITS) as made:
+        started = {"prefill": made.begin("prefill", "prefill", *SWAPPING), "decode": made.begin("decode", "decode")}
+        for each in started.values():
+            each.wait_ready()
+        made.router.wait_registered(prefill=1, decode=1)
+        yield made, started
+
+
+@pytest.fixture
+def client(group):
+    with group[0].router.client(timeout_s=CLIENT_S) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected(group):
+    with group[0].router.client() as client:
+        return [ask(client, prompt) for prompt in PROMPTS[:6]]
+
+
+def both(group):
+    return [group[1][role] for role in ROLES]
+
+
+def tokens(client):
+    return [ask(client, prompt) for prompt in PROMPTS[:6]]
+
+
+def is_refused(call):
+    """The router of 2.6 tries a "PD Error" four times; then a chat ends with "pd_reschedule" and without a token."""
+    error = call.exception(CLIENT_S * 5)
+    assert not isinstance(error, openai.APITimeoutError), "somebody waits for ever"
+    return isinstance(error, openai.APIError) or call.result() == ()
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("max_tokens", [4, 400])
+def test_pause_while_requests_are_under_way(group, expected, client, role, max_tokens):
+    """Many that are short, so that they are asked for and read, or a few that run."""
+    paused, before = group[1][role], num_fetches(group[1]["decode"])
+    with ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(ask, client, prompt, max_tokens=max_tokens) for prompt in PROMPTS * 2]
+        wait_until(lambda: num_fetches(group[1]["decode"]) > before, "requests at decode")
+        paused.control("pause")
+        assert paused.control("is_paused")["result"] == {"is_paused": True}
+        ended = [is_refused(each) for each in asked]
+        if role == "decode" and max_tokens == 400:
+            assert any(ended)
+        wait_idle(*both(group))
+        assert paused.metrics()["device_cached_blocks"] == 0
+        assert is_refused(pool.submit(ask, client, PROMPTS[0]))
+    wait_idle(*both(group))
+    paused.control("resume")
+    assert tokens(client) == expected
+    wait_idle(*both(group))
+
+
+@pytest.mark.parametrize("tags", ["kv_cache", "weight", "weight,kv_cache"])
+@pytest.mark.parametrize("role", ROLES)
+def test_sleep_and_wakeup(group, expected, client, role, tags):
+    before = num_fetches(group[1]["decode"])
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, client, prompt, max_tokens=100) for prompt in PROMPTS[:8]]
+        wait_until(lambda: num_fetches(group[1]["decode"]) > before, "requests at decode")
+        group[1][role].control("sleep", tags=tags)
+        for each in asked:
+            is_refused(each)
+        assert is_refused(pool.submit(ask, client, PROMPTS[0]))
+    group[1][role].control("wakeup", tags=tags)
+    assert tokens(client) == expected
+    wait_idle(*both(group))
+
+
+def test_nothing_computed_with_old_weights_is_used_with_new_ones(group, expected, client):
+    for seed in (1, 0):
+        for server in both(group):
+            server.control("pause")
+            write_random_weights(server.model, seed=seed)
+            server.control("update_weights")
+        for server in both(group):
+            server.control("resume")
+        answers = tokens(client)
+        assert (answers == expected) == (seed == 0)
+        assert tokens(client) == answers
+    wait_idle(*both(group))

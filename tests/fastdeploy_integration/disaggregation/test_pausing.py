@@ -1,0 +1,218 @@
+"""Before a server with a role is paused, its requests and what it shares with peers end, or the pause fails."""
+
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import CacheStateError
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import control_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import STUCK_S, UNKNOWN_S, Gate, end_requests
+
+from .fake_requests import Output, engine, request
+
+SILENCE_S = 4.0
+
+
+def test_a_closed_gate_has_nobody_inside():
+    gate, inside, closed = Gate(), threading.Event(), threading.Event()
+    leave = threading.Event()
+
+    def pass_through():
+        with gate.passing() as is_open:
+            assert is_open
+            inside.set()
+            leave.wait(30)
+            assert not closed.is_set()
+
+    def close():
+        gate.close()
+        closed.set()
+
+    threads = [threading.Thread(target=pass_through), threading.Thread(target=close)]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    assert not closed.wait(0.05)
+    leave.set()
+    for thread in threads:
+        thread.join(30)
+    assert closed.is_set()
+    with gate.passing() as is_open:
+        assert not is_open
+
+
+class Server:
+    """A FAKE role whose requests end, or not, as time goes on."""
+
+    silence_s = SILENCE_S
+
+    def __init__(self, *known, requests=(), num_shared=0):
+        self.gate, self.now, self.num_shared, self.num_ended, self.gave_up_at = Gate(), 0.0, num_shared, 0, []
+        self.engine = engine(self, *known)
+        self.engine.is_paused = False
+        self.engine.resource_manager.requests = {each: request(each) for each in requests}
+        self.later = []
+
+    def at(self, seconds, action):
+        self.later.append((seconds, action))
+
+    def sleep(self, seconds):
+        self.now += 0.5
+        for due in [each for each in self.later if each[0] <= self.now]:
+            self.later.remove(due)
+            due[1]()
+
+    def end(self, manager):
+        self.num_ended += 1
+
+    def give_up(self, manager):
+        self.gave_up_at.append(self.now)
+
+    def wait(self):
+        end_requests(self.engine, self, Output, clock=lambda: self.now, sleep=self.sleep)
+
+    @property
+    def answers(self):
+        return [(each.request_id, each.error_code, each.finished) for each in self.engine.scheduler.results]
+
+
+def test_a_server_without_requests_is_paused_at_once():
+    server = Server()
+    server.wait()
+    assert (server.now, server.num_ended) == (0.0, 0)
+
+
+@pytest.mark.parametrize("last", ["request", "lease"])
+def test_a_pause_waits_for_the_last_request_and_the_last_block_that_a_peer_reads(last):
+    server = Server(requests=["r"], num_shared=1)
+    requests = server.engine.resource_manager.requests
+    request_s, lease_s = (3.0, 2.0) if last == "request" else (2.0, 3.0)
+    server.at(request_s, requests.clear)
+    server.at(lease_s, lambda: setattr(server, "num_shared", 0))
+    server.wait()
+    assert server.now == 3.0
+    assert server.num_ended > 1
+    assert server.gave_up_at == []
+    assert server.answers == []
+
+
+def test_a_request_that_no_server_has_taken_up_is_answered():
+    server = Server("here", "alone", requests=["here"])
+    server.at(6.0, server.engine.resource_manager.requests.clear)
+    server.at(6.0, lambda: server.engine.scheduler.known.discard("here"))
+    server.wait()
+    assert server.answers == [("alone", 499, True)]
+    assert server.now > 6.0 + UNKNOWN_S
+
+
+def test_what_stands_still_is_given_up_and_a_pause_that_does_not_come_about_fails():
+    server = Server("r", requests=["r"], num_shared=2)
+    server.at(3.0, lambda: setattr(server, "num_shared", 1))
+    with pytest.raises(CacheStateError, match="1 requests and 1 transfers have not ended"):
+        server.wait()
+    assert server.gave_up_at[:2] == [3.0 + SILENCE_S + 0.5, 3.0 + 2 * (SILENCE_S + 0.5)]
+    assert server.now == 3.0 + STUCK_S + 0.5
+    assert server.answers == []
+
+
+@pytest.fixture
+def role(monkeypatch):
+    """A FAKE role that the patches take for one of FastDeploy's."""
+    module = ModuleType("fastdeploy.engine.request")
+    module.RequestOutput = Output
+    module.ControlRequest = SimpleNamespace
+    for name in ("fastdeploy", "fastdeploy.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "fastdeploy.engine.request", module)
+    monkeypatch.setattr(control_patches, "RoleCache", Server)
+    return Server()
+
+
+def call(wrapper, role, control, argument="asked"):
+    return wrapper(control, role.engine, (argument,), {})
+
+
+@pytest.mark.parametrize("release", ["", "_with_request"])
+def test_a_server_shares_nothing_from_its_pause_to_its_end(role, release):
+    pause, resume = (getattr(control_patches, name + release) for name in ("pause", "resume"))
+    seen = []
+
+    def _control_pause(control_request):
+        seen.append((role.gate.is_open, control_request is not None))
+        role.engine.is_paused = True
+
+    def _control_resume(control_request):
+        seen.append((role.gate.is_open, control_request is not None))
+        role.engine.is_paused = False
+
+    has_request = release != ""  # 2.6 would ask None for its id
+    call(pause, role, _control_pause, None)
+    assert seen == [(False, has_request)]
+    assert not role.gate.is_open
+    call(resume, role, _control_resume, None)
+    assert seen[1:] == [(True, has_request)]
+    assert role.gate.is_open
+
+
+def test_a_second_pause_ends_nothing_and_changes_nothing(role):
+    role.engine.is_paused = True
+    role.engine.resource_manager.requests["r"] = request("r")
+    assert call(control_patches.pause, role, lambda control_request: "paused") == "paused"
+    assert not role.gate.is_open
+
+
+@pytest.mark.parametrize("fails", ["before", "inside"])
+def test_a_server_whose_pause_fails_goes_on(role, monkeypatch, fails):
+    def broken(*_):
+        raise CacheStateError("no")
+
+    if fails == "before":
+        monkeypatch.setattr(control_patches, "end_requests", broken)
+    with pytest.raises(CacheStateError):
+        call(control_patches.pause, role, broken)
+    assert role.gate.is_open
+
+
+def test_a_mixed_server_is_paused_by_fastdeploy_alone(role):
+    mixed = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=object()))
+    for wrapper in (control_patches.pause, control_patches.resume):
+        assert wrapper(lambda control_request: "done", mixed, ("asked",), {}) == "done"
+
+
+def refuse(role_name, asked, refused_id, *, from_client=True):
+    """FastDeploy's `_send_error_response`. Returns what the decode server is told."""
+    told, sent = [], []
+    connector = SimpleNamespace(send_first_token=lambda info, outputs: told.extend(outputs))
+    scheduler = SimpleNamespace(splitwise_role=role_name)
+    service = SimpleNamespace(split_connector=connector, cfg=SimpleNamespace(scheduler_config=scheduler))
+
+    def _send_error_response(request_id, error_msg, error_code=500):
+        sent.append((request_id, error_msg, error_code))
+
+    def _insert_zmq_task_to_scheduler():
+        request = asked  # noqa: F841  what the patch looks for
+        control_patches.refuse_request(_send_error_response, service, (refused_id, "paused"), {})
+
+    if from_client:
+        _insert_zmq_task_to_scheduler()
+    else:
+        control_patches.refuse_request(_send_error_response, service, (refused_id, "paused"), {})
+    assert sent == [(refused_id, "paused", 500)]
+    return [(each.request_id, each.error_code, each.error_msg) for each in told]
+
+
+def test_a_decode_server_hears_which_request_a_paused_prefill_server_refuses(role):
+    asked, alone = request("r"), request("r")
+    alone.disaggregate_info = None
+    assert refuse("prefill", asked, "r") == [("r", 502, "PD Error: paused")]
+    for refused in (
+        ("decode", asked, "r"),
+        ("mixed", asked, "r"),
+        ("prefill", asked, "another"),
+        ("prefill", alone, "r"),
+        ("prefill", {"request_id": "r"}, "r"),
+    ):
+        assert refuse(*refused) == []
+    assert refuse("prefill", asked, "r", from_client=False) == []
