@@ -6,6 +6,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ..engine.patches import EnginePrefixCache
@@ -18,6 +19,7 @@ from .messager import Messager
 from .pausing import DECODE_PAUSED, PREFILL_PAUSED
 from .prefill_adapter import PrefillAdapter
 from .role_caches import DecodeCache, PrefillCache
+from .stored_prefixes import StoredPrefixes
 from .transfer_name import give_name
 
 logger = logging.getLogger(__name__)
@@ -228,3 +230,14 @@ def _on_end() -> Callable[[], None]:
         return lambda: None
     gauge = main_process_metrics.decode_preallocated_req_num
     return lambda: gauge.dec()
+
+
+def take_requests(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the start of the threads that bring requests: a prefill server's wait for their stored prefix, see
+    `StoredPrefixes`.
+    """
+    cache, scheduler = instance.resource_manager.cache_manager, instance.scheduler
+    if isinstance(cache, PrefillAdapter) and cache.storage is not None:
+        prefixes = StoredPrefixes(scheduler, cache.storage, cache.waits_for_storage)
+        scheduler.get_requests = partial(prefixes.get_requests, scheduler.get_requests)
+    return wrapped(*args, **kwargs)

@@ -9,6 +9,9 @@ from typing import Any
 from ..cpu_worker.environment import RUN_DIRECTORY
 from .settings import CUDA_IPC, PLANE
 
+THROUGH_HOST = ("file", "mooncake")
+"""Storage backends that a prefill server can have."""
+
 
 def role_refusals(config: Any, environment: Mapping[str, str] = os.environ) -> dict[str, bool]:
     """Of an `FDConfig` with a role other than mixed: each reason, and whether it applies."""
@@ -25,7 +28,10 @@ def role_refusals(config: Any, environment: Mapping[str, str] = os.environ) -> d
         f"{role} with --scheduler-name {scheduler.name} (only local, with FastDeploy's router)": (
             scheduler.name != "local" or (router is not None and not router.router)
         ),
-        f"{role} with --kvcache-storage-backend": bool(cache.kvcache_storage_backend),
+        f"{role} with --kvcache-storage-backend {cache.kvcache_storage_backend}": (
+            bool(cache.kvcache_storage_backend)
+            and (scheduler.splitwise_role == "decode" or cache.kvcache_storage_backend not in THROUGH_HOST)
+        ),
         f"{role} with data parallelism": int(parallel.data_parallel_size) > 1,
         f"{role} with speculative decoding": config.speculative_config.method is not None,
         f"{role} with --dynamic-load-weight": load is not None and bool(load.dynamic_load_weight),

@@ -21,6 +21,7 @@ from ..copy_report import socket_path
 from ..cpu_worker.environment import log_directory
 from ..engine.copy_reports import make_private
 from ..engine.patches import EnginePrefixCache
+from ..engine.storage import EngineStorage
 from . import settings
 from .decode_adapter import DecodeAdapter
 from .grants import Grants
@@ -169,6 +170,10 @@ class PrefillCache(PrefillAdapter, RoleCache):
         super().check()
         with self._lock:
             self.leases.check()
+
+    def release_stored(self, storage: EngineStorage, manager: Any) -> None:
+        """They wait there until one of FastDeploy's threads takes them, see `StoredPrefixes`."""
+        storage.release(manager)
 
     @property
     def num_shared(self) -> int:

@@ -197,6 +197,14 @@ class EnginePrefixCache(PrefixCacheAdapter):
         super().reset(wait_for_tasks_done)
         self.publisher.publish_now()
 
+    def release_stored(self, storage: EngineStorage, manager: Any) -> None:
+        """Requests whose stored prefix is here go on, before `manager` (FastDeploy's ResourceManagerV1) schedules."""
+        for request in storage.release(manager):
+            try:
+                manager.add_request(request)
+            finally:
+                storage.queued(request)
+
     def take_reports(self) -> None:
         """Before requests are matched: host blocks whose copy failed in a worker are no longer found, and what reached
         the host is stored.
@@ -261,11 +269,7 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
     cache.transit.recover(instance)
     cache.take_reports()
     if cache.storage is not None:
-        for request in cache.storage.release(instance):
-            try:
-                instance.add_request(request)
-            finally:
-                cache.storage.queued(request)
+        cache.release_stored(cache.storage, instance)
     if cache.held_back:
         for request in cache.held_back.release(instance):
             instance.add_request(request)

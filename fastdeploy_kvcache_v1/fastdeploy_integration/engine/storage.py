@@ -165,7 +165,12 @@ class EngineStorage:
 
     def queued(self, request: Any) -> None:
         """A released request is in FastDeploy's queue."""
-        del self._released[request.request_id]
+        self._released.pop(request.request_id, None)
+
+    def take_released(self, most: int) -> list[Any]:
+        """Up to `most` released requests, in order of arrival. They are not here any more: `queued` is not told."""
+        with self._lock:
+            return [self._released.pop(each) for each in list(self._released)[: max(most, 0)]]
 
     def _leave(self, request_id: str) -> None:
         self._ahead.discard(request_id)
@@ -177,6 +182,7 @@ class EngineStorage:
             for request_id in [*self._held, *self._ahead]:
                 self._leave(request_id)
             self._held.clear()
+            self._released.clear()
 
     def must_wait(self, request: Any) -> bool:
         """Whether a request that was preempted waits for device blocks that the store will soon give back: it could be

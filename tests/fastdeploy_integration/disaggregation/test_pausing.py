@@ -8,7 +8,13 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import control_patches
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import STUCK_S, UNKNOWN_S, Gate, end_requests
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import (
+    STUCK_S,
+    UNKNOWN_S,
+    Gate,
+    end_requests,
+)
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import DecodeCache
 
 from .fake_requests import Output, engine, request
 
@@ -115,6 +121,14 @@ def test_what_stands_still_is_given_up_and_a_pause_that_does_not_come_about_fail
     assert server.gave_up_at[:2] == [3.0 + SILENCE_S + 0.5, 3.0 + 2 * (SILENCE_S + 0.5)]
     assert server.now == 3.0 + STUCK_S + 0.5
     assert server.answers == []
+
+
+def test_decode_aborts_each_request_once():
+    manager = engine(None).resource_manager
+    manager.requests = {each: request(each) for each in "abc"}
+    manager.to_be_aborted_req_id_set = {"b"}
+    DecodeCache.end(None, manager)
+    assert manager.waiting_abort_req_id_set == {"a", "c"}
 
 
 @pytest.fixture

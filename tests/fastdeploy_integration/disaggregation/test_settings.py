@@ -90,6 +90,11 @@ def test_a_cpu_worker_with_the_router_is_served():
         assert refused(role=role, cache={"num_cpu_blocks": 4, "sized_by_swap_space": True}) == []
 
 
+@pytest.mark.parametrize(("backend", "is_refused"), [("file", False), ("mooncake", False), ("attention_store", True)])
+def test_prefill_servers_have_storage_behind_their_host_tier(backend, is_refused):
+    assert bool(refused(role="prefill", cache={"kvcache_storage_backend": backend})) == is_refused
+
+
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
@@ -98,6 +103,7 @@ def test_a_cpu_worker_with_the_router_is_served():
         ({"scheduler": "splitwise"}, "--scheduler-name splitwise"),
         ({"router": SimpleNamespace(router=None)}, "--scheduler-name local"),
         ({"cache": {"kvcache_storage_backend": "file"}}, "--kvcache-storage-backend"),
+        ({"cache": {"kvcache_storage_backend": "attention_store"}}, "--kvcache-storage-backend attention_store"),
         ({"engines": 2}, "data parallelism"),
         ({"method": "mtp"}, "speculative decoding"),
         ({"dynamic": True}, "--dynamic-load-weight"),

@@ -6,7 +6,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
-from tests.fastdeploy_integration.cpu_worker.test_runner import PROMPT
 from tests.transfer.peer import HOST
 
 from .test_role_runners import Pair, continued, expected, model, tokens_of  # noqa: F401  fixtures
@@ -93,4 +92,3 @@ def test_a_lease_ends_when_the_engine_says_so(pair):
     assert PREFILL_PAUSED in fetch_error
     pair.roles[0].transfers.check_idle()
     assert len(pair.channel.news) == 1
-    assert len(PROMPT) > 8

@@ -68,6 +68,18 @@ def test_counters_grow_by_what_is_new_and_never_fall(publisher, samples):
         assert samples()["query_tokens_total",] == shown
 
 
+def test_a_last_look_before_a_pause_does_not_wait_for_its_turn(publisher, samples, monkeypatch):
+    monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 1e9)
+    publisher.publish()
+    before = samples()
+    publisher._adapter.manager.counters.requests_admitted += 5
+    publisher.publish()
+    assert samples() == before
+    publisher.publish_now()
+    changed = {name: value - before[name] for name, value in samples().items() if value != before[name]}
+    assert changed == {("requests_admitted_total",): 5}
+
+
 def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, samples):
     first, second = (CopyReport(0, worker, 0, RankCopies()) for worker in ("first", "second"))
     publisher.reports = SimpleNamespace(latest=lambda: (first, second), num_lost=7, num_unreadable=8)

@@ -176,6 +176,21 @@ def test_what_fastdeploy_has_ended_is_forgotten(scheduler):
     assert not scheduler.storage.holds("a")
 
 
+def test_released_requests_are_taken_once_in_order_of_arrival(scheduler):
+    """As a prefill server does, whose requests do not go to FastDeploy's queue."""
+    tasks = [FakeTask(name, TOKENS) for name in "abc"]
+    assert all(scheduler.cache.waits_for_storage(task) for task in tasks)
+    assert scheduler.storage.take_released(3) == []
+    scheduler.manager.waiting_abort_req_id_set.update("abc")
+    scheduler.storage.release(scheduler.manager)
+    assert scheduler.storage.take_released(0) == scheduler.storage.take_released(-1) == []
+    assert scheduler.storage.take_released(2) == tasks[:2]
+    assert [scheduler.storage.holds(name) for name in "abc"] == [False, False, True]
+    assert scheduler.storage.release(scheduler.manager) == tasks[2:]
+    scheduler.storage.clear()
+    assert scheduler.storage.take_released(3) == []
+
+
 def test_only_so_many_wait_and_the_others_are_fetched_for_all_the_same(scheduler):
     tasks = [FakeTask(f"r{number}", [number + 1] * 9) for number in range(MOST_HELD + 3)]
     held = [scheduler.cache.waits_for_storage(task) for task in tasks]
