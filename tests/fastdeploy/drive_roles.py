@@ -1,7 +1,8 @@
 """Run inside a FastDeploy process: its real ResourceManagerV1 twice, as prefill and as decode, over our adapters.
 
 The workers are FAKE ones that check what every block holds; the transfers between them go block by block, at random
-times, and fail or are cancelled at random; batches reach the decode worker late, and some of both are lost.
+times, and fail or are cancelled at random; batches reach the decode worker late, and some of both are lost. At the end
+servers are paused as well.
 Usage: script SEED STEPS BLOCKS HOST_BLOCKS...: blocks of decode, and of both host tiers, one run for each number.
 """
 
@@ -141,6 +142,11 @@ class Roles:
         self.asking.append(request)
 
     def ask(self):
+        if not self.prefill.cache_manager.gate.is_open:
+            for request in self.asking:
+                self.prefill.pre_recycle_resource(request.request_id)
+                self.fail(request, 502)
+            self.asking.clear()
         for request in self.rng.sample(self.asking, len(self.asking)):
             times = 2 if self.rng.random() < 0.1 else 1
             granted = [
@@ -313,6 +319,25 @@ class Roles:
             self.counts["aborted"] += 1
             self.decode.add_abort_req_ids(request_id)
 
+    def pause(self, role):
+        """And resume. Messages that are on their way arrive meanwhile, or afterwards."""
+        manager = {"prefill": self.prefill, "decode": self.decode}[role]
+        cache = manager.cache_manager
+        self.counts[f"paused {role}"] += 1
+        cache.gate.close()
+        for _ in range(3000):
+            if not (manager.requests or cache.num_shared or self.late):
+                break
+            cache.end(manager)
+            self.step()
+        assert not manager.requests, "a pause comes to an end"
+        assert not cache.num_shared
+        cache.reset()
+        assert len(cache.gpu_free_block_list) == cache.num_gpu_blocks
+        for _ in range(self.rng.randrange(20)):
+            self.step()
+        cache.gate.open()
+
     def check(self):
         for request in self.prefill.running:
             assert len(request.block_tables) * BLOCK_SIZE >= request.need_prefill_tokens, "all of its blocks, always"
@@ -345,12 +370,14 @@ def random_prompt(rng):
 def main(seed, steps, num_blocks, num_host_blocks):
     rng = random.Random(f"{seed} {num_blocks} {num_host_blocks}")
     roles = Roles(rng, num_blocks, num_host_blocks)
-    for number in range(steps):
+    for number in range(steps + steps // 4):
         action = rng.random()
         if action < 0.3 and len(roles.front.requests) < 10:
             roles.add(f"r{number}", roles.next_prompt(), rng.randrange(2, 60))
         elif action < 0.33:
             roles.abort_one()
+        elif action > 0.96 and number >= steps:
+            roles.pause(rng.choice(["prefill", "decode"]))
         roles.step()
     roles.run_dry()
     counts = {**roles.counts, **{f"answered {code}": count for code, count in roles.front.errors.items()}}

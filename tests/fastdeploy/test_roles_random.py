@@ -28,6 +28,7 @@ def test_random_lives(release, tmp_path):
     assert [counts["host hits"] > 100 for counts in runs] == [False, True, True]
     counts = sum(runs, Counter())
     assert min(counts["aborted"], counts["aborted while it ran"], counts["answered 499"], counts["preempted"]) > 1
+    assert min(counts["paused prefill"], counts["paused decode"]) > 1
     assert (
         min(
             counts["token before its blocks"],

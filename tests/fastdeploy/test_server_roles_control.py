@@ -1,5 +1,7 @@
 """Pause, sleep and weight updates of prefill and decode servers that serve: every request ends, nothing is left."""
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -105,3 +107,37 @@ def test_nothing_computed_with_old_weights_is_used_with_new_ones(group, expected
         assert (answers == expected) == (seed == 0)
         assert tokens(client) == answers
     wait_idle(*both(group))
+
+
+def test_many_pauses_while_requests_come_all_the_time(group, expected, client):
+    done, answered = threading.Event(), []
+
+    def keep_asking(offset):
+        number = offset
+        while not done.is_set():
+            number = (number + 1) % len(expected)
+            try:
+                found = ask(client, PROMPTS[number])
+            except openai.APITimeoutError:
+                raise
+            except openai.APIError:
+                time.sleep(0.05)
+                continue
+            if found:  # else the router of 2.6 has given up
+                assert found == expected[number]
+                answered.append(number)
+
+    with ThreadPoolExecutor(6) as pool:
+        asking = [pool.submit(keep_asking, offset) for offset in range(6)]
+        try:
+            for role in ("decode", "prefill", "decode", "decode", "prefill", "prefill"):
+                before = len(answered)
+                wait_until(lambda count=before: len(answered) > count + 6, "answers", 120.0)
+                group[1][role].control("sleep", tags="kv_cache")
+                group[1][role].control("wakeup", tags="kv_cache")
+        finally:
+            done.set()
+        for each in asking:
+            each.result()
+    wait_idle(*both(group))
+    assert tokens(client) == expected
