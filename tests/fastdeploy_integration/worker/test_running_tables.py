@@ -184,3 +184,18 @@ def test_many_rows_and_long_tables_are_kept_apart():
     tables.pass_submitted()
     expected = {table[-1] for index, table in rows.items() if index != shorter}
     assert tables.written() == expected, "what stood behind a table that became shorter is not its any more"
+
+
+def test_an_empty_table_for_a_seat_without_a_sequence_changes_nothing():
+    """So a decode server sends a batch without work."""
+    tables = RunningTables(SIZE)
+    tables.update([task(TaskKind.PREFILL, TABLE, 0, 8, index=0)])
+    read, written = set(tables.read()), set(tables.written())
+    tables.update([task(TaskKind.DECODE, [], index=3)])
+    assert (set(tables.read()), set(tables.written())) == (read, written)
+    tables.pass_submitted()
+    tables.hear([(0, 9)])
+    assert not set(tables.written()) - set(TABLE)
+    tables.update([task(TaskKind.PREFILL, [20, 21], 4, 5, index=3)])
+    assert set(tables.read()) == {*TABLE, 20, 21}
+    assert {*tables.written()} & {20, 21} == {21}
