@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .two_term_fit import TwoTermFit
+from .slowest_fit import SlowestFit
 
 MOST_SURPRISE = 4.0
 """A transfer that takes more times what was expected was held up by something else, and counts as so many times. A link
@@ -14,10 +14,12 @@ PROBE_EVERY = 32
 
 
 class LinkCosts:
-    """A transfer costs something in itself and something for each of its units: tokens, blocks. Not thread-safe."""
+    """A transfer costs something in itself and something for each of its units: tokens, blocks. Where ranks measure,
+    each has a part of it to bring, and it is there when the slowest has. Not thread-safe.
+    """
 
     def __init__(self) -> None:
-        self._fit = TwoTermFit()
+        self._fit = SlowestFit()
         self._num_declined = 0
         """Times in a row that nothing was worth bringing."""
 
@@ -26,16 +28,16 @@ class LinkCosts:
         """Anything was measured."""
         return self._fit.is_known
 
-    def measured(self, num_units: float, seconds: float) -> None:
-        """A transfer ended well."""
+    def measured(self, num_units: float, seconds: float, rank: int = 0) -> None:
+        """A transfer ended well on `rank`."""
         if num_units <= 0 or seconds <= 0:
             return
-        if self._fit.is_known:
-            expected_s = self.seconds(num_units)
+        expected_s = self._fit.value_of(rank, num_units, 1.0)
+        if expected_s is not None:
             if self._num_declined and seconds < expected_s:
-                self._fit = TwoTermFit()  # the next probe is far away: one that was fast is believed at once
+                self._fit.forget(rank)  # the next probe is far away: one that was fast is believed at once
             seconds = min(seconds, MOST_SURPRISE * expected_s)
-        self._fit.measured(num_units, 1.0, seconds)
+        self._fit.measured(rank, num_units, 1.0, seconds)
 
     def seconds(self, num_units: float, num_transfers: int = 1) -> float:
         """What so many units take, in so many transfers one after the other."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from ..metadata import CacheLevel
 from ..timings import LoadTime, PrefillTime, positions
 from .link_costs import LinkCosts
-from .two_term_fit import TwoTermFit
+from .slowest_fit import SlowestFit
 
 FEWEST_TOKENS = 64
 """Of a step that says something about the cost of a token: what a step costs anyway weighs less in larger ones."""
@@ -20,21 +20,22 @@ FEWEST_TOKENS = 64
 
 class LoadCosts:
     """Measured: a copy costs something in itself and something per token, computing something per token and per token
-    before it. Until both are known everything is loaded. Not thread-safe.
+    before it. Until both are known everything is loaded. A batch waits for the slowest rank in both, so each rank's
+    times are kept apart, and those of the slowest count. Not thread-safe.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._copies, self._compute = LinkCosts(), TwoTermFit()
+        self._copies, self._compute = LinkCosts(), SlowestFit()
 
-    def loaded(self, load: LoadTime) -> None:
-        """A swap-in ended well."""
-        self._copies.measured(load.num_blocks * self._block_size, load.seconds)
+    def loaded(self, load: LoadTime, rank: int = 0) -> None:
+        """A swap-in ended well on `rank`, or on all ranks if all of their times are told as those of one."""
+        self._copies.measured(load.num_blocks * self._block_size, load.seconds, rank)
 
-    def computed(self, prefill: PrefillTime) -> None:
-        """A forward pass ended. One that computed few tokens says nothing."""
+    def computed(self, prefill: PrefillTime, rank: int = 0) -> None:
+        """A forward pass ended, likewise. One that computed few tokens says nothing."""
         if prefill.num_tokens >= FEWEST_TOKENS and prefill.seconds > 0:
-            self._compute.measured(*prefill)
+            self._compute.measured(rank, *prefill)
 
     def blocks_to_load(
         self, num_blocks: int, start: int, end: int, *, budget: int, num_planned: int = 0, num_loading: int = 0

@@ -172,7 +172,7 @@ def test_the_first_step_tells_how_the_worker_copies(path):
             reporter.close()
 
 
-def test_what_copies_in_and_prefills_took_arrives_once_and_of_one_rank(path, make_reporter):
+def test_what_copies_in_and_prefills_took_arrives_once_and_by_rank(path, make_reporter):
     def brought(step, error=None):
         return TransferResult(step, *SWAP_IN, step, 0, step / 10, () if error is None else (1,), error)
 
@@ -185,9 +185,14 @@ def test_what_copies_in_and_prefills_took_arrives_once_and_of_one_rank(path, mak
         reporter.tell(TransferReport((brought(4),)))
         other.tell(TransferReport((brought(5),), prefills=prefills))
         wait_for(lambda: [each.number for each in reports.latest()] in ([1, 0], [0, 1]), "three reports")
-        loads = (LoadTime(1, 0.1), LoadTime(4, 0.4))
-        assert reports.take().timings == Timings(loads, prefills[-MAX_UNTOLD_TIMES:]), "the latest, once"
-        assert reports.take().timings == Timings()
+        latest = prefills[-MAX_UNTOLD_TIMES:]
+        assert reports.take().timings == {
+            0: Timings((LoadTime(1, 0.1), LoadTime(4, 0.4)), latest),
+            1: Timings((LoadTime(5, 0.5),), latest),
+        }
+        other.tell(copied(6))
+        wait_for(lambda: [each.number for each in reports.latest() if each.rank] == [1], "another report")
+        assert reports.take().timings == {}, "each once"
 
 
 def test_the_worker_may_start_first(path, make_reporter):

@@ -102,6 +102,39 @@ def test_computing_behind_a_long_context_costs_more() -> None:
     assert costs.blocks_to_load(10, 1440, 1601, budget=MUCH) == 10
 
 
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_slowest_rank_counts_whoever_measured_last(slow: int) -> None:
+    costs = LoadCosts(BLOCK)
+    for rank, seconds in ((0, 200.0 if slow == 0 else 1.0), (1, 200.0 if slow == 1 else 1.0)):
+        costs.loaded(LoadTime(10, seconds * 1.6), rank)
+    costs.computed(PrefillTime(100, 0.0, 100.0), 1 - slow)
+    assert chosen(costs, 10, 160, budget=MUCH) == 10, "320 s to load, as long as computing"
+    assert chosen(costs, 10, 159, budget=MUCH) == 6
+    costs.computed(PrefillTime(100, 0.0, 200.0), slow)
+    assert chosen(costs, 10, 1, budget=MUCH) == 10, "322 s to compute on the slower rank"
+
+
+def test_which_rank_is_the_slowest_may_depend_on_the_length() -> None:
+    """Rank 0 takes 100 s and 0.01 s per token, rank 1 a second per token, computing 0.5 s."""
+    costs = LoadCosts(BLOCK)
+    for num_tokens in (16, 1600, 160):
+        costs.loaded(LoadTime(num_tokens // BLOCK, 100 + 0.01 * num_tokens), 0)
+        costs.loaded(LoadTime(num_tokens // BLOCK, float(num_tokens)), 1)
+    costs.computed(PrefillTime(100, 0.0, 50.0))
+    assert chosen(costs, 1, 180, budget=MUCH) == 0, "100 s for a block, 98 s for all"
+    assert chosen(costs, 100, 1700, budget=MUCH) == 100, "1,600 s for the blocks, 1,650 s for all"
+    assert chosen(costs, 100, 1500, budget=MUCH) < 100
+
+
+def test_a_rank_that_was_slow_is_believed_when_a_trial_is_fast() -> None:
+    costs = measured(2.0, 1.0)
+    costs.loaded(LoadTime(10, 1e6), 1)
+    assert chosen(costs, 10, 1, budget=MUCH) == 0
+    costs.loaded(LoadTime(10, 1.0), 1)
+    assert chosen(costs, 10, 160, budget=MUCH) == 10, "320 s on rank 0, as long as computing"
+    assert chosen(costs, 10, 159, budget=MUCH) == 6, "what rank 0 takes is not forgotten"
+
+
 def test_one_slow_moment_changes_nothing() -> None:
     costs = measured(0.1, 1.0)
     for _ in range(3):

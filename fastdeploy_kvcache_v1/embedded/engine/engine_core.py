@@ -69,8 +69,11 @@ class EngineCore:
         self._generations: dict[str, Generation] = {}
         self._in_flight: list[Scheduled] | None = None
         self._step_in_flight = -1
+        self._is_timed = False
+        """What the batch in flight takes says what computing it takes."""
         self._sent_at = 0.0
         self._closed: Failure | None = None
+        self._num_ranks = num_ranks
         self._answers = RankAnswers(num_ranks, share_host=ranks_share_host)
         self.counters = EngineCounters(copies=tuple(RankCopies() for _ in range(num_ranks)))
 
@@ -159,6 +162,7 @@ class EngineCore:
                 self.storage.go_on()
             if plan or swap_step or transfers:
                 self._in_flight, self._step_in_flight = plan, swap_step.step
+                self._is_timed = self._num_ranks == 1 or not swap_step.swap_in
                 self.counters.steps += 1
                 self._sent_at = self._clock()
                 tasks = [_task(item) for item in plan]
@@ -211,7 +215,13 @@ class EngineCore:
         self._retry(retry)
 
     def _measure(self, plan: list[Scheduled], seconds: float) -> None:
-        """What the prompts of a step cost to compute; that of a decoding request is another matter."""
+        """What the prompts of a step cost to compute; that of a decoding request is another matter.
+
+        Where ranks wait for each other, no one knows how long a step stood still that loaded: one rank may wait for its
+        copies while another one computes, or waits for the first.
+        """
+        if not self._is_timed:
+            return
         prompts = [(item.generation.num_computed, item.num_tokens) for item in plan if item.num_tokens > 1]
         chunks = [(start, start + count) for start, count in prompts]
         self._scheduler.load_costs.computed(PrefillTime.of(chunks, seconds))

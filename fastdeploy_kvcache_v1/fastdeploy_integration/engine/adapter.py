@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -401,8 +401,8 @@ class PrefixCacheAdapter:
         """Requests that use host blocks of which no batch has brought a copy."""
         assert not request_ids, f"requests {request_ids} wait for host blocks between two batches"
 
-    def measured(self, timings: Timings) -> None:
-        """What a worker says that copies and passes took: it decides what is loaded from the host."""
+    def measured(self, timings: Mapping[int, Timings]) -> None:
+        """What ranks say that copies and passes took: it decides what is loaded from the host."""
         with self._lock:
             self._load_choice.measured(timings)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 from ...metadata import MatchResult
 from ...scheduler.load_costs import LoadCosts
@@ -24,12 +25,13 @@ class LoadChoice:
         self._max_batched_tokens = max_batched_tokens or sys.maxsize
         self.costs = LoadCosts(block_size)
 
-    def measured(self, timings: Timings) -> None:
-        """What a worker says that copies and passes took."""
-        for load in timings.loads:
-            self.costs.loaded(load)
-        for prefill in timings.prefills:
-            self.costs.computed(prefill)
+    def measured(self, timings: Mapping[int, Timings]) -> None:
+        """What ranks say that copies and passes took."""
+        for rank, (loads, prefills) in timings.items():
+            for load in loads:
+                self.costs.loaded(load, rank)
+            for prefill in prefills:
+                self.costs.computed(prefill, rank)
 
     def blocks_to_use(self, match: MatchResult, num_tokens: int) -> int:
         """Of the blocks that a request of `num_tokens` tokens matched: it loads those of them that are on the host."""

@@ -240,6 +240,16 @@ def test_passes_that_compute_prompts_are_timed(make_runner):
     assert timed[0].seconds > 0
 
 
+def test_one_rank_times_passes_that_load_too(make_runner):
+    """It knows how long it waited for its copies."""
+    reports = []
+    runner = make_runner(tell_copies=reports.append)
+    swap_out_and_in(runner)
+    run(runner, 2)
+    timed = [prefill.num_tokens for report in reports for prefill in report.prefills]
+    assert timed == [len(PROMPT), 24, len(PROMPT) - 16]
+
+
 def test_storage_of_device_blocks_hears_of_passes(make_runner):
     reports = []
     storage = SimpleNamespace(

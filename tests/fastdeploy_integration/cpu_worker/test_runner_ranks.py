@@ -103,6 +103,15 @@ def test_blocks_go_to_the_host_and_back_on_both(make_pair, expected, tmp_path):
     assert {path.name for path in tmp_path.glob("*.json")} == {"cpu_worker.json", "cpu_worker1.json"}
 
 
+def test_a_pass_that_loads_is_timed_on_no_rank(make_pair):
+    """It may have waited for a rank that waited for its copies, and does not know how long."""
+    pair = make_pair()
+    swap_out_and_in(pair)
+    pair.tokens(2)
+    for reports in pair.reports:
+        assert [prefill.num_tokens for report in reports for prefill in report.prefills] == [len(PROMPT), 24]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_copy_that_fails_on_one_rank_is_computed_again_on_both(make_pair, expected, failing):
     pair = make_pair(f'{{"ranks": [{failing}], "fail": {{"input": [0]}}}}')

@@ -26,10 +26,11 @@ def scheduler_of(*, device_blocks=40, host_blocks=400, **options):
     return FakeScheduler(cache, **{"budget": 500, "seats": 16, **options})
 
 
-def measure(scheduler, copy_s):
-    """Seconds per token; computing one takes a second."""
-    load, prefill = LoadTime(100, 100 * BLOCK * copy_s), PrefillTime(FEWEST_TOKENS, 0.0, float(FEWEST_TOKENS))
-    scheduler.cache.measured(Timings((load,) * 50, (prefill,) * 50))
+def measure(scheduler, copy_s, compute_s=1.0, rank=0):
+    """Seconds per token."""
+    load = LoadTime(100, 100 * BLOCK * copy_s)
+    prefill = PrefillTime(FEWEST_TOKENS, 0.0, FEWEST_TOKENS * compute_s)
+    scheduler.cache.measured({rank: Timings((load,) * 50, (prefill,) * 50)})
 
 
 def serve(scheduler, tokens):
@@ -55,7 +56,7 @@ def counters(scheduler):
 def test_everything_is_loaded_until_both_are_measured():
     scheduler = scheduler_of()
     put_on_host(scheduler)
-    scheduler.cache.measured(Timings((LoadTime(1, 1e9),), (PrefillTime(FEWEST_TOKENS - 1, 0.0, 1e-9),)))
+    scheduler.cache.measured({0: Timings((LoadTime(1, 1e9),), (PrefillTime(FEWEST_TOKENS - 1, 0.0, 1e-9),))})
     assert serve(scheduler, PROMPT) == 40
     assert counters(scheduler).declined_load_tokens == 0
 
@@ -70,6 +71,39 @@ def test_as_much_is_loaded_as_arrives_while_the_rest_is_computed(copy_s, cached)
     assert scheduler.worker.num_swapped_in == cached // BLOCK
     assert counters(scheduler).declined_load_tokens == 40 - cached
     assert serve(scheduler, PROMPT) == 40, "what was computed is on the device"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("fast_copy", "slow_copy", "fast_compute", "slow_compute", "cached"),
+    [(0.1, 2.0, 1.0, 1.0, 12), (2.0, 2.0, 0.1, 1.0, 12), (0.1, 10.0, 1.0, 1.0, 0), (1.0, 1.0, 0.1, 1.0, 40)],
+)
+def test_the_slowest_rank_decides(order, fast_copy, slow_copy, fast_compute, slow_compute, cached):
+    scheduler = scheduler_of()
+    put_on_host(scheduler)
+    for rank, copy_s, compute_s in zip(order, (fast_copy, slow_copy), (fast_compute, slow_compute), strict=True):
+        measure(scheduler, copy_s, compute_s, rank)
+    assert serve(scheduler, PROMPT) == cached
+
+
+def test_one_rank_may_be_slow_to_copy_and_another_one_to_compute():
+    """12 tokens come in 24 s on rank 1, while rank 0 takes 29 s to compute the others."""
+    scheduler = scheduler_of()
+    put_on_host(scheduler)
+    measure(scheduler, 0.1, 1.0, rank=0)
+    measure(scheduler, 2.0, 0.1, rank=1)
+    assert serve(scheduler, PROMPT) == 12
+
+
+def test_a_rank_that_has_become_fast_again_is_believed_at_the_next_trial():
+    scheduler = scheduler_of(host_blocks=4000)
+    put_on_host(scheduler)
+    measure(scheduler, 0.1, rank=0)
+    measure(scheduler, 1e6, rank=1)
+    assert serve(scheduler, PROMPT) == 0
+    serve(scheduler, OTHERS)
+    scheduler.cache.measured({1: Timings((LoadTime(100, 100 * BLOCK * 0.1),), ())})
+    assert serve(scheduler, PROMPT) == 40
 
 
 def test_what_was_declined_keeps_its_host_copy():
@@ -179,7 +213,8 @@ def test_random_lives_with_random_times(policy, seed):
             scheduler.reset()
         elif action < 0.7:
             load = LoadTime(rng.randrange(1, 9), rng.choice([0.01, 1.0, 100.0]) * rng.random())
-            cache.measured(Timings((load,), (PrefillTime(rng.randrange(100, 200), 0.0, rng.uniform(1.0, 9.0)),)))
+            times = Timings((load,), (PrefillTime(rng.randrange(100, 200), 0.0, rng.uniform(1.0, 9.0)),))
+            cache.measured({rng.randrange(2): times})
         scheduler.step()
         cache.check()
     scheduler.run_dry()

@@ -383,11 +383,12 @@ def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     reporter.close()
 
 
-def test_what_rank_0_measured_decides_what_is_loaded(fake_fastdeploy):
+@pytest.mark.parametrize("took", [(5.0, 7.0), (7.0, 5.0)])
+def test_what_the_slowest_rank_measured_decides_what_is_loaded(fake_fastdeploy, took):
     manager = launched(dynamic=False)
     reporters = [CopyReporter(socket_path(77), rank) for rank in (0, 1)]
     prefill = PrefillTime(100, 0.0, 1.0)
-    for seconds, reporter in ((5.0, reporters[0]), (7.0, reporters[1])):
+    for seconds, reporter in zip(took, reporters, strict=True):
         reporter.tell(TransferReport((TransferResult(0, *SWAP_IN, 3, 0, seconds),), prefills=(prefill,)))
     wait_for(lambda: len(manager.reports.latest()) == 2, "both reports")
     told, measured = [], manager.measured
@@ -395,9 +396,10 @@ def test_what_rank_0_measured_decides_what_is_loaded(fake_fastdeploy):
     resources = FakeResourceManager(manager)
     for _ in range(2):
         engine_patches.schedule(lambda: ([], []), resources, (), {})
-    assert told == [Timings((LoadTime(3, 5.0),), (prefill,))]
+    assert told == [{rank: Timings((LoadTime(3, seconds),), (prefill,)) for rank, seconds in enumerate(took)}]
     costs = manager._load_choice.costs
-    assert costs.blocks_worth_loading(50, 0, 50 * 4 + 1, budget=512) == 1, "1.67 s per block, 2 s to compute all"
+    assert costs.blocks_worth_loading(100, 0, 100 * 4 + 1, budget=512) == 1, "2.33 s per block, 4 s to compute all"
+    assert costs.blocks_worth_loading(50, 0, 50 * 4 + 1, budget=512) == 0, "1.67 s is what the faster one takes"
     for reporter in reporters:
         reporter.close()
 

@@ -95,7 +95,7 @@ def test_a_request_waits_for_its_stored_prefix_and_starts_from_it(scheduler):
 
 def measure_prefill(scheduler):
     """A second per token."""
-    scheduler.cache.measured(Timings((), (PrefillTime(FEWEST_TOKENS, 0.0, float(FEWEST_TOKENS)),)))
+    scheduler.cache.measured({0: Timings((), (PrefillTime(FEWEST_TOKENS, 0.0, float(FEWEST_TOKENS)),))})
 
 
 def is_held(scheduler, request_id):
