@@ -1,0 +1,113 @@
+"""What a store is worth by the speed of its disk: time to the first token of a prompt that is stored, in three servers
+that take turns: one that weighs loading against computing, one that always loads, and one without a store, which
+always computes. Usage: python benchmarks/load_or_compute_stored.py
+
+The store is a directory that another server has filled. Its reads are slowed down to a given rate. No prompt is asked
+for twice of the same server, so nothing of it is in the tiers of the server.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from _support import ROOT, median, save
+from server import metrics, send, settled_metrics
+
+from fastdeploy_kvcache_v1.bench_serve.report import Answer
+from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
+from fastdeploy_kvcache_v1.bench_serve.session import random_tokens
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+
+LENGTHS = (500, 1_000, 2_000, 4_000)
+RATES_MB_S = (1e6, 30.0, 10.0, 5.0, 2.0)
+"""The first one is no limit."""
+
+ROUNDS = 5
+LEARNING = 2
+"""Rounds before, in which servers learn what loading and computing cost."""
+
+NEW = 1_000_000
+SERVE = (
+    *("--num-gpu-blocks-override", "300", "--swap-space", "0.5", "--write-policy", "write_through"),
+    *("--max-model-len", "4700", "--max-num-batched-tokens", "4700"),
+)
+POLICIES = {"weighs": "timeout", "loads": "wait_complete"}
+COMPUTES = "computes"
+PREFIX = "storage_blocks_total"
+
+
+def prompt(length: int, number: int) -> tuple[int, ...]:
+    return random_tokens(100_000 * length + number, length)
+
+
+def fill(flags: tuple[str, ...]) -> None:
+    """All prompts are stored."""
+    prompts = [prompt(length, number) for number in range(LEARNING + ROUNDS) for length in LENGTHS]
+    num_blocks = sum(len(each) // KVCacheConfig.block_size for each in prompts)
+    with running_server(flags) as url:
+        for each in prompts:
+            send(url, each, 1)
+        while metrics(url).get(f'{PREFIX}{{direction="store"}}', 0) < num_blocks:
+            settled_metrics(url)
+
+
+def ask(urls: dict[str, str], length: int, number: int) -> dict[str, Answer]:
+    """Every server, another one first each time. All give the same tokens."""
+    names = [*urls][number % len(urls) :] + [*urls][: number % len(urls)]
+    answers = {name: send(urls[name], prompt(length, number), 1) for name in names}
+    assert len({tuple(answer.token_ids) for answer in answers.values()}) == 1, "the store changed a token"
+    return answers
+
+
+def measure(urls: dict[str, str]) -> list[dict[str, Any]]:
+    for number in range(LEARNING):
+        for length in LENGTHS:
+            send(urls["weighs"], prompt(length, NEW + number), 1)
+            ask(urls, length, number)
+    answers: dict[int, list[dict[str, Answer]]] = {length: [] for length in LENGTHS}
+    for number in range(LEARNING, LEARNING + ROUNDS):
+        for length in LENGTHS:
+            answers[length].append(ask(urls, length, number))
+    return [row(length, answers[length]) for length in LENGTHS]
+
+
+def row(length: int, answers: list[dict[str, Answer]]) -> dict[str, Any]:
+    """`over_better`: the median of what weighing takes, over the smaller one of the other two medians."""
+    seconds = {name: [answer[name].first_token_s for answer in answers] for name in (*POLICIES, COMPUTES)}
+    medians = {name: median(each) for name, each in seconds.items()}
+    return {
+        "length": length,
+        **{f"{name}_ms": 1e3 * each for name, each in medians.items()},
+        "over_better": medians["weighs"] / min(medians["loads"], medians[COMPUTES]),
+        "computes_spread": max(seconds[COMPUTES]) / min(seconds[COMPUTES]),
+        "share_loaded": sum(answer["weighs"].cached_tokens for answer in answers) / (ROUNDS * (length // 64 * 64)),
+        "loads_found": sum(answer["loads"].cached_tokens for answer in answers) / (ROUNDS * (length // 64 * 64)),
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    rates = []
+    with tempfile.TemporaryDirectory() as directory:
+        flags = (*SERVE, "--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(Path(directory) / "kv"))
+        fill(flags)
+        path = os.pathsep.join([str(ROOT / "benchmarks" / "slow_disk"), os.environ.get("PYTHONPATH", "")])
+        for rate in RATES_MB_S:
+            slow = {"PYTHONPATH": path, "FASTDEPLOY_KVCACHE_BENCH_READ_MB_S": str(rate)}
+            with ExitStack() as servers:
+                urls = {
+                    name: servers.enter_context(running_server((*flags, "--storage-prefetch", policy), slow))
+                    for name, policy in POLICIES.items()
+                }
+                urls[COMPUTES] = servers.enter_context(running_server(SERVE))
+                rates.append({"mb_s": rate, "lengths": measure(urls)})
+        sizes = [path.stat().st_size for path in Path(directory).rglob("*") if path.is_file()]
+    save("load_or_compute_stored", {"flags": " ".join(SERVE), "block_bytes": median(sizes), "rates": rates})
+
+
+if __name__ == "__main__":
+    main()
