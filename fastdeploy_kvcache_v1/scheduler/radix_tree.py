@@ -88,31 +88,36 @@ class RadixTree:
         are, the deepest first. New runs are cut where they are not of one kind; of older ones all blocks were used
         alike.
         """
-        run, index = leaf, 0
-        while run.parent is not None:
-            begin = end - run.length
-            while index < len(stretches) and stretches[index].end > end:
+        run, index, num_stretches = leaf, 0, len(stretches)
+        while (parent := run.parent) is not None:
+            begin = end - run.end + run.start
+            while index < num_stretches and stretches[index][0] > end:
                 index += 1
             if run.last_use < 0:
                 index, begin = self._mark_new(run, begin, end, stretches, index)
-            elif index < len(stretches) and stretches[index].end > begin:
-                run.kind = stretches[index].kind
+                parent = run.parent  # its upper part, if it was cut
+            elif index < num_stretches and stretches[index][0] > begin:
+                run.kind = stretches[index][1]
             elif index:  # no watched block in it: used at least as often as the next one below
-                run.kind = stretches[index - 1].kind
+                run.kind = stretches[index - 1][1]
             run.last_use = now
-            run, end = run.parent, begin
+            assert parent is not None
+            run, end = parent, begin
 
     def _mark_new(self, run: Run, begin: int, end: int, stretches: Sequence[Stretch], index: int) -> tuple[int, int]:
         """`stretches[index]` is the deepest one that ends in `run` or above. Cut off what is of another kind than the
         last block.
         """
-        if index < len(stretches) and stretches[index].end == end:
+        if index < len(stretches) and stretches[index][0] == end:
             index += 1
-        run.kind = stretches[index - 1].kind if index else 0
-        if index == len(stretches) or stretches[index].end <= begin or stretches[index].kind == run.kind:
+        run.kind = stretches[index - 1][1] if index else 0
+        if index == len(stretches):
             return index, begin
-        self.split(run, stretches[index].end - begin)
-        return index, stretches[index].end
+        end_above, kind_above = stretches[index]
+        if end_above <= begin or kind_above == run.kind:
+            return index, begin
+        self.split(run, end_above - begin)
+        return index, end_above
 
     def hit(self, leaf: Run, most: int) -> None:
         """Count one more hit of each run of the path of `leaf`, at most up to `most`.

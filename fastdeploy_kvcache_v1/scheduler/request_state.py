@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import CacheStateError
 from ..metadata import BlockHashes, DeviceSlot
 from .invariants import expect
+from .reuse.watched import Group
 from .run import Run
 
 
@@ -42,6 +43,8 @@ class RequestState:
     num_device_tokens: int = 0
     num_host_tokens: int = 0
     num_query_tokens: int = 0
+    watched: Sequence[Group] = ()
+    """Of its blocks, what `ReuseHistory` knew when it was admitted."""
 
     @property
     def num_blocks(self) -> int:

@@ -140,7 +140,7 @@ class RequestTable:
     def _remove(self, request: RequestState, *, touch: bool) -> None:
         del self._requests[request.request_id]
         if touch and self._history is not None and not request.leaf.detached:
-            stretches = self._history.ended(request.sequence.hashes, request.num_cached)
+            stretches = self._history.ended(request.sequence.hashes, request.num_cached, request.watched)
             self._tree.mark(request.leaf, request.num_cached, stretches, self._history.now)
         self._tiering.free_device(request.own_slots())
         self._tree.release(request.leaf, touch=touch)
@@ -162,7 +162,7 @@ class RequestTable:
             if not request.resumed and not request.leaf.detached and request.sequence.access.reads:
                 self._tiering.hit(request.leaf)
                 if self._history is not None:
-                    self._history.arrived(request.sequence.hashes, request.num_cached)
+                    request.watched = self._history.arrived(request.sequence.hashes, request.num_cached)
 
     def close_step(self) -> None:
         """The worker has been told of the step: what it computes counts from now on."""

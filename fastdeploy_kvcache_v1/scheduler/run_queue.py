@@ -16,6 +16,13 @@ class RunQueue:
         end.older = end.younger = end
 
     @property
+    def end(self) -> Link:
+        """Between its youngest and its oldest place, always the same: `end.younger` is the oldest, or `end` itself. For
+        those who ask often; never moved or discarded.
+        """
+        return self._end
+
+    @property
     def oldest(self) -> Run | None:
         link = self._end.younger
         assert link is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
+from ..reuse.history import ReuseHistory
 from ..run import Run
 from .by_worth import ByWorth
 
@@ -18,19 +19,21 @@ class Adaptive(ByWorth):
     leaves.
     """
 
+    def __init__(self, history: ReuseHistory) -> None:
+        super().__init__(history, history.worth)
+
     @property
     def recency_rules(self) -> bool:
         return not self._history.rules
 
-    def worth(self, run: Run) -> float:
-        return self._history.worth(run)
-
     def _first(self) -> Run | None:
         first = super()._first()
-        for kind in self._history.ripening:
-            young = self._youngest_leaf(kind)
-            if young is not None and first is not None and self.worth(young) < self.worth(first):
-                first = young
+        if first is not None:
+            for kind in self._history.ripening:
+                end = self._ends[kind]
+                young = None if end.younger is end else self._youngest_leaf(kind)
+                if young is not None and self._worth(young) < self._worth(first):
+                    first = young
         return first
 
     def _youngest_leaf(self, kind: int) -> Run | None:

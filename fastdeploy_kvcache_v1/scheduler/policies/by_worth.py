@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import merge
 from operator import itemgetter
 
@@ -24,9 +23,12 @@ class ByWorth(EvictionPolicy):
 
     learns = True
 
-    def __init__(self, history: ReuseHistory) -> None:
+    def __init__(self, history: ReuseHistory, worth: Callable[[Run], float]) -> None:
+        """`worth` of what has a run of a queue's class and its last use."""
         self._history = history
+        self._worth = worth
         self._queues = [RunQueue() for _ in range(NUM_CLASSES)]
+        self._ends = [queue.end for queue in self._queues]
         self._expected = RunQueue()
         self._deferred = [RunQueue() for _ in range(NUM_CLASSES)]
 
@@ -34,8 +36,8 @@ class ByWorth(EvictionPolicy):
     def recency_rules(self) -> bool:
         return False
 
-    @abstractmethod
-    def worth(self, run: Run) -> float: ...
+    def worth(self, run: Run) -> float:
+        return self._worth(run)
 
     def entered(self, place: Link) -> None:
         run = place.run
@@ -80,11 +82,13 @@ class ByWorth(EvictionPolicy):
         yield from self._expected
 
     def _first(self) -> Run | None:
-        worth = self.worth
+        worth = self._worth
         first, least, last_use = None, 0.0, 0
-        for queue in self._queues:
-            run = queue.oldest
-            if run is not None:
+        for end in self._ends:
+            link = end.younger
+            if link is not end:
+                assert link is not None
+                run = link.run
                 value = worth(run)
                 if first is None or value < least or (value == least and run.last_use < last_use):
                     first, least, last_use = run, value, run.last_use

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..reuse.history import ReuseHistory
 from ..reuse.rates import CLASSES, NUM_CLASSES
 from ..run import Run
 from .by_worth import ByWorth
@@ -19,5 +20,8 @@ class Hyperbolic(ByWorth):
     least worth, and the paper's sample of candidates is not needed.
     """
 
-    def worth(self, run: Run) -> float:
+    def __init__(self, history: ReuseHistory) -> None:
+        super().__init__(history, self._worth_of)
+
+    def _worth_of(self, run: Run) -> float:
         return USES[run.kind] / (1 + self._history.now - run.last_use)

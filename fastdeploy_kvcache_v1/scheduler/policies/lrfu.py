@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import log2
 
+from ..reuse.history import ReuseHistory
 from ..run import Run
 from .by_worth import ByWorth
 from .hyperbolic import USES
@@ -25,5 +26,8 @@ class Lrfu(ByWorth):
     holds: popularity outlasts that time a little, and nothing for ever.
     """
 
-    def worth(self, run: Run) -> float:
+    def __init__(self, history: ReuseHistory) -> None:
+        super().__init__(history, self._worth_of)
+
+    def _worth_of(self, run: Run) -> float:
         return DOUBLINGS[run.kind] * HALF_LIFE * self._history.lru_age - (self._history.now - run.last_use)

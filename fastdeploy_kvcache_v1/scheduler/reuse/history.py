@@ -7,7 +7,6 @@ prompt of n blocks, and its memory is bounded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from ...metadata import BlockHash
 from ..run import Run
@@ -15,7 +14,7 @@ from .ages import LiveAges
 from .depths import last_watched
 from .judge import Judge
 from .rates import AGE_CLASSES, CLASSES, MOST_USES, NUM_CLASSES, ReuseRates, table
-from .watched import IN_USE, WatchedBlocks
+from .watched import IN_USE, Group, WatchedBlocks
 
 REQUESTS_PER_REFRESH = 64
 
@@ -26,12 +25,10 @@ DOUBT = 2.0
 """Evidence of so many average requests is shared by all classes of blocks before one is told from the others."""
 
 
-class Stretch(NamedTuple):
-    """Blocks of a prompt that are of one class, up to the next stretch above."""
-
-    end: int
-    """Blocks from the start of the prompt to its last one."""
-    kind: int
+Stretch = tuple[int, int]
+"""Blocks of a prompt that are of one class, up to the next stretch above: how many there are from the start of the
+prompt to its last one, and the class. A plain tuple, because several are made for each request.
+"""
 
 
 class ReuseHistory:
@@ -68,41 +65,45 @@ class ReuseHistory:
         """Classes whose youngest blocks may be worth less than older ones."""
         return self._rates.ripening if self._judge.trusts else ()
 
-    def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> None:
-        """A request is admitted that has these blocks; it finds `num_cached` of them."""
+    def arrived(self, hashes: Sequence[BlockHash], num_cached: int) -> Sequence[Group]:
+        """A request is admitted that has these blocks; it finds `num_cached` of them. Returns what `ended` takes."""
         now = self.now = self.now + 1
         self._num_blocks_seen += len(hashes)
         held_since = now - self.lru_age
         known = found_by_lru = 0
-        for group in self._watched.use(hashes, len(hashes)):
-            known, time = group.depth, group.time
+        groups = self._watched.use(hashes, len(hashes))
+        for group in groups:
+            known, time, uses = group.depth, group.time, group.uses
             if time == IN_USE:
                 found_by_lru = known
             else:
                 if time > held_since:
                     found_by_lru = known
-                self._rates.used_again(CLASSES[group.uses], now - time, group.num_blocks)
-                self._ages.remove(time, CLASSES[group.uses], group.num_blocks)
+                kind, num_blocks = CLASSES[uses], group.num_blocks
+                self._rates.used_again(kind, now - time, num_blocks)
+                self._ages.remove(time, kind, num_blocks)
                 group.time = IN_USE
-            if group.uses < MOST_USES:
-                group.uses += 1
+            if uses < MOST_USES:
+                group.uses = uses + 1
         self._judge.compare(known if known <= num_cached else last_watched(num_cached), found_by_lru)
         if not now % REQUESTS_PER_REFRESH:
             self._refresh()
+        return groups
 
-    def ended(self, hashes: Sequence[BlockHash], num_cached: int) -> list[Stretch]:
+    def ended(self, hashes: Sequence[BlockHash], num_cached: int, before: Sequence[Group] = ()) -> list[Stretch]:
         """A request has ended whose first `num_cached` blocks are cached: they count as used now. Returns the stretches
-        of these blocks, the deepest first.
+        of these blocks, the deepest first. `before`: what `arrived` returned, if it arrived.
         """
-        now, kind = self.now, -1
+        now, last_kind = self.now, -1
         weights, stretches = self._ages.young(now), list[Stretch]()
-        for group in reversed(self._watched.use_all(hashes, num_cached)):
-            if CLASSES[group.uses] != kind:
-                kind = CLASSES[group.uses]
-                stretches.append(Stretch(group.depth, kind))
+        for group in reversed(self._watched.use_all(hashes, num_cached, before)):
+            kind, num_blocks = CLASSES[group.uses], group.num_blocks
+            if kind != last_kind:
+                stretches.append((group.depth, kind))
+                last_kind = kind
             if group.time != IN_USE:  # another request that used them has ended before
-                self._ages.remove(group.time, kind, group.num_blocks)
-            weights[kind] += group.num_blocks
+                self._ages.remove(group.time, kind, num_blocks)
+            weights[kind] += num_blocks
             group.time = now
         self._watched.make_room()
         return stretches

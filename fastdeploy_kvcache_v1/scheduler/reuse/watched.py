@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from ...metadata import BlockHash
 from .depths import DEPTHS, INDICES
 
+ABOVE = (0, *DEPTHS)
+"""Blocks of a prompt above those that its watched blocks, from each on, stand for."""
+
 IN_USE = -1
 """In place of a time: a running request uses the blocks, so no eviction can take them."""
 
@@ -22,10 +25,12 @@ class Group:
     __slots__ = ("begin", "depth", "end", "generation", "num_blocks", "time", "uses")
 
     def __init__(self, begin: int, end: int, uses: int, time: int, generation: int) -> None:
+        self.begin = begin
         self.end = end
-        self.depth = DEPTHS[end - 1]
+        self.depth = depth = DEPTHS[end - 1]
         """Blocks from the start of the prompt to the last one."""
-        self.begin_at(begin)
+        self.num_blocks = depth - ABOVE[begin]
+        """Blocks that the watched ones stand for."""
         self.uses = uses
         """Later requests that found them computed before, as far as they are counted."""
         self.time = time
@@ -35,8 +40,7 @@ class Group:
 
     def begin_at(self, begin: int) -> None:
         self.begin = begin
-        self.num_blocks = self.depth - (DEPTHS[begin - 1] if begin else 0)
-        """Blocks that the watched ones stand for."""
+        self.num_blocks = self.depth - ABOVE[begin]
 
 
 class WatchedBlocks:
@@ -57,13 +61,22 @@ class WatchedBlocks:
         """Names that are kept; at most `most_blocks` after `make_room`, but for those of one prompt."""
         return len(self._young) + len(self._old)
 
-    def use(self, hashes: Sequence[BlockHash], num_blocks: int) -> list[Group]:
+    def use(self, hashes: Sequence[BlockHash], num_blocks: int, before: Sequence[Group] = ()) -> list[Group]:
         """The groups of the first `num_blocks` of a prompt, in its order, as far as they are known. The last one is cut
         where the prompt leaves it. O(groups), and O(log n) for one that is cut or moves to the younger generation.
+
+        `before`: what it returned for the same prompt before, or nothing. What is still so is not looked up again.
         """
         groups: list[Group] = []
-        young, old, end = self._young, self._old, bisect_right(DEPTHS, num_blocks)
-        begin = 0
+        generation, end, begin = self._generation, bisect_right(DEPTHS, num_blocks), 0
+        for same in before:  # a cut leaves a group its end, and takes its beginning
+            if same.begin != begin or same.end > end or same.generation != generation:
+                break
+            groups.append(same)
+            begin = same.end
+        if begin == end:
+            return groups
+        young, old, num_unchanged = self._young, self._old, len(groups)
         while begin < end:
             block = hashes[INDICES[begin]]
             group = young.get(block) or old.get(block)
@@ -72,11 +85,11 @@ class WatchedBlocks:
             assert group.begin == begin, "a prompt that shares a block shares all before it"
             groups.append(group)
             begin = group.end
-        if groups and not self._has(groups[-1], hashes, end):
+        if len(groups) > num_unchanged and not self._has(groups[-1], hashes, end):
             groups[-1] = self._cut(groups[-1], hashes, end)
-        for group in groups:
-            if group.generation != self._generation:
-                group.generation = self._generation
+        for group in groups[num_unchanged:]:
+            if group.generation != generation:
+                group.generation = generation
                 self._name(group, hashes)
         return groups
 
@@ -87,9 +100,9 @@ class WatchedBlocks:
     def _group(self, block: BlockHash) -> Group | None:
         return self._young.get(block) or self._old.get(block)
 
-    def use_all(self, hashes: Sequence[BlockHash], num_blocks: int) -> list[Group]:
+    def use_all(self, hashes: Sequence[BlockHash], num_blocks: int, before: Sequence[Group] = ()) -> list[Group]:
         """As `use`, with a new group that is `IN_USE` for blocks that are not known."""
-        groups, end = self.use(hashes, num_blocks), bisect_right(DEPTHS, num_blocks)
+        groups, end = self.use(hashes, num_blocks, before), bisect_right(DEPTHS, num_blocks)
         known = groups[-1].end if groups else 0
         if known < end:
             group = Group(known, end, 0, IN_USE, self._generation)
@@ -104,6 +117,7 @@ class WatchedBlocks:
             self._young, self._old = {}, self._young
 
     def forget(self) -> None:
+        self._generation += 1
         self._young, self._old = {}, {}
 
     def _cut(self, group: Group, hashes: Sequence[BlockHash], end: int) -> Group:

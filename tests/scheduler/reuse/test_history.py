@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from fastdeploy_kvcache_v1.metadata import BlockHash
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory, Stretch
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import CLASSES, MOST_USES
+from fastdeploy_kvcache_v1.scheduler.reuse.watched import Group
 
 from ..scenario import cached, manager, prompt, run, start
 
@@ -20,8 +22,7 @@ def hashes(name: object, count: int) -> list[BlockHash]:
 
 def serve(history: ReuseHistory, blocks: list[BlockHash]) -> list[Stretch]:
     """One request that computes all its blocks."""
-    history.arrived(blocks, 0)
-    return history.ended(blocks, len(blocks))
+    return history.ended(blocks, len(blocks), history.arrived(blocks, 0))
 
 
 def test_stretches_say_how_often_blocks_were_found_whether_they_are_cached_or_not() -> None:
@@ -42,23 +43,23 @@ def test_against_a_record_of_every_request(seed: int) -> None:
     history = ReuseHistory(100_000, lambda: 50)
     found: Counter[BlockHash] = Counter()
     known: set[BlockHash] = set()
-    running: list[list[BlockHash]] = []
+    running: list[tuple[list[BlockHash], Sequence[Group]]] = []
     for _ in range(600):
         if running and dice.random() < 0.5:
-            blocks = running.pop(dice.randrange(len(running)))
-            stretches = history.ended(blocks, len(blocks))
+            blocks, before = running.pop(dice.randrange(len(running)))
+            stretches = history.ended(blocks, len(blocks), before)
             known.update(blocks)
             for depth, block in enumerate(blocks, start=1):
-                kind = min(stretches, key=lambda stretch: (stretch.end < depth, stretch.end)).kind
+                _, kind = min(stretches, key=lambda stretch: (stretch[0] < depth, stretch[0]))
                 assert kind == CLASSES[min(found[block], MOST_USES)]
         else:
             name, blocks = "", []
             for _ in range(dice.randint(1, 8)):
                 name += dice.choice("ab")
                 blocks.append(BlockHash(name.encode()))
-            history.arrived(blocks, 0)
+            before = history.arrived(blocks, 0)
             found.update(block for block in blocks if block in known)
-            running.append(blocks)
+            running.append((blocks, before if dice.random() < 0.9 else ()))
 
 
 def test_memory_is_bounded_and_the_start_of_a_prompt_is_forgotten_last() -> None:
@@ -66,8 +67,8 @@ def test_memory_is_bounded_and_the_start_of_a_prompt_is_forgotten_last() -> None
     for number in range(200):
         serve(history, hashes(number, 50))
         assert len(history) <= 100
-    assert serve(history, hashes(199, 50))[-1].kind == 1
-    assert serve(history, hashes(0, 50))[-1].kind == 0
+    assert serve(history, hashes(199, 50))[-1][1] == 1
+    assert serve(history, hashes(0, 50))[-1][1] == 0
     serve(history, hashes("long", 1 << 14))
     assert len(history) <= 100
 

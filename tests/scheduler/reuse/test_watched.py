@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.metadata import BlockHash
 from fastdeploy_kvcache_v1.scheduler.reuse.depths import DEPTHS
-from fastdeploy_kvcache_v1.scheduler.reuse.watched import IN_USE, WatchedBlocks
+from fastdeploy_kvcache_v1.scheduler.reuse.watched import IN_USE, Group, WatchedBlocks
 
 
 class OneByOne:
@@ -31,6 +31,9 @@ class OneByOne:
         self.use(names, 0)
         self.young |= dict.fromkeys(names[len(self.uses(names)) :], 0)
 
+    def forget(self) -> None:
+        self.young, self.old = {}, {}
+
     def make_room(self) -> None:
         if len(self.young) > self._most_blocks // 2:
             self.young, self.old = {}, self.young
@@ -49,21 +52,21 @@ def prompt(dice: random.Random) -> list[BlockHash]:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_group_knows_of_its_blocks_what_an_entry_for_each_would(seed: int, most_blocks: int) -> None:
     dice, watched, model = random.Random(seed), WatchedBlocks(most_blocks), OneByOne(most_blocks)
-    running: list[list[BlockHash]] = []
+    running: list[tuple[list[BlockHash], list[Group]]] = []
     for _ in range(800):
         ends = bool(running) and dice.random() < 0.5
-        blocks = running.pop(dice.randrange(len(running))) if ends else prompt(dice)
+        blocks, before = running.pop(dice.randrange(len(running))) if ends else (prompt(dice), [])
         count = len(blocks) if dice.random() < 0.8 else dice.randint(0, len(blocks))
         names = [blocks[depth - 1] for depth in DEPTHS if depth <= count]
         expected = model.uses(names)
         if ends:
             expected += [0] * (len(names) - len(expected))
-            groups = watched.use_all(blocks, count)
+            groups = watched.use_all(blocks, count, before)
             model.use_all(names)
         else:
             groups = watched.use(blocks, count)
             model.use(names)
-            running.append(blocks)
+            running.append((blocks, list(groups)))
         assert [group.begin for group in groups] == [0, *(group.end for group in groups)][: len(groups)]
         assert [group.uses for group in groups for _ in range(group.begin, group.end)] == expected
         assert sum(group.num_blocks for group in groups) == (groups[-1].depth if groups else 0)
@@ -72,6 +75,9 @@ def test_a_group_knows_of_its_blocks_what_an_entry_for_each_would(seed: int, mos
         if ends:
             watched.make_room()
             model.make_room()
+        if dice.random() < 0.01:
+            watched.forget()
+            model.forget()
         assert len(watched) == len(model.young) + len(model.old)
 
 
@@ -92,3 +98,16 @@ def test_what_the_same_requests_used_is_one_group_however_long() -> None:
         looks = 0
         assert len(watched.use(blocks, len(blocks))) == 1
         assert looks <= most_looks
+
+
+def test_what_is_still_so_is_not_looked_up_again() -> None:
+    class Unread(list[BlockHash]):
+        def __getitem__(self, index):  # type: ignore[no-untyped-def]
+            raise AssertionError("a name is looked up")
+
+    watched = WatchedBlocks(1000)
+    blocks = [BlockHash(str(index).encode()) for index in range(500)]
+    watched.use_all(blocks[:100], 100)
+    before = watched.use_all(blocks, 500)
+    assert len(before) == 2
+    assert watched.use(Unread(blocks), 500, before) == before
