@@ -15,8 +15,7 @@ import uuid
 from typing import Any
 
 from ...errors import ConfigError
-from ...scheduler.cache_utils import MultimodalItem
-from ..engine.task_tokens import has_items, multimodal_items
+from ..engine.task_tokens import Item, has_items, multimodal_items
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +41,9 @@ def name_of(carrier: Any) -> str | None:
     return name if isinstance(name, str) and 0 < len(name) <= MAX_LENGTH else None
 
 
-def items_of(request: Any) -> list[MultimodalItem] | None:
+def items_of(request: Any) -> list[Item] | None:
     """At decode: the images and videos of the prompt. None where prefill has not named them."""
     if not has_items(request):
         return []
-    given = request.ic_req_data.get(ITEMS)
-    return None if given is None else [MultimodalItem(*item) for item in given]
+    items: list[Item] | None = request.ic_req_data.get(ITEMS)
+    return items

@@ -14,6 +14,9 @@ from ..cache_identity import access_of, salt_of
 logger = logging.getLogger(__name__)
 
 
+Item = tuple[int, int, str]
+"""The fields of a `MultimodalItem`."""
+
 _ITEM_FIELDS = ("mm_positions", "mm_hashes")
 
 
@@ -24,7 +27,7 @@ class TaskTokens:
     client sent) is served without caching.
     """
 
-    def __init__(self, task: Any, block_size: int, items: Sequence[MultimodalItem] | None = None) -> None:
+    def __init__(self, task: Any, block_size: int, items: Sequence[Item] | None = None) -> None:
         """`items`: the images, videos and audios of its prompt, None for those that it tells itself."""
         self.task = task
         self.are_reusable = False
@@ -38,7 +41,7 @@ class TaskTokens:
         try:
             self.are_reusable = not has_items(task)
             self.access = access_of(task)
-            found = multimodal_items(task) if items is None else items
+            found = multimodal_items(task) if items is None else [MultimodalItem(*item) for item in items]
             self._hasher = BlockHasher(block_size, items=found, salt=salt_of(task))
             self._hasher.extend(task.prompt_token_ids)
         except Exception as error:  # the edge to what clients send: it must not hold up the requests behind this one
