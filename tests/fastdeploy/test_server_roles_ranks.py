@@ -46,7 +46,7 @@ def prefill(made, expected):
 
 @pytest.fixture(scope="module")
 def two(made, prefill):
-    return begun(made, "two", *TWO)
+    return begun(made, "two", *TWO, *SWAPPING)
 
 
 def begun(made, name, *flags):
