@@ -123,16 +123,22 @@ def test_many_pauses_while_requests_come_all_the_time(group, expected, client):
             except openai.APIError:
                 time.sleep(0.05)
                 continue
-            if found:  # else the router of 2.6 has given up
-                assert found == expected[number]
+            if found == expected[number]:
                 answered.append(number)
+            elif found:  # else the router of 2.6 has given up
+                # 2.6 answers an aborted request with what it has, and an end token.
+                assert found[:-1] == expected[number][: len(found) - 1]
 
     with ThreadPoolExecutor(6) as pool:
         asking = [pool.submit(keep_asking, offset) for offset in range(6)]
         try:
             for role in ("decode", "prefill", "decode", "decode", "prefill", "prefill"):
                 before = len(answered)
-                wait_until(lambda count=before: len(answered) > count + 6, "answers", 120.0)
+                wait_until(
+                    lambda count=before: len(answered) > count + 6 or any(each.done() for each in asking),
+                    "answers",
+                    120.0,
+                )
                 group[1][role].control("sleep", tags="kv_cache")
                 group[1][role].control("wakeup", tags="kv_cache")
         finally:
