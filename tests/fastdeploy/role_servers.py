@@ -82,7 +82,9 @@ def router(release: str, directory: Path, port: int) -> Iterator[Router]:
 class Servers:
     """A router, and servers that are started as they are asked for."""
 
-    def __init__(self, release: str, directory: Path, where: Router, stack: ExitStack, limits: str = "{}") -> None:
+    def __init__(
+        self, release: str, directory: Path, where: Router, stack: ExitStack, limits: str = "{}", plane: str = "socket"
+    ) -> None:
         self.release, self.directory, self.router = release, directory, where
         self._stack = stack
         secret = directory / "secret"
@@ -93,6 +95,7 @@ class Servers:
         self._environment = {
             "FASTDEPLOY_KVCACHE_PEER_SECRET_FILE": str(secret),
             "FASTDEPLOY_KVCACHE_TRANSFER_LIMITS": limits,
+            "FASTDEPLOY_KVCACHE_TRANSFER_PLANE": plane,
             "KVCACHE_TEST_FAULT": str(self._fault),
         }
 
@@ -119,9 +122,9 @@ class Servers:
 
 
 @contextmanager
-def servers(release: str, directory: Path, port: int, limits: str = "{}") -> Iterator[Servers]:
+def servers(release: str, directory: Path, port: int, limits: str = "{}", plane: str = "socket") -> Iterator[Servers]:
     with router(release, directory / "router", port) as where, ExitStack() as stack:
-        yield Servers(release, directory, where, stack, limits)
+        yield Servers(release, directory, where, stack, limits, plane)
 
 
 def free_port() -> int:
