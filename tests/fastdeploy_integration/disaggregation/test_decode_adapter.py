@@ -314,15 +314,18 @@ def test_tenants_share_nothing(decode):
 def image(content, grid):
     """As prefill has it. FastDeploy sends decode no `grid_thw`."""
     position = SimpleNamespace(offset=2, length=6)
-    return {"mm_positions": [position], "mm_hashes": [content], "grid_thw": [grid]}
+    return {"position_ids": [0], "mm_positions": [position], "mm_hashes": [content], "grid_thw": [grid]}
 
 
-def test_images_are_told_apart_by_content_and_shape(decode):
+@pytest.mark.parametrize("sent", [("position_ids",), ("position_ids", "mm_positions", "mm_hashes")], ids=["2.5", "2.6"])
+def test_images_are_told_apart_by_content_and_shape(decode, sent):
+    """Whatever of them the release sends decode."""
+
     def found(request_id, inputs, *, is_named=True):
         task = decode.request(request_id, [*PREFIX, 5], multimodal_inputs=inputs)
         if not is_named:
             del task.ic_req_data[ITEMS]
-        task.multimodal_inputs = {name: inputs[name] for name in ("mm_positions", "mm_hashes")}
+        task.multimodal_inputs = {name: inputs[name] for name in sent}
         assert decode.preallocate(task)
         decode.run(task)
         decode.free(task)
@@ -337,6 +340,17 @@ def test_images_are_told_apart_by_content_and_shape(decode):
     assert found("f", high) == 3
     assert decode.served("g", [*PREFIX, 5]).first_block == 0
     decode.cache.check_idle()
+
+
+@pytest.mark.parametrize("inputs", [{**image("red", [1, 2, 4]), "mm_hashes": ["red", "blue"]}, image("red", [])])
+def test_a_request_whose_images_prefill_cannot_name_is_served_without_the_cache(decode, inputs):
+    for request_id in ("a", "b"):
+        task = decode.request(request_id, [*PREFIX, 5], multimodal_inputs=inputs)
+        task.multimodal_inputs = {"position_ids": [0]}
+        assert decode.preallocate(task)
+        assert decode.fetch(task).first_block == 0
+        decode.run(task)
+        decode.free(task)
 
 
 def test_a_request_may_stay_out_of_the_cache(decode):
