@@ -242,8 +242,11 @@ class DecodeAdapter(PrefixCacheAdapter):
             super().batch_sent()
 
     def batch_lost(self) -> None:
-        """What was matched on its copies holds nothing."""
+        """What was matched on its copies holds nothing. FastDeploy takes back the blocks of its requests next, and the
+        workers may have it all the same.
+        """
         with self._lock:
+            self.grants.schedule_begins()
             if self._outbox.carries_copies:
                 for request_id, prefix in self._prefixes.items():
                     if prefix.copied_by >= self._last_taken:

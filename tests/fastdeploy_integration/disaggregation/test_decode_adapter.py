@@ -382,8 +382,23 @@ def test_a_request_that_ends_in_its_own_batch_caches_nothing_when_the_batch_is_l
     decode.schedule(task)
     decode.cache.batch_lost()
     decode.free(task, Status.PREEMPTED)
+    decode.schedule()
     assert decode.served("b", [*PREFIX, 5]).first_block == 0
     decode.cache.check_idle()
+
+
+def test_blocks_that_a_lost_batch_gives_back_are_filled_when_the_worker_has_been_told(decode):
+    """The worker may have had the batch, and compute: FastDeploy takes its requests back before it schedules again."""
+    first = decode.granted("a", [*PREFIX, 5])
+    decode.arrive(first)
+    assert decode.take_ready(first)
+    decode.schedule(first)
+    decode.cache.batch_lost()
+    decode.free(first, Status.PREEMPTED)
+    second = decode.granted("b", [2] * 13)
+    assert name_of(second) not in [each.request_id for each in decode.sent]
+    (step,) = decode.batch(Control(Kind.PREEMPTED, first))
+    assert decode.fetch(second).after_step == step.step
 
 
 # ---- with a host tier: two prompts of four blocks, which do not fit together
