@@ -233,11 +233,20 @@ def _on_end() -> Callable[[], None]:
 
 
 def take_requests(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Wraps the start of the threads that bring requests: a prefill server's wait for their stored prefix, see
-    `StoredPrefixes`.
+    """Wraps the start of the threads that bring requests: those of a prefill server take one at a time, which may have
+    waited for its stored prefix, see `StoredPrefixes`.
     """
     cache, scheduler = instance.resource_manager.cache_manager, instance.scheduler
-    if isinstance(cache, PrefillAdapter) and cache.storage is not None:
-        prefixes = StoredPrefixes(scheduler, cache.storage, cache.waits_for_storage)
-        scheduler.get_requests = partial(prefixes.get_requests, scheduler.get_requests)
+    if isinstance(cache, PrefillAdapter):
+        if cache.storage is not None:
+            prefixes = StoredPrefixes(scheduler, cache.storage, cache.waits_for_storage)
+            scheduler.get_requests = partial(prefixes.get_requests, scheduler.get_requests)
+        scheduler.get_requests = partial(one_request, scheduler.get_requests)
     return wrapped(*args, **kwargs)
+
+
+def one_request(take: Callable[..., list[Any]], *args: Any, batch: int = 1, **limits: Any) -> list[Any]:
+    """In place of `take`, the scheduler's `get_requests`. A thread gives each request that it has taken a seat and
+    blocks before any of them goes on: of several threads, each with some of what it needs, none would.
+    """
+    return take(*args, batch=min(batch, 1), **limits)

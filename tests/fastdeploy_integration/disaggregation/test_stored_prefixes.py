@@ -110,18 +110,27 @@ def test_the_second_of_two_with_one_id_does_not_take_the_place_of_the_first(serv
     assert server.store.held["s1"] is first
 
 
-@pytest.mark.parametrize("kind", ["prefill", "without storage", "mixed"])
-def test_only_a_prefill_server_with_storage_takes_its_requests_there(kind):
+TAKEN = {"prefill": [[], ["a"], ["b"]], "without storage": [["s1"], ["a"], ["b"]], "mixed": [["s1", "a"], ["b"]]}
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_a_thread_of_a_prefill_server_takes_one_request_which_may_have_waited_for_its_stored_prefix(kind):
+    """With two it could have a seat for the first, and wait for one that another thread has in the same way."""
     cache = make_adapter(20) if kind == "mixed" else make_adapter(20, kind=PrefillAdapter)
     cache.storage = None if kind == "without storage" else Store()
     if cache.storage is not None:
         cache.waits_for_storage = cache.storage.waits
-    scheduler = Scheduler("s1", "a")
+    scheduler = Scheduler("s1", "a", "b")
     service = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache), scheduler=scheduler)
 
     def start_zmq_service(api_server_pid=None):
         return f"started {api_server_pid}"
 
     assert patches.take_requests(start_zmq_service, service, (5,), {}) == "started 5"
-    taken = [each.request_id for each in scheduler.get_requests(100, block_size=64, batch=2)]
-    assert taken == (["a"] if kind == "prefill" else ["s1", "a"])
+
+    def take(batch=2):
+        return [each.request_id for each in scheduler.get_requests(100, block_size=64, batch=batch)]
+
+    assert [take() for _ in TAKEN[kind]] == TAKEN[kind]
+    scheduler.ids.append("c")
+    assert take(batch=0) == [], "there is no seat"
