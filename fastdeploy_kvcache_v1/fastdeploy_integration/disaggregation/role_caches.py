@@ -180,7 +180,11 @@ class PrefillCache(PrefillAdapter, RoleCache):
         return self.leases.ledger.num_open
 
     def end(self, manager: Any) -> None:
-        """They end by themselves: a request that has room at decode is complete with its first token."""
+        """They end by themselves: a request that has room at decode is complete with its first token. One that waits
+        for its stored prefix goes on to ask for room, so that its client, which waits at decode, is told.
+        """
+        if self.storage is not None:
+            self.storage.release_all()
 
     def give_up(self, manager: Any) -> None:
         with self._lock:

@@ -151,13 +151,20 @@ class EngineStorage:
             for request_id in [each for each in self._ahead if each not in manager.requests]:
                 self._leave(request_id)
             aborted = manager.waiting_abort_req_id_set
-            ready = [each for each in self._held if each in aborted or self.tier.may_start(each)]
-            for request_id in ready:
-                self.tier.request_left(request_id)
-                self._released[request_id] = self._held[request_id]  # `holds` looks at any time
-                del self._held[request_id]
+            self._let_go([each for each in self._held if each in aborted or self.tier.may_start(each)])
             self.tier.go_on()
             return list(self._released.values())
+
+    def release_all(self) -> None:
+        """No request waits for its stored prefix any longer."""
+        with self._lock:
+            self._let_go(list(self._held))
+
+    def _let_go(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.tier.request_left(request_id)
+            self._released[request_id] = self._held[request_id]  # `holds` looks at any time
+            del self._held[request_id]
 
     def has_released(self, request: Any) -> bool:
         """Whether `request` has waited here, and is on its way to FastDeploy's queue."""

@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import 
     Gate,
     end_requests,
 )
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import DecodeCache
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import DecodeCache, PrefillCache
 
 from .fake_requests import Output, engine, request
 
@@ -129,6 +129,14 @@ def test_decode_aborts_each_request_once():
     manager.to_be_aborted_req_id_set = {"b"}
     DecodeCache.end(None, manager)
     assert manager.waiting_abort_req_id_set == {"a", "c"}
+
+
+def test_a_request_that_waits_for_its_stored_prefix_at_prefill_goes_on_to_be_refused():
+    """Its client waits at decode, which only a request that asks for room there is told of."""
+    released = []
+    PrefillCache.end(SimpleNamespace(storage=SimpleNamespace(release_all=lambda: released.append("all"))), None)
+    assert released == ["all"]
+    PrefillCache.end(SimpleNamespace(storage=None), None)
 
 
 @pytest.fixture

@@ -163,6 +163,14 @@ def test_what_is_aborted_waits_no_longer(scheduler):
     assert not scheduler.storage.holds("again")
 
 
+def test_all_go_on_when_they_are_told_to(scheduler):
+    tasks = [FakeTask(name, TOKENS) for name in "ab"]
+    assert all(scheduler.cache.waits_for_storage(task) for task in tasks)
+    scheduler.storage.release_all()
+    assert scheduler.storage.take_released(1) == tasks[:1]
+    assert scheduler.storage.release(scheduler.manager) == tasks[1:]
+
+
 def test_a_reset_ends_all_waiting(scheduler):
     scheduler.cache.waits_for_storage(FakeTask("a", TOKENS))
     scheduler.cache.reset()
