@@ -170,10 +170,19 @@ class DecodeAdapter(PrefixCacheAdapter):
         """
         ids = [gpu_block_ids] if isinstance(gpu_block_ids, int) else list(gpu_block_ids)
         with self._lock:
-            if req_id is not None:
+            if req_id is not None and self._begins_with_its_own(ids, req_id):
                 ids = ids[self._end(req_id) :]
             if req_id is None or not self.grants.recycle(ids, req_id):
                 super().recycle_gpu_blocks(ids, req_id)
+
+    def _begins_with_its_own(self, ids: Sequence[int], request_id: str) -> bool:
+        """Whether `ids` begin with what the manager holds of the request with that id. FastDeploy forgets a complete
+        request before it gives its blocks back: the id may be another one's by then.
+        """
+        if request_id not in self._prefixes and request_id not in self._records:
+            return False
+        held = self.manager.block_table(request_id)
+        return list(ids[: len(held)]) == held
 
     def release_block_ids(self, task: Any) -> None:
         """2.5 says it before it gives back the other blocks."""

@@ -155,10 +155,11 @@ class Grants:
                 self._start(grant)
 
     def recycle(self, slots: Sequence[int], request_id: str) -> bool:
-        """FastDeploy gives a request's blocks back. Whether they are parked."""
-        grant = self._grants.pop(request_id, None)
-        if grant is None:
+        """FastDeploy gives blocks back, perhaps of an earlier request of that id. Whether they are parked."""
+        grant = self._grants.get(request_id)
+        if grant is None or grant.slots[0] not in slots:
             return False
+        del self._grants[request_id]
         self._take_end(self.ledger.cancel(grant.name, "the request has ended"))
         self._send_cancels()
         if grant.name not in self._fetching:

@@ -401,6 +401,26 @@ def test_blocks_that_a_lost_batch_gives_back_are_filled_when_the_worker_has_been
     assert decode.fetch(second).after_step == step.step
 
 
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_blocks_of_a_complete_request_come_back_after_its_id_has_come_again(decode, is_cached):
+    """FastDeploy forgets a complete request first, and gives its blocks back when it has its lock again."""
+    decode.served("cached", [*PREFIX, 5])
+    first = decode.request("a", [*PREFIX, 6])
+    if not is_cached:
+        del first.ic_req_data[ITEMS]
+    assert decode.preallocate(first)
+    decode.run(first)
+    first.status = Status.FINISHED
+    second = decode.granted("a", [*PREFIX, 7])
+    assert decode.fetch(second).first_block == (0 if is_cached else 3)
+    decode.free(first)
+    assert decode.cache.grants.of(second) is not None, "else nothing ends it"
+    decode.run(second)
+    decode.free(second)
+    assert decode.cache.num_recycled_wrongly == 0
+    decode.cache.check_idle()
+
+
 # ---- with a host tier: two prompts of four blocks, which do not fit together
 
 
