@@ -30,9 +30,9 @@ class PrefillAdapter(PrefixCacheAdapter):
         """Requests with blocks of their own that no batch had yet, by id."""
         self._starting: Any = None
         """The one that is being put into the batch."""
-        self._spare: dict[str, list[DeviceSlot]] = {}
-        """Until the batch is there, by request id: own blocks whose place cached ones took. Without them there might be
-        too few when the match is rolled back, since others can have the cached ones as well.
+        self._spare: dict[str, tuple[Any, list[DeviceSlot]]] = {}
+        """Until the batch is there, by id, with its request: own blocks whose place cached ones took. Without them
+        there might be too few when the match is rolled back, since others can have the cached ones as well.
         """
 
     def request_match_blocks(self, task: Any, block_size: int, *_: Any) -> tuple[list[DeviceSlot], int, dict[str, Any]]:
@@ -61,7 +61,7 @@ class PrefillAdapter(PrefixCacheAdapter):
             num_spare = self._match_now(task, match) if is_unmatched else 0
             self._lend_rest(task, max(num_own, self._num_blocks_of(task)))
             if is_unmatched and num_own:
-                self._spare[task.request_id] = self.allocate_gpu_blocks(num_spare, task.request_id)
+                self._spare[task.request_id] = task, self.allocate_gpu_blocks(num_spare, task.request_id)
 
     def _match_now(self, task: Any, match: Callable[[Any], bool]) -> int:
         """Returns how many blocks of the match were on the device."""
@@ -104,7 +104,15 @@ class PrefillAdapter(PrefixCacheAdapter):
             super().release_block_ids(task)
 
     def _end_spare(self, task: Any) -> None:
-        super().recycle_gpu_blocks(self._spare.pop(task.request_id, []), task.request_id)
+        super().recycle_gpu_blocks(self._take_spare(task) or [], task.request_id)
+
+    def _take_spare(self, task: Any) -> list[DeviceSlot] | None:
+        """None for a request that had no blocks of its own. Another request may have its id."""
+        owner, slots = self._spare.get(task.request_id, (None, []))
+        if owner is not task:
+            return None
+        del self._spare[task.request_id]
+        return slots
 
     def update_cache_blocks(self, task: Any, block_size: int, num_computed_tokens: int) -> None:
         """FastDeploy says it when blocks are given out, or computed: `send_swaps` knows."""
@@ -126,7 +134,7 @@ class PrefillAdapter(PrefixCacheAdapter):
 
     def _roll_back(self, task: Any) -> None:
         """What had blocks of its own has them again. What had none, since it was preempted, has none."""
-        own, spare = task.block_tables[task.num_cached_blocks :], self._spare.pop(task.request_id, None)
+        own, spare = task.block_tables[task.num_cached_blocks :], self._take_spare(task)
         super()._roll_back(task)
         if spare is None:
             super().recycle_gpu_blocks(own, task.request_id)

@@ -238,6 +238,23 @@ def test_two_that_load_the_same_blocks_both_have_their_own_again():
     cache.manager.check_idle()
 
 
+def test_what_is_spared_for_a_request_is_not_ended_with_an_earlier_one_of_its_id():
+    """FastDeploy forgets a complete request before it gives its blocks back; this one was served without the cache."""
+    cache, prompt = adapter(12), [1] * 12
+    computed(cache, reader := FakeTask("a", [*prompt, 5]))
+    earlier = FakeTask("b", [2] * 5)
+    later = FakeTask("b", [*prompt, 6])
+    preallocate(cache, later, spare=0)
+    before = cache.manager.num_free_device_blocks
+    assert start(cache, later) == 12
+    cache.release_block_ids(earlier)
+    assert cache.manager.num_free_device_blocks == before
+    cache.batch_lost()
+    assert (len(later.block_tables), cache.manager.num_free_device_blocks) == (4, before)
+    for task in (reader, later):
+        end(cache, task)
+
+
 def preempt(cache, task, idx=0):
     task.status, task.idx = Status.PREEMPTED, idx
     end(cache, task)
