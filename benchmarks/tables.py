@@ -136,7 +136,7 @@ def roles(result: dict[str, Any]) -> list[Row]:
     over = f"{result['first_token_over_mixed']:.2f}x"
     value = f"{over} ({result['roles_first_token_ms']:,.0f} of {result['mixed_first_token_ms']:,.0f} ms)"
     name = f"first token of {result['prompt_tokens']:,} tokens, prefill and decode servers over a mixed one"
-    rows = [(name, value, "<= 1.1x on a machine of its own")]
+    rows = [(name, value, "<= 1.1x")]
     if "roles_second_token_ms" in result:
         gaps = f"{result['roles_second_token_ms']:.0f}, {result['mixed_second_token_ms']:.0f} ms"
         rows.append(("from the first to the second token, prefill and decode servers, a mixed one", gaps, ""))

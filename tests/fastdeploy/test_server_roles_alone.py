@@ -53,37 +53,42 @@ def test_two_hundred_requests_through_a_decode_server_that_holds_six(release, tm
         wait_idle(prefill, decode)
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_prefill_server_that_dies_costs_decode_nothing(release, tmp_path, number):
-    """Its requests fail, their blocks and seats come back, and another prefill server goes on."""
+def test_a_server_that_dies_or_stops_costs_its_peer_nothing(release, tmp_path, role, number):
+    """Requests of both fail, their blocks and seats at the other one come back. When it goes on, or another one listens
+    at its port, the two serve.
+    """
     with servers(release, tmp_path, free_port(), LIMITS) as made:
-        prefill, decode = made.begin("prefill", "prefill"), made.begin("decode", "decode")
-        for each in (prefill, decode):
+        flags = {"prefill": (), "decode": ("--rdma-comm-ports", str(free_port()))}
+        running = {each: made.begin(each, each, *flags[each]) for each in flags}
+        for each in running.values():
             each.wait_ready()
         made.router.wait_registered(prefill=1, decode=1)
+        peer = running["decode" if role == "prefill" else "prefill"]
         # Shorter than the time after which an unhealthy server is ended.
         with made.router.client(timeout_s=30.0) as client, ThreadPoolExecutor(8) as pool:
             first = ask(client, PROMPTS[0])
-            before = num_fetches(decode)
+            before = num_fetches(running["decode"])
             asked = [pool.submit(ask, client, prompt, max_tokens=400) for prompt in PROMPTS[:8]]
-            wait_until(lambda: num_fetches(decode) > before, "requests at decode")
-            stopped = [each for each in prefill.processes() if janitor.__name__ not in each.cmdline()]
+            wait_until(lambda: num_fetches(running["decode"]) > before, "requests at decode")
+            stopped = [each for each in running[role].processes() if janitor.__name__ not in each.cmdline()]
             for process in stopped:
                 process.send_signal(number)
             for each in asked:
                 if each.exception() is not None:
                     assert isinstance(each.exception(), openai.APIError)
-            wait_idle(decode)
+            wait_idle(peer)
             if number == signal.SIGSTOP:
                 for process in stopped:
                     process.send_signal(signal.SIGCONT)
             else:
-                prefill.kill()
-                prefill = made.begin("prefill", "another")
-                prefill.wait_ready()
+                running[role].kill()
+                running[role] = made.begin(role, "another", *flags[role])
+                running[role].wait_ready()
             made.router.wait_registered(prefill=1, decode=1)
             wait_until(lambda: _answers(client) == first, "an answer", 120.0)
-        wait_idle(decode)
+        wait_idle(*running.values())
 
 
 def _answers(client):
