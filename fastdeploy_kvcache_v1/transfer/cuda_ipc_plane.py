@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import threading
-import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from ..errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError, TransferError
 from ..worker import ops
@@ -26,7 +24,8 @@ from .cuda_ipc_address import (
     this_process,
 )
 from .cuda_ipc_source import CudaIpcSource, Mapped
-from .plane import DataPlane, Source
+from .one_sided import OneSidedPlane
+from .plane import Source
 from .presence import Presence, Visit
 
 __all__ = ["CudaIpcPlane"]
@@ -42,36 +41,28 @@ _SOLUTION = (
 )
 
 
-class CudaIpcPlane(DataPlane):
+class CudaIpcPlane(OneSidedPlane):
     """All tensors of a rank are on one GPU. A peer may be on the same GPU or on one with peer access.
 
-    **A handle names a whole allocation, and lets its owner write, too**: `address` is a secret. Grants are kept by the
-    readers only. `close` waits for the readers, because CUDA says nothing good of memory that is freed while it is
-    mapped elsewhere.
+    **A handle names a whole allocation, and lets its owner write, too**: `address` is a secret. `close` waits for the
+    readers, because CUDA says nothing good of memory that is freed while it is mapped elsewhere.
     """
 
     address_is_secret = True
 
     def __init__(self) -> None:
         """Raises `ConfigError` where there is no GPU, no compiled core, or no CuPy."""
+        super().__init__()
         self._memory = _load()
-        self._regions: list[tuple[int, int]] = []
-        self._owners: list[BlockRows] = []
         self._gpu = Gpu(0, b"")
         self._address: CudaIpcAddress | None = None
         self._presence: Presence | None = None
-        self._sources: weakref.WeakSet[CudaIpcSource] = weakref.WeakSet()
-        self._lock = threading.Lock()
         # The GPU's library ends with the interpreter, and a read must not be in it then.
         atexit.register(self._close_sources)
 
-    def register(self, regions: Sequence[BlockRows]) -> None:
-        if self._address is not None:
-            raise CacheStateError("tensors were registered already: a plane is made for one set of them")
+    def _register(self, regions: Sequence[BlockRows]) -> None:
         if not all(region.on_gpu for region in regions):
             raise ConfigError("cuda_ipc needs a GPU: these tensors are in CPU memory; choose socket or mooncake")
-        if any(not region.is_dense for region in regions):
-            raise CacheStateError("a tensor that peers read must be one contiguous range")
         gpus = {self._memory.gpu_of(region.address) for region in regions}
         if len(gpus) != 1:
             raise ConfigError(f"cuda_ipc reads tensors of one GPU per rank, got tensors of {len(gpus)}")
@@ -82,8 +73,6 @@ class CudaIpcPlane(DataPlane):
             self._presence = Presence()
         except OSError as error:
             raise ConfigError(f"cuda_ipc cannot lock a file in shared memory: {error}") from None
-        self._owners = list(regions)
-        self._regions = [(region.address, region.num_rows * region.row_bytes) for region in regions]
         self._address = CudaIpcAddress(
             KIND, this_machine(), this_process(), self._presence.path, self._gpu.uuid, shared, parts
         )
@@ -107,16 +96,7 @@ class CudaIpcPlane(DataPlane):
                 "containers need one IPC namespace, and both GPUs visible"
             ) from None
         theirs = [(bases[part.allocation] + part.offset, part.num_bytes) for part in peer.regions]
-        source = CudaIpcSource(mapped, stream, theirs, self._regions)
-        with self._lock:
-            self._sources.add(source)
-        return source
-
-    def grant(self, lease: str, slots: Collection[int]) -> None:
-        """The driver knows no leases: see the class."""
-
-    def revoke(self, lease: str) -> None:
-        """The driver knows no leases: the reader asks after its read whether the lease was open."""
+        return self._opened(CudaIpcSource(mapped, stream, theirs, self._regions))
 
     def close(self) -> None:
         self._close_sources()
@@ -129,12 +109,6 @@ class CudaIpcPlane(DataPlane):
             )
         self._owners.clear()
         atexit.unregister(self._close_sources)
-
-    def _close_sources(self) -> None:
-        with self._lock:
-            sources = list(self._sources)
-        for source in sources:
-            source.close()
 
     def _require_reachable(self, peer: CudaIpcAddress) -> None:
         if peer.machine != this_machine():

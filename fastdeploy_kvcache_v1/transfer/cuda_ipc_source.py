@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from ..errors import CacheStateError, KVCacheError, RemoteReadError
+from ..errors import KVCacheError, RemoteReadError
 from ..worker import ops
 from ..worker.ops.compiled import Path
 from ..worker.ops.peer_memory import PeerMemory
 from ..worker.runtime.cuda import CudaStream, use_device
-from .plane import Source
+from .one_sided import OneSidedSource, Ranges, Region
 from .presence import Visit
-from .spans import Spans, require_inside
 
 __all__ = ["CudaIpcSource", "Mapped"]
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 64 << 20
-"""Of one batch: what was submitted cannot be called back, and a GPU moves so much in milliseconds."""
-MOST_SPANS = 1 << 14
-
 _LOOK_S = 0.02
 """Between two looks whether the read is still wanted; the event is looked at more often."""
-
-Regions = Sequence[tuple[int, int]]
 
 
 class Mapped:
@@ -63,84 +52,47 @@ class Mapped:
         self._visit.close()
 
 
-class CudaIpcSource(Source):
-    """Copies run on a stream of their own, in batches; between two of them, and while one runs, deadline and `close`
-    are looked at. A batch that has begun is waited for: it is the end of it that frees the slots.
+class CudaIpcSource(OneSidedSource):
+    """Copies run on a stream of their own. While a batch runs, deadline and `close` are looked at, too; it is waited
+    for all the same: the end of it frees the slots.
     """
 
-    def __init__(self, mapped: Mapped, stream: CudaStream, theirs: Regions, ours: Regions) -> None:
-        """Owns `mapped` and `stream`, which nothing else uses. Regions are `(address, bytes)` in this process."""
-        self._mapped: Mapped | None = mapped
+    most_spans = 1 << 14
+    most_bytes = 64 << 20
+    """What was submitted cannot be called back, and a GPU moves so much in milliseconds."""
+
+    def __init__(self, mapped: Mapped, stream: CudaStream, theirs: Sequence[Region], ours: Sequence[Region]) -> None:
+        """Owns `mapped` and `stream`, which nothing else uses. Addresses are of this process."""
+        super().__init__("a peer's GPU memory", theirs, ours)
+        self._mapped = mapped
         self._stream = stream
-        self._theirs, self._ours = (np.array(regions, np.int64).reshape(-1, 2) for regions in (theirs, ours))
-        self._lock = threading.Lock()
-        self._failure: str | None = None
-        self._is_closing = False
 
-    def read(self, lease: str, spans: Spans, deadline: float) -> None:
-        require_inside(spans.table[:, [0, 2, 3]], self._ours[:, 1], "target")
-        with self._lock:
-            if self._mapped is None:
-                raise RemoteReadError(self._failure)
-            try:
-                self._require_theirs(spans)
-                use_device(self._mapped.gpu)
-                for batch in spans.batches(most_spans=MOST_SPANS, most_bytes=MOST_BYTES):
-                    self._copy(self._mapped, batch, deadline)
-            except (RemoteReadError, RuntimeError) as error:  # CuPy raises RuntimeErrors
-                self._let_go(f"reading {spans.num_bytes} bytes of a peer's GPU memory failed: {error}")
-                raise RemoteReadError(self._failure) from None
-
-    def close(self) -> None:
-        self._is_closing = True
-        with self._lock:
-            self._let_go("the connection was closed")
-
-    def _let_go(self, reason: str) -> None:
-        if self._mapped is not None:
-            mapped, self._mapped, self._failure = self._mapped, None, reason
-            mapped.close()
-
-    def _require_theirs(self, spans: Spans) -> None:
-        try:
-            require_inside(spans.table[:, [0, 1, 3]], self._theirs[:, 1], "source")
-        except CacheStateError as error:
-            raise RemoteReadError(str(error)) from None
-
-    def _copy(self, mapped: Mapped, batch: Spans, deadline: float) -> None:
-        self._require_wanted(mapped, deadline)
+    def _copy(self, ranges: Ranges, deadline: float) -> None:
+        use_device(self._mapped.gpu)
         self._stream.begin()
-        self._stream.enqueue(mapped.memory.copy, self._ranges(batch), _path())
+        self._stream.enqueue(self._mapped.memory.copy, ranges, _path())
         try:
             end = self._stream.record_event()
             while not end.wait_done(min(_LOOK_S, max(0.0, deadline - time.monotonic()))):
-                self._require_wanted(mapped, deadline)
+                self._require_wanted(deadline)
         except BaseException:
             self._stream.synchronize()  # whoever gets the slots next, gets them for good
             raise
         if end.error is not None:
             raise RemoteReadError(str(end.error))
         # What is left of a peer that died meanwhile is nobody's. Its lease, too, is confirmed no more.
-        self._require_owner(mapped)
+        self._require_owner()
 
-    def _require_wanted(self, mapped: Mapped, deadline: float) -> None:
-        if self._is_closing:
-            raise RemoteReadError("the connection was closed")
-        self._require_owner(mapped)
-        if time.monotonic() >= deadline:
-            raise RemoteReadError("the copy did not end in time")
+    def _let_go(self) -> None:
+        self._mapped.close()
 
-    def _require_owner(self, mapped: Mapped) -> None:
-        if not mapped.owner_is_alive():
+    def _require_wanted(self, deadline: float) -> None:
+        self._require_owner()
+        super()._require_wanted(deadline)
+
+    def _require_owner(self) -> None:
+        if not self._mapped.owner_is_alive():
             raise RemoteReadError("the peer's process has ended")
-
-    def _ranges(self, batch: Spans) -> npt.NDArray[np.int64]:
-        regions, there, here, counts = batch.table.T
-        ranges = np.empty((len(batch), 3), np.int64)
-        ranges[:, 0] = self._theirs[regions, 0] + there
-        ranges[:, 1] = self._ours[regions, 0] + here
-        ranges[:, 2] = counts
-        return ranges
 
 
 def _path() -> Path:

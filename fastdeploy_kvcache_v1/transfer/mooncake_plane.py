@@ -12,18 +12,17 @@ import importlib
 import importlib.metadata
 import os
 import re
-import threading
-import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from ..errors import CacheStateError, ConfigError, PeerRefusedError
+from ..errors import ConfigError, PeerRefusedError
 from ..units import GIB
 from ..worker.ops.rows import BlockRows
 from .mooncake_source import MooncakeSource
-from .plane import DataPlane, Source
+from .one_sided import OneSidedPlane, Region, region_of
+from .plane import Source
 
 __all__ = ["ENVIRONMENT", "MooncakePlane"]
 
@@ -50,41 +49,32 @@ class _Address(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     protocol: str
     session: str
     """`host:port` of the serving engine; the port is another one after a restart."""
-    regions: list[tuple[int, int]]
+    regions: list[Region]
     """Where each tensor begins in the peer's memory, and its bytes."""
 
 
-class MooncakePlane(DataPlane):
+class MooncakePlane(OneSidedPlane):
     """`host` is the address that peers reach.
 
     **The engine authenticates nobody and listens on every address of the machine**: who reaches its port reads and
-    writes registered memory. Grants are kept by the readers only. Use it on a network of its own.
+    writes registered memory. Use it on a network of its own.
     """
 
     def __init__(self, host: str, *, protocol: str = "tcp", device: str = "") -> None:
         """`device`: of RDMA, empty for any. Raises `ConfigError` when the engine cannot be loaded."""
         if protocol not in PROTOCOLS:
             raise ConfigError(f"unknown mooncake protocol {protocol!r}: choose one of {', '.join(PROTOCOLS)}")
+        super().__init__()
         self._host, self._protocol, self._device = host, protocol, device
         self._module = _load()
-        self._regions: list[tuple[int, int]] = []
-        self._owners: list[BlockRows] = []
         self._serving: Any = None
-        self._sources: weakref.WeakSet[MooncakeSource] = weakref.WeakSet()
-        self._lock = threading.Lock()
         # A read that runs while the interpreter ends aborts the process.
         atexit.register(self.close)
 
-    def register(self, regions: Sequence[BlockRows]) -> None:
-        if self._regions:
-            raise CacheStateError("tensors were registered already: a plane is made for one set of them")
+    def _register(self, regions: Sequence[BlockRows]) -> None:
         if self._protocol == "tcp" and any(region.on_gpu for region in regions):
             raise ConfigError("mooncake over tcp reads memory of the CPU only: choose rdma for tensors on a GPU")
-        if any(not region.is_dense for region in regions):
-            raise CacheStateError("a tensor that peers read must be one contiguous range")
-        self._owners = list(regions)
-        self._regions = [(region.address, region.num_rows * region.row_bytes) for region in regions]
-        self._serving = self._engine()
+        self._serving = self._engine([region_of(region) for region in regions])
 
     def address(self) -> bytes:
         assert self._serving is not None, "register comes first"
@@ -101,33 +91,22 @@ class MooncakePlane(DataPlane):
                 f"the peer's data plane is not mooncake over {self._protocol}: give prefill and decode servers the "
                 "same one"
             )
-        source = MooncakeSource(self._engine(), peer.session, peer.regions, self._regions)
-        with self._lock:
-            self._sources.add(source)
-        return source
-
-    def grant(self, lease: str, slots: Collection[int]) -> None:
-        """The engine knows no leases: see the class."""
-
-    def revoke(self, lease: str) -> None:
-        """The engine knows no leases: the reader asks after its read whether the lease was open."""
+        engine = self._engine(self._regions)
+        return self._opened(MooncakeSource(engine, peer.session, peer.regions, self._regions))
 
     def close(self) -> None:
-        with self._lock:
-            sources = list(self._sources)
-        for source in sources:
-            source.close()
+        self._close_sources()
         self._serving = None
         atexit.unregister(self.close)
 
-    def _engine(self) -> Any:
+    def _engine(self, regions: Sequence[Region]) -> Any:
         engine = self._module.TransferEngine()
         if engine.initialize(self._host, "P2PHANDSHAKE", self._protocol, self._device) != 0:
             raise ConfigError(
                 f"mooncake cannot start over {self._protocol} on {self._host}: its message is above; check the "
                 "address and, over rdma, the device"
             )
-        for address, num_bytes in self._regions:
+        for address, num_bytes in regions:
             for offset in range(0, num_bytes, LARGEST_REGISTRATION):
                 part = min(LARGEST_REGISTRATION, num_bytes - offset)
                 if engine.register_memory(address + offset, part) != 0:

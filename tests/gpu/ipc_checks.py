@@ -20,8 +20,8 @@ import numpy as np
 from ipc_peer import CANARY, NUM_BLOCKS, WIDTHS, Peer, Tensors, content
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
-from fastdeploy_kvcache_v1.transfer import cuda_ipc_source
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
+from fastdeploy_kvcache_v1.transfer.cuda_ipc_source import CudaIpcSource
 from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
 from fastdeploy_kvcache_v1.worker.ops import BlockRows
 
@@ -41,9 +41,9 @@ class Ours:
         self.plane = CudaIpcPlane()
         self.plane.register(self.tensors.rows())
 
-    def open(self, peer: Peer) -> cuda_ipc_source.CudaIpcSource:
+    def open(self, peer: Peer) -> CudaIpcSource:
         source = self.plane.open(peer.address, soon())
-        assert isinstance(source, cuda_ipc_source.CudaIpcSource)
+        assert isinstance(source, CudaIpcSource)
         return source
 
     def holds(self, expected: list[np.ndarray]) -> bool:
@@ -144,8 +144,8 @@ def a_read_fills_its_spans_and_touches_nothing_else() -> None:
 
 def more_than_one_batch_arrives_whole() -> None:
     """By spans as by bytes: both limits of a batch are passed."""
-    limits = cuda_ipc_source.MOST_SPANS, cuda_ipc_source.MOST_BYTES
-    cuda_ipc_source.MOST_SPANS, cuda_ipc_source.MOST_BYTES = 100, 100_000
+    limits = CudaIpcSource.most_spans, CudaIpcSource.most_bytes
+    CudaIpcSource.most_spans, CudaIpcSource.most_bytes = 100, 100_000
     try:
         with ours() as mine, closing(mine.open(shared_peer())) as source:
             small = Spans.of([Span(0, at * 32, at * 32, 16) for at in range(350)])
@@ -154,7 +154,7 @@ def more_than_one_batch_arrives_whole() -> None:
             source.read("any", everything(), soon())
             assert mine.holds(content(1))
     finally:
-        cuda_ipc_source.MOST_SPANS, cuda_ipc_source.MOST_BYTES = limits
+        CudaIpcSource.most_spans, CudaIpcSource.most_bytes = limits
 
 
 def nothing_is_read_where_nothing_is_wanted() -> None:

@@ -14,7 +14,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer import mooncake_plane as module
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
-from fastdeploy_kvcache_v1.transfer.mooncake_source import MOST_SPANS
+from fastdeploy_kvcache_v1.transfer.mooncake_source import MooncakeSource
 from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
 from tests.transfer.peer import (
     BLOCK_BYTES,
@@ -93,7 +93,7 @@ def test_a_read_fills_its_spans_and_touches_nothing_else(shared_peer, ours):
 
 
 def test_more_spans_than_a_batch_may_have_arrive_whole(shared_peer, ours):
-    count = 2 * MOST_SPANS + 3
+    count = 2 * MooncakeSource.most_spans + 3
     spans = Spans.of([Span(0, at * 32, at * 32, 16) for at in range(count)])
     with closing(ours.plane.open(shared_peer.address, soon())) as source:
         source.read("any", spans, soon())
