@@ -1,4 +1,4 @@
-"""Shared by the tests of the file store: what a test puts and gets, ages, and does in other processes."""
+"""Shared by the tests of the file store: what a test puts and gets, ages, and finds again."""
 
 import os
 import time
@@ -37,27 +37,6 @@ def found_in(backend):
 def age(backend, number, seconds):
     then = time.time() - seconds
     os.utime(backend._path(keys(number)[0]), (then, then))
-
-
-def start(use, *arguments, user=None):
-    """Process id of a forked child that runs `use(*arguments)`, as `user` if this process may choose."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        if user is not None and os.geteuid() == 0:
-            os.setuid(user)
-        use(*arguments)
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def ended_well(*children):
-    """Whether children of `start` ended without an error, once all of them have ended."""
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    return not any(statuses)
 
 
 def stored(backend, *numbers):

@@ -13,7 +13,8 @@ from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION
 from fastdeploy_kvcache_v1.units import GIB
-from tests.storage.file.stores import FILE_BYTES, age, damage, everything, flip_a_byte, got, put, start, stored
+from tests.forked import ended_well, start
+from tests.storage.file.stores import FILE_BYTES, age, damage, everything, flip_a_byte, got, put, stored
 from tests.storage.values import keys, namespace
 
 DAY_S = 24 * 60 * 60
@@ -114,20 +115,21 @@ def test_whatever_deletes_waits_until_nobody_counts(server, storage, words):
     damage(backend, 1, flip_a_byte)
     age(backend, 1, 10)
     receiving, sending = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def count():
         backend._used.close()
         mine = FileBackend(backend.directory, namespace(), capacity_bytes=1)
         with mine._used.exclusive():
             os.write(sending, b"x")
             time.sleep(0.3)
             mine._used.write(50 * FILE_BYTES)
-        os._exit(0)
-    os.read(receiving, 1)
-    storage(*words)
-    os.waitpid(child, 0)
-    os.close(receiving)
+
+    child = start(count)
     os.close(sending)
+    assert os.read(receiving, 1)
+    storage(*words)
+    assert ended_well(child)
+    os.close(receiving)
     assert backend._used.read() == FILE_BYTES
     assert stored(backend, 1, 2) == [2]
 

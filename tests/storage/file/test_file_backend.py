@@ -1,6 +1,5 @@
 """FileBackend on real files: what is stored, what goes first, and what is left when a process or a disk ends."""
 
-import contextlib
 import errno
 import os
 import random
@@ -13,7 +12,8 @@ from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage.file import file_backend, shared_counter
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
-from tests.storage.file.stores import FILE_BYTES, age, ended_well, found_in, got, put, start, used_by
+from tests.forked import ended_well, start
+from tests.storage.file.stores import FILE_BYTES, age, found_in, got, put, used_by
 from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace
 
 
@@ -153,17 +153,17 @@ def test_a_killed_writer_leaves_nothing_half(store):
     rng = random.Random(5)
     backend = store(capacity=40 * FILE_BYTES)
     survivors = 0
+
+    def write(round_, tell):
+        writer = FileBackend(backend.directory, namespace(), capacity_bytes=40 * FILE_BYTES)
+        for number in range(100):
+            put(writer, *(1000 * round_ + 4 * number + i for i in range(4)))
+            os.write(tell, b".")
+        signal.pause()
+
     for round_ in range(100):
         told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                writer = FileBackend(backend.directory, namespace(), capacity_bytes=40 * FILE_BYTES)
-                for number in range(100):
-                    put(writer, *(1000 * round_ + 4 * number + i for i in range(4)))
-                    os.write(tell, b".")
-                signal.pause()
-            os._exit(1)
+        child = start(write, round_, tell)
         os.close(tell)
         begun = os.read(told, 1)  # however slow the machine is, it is killed while it writes
         time.sleep(rng.uniform(0.0, 0.02))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.forked import ended_well, start
 from tests.worker.worker_fakes import LIMIT_S, Gates
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
@@ -198,12 +198,14 @@ def test_a_forked_child_gets_a_working_stream(runtime):
     stream = runtime.new_stream("a")
     stream.submit(lambda: None)
     stream.synchronize()
-    child = os.fork()
-    if child == 0:
+
+    def use():
         seen: list[int] = []
         stream.submit(seen.append, 1)
-        os._exit(0 if stream.record_event().wait_done(LIMIT_S) and seen == [1] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert stream.record_event().wait_done(LIMIT_S)
+        assert seen == [1]
+
+    assert ended_well(start(use))
 
 
 def test_stream_time_between_events(runtime):
