@@ -7,7 +7,8 @@ import math
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -119,6 +120,24 @@ class RoleCache(EnginePrefixCache, ABC):
                 (log_directory() / INFO_FILE).write_bytes(msgspec.json.encode(role))
             except OSError as error:  # serving does not need it
                 logger.warning("%s cannot be written for doctor: %s", INFO_FILE, error)
+
+    @contextmanager
+    def clearing(self, manager: Any) -> Iterator[None]:
+        """A peer reads what a request leaves, and FastDeploy's reset of a prefill server waits for ever for a transfer
+        that has not begun. Raises `CacheStateError` unless there is nothing to clear but the cache.
+        """
+        was_open = self.gate.is_open
+        self.gate.close()
+        try:
+            if manager.requests or self.num_shared:
+                raise CacheStateError(
+                    f"a server with a role is not reset while it has requests (here {len(manager.requests)}) or shares "
+                    "blocks with a peer: pause it, which ends both, and resume it"
+                )
+            yield
+        finally:
+            if was_open:
+                self.gate.open()
 
     @abstractmethod
     def end(self, manager: Any) -> None:

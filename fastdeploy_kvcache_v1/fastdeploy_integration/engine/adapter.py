@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from ...config import KVCacheConfig
@@ -438,6 +438,10 @@ class PrefixCacheAdapter:
             self._restarted()
             self.hit_rates.reset()
             self._pool_gauges.publish_empty()
+
+    def clearing(self, manager: Any) -> AbstractContextManager[None]:
+        """While FastDeploy ends every request of its `manager` and drops what is queued for the workers."""
+        return nullcontext()
 
     def batch_dropped(self) -> None:
         """FastDeploy dropped queued batches, or copies that rode on one: no cached block can be trusted.

@@ -366,14 +366,15 @@ def wait_for_control_responses(wrapped: Wrapped, instance: Any, args: Args, kwar
 def clear_data(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `EngineService.clear_data`, which ends every request and drops a batch that may carry copies."""
     cache: EnginePrefixCache = instance.resource_manager.cache_manager
-    cache.held_back.clear()
-    if cache.storage is not None:
-        cache.storage.clear()
-        cache.storage.rows_dropped()
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        cache.batch_dropped()
+    with cache.clearing(instance.resource_manager):
+        cache.held_back.clear()
+        if cache.storage is not None:
+            cache.storage.clear()
+            cache.storage.rows_dropped()
+        try:
+            return wrapped(*args, **kwargs)
+        finally:
+            cache.batch_dropped()
 
 
 def control_other_weights(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:

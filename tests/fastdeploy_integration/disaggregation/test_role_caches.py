@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import LOG_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, role_caches, settings
@@ -13,6 +14,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import L
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankEnd
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
@@ -199,3 +202,44 @@ def test_what_the_engine_would_ask_its_messager_it_asks_us_at_prefill(engine, mo
     is_prefill = isinstance(engine.cache, role_caches.PrefillCache)
     assert processor.engine_worker_queue.get_finished_req() == ([] if is_prefill else "FastDeploy's own")
     assert hasattr(processor.engine_worker_queue, "get_finished_add_cache_task_req") == (is_prefill and acknowledges)
+
+
+def reset(engine, *, known=()):
+    """FastDeploy's controller resets a server; whether its gate was open meanwhile."""
+    seen = []
+    manager = SimpleNamespace(cache_manager=engine.cache, requests=dict.fromkeys(known))
+    clear = lambda: seen.append(engine.cache.gate.is_open)  # noqa: E731
+    engine_patches.clear_data(clear, SimpleNamespace(resource_manager=manager), (), {})
+    return seen
+
+
+def test_a_server_without_requests_and_transfers_is_reset_behind_its_closed_gate(engine):
+    engine.cache.held_back = HeldBack()
+    assert reset(engine) == [False]
+    assert engine.cache.gate.is_open
+    engine.cache.gate.close()
+    assert reset(engine) == [False]
+    assert not engine.cache.gate.is_open, "a paused server stays paused"
+
+
+def test_a_server_with_a_request_is_not_reset(engine):
+    with pytest.raises(CacheStateError, match="here 1"):
+        reset(engine, known=["a"])
+    assert engine.cache.gate.is_open
+
+
+@prefill
+def test_blocks_that_a_peer_reads_are_not_reset(engine):
+    engine.tell(0, LeaseOpened("a", "request a"))
+    engine.until(lambda: engine.cache.num_shared)
+    with pytest.raises(CacheStateError, match=r"here 0.* shares blocks with a peer: pause it"):
+        reset(engine)
+
+
+@decode
+def test_blocks_that_a_rank_fills_are_not_reset(engine):
+    task = request("a")
+    task.block_tables = engine.cache.allocate_gpu_blocks(2, "a")
+    engine.cache.grant(task)
+    with pytest.raises(CacheStateError, match=r"here 0.* shares blocks with a peer: pause it"):
+        reset(engine)
