@@ -23,14 +23,16 @@ from fastdeploy_kvcache_v1.bench_serve.session import random_tokens
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 
 LENGTHS = (500, 1_000, 2_000, 4_000)
-RATES_MB_S = (1e6, 10.0, 5.0, 2.0)
+RATES_MB_S = (1e6, 40.0, 20.0, 10.0, 5.0)
 """The first one is no limit."""
 
 ROUNDS = 7
 LEARNING = 1
 """Rounds before, in which servers learn what loading and computing cost."""
 
-NEW = 1_000_000
+NEW = 1_000
+"""Prompts of one rate."""
+
 SERVE = (
     *("--num-gpu-blocks-override", "300", "--swap-space", "0.5", "--write-policy", "write_through"),
     *("--max-model-len", "4700", "--max-num-batched-tokens", "4700"),
@@ -55,25 +57,26 @@ def fill(flags: tuple[str, ...]) -> None:
             settled_metrics(url)
 
 
-def ask(urls: dict[str, str], length: int, number: int) -> dict[str, Answer]:
+def ask(urls: dict[str, str], length: int, number: int, new: int) -> dict[str, Answer]:
     """Every server, another one first each time. All give the same tokens. The one that weighs gets a new prompt, too,
-    as servers do: else it would compute no more as long as it loads.
+    as servers do: else it would compute no more as long as it loads. It stores them, so those of every rate are others.
     """
-    send(urls["weighs"], prompt(length, NEW + number), 1)
+    send(urls["weighs"], prompt(length, new + number), 1)
     names = [*urls][number % len(urls) :] + [*urls][: number % len(urls)]
     answers = {name: send(urls[name], prompt(length, number), 1) for name in names}
     assert len({tuple(answer.token_ids) for answer in answers.values()}) == 1, "the store changed a token"
     return answers
 
 
-def measure(urls: dict[str, str]) -> list[dict[str, Any]]:
+def measure(urls: dict[str, str], new: int) -> list[dict[str, Any]]:
+    """`new`: the first number of prompts that nobody has."""
     for number in range(LEARNING):
         for length in LENGTHS:
-            ask(urls, length, number)
+            ask(urls, length, number, new)
     answers: dict[int, list[dict[str, Answer]]] = {length: [] for length in LENGTHS}
     for number in range(LEARNING, LEARNING + ROUNDS):
         for length in LENGTHS:
-            answers[length].append(ask(urls, length, number))
+            answers[length].append(ask(urls, length, number, new))
     return [row(length, answers[length]) for length in LENGTHS]
 
 
@@ -98,7 +101,7 @@ def main() -> None:
         flags = (*SERVE, "--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(Path(directory) / "kv"))
         fill(flags)
         path = os.pathsep.join([str(ROOT / "benchmarks" / "slow_disk"), os.environ.get("PYTHONPATH", "")])
-        for rate in RATES_MB_S:
+        for turn, rate in enumerate(RATES_MB_S, 1):
             slow = {"PYTHONPATH": path, "FASTDEPLOY_KVCACHE_BENCH_READ_MB_S": str(rate)}
             with ExitStack() as servers:
                 urls = {
@@ -106,7 +109,7 @@ def main() -> None:
                     for name, policy in POLICIES.items()
                 }
                 urls[COMPUTES] = servers.enter_context(running_server(SERVE))
-                rates.append({"mb_s": rate, "lengths": measure(urls)})
+                rates.append({"mb_s": rate, "lengths": measure(urls, turn * NEW)})
         sizes = [path.stat().st_size for path in Path(directory).rglob("*") if path.is_file()]
     save("load_or_compute_stored", {"flags": " ".join(SERVE), "block_bytes": median(sizes), "rates": rates})
 

@@ -145,6 +145,8 @@ class Fetches:
                 self.costs.not_tried()
         elif worth and not fetch.is_declined:
             self.costs.waits()
+            if self._settings.prefetch is Prefetch.TIMEOUT:
+                fetch.end -= self.costs.blocks_to_compute(fetch.begin, fetch.end, fetch.num_tokens)
 
     def _weigh(self, fetch: Fetch, begin: int, end: int) -> None:
         """Does its request wait for blocks `[begin, end)`, all that are still to come?"""

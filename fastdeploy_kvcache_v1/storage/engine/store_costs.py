@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...metadata import CacheLevel
-from ...scheduler.link_costs import LinkCosts
+from ...scheduler.link_costs import PROBE_EVERY, LinkCosts
+from ...scheduler.load_costs import FEWEST_TOKENS
 
 __all__ = ["PIECE_BLOCKS", "SecondsSaved", "StoreCosts"]
 
@@ -33,6 +34,8 @@ class StoreCosts:
         self._level = level
         self._loads = LinkCosts()
         self._question_s: float | None = None
+        self._num_unweighed = 0
+        """Requests so far of which nobody knows what they save."""
         self.seconds_saved: SecondsSaved = lambda num_blocks, start, end, level: None
 
     def asked(self, seconds: float) -> None:
@@ -52,6 +55,19 @@ class StoreCosts:
         question_s = 0.0 if has_asked else self._question_s or 0.0
         pieces = -(-(end - begin) // PIECE_BLOCKS) - (-num_ahead // PIECE_BLOCKS)
         return question_s + self._loads.seconds(end - begin + num_ahead, pieces) <= saved_s
+
+    def blocks_to_compute(self, begin: int, end: int, num_tokens: int) -> int:
+        """Of the stored blocks `[begin, end)` of a prompt of `num_tokens` tokens: how many of the last ones are to be
+        computed, to learn what that costs. Mostly 0, and always once it is known: but where whole prompts are stored,
+        what is left of them is too short to tell.
+        """
+        if self.seconds_saved(1, 0, self._block_size, self._level) is not None:
+            return 0
+        self._num_unweighed += 1
+        if self._num_unweighed % PROBE_EVERY:
+            return 0
+        num_missing = FEWEST_TOKENS - (num_tokens - end * self._block_size)
+        return min(end - begin, max(0, -(-num_missing // self._block_size)))
 
     def waits(self) -> None:
         """A request waits because that is worth it."""

@@ -3,7 +3,7 @@
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
-from fastdeploy_kvcache_v1.timings import PrefillTime
+from fastdeploy_kvcache_v1.timings import PrefillTime, positions
 from tests.embedded.engine.storage_server import BLOCK, HostTierServer
 from tests.embedded.engine.test_engine_storage import PROMPT, stored_by_a_first_server
 from tests.embedded.shadow import expected_outputs
@@ -50,6 +50,20 @@ def test_a_store_that_was_slow_for_a_while_is_tried_again_and_believed():
         server.core.reset_cache()
     assert found == [0] * (PROBE_EVERY - 1) + [28] * 3
     assert server.tier.counters.declined_requests == PROBE_EVERY - 1
+
+
+def test_where_all_prompts_are_stored_some_tokens_are_computed_to_learn_what_they_cost():
+    server = server_with(None, None, device=110, host=260)
+    server.store.seconds_per_block = 1e6
+    long = list(range(50, 450))
+    server.ask("stores", long)
+    found = []
+    for number in range(PROBE_EVERY + 1):
+        server.core.reset_cache()
+        found.append(server.ask(f"r{number}", long))
+        if number == PROBE_EVERY - 1:
+            server.harness.scheduler.load_costs.computed(PrefillTime(64, positions(336, 400), 64.0))
+    assert found == [396] * (PROBE_EVERY - 1) + [336, 0], "64 tokens are computed once, and then it is known"
 
 
 def test_of_what_the_store_has_too_little_may_be_worth_it():

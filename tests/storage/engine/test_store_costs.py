@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PIECE_BLOCKS, StoreCosts
 
 BLOCK = 16
@@ -71,3 +72,17 @@ def test_what_computing_costs_is_asked_for_the_missing_blocks_and_their_tier() -
     costs.seconds_saved = lambda *question: asked.append(question)  # type: ignore[func-returns-value]
     assert costs.is_worth_waiting(3, 10, END, num_ahead=0, has_asked=True)
     assert asked == [(7, 3 * BLOCK, END, CacheLevel.DEVICE)]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "num_tokens", "count"),
+    [(0, 10, 10 * BLOCK + 1, 4), (0, 10, 10 * BLOCK + 16, 3), (0, 10, 11 * BLOCK + 48, 0), (7, 10, 10 * BLOCK + 1, 3)],
+)
+def test_now_and_then_the_end_of_a_prompt_is_computed_until_it_is_known_what_that_costs(
+    begin: int, end: int, num_tokens: int, count: int
+) -> None:
+    costs = costs_of(1.0, None)
+    counts = [costs.blocks_to_compute(begin, end, num_tokens) for _ in range(2 * PROBE_EVERY)]
+    assert counts == ([0] * (PROBE_EVERY - 1) + [count]) * 2
+    known = costs_of(1.0, 1.0)
+    assert not any(known.blocks_to_compute(begin, end, num_tokens) for _ in range(2 * PROBE_EVERY))
