@@ -42,7 +42,7 @@ from .invariants import expect
 from .lent_slots import LentSlots
 from .load_table import LoadTable
 from .lookahead import Lookahead
-from .policies.tables import backup_policy, eviction_policy
+from .policies.tables import backup_policy, eviction_policy, host_policy
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
@@ -78,16 +78,17 @@ class CacheManager:
         self._device_pool = DeviceBlockPool(config.num_device_blocks)
         self._host_pool = HostBlockPool(config.num_host_blocks)
         self._history = ReuseHistory(_num_watched(config), lambda: self._tiering.num_evictable)
+        backup = backup_policy(config)
         self._residency = Residency(
             self._device_pool,
             self._host_pool,
             eviction_policy(config.device_order, "device", self._history),
-            eviction_policy(config.host_order, "host", self._history),
+            host_policy(config, backup, self._history, lambda: self._device_pool.size),
             self._events,
         )
         self._tree = RadixTree(self._residency)
         self._lookahead = Lookahead(self._tree, config.lookahead_requests)
-        self._tiering = Tiering(backup_policy(config), self._tree, self._residency, self._lookahead, self._counters)
+        self._tiering = Tiering(backup, self._tree, self._residency, self._lookahead, self._counters)
         learner = self._history if self._residency.learns else None
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner)
         self._lent = LentSlots()

@@ -215,7 +215,8 @@ class Residency:
         """Can the host copy of the queued `run` go? If not, it is out of the way now."""
         host = run.host
         assert host is not None
-        if run.pins or host.readers or (run.other_children and not run.on_device):
+        is_used = run.pins and not self.host_order.is_double(host)
+        if is_used or host.readers or (run.other_children and not run.on_device):
             self.host_order.passed_over(host)
             return False
         if run.open is not None:
@@ -225,10 +226,11 @@ class Residency:
 
     def next_host_victim(self) -> Run | None:
         """The run whose host copy is to go next; None if no copy can go."""
-        for run in self.host_order.candidates():
-            if self.is_host_victim(run):
-                return run
-        return None
+        return next(filter(self.is_host_victim, self.host_order.candidates()), None)
+
+    def next_lost(self) -> Run | None:
+        """The run that is to be lost next, or None: as `next_host_victim`, if nothing was on the device as well."""
+        return next(filter(self.is_host_victim, self.host_order.last_copies()), None)
 
     def child_left(self, run: Run) -> None:
         """Fewer runs hang below `run` in one of its tiers: perhaps that is what it waited for."""
@@ -319,8 +321,10 @@ class Residency:
             assert level is not None
             if run.detached:
                 self._free_if_unused(run)
-            else:
-                self._tell_stored(level, run)
+                continue
+            self._tell_stored(level, run)
+            if level is CacheLevel.DEVICE and run.host is not None:
+                self.host_order.doubled(run.host)
         self._open.clear()
         self.host_order.step_taken()
 
@@ -370,6 +374,8 @@ class Residency:
         if not run.detached:
             self.device_order.removed(run)
         self.device_pool.free(run.leave_device())
+        if run.host is not None and not run.detached:
+            self.host_order.only_copy(run.host)
         if run.parent is not None:
             self.child_left(run.parent)
 

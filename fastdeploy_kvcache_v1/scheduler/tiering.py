@@ -56,7 +56,8 @@ class Tiering:
     @property
     def num_evictable(self) -> int:
         """Blocks that the tiers hold, or could hold, beside those in use; host copies of blocks in use count, too."""
-        return max(self.num_available_device, self._residency.host_pool.size)
+        device, host = self.num_available_device, self._residency.host_pool.size
+        return device + host if self._residency.host_order.is_exclusive else max(device, host)
 
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` slots, evicting cached blocks where they are short. `NoSpace` changes nothing."""
@@ -256,7 +257,7 @@ class Tiering:
         """Is `run` worth less than what would have to leave the host for it?"""
         if not self._policy.weighs or run.length <= self._residency.host_pool.num_free:
             return False
-        victim, order = self._residency.next_host_victim(), self._residency.host_order
+        victim, order = self._residency.next_lost(), self._residency.host_order
         return victim is not None and order.worth(run) < order.worth(victim)
 
     def _drop_device(self, run: Run) -> None:

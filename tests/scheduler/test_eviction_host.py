@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.policies import tables
 
 from .scenario import cached, fail, manager, on_host, prompt, run, start
 
@@ -133,7 +134,10 @@ def test_a_root_waits_for_a_younger_leaf_and_goes_right_after_it() -> None:
     assert left == [["p", "pc", "12"], ["p", "pc"], ["p"], [], []]
 
 
-def test_a_root_that_is_on_the_device_gives_up_its_host_copy_before_a_younger_leaf() -> None:
+def test_a_root_that_is_on_the_device_gives_up_its_host_copy_before_a_younger_leaf(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tables, "SHORT_HOST", 0)
     cache = root_older_than_leaf()
     cache.resize_device_pool(5)
     for text in ("p!", "1234!", "p!"):

@@ -243,7 +243,7 @@ def test_without_a_host_tier_no_backup_is_skipped() -> None:
 
 def crowded(policy: str) -> CacheManager:
     """The device is full of prompts that nothing uses, and a step has just pushed two blocks out."""
-    cache = manager(16, 16, policy)
+    cache = manager(16, 64, policy)
     for text in ("ab!", "cd!", "ef!", "gh!", "ij!", "kl!", "mn!", "op!"):
         run(cache, text)
     run(cache, "12!")
@@ -296,12 +296,13 @@ def test_a_rush_is_forgotten() -> None:
     assert not run(cache, "cd!", "used").evict, "e and f are the next to leave, but nothing has left for long"
 
 
-def test_what_is_copied_ahead_is_bounded_by_a_part_of_the_device() -> None:
-    cache = manager(32, 64, "auto")
+@pytest.mark.parametrize(("host", "ahead"), [(256, 32 // 8), (64, 64 // 32)])
+def test_what_is_copied_ahead_is_bounded_by_a_part_of_each_tier(host: int, ahead: int) -> None:
+    cache = manager(32, host, "auto")
     for number in range(32):
         run(cache, f"{number:c}!")
     step = run(cache, "x" * 16 + "!")
-    assert len(step.evict) == 16 + 32 // 8
+    assert len(step.evict) == 16 + ahead
 
 
 def test_what_is_in_use_is_not_copied_ahead() -> None:

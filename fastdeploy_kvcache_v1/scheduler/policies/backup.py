@@ -20,6 +20,9 @@ class BackupPolicy:
     a run, so counting further would make runs shorter.
     """
 
+    saves_at_eviction = False
+    """A run that leaves the device without a host copy is mostly copied first."""
+
     weighs = False
     """A block is copied only if it is worth as much as what would have to leave the host for it."""
 

@@ -35,6 +35,11 @@ class EvictionPolicy(ABC):
         """Is the order that of the last use now, whatever else is known?"""
         return True
 
+    @property
+    def is_exclusive(self) -> bool:
+        """Does its tier hold little that other tiers hold, too?"""
+        return False
+
     @abstractmethod
     def entered(self, place: Link, /) -> None:
         """The run has come into the tier. It is queued now, unless a request uses it: `released` follows then."""
@@ -55,6 +60,16 @@ class EvictionPolicy(ABC):
 
     def nothing_expected(self) -> None:  # noqa: B027
         """What was expected before is not any more."""
+
+    def doubled(self, place: Link, /) -> None:  # noqa: B027
+        """The run has been copied to another tier, too."""
+
+    def only_copy(self, place: Link, /) -> None:  # noqa: B027
+        """The run was in another tier, too, and has left it."""
+
+    def is_double(self, place: Link, /) -> bool:
+        """Whether the run may leave although requests use it: they use it in another tier."""
+        return False
 
     @abstractmethod
     def passed_over(self, place: Link, /) -> None:
@@ -95,6 +110,10 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def candidates(self) -> Iterator[Run]:
         """Runs in the order in which they should leave. The caller may remove or move the run just yielded."""
+
+    def last_copies(self) -> Iterator[Run]:
+        """As `candidates`, without those of which nothing is lost because another tier has them."""
+        return self.candidates()
 
     def worth(self, run: Run, /) -> float:
         """What keeping it earns, to be compared with other runs; all are equal for a policy that cannot tell."""

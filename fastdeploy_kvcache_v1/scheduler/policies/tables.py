@@ -10,6 +10,7 @@ from ..reuse.history import ReuseHistory
 from .adaptive import Adaptive
 from .auto import Auto
 from .backup import BackupPolicy
+from .doubles_first import DoublesFirst
 from .eviction import EvictionPolicy
 from .hyperbolic import Hyperbolic
 from .lrfu import Lrfu
@@ -31,6 +32,11 @@ BACKUP_POLICIES: dict[WritePolicy, Callable[[KVCacheConfig], BackupPolicy]] = {
     WritePolicy.WRITE_BACK: WriteBack,
 }
 
+SHORT_HOST = 2
+"""Times as large as the device tier: of a larger host tier what it holds twice is a small part, and each copy that it
+saves by giving that up is paid with many.
+"""
+
 
 def eviction_policy(name: str, tier: str, history: ReuseHistory) -> EvictionPolicy:
     """A new policy for `tier`. Raises `ConfigError` naming the choices."""
@@ -39,6 +45,16 @@ def eviction_policy(name: str, tier: str, history: ReuseHistory) -> EvictionPoli
     except KeyError:
         choices = ", ".join(EVICTION_POLICIES)
         raise ConfigError(f"unknown eviction policy {name!r} of the {tier} tier: choose one of {choices}") from None
+
+
+def host_policy(
+    config: KVCacheConfig, backup: BackupPolicy, history: ReuseHistory, num_device_blocks: Callable[[], int]
+) -> EvictionPolicy:
+    """The one of the host tier, for that of backups. Raises `ConfigError` naming the choices."""
+    order = eviction_policy(config.host_order, "host", history)
+    if not backup.saves_at_eviction:
+        return order  # a double that is given up would be lost when it leaves the device
+    return DoublesFirst(order, lambda: config.num_host_blocks <= SHORT_HOST * num_device_blocks())
 
 
 def backup_policy(config: KVCacheConfig) -> BackupPolicy:

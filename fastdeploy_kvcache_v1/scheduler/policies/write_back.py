@@ -7,5 +7,7 @@ from .backup import BackupPolicy
 
 
 class WriteBack(BackupPolicy):
+    saves_at_eviction = True
+
     def on_eviction(self, run: Run) -> bool:
         return True
