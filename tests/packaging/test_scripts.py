@@ -91,8 +91,8 @@ def commands(script: str) -> list[str]:
 
 
 def test_ci_starts_with_what_a_developer_runs():
-    begin = ["set -euo pipefail", 'cd "$(dirname "$0")/.."', ".ci/libraries", 'scripts/test "$@"']
-    assert commands(".ci/run")[:4] == begin
+    begin = ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec 2>&1", ".ci/libraries", 'scripts/test "$@"']
+    assert commands(".ci/run")[:5] == begin
 
 
 @pytest.mark.parametrize("source", ["pyproject.toml", "locks/dev.txt", "locks/uv.txt", "custom_ops/core/copy.cc"])
