@@ -107,7 +107,8 @@ class DoublesFirst(EvictionPolicy):
         return (*self._order.queues(), self._doubles)
 
     def cleared(self) -> None:
-        super().cleared()
+        self._order.cleared()
+        self._doubles.forget()
         self._places.clear()
 
     def _doubled(self, place: Link) -> bool:
