@@ -38,10 +38,11 @@ class Gate:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_open = True
+        self._num_held = 0
 
     @property
     def is_open(self) -> bool:
-        return self._is_open
+        return self._is_open and not self._num_held
 
     def close(self) -> None:
         """When this returns, nobody who found it open is passing any more."""
@@ -56,7 +57,18 @@ class Gate:
     def passing(self) -> Iterator[bool]:
         """Whether it is open, which stays so for as long as the context lasts."""
         with self._lock:
-            yield self._is_open
+            yield self.is_open
+
+    @contextmanager
+    def held_closed(self) -> Iterator[None]:
+        """It is closed for as long as the context lasts; whether it is open afterwards is for others to say."""
+        with self._lock:
+            self._num_held += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_held -= 1
 
 
 class Shared(Protocol):

@@ -126,18 +126,13 @@ class RoleCache(EnginePrefixCache, ABC):
         """A peer reads what a request leaves, and FastDeploy's reset of a prefill server waits for ever for a transfer
         that has not begun. Raises `CacheStateError` unless there is nothing to clear but the cache.
         """
-        was_open = self.gate.is_open
-        self.gate.close()
-        try:
+        with self.gate.held_closed():
             if manager.requests or self.num_shared:
                 raise CacheStateError(
                     f"a server with a role is not reset while it has requests (here {len(manager.requests)}) or shares "
                     "blocks with a peer: pause it, which ends both, and resume it"
                 )
             yield
-        finally:
-            if was_open:
-                self.gate.open()
 
     @abstractmethod
     def end(self, manager: Any) -> None:

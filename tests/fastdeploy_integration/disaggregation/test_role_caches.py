@@ -222,6 +222,16 @@ def test_a_server_without_requests_and_transfers_is_reset_behind_its_closed_gate
     assert not engine.cache.gate.is_open, "a paused server stays paused"
 
 
+def test_a_server_that_is_paused_while_it_is_reset_stays_paused(engine):
+    with engine.cache.clearing(SimpleNamespace(requests={})):
+        engine.cache.gate.close()
+    assert not engine.cache.gate.is_open
+    with engine.cache.clearing(SimpleNamespace(requests={})):
+        engine.cache.gate.open()
+        assert not engine.cache.gate.is_open, "before the reset is over"
+    assert engine.cache.gate.is_open
+
+
 def test_a_server_with_a_request_is_not_reset(engine):
     with pytest.raises(CacheStateError, match="here 1"):
         reset(engine, known=["a"])
