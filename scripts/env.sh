@@ -79,6 +79,7 @@ setup_env() {
         install_env
     fi
     export PATH="$VENV/bin:$PATH"
-    unset PYTHONHOME
+    # Containers often set the second one. Without bytecode every process compiles Paddle anew: a server starts in 3 s, not in 1.
+    unset PYTHONHOME PYTHONDONTWRITEBYTECODE
     cd "$ROOT"
 }

@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import py_compile
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -70,13 +73,15 @@ def build(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sdist(build, tmp_path_factory):
-    """Made of a copy: building leaves directories behind."""
+    """Made of a copy, since building leaves directories behind; of one that was used, so that it has bytecode."""
     copy = tmp_path_factory.mktemp("checkout")
     for part in (*PARTS, "MANIFEST.in"):
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / part, copy / part)
+    for source in (copy / "custom_ops/build.py", copy / PACKAGE / "__init__.py"):
+        py_compile.compile(str(source))
     return build("sdist", copy)
 
 
@@ -156,9 +161,14 @@ def test_the_changelog_names_the_version_that_comes_next():
     assert (f"## [{released}]" in changelog) != bool(dev)
 
 
-def test_the_sdist_holds_every_native_source(unpacked):
-    sources = {name for name in relative(ROOT / "custom_ops", "*.*") if not name.endswith((".pyc", ".so"))}
-    assert relative(unpacked / "custom_ops", "*.*") == sources
+def test_the_sdist_holds_every_native_source_and_nothing_that_a_run_left(sdist):
+    """Asked of the archive: a tree in which something was built has bytecode of its own."""
+    built = (".pyc", ".so")
+    sources = {name for name in relative(ROOT / "custom_ops", "*.*") if not name.endswith(built)}
+    with tarfile.open(sdist) as archive:
+        files = [member.name.split("/", 1)[1] for member in archive.getmembers() if member.isfile()]
+    assert {name.removeprefix("custom_ops/") for name in files if re.match(r"custom_ops/.*\.", name)} == sources
+    assert [name for name in files if name.endswith(built)] == []
 
 
 def test_what_was_deleted_is_not_in_the_next_wheel(build, unpacked, tmp_path):
