@@ -182,8 +182,10 @@ class Residency:
                 run.host.older = run.host.younger = None
             if not run.pins:
                 run.on_device = False
+                if run.open is CacheLevel.DEVICE:
+                    run.open = None
         self._detached = kept
-        self._open = {run: None for run in self._open if run.open is CacheLevel.HOST or run.pins}
+        self._open = {run: None for run in kept if run.open is not None}
         self.device_order.cleared()
         self.host_order.cleared()
         self.num_device_evictable = 0

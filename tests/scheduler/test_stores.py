@@ -8,7 +8,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, StoreSource, SwapStep
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
-from .scenario import block, cached, fail, manager, on_host, prompt, run
+from .scenario import block, cached, fail, manager, on_host, prompt, run, start
 
 NOTHING = StoreSource((), ())
 
@@ -121,6 +121,32 @@ def test_a_reset_forgets_the_blocks_and_leaves_the_bytes_of_a_store_alone(force:
     cache.end_store("store")
     cache.check_idle()
     assert cache.stats().host_free_blocks == 2
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_reset_drops_a_swap_in_that_nobody_waits_for_of_blocks_that_are_stored(force: bool) -> None:
+    """No request uses the blocks any more; one below them is on the device, so their swap-in was not cancelled."""
+    cache = manager(12, 16, "write_through")
+    step = backed_up(cache, "abc!")
+    run(cache, "123456789xyz!")
+    cache.take_swap_step()
+    assert cached(cache, "abc") == ["host"] * 3
+    cache.match_prefix("computes", prompt("abcd!"), max_blocks=0)
+    cache.allocate("computes", 4)
+    cache.take_swap_step()
+    begin(cache, step)
+    start(cache, "abc!", "plans")
+    cache.commit("computes", 4)
+    cache.release("plans")
+    cache.finish("computes")
+    assert cached(cache, "abc") == ["swap_to_device"] * 3
+    cache.reset_cache(force=force)
+    cache.check()
+    assert not cache.take_swap_step().swap_in
+    assert cache.stats().device_free_blocks == 12
+    cache.end_store("store")
+    cache.check_idle()
+    assert cache.stats().host_free_blocks == 16
 
 
 def test_a_request_goes_on_below_blocks_that_are_stored() -> None:
