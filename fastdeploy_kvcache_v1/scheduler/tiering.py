@@ -280,6 +280,7 @@ class Tiering:
         ahead -= self._residency.device_pool.num_free
         if ahead <= 0 or not self._residency.host_pool.size:
             return
+        self._lookahead.look()  # it would move places of the order that is walked
         for run in self._residency.next_to_leave():
             if run.host is None and not self._is_declined(run):
                 self._back_up([self._tree.tail(run, ahead)])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from string import ascii_letters
+
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.lookahead import MOST_RUNS
+from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.radix_tree import RadixTree
 
 from .scenario import cached, expect, manager, on_host, prompt, run
@@ -57,6 +60,30 @@ def test_the_line_counts_for_the_host_tier_too() -> None:
     expect(cache, "ab")
     run(cache, "12!")
     assert [cached(cache, text) for text in ("ab", "cd", "ef")] == [["host"] * 2, [], ["host"] * 2]
+
+
+@pytest.mark.parametrize("order", EVICTION_POLICIES)
+@pytest.mark.parametrize(
+    ("line", "copied"), [("", "jklm"), ("j", "jklmn"), ("k", "jlmn"), ("l", "jkmn"), ("mlkj", "jnopq"), ("XYZ", "jklm")]
+)
+def test_what_the_line_needs_is_not_copied_ahead_of_what_leaves_before_it(order: str, line: str, copied: str) -> None:
+    """The host tier is full: room for the copies is made while the order of the device is gone through."""
+    cache = manager(40, 160, "auto", device_eviction=order)
+    for number in range(160):
+        run(cache, f"{1000 + number:c}!")
+    letters = ascii_letters[:40]
+    for letter in letters:
+        run(cache, f"{letter}!")
+    assert cache.stats().host_free_blocks == 0
+    cache.lend(5)
+    cache.take_swap_step()  # `f` to `j` are copied ahead
+    cache.lend(4)
+    expect(cache, *line)
+    cache.take_swap_step()
+    cache.check()
+    on_device = [letter for letter in letters if cached(cache, letter) == ["device"]]
+    assert "".join(on_device) == letters[9:]
+    assert "".join(letter for letter in on_device if on_host(cache, letter)[0]) == copied
 
 
 def test_the_line_cannot_keep_more_than_there_is() -> None:
