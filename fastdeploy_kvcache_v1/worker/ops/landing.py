@@ -1,7 +1,8 @@
 """Which ways to copy live on this GPU: each moves one block to the device and back before it is trusted.
 
-A path that returns other bytes, fails, or is not done in time is left for the next, with one line in the log. What
-remains is timed (`calibration.py`). Nothing here needs a model; a GPU is used through CuPy.
+A path that returns other bytes, fails, or is not done in time is left for the next, with one line in the log. So is one
+that cannot be tried; plain copies (`runs`) are used then all the same. What remains is timed (`calibration.py`).
+Nothing here needs a model; a GPU is used through CuPy.
 """
 
 from __future__ import annotations
@@ -117,9 +118,10 @@ def read_choice(environment: Mapping[str, str] = os.environ) -> Choice:
 
 def land(compiled: CompiledOps, cupy: Any, device: int, host: HostBuffer, choice: Choice) -> Landing:
     """Try every path that this build and `choice` have, on the page-locked `host`, whose bytes are zero again
-    afterwards. AUTO chooses among those that work from now on; where none does, `live` is `cupy` alone.
+    afterwards. AUTO chooses among those that came back equal from now on; where none did, `live` is `cupy` alone.
     """
     left: dict[str, str] = {}
+    untried = ""
     if not _give_staging(cupy, compiled):
         left[Path.STAGED.name.lower()] = "the GPU has no memory for it"
     driver = driver_release()
@@ -130,12 +132,24 @@ def land(compiled: CompiledOps, cupy: Any, device: int, host: HostBuffer, choice
             left.setdefault(name, "this build or driver lacks it")
         elif path is Path.BATCH and driver in BROKEN_BATCHES and choice.forced != name:
             left[name] = f"driver {driver} is known to hang in it"
-        elif name not in left and (problem := _try(cupy, device, compiled, path)) is not None:
-            left[name] = problem
-            logger.warning("copies between GPU and host do without the path %s: %s", name, problem)
+        elif untried:
+            left.setdefault(name, untried)
+        elif name not in left:
+            try:
+                problem = _try(cupy, device, compiled, path)
+            except _NoTrialError as error:
+                left[name] = untried = f"the GPU gives no memory to try it: {error}"
+                logger.warning("plain copies take the place of copy paths that cannot be tried: %s", untried)
+                continue
+            if problem is not None:
+                left[name] = problem
+                logger.warning("copies between GPU and host do without the path %s: %s", name, problem)
+    plain = Path.RUNS.name.lower()
+    if untried and left.get(plain) == untried:
+        del left[plain]
     live = tuple(name for name in NAMES if name not in left)
     compiled.allow_cuda_paths([NAMES[name] for name in live])
-    measured = bool(live) and calibration.calibrate(compiled, cupy, host, live)
+    measured = bool(live) and not untried and calibration.calibrate(compiled, cupy, host, live)
     host.array[: calibration.BYTES] = 0
     costs = {
         "H2D": compiled.costs(to_device=True).by_name(),
@@ -190,13 +204,18 @@ _given_up: list[_Memory] = []
 """Memory that a copy may still touch, kept for the rest of the process."""
 
 
+class _NoTrialError(Exception):
+    """There is no memory to try a path with."""
+
+
 def _try(cupy: Any, device: int, compiled: CompiledOps, path: Path) -> str | None:
-    """Why `path` cannot be trusted. On a thread of its own, which is left behind where a call never returns."""
+    """Why `path` cannot be trusted. On a thread of its own, which is left behind where a call never returns. Raises
+    `_NoTrialError`.
+    """
     try:
         memory = _Memory(cupy)
     except Exception as error:
-        logger.warning("the copy path %s is used untried, there is no memory to try it: %s", path.name.lower(), error)
-        return None
+        raise _NoTrialError(str(error)) from error
     outcome: list[str | None] = []
 
     def run() -> None:

@@ -172,12 +172,44 @@ def test_a_path_that_cannot_be_trusted_is_left(machine, fault):
     assert lines[0].startswith("WARNING copies between GPU and host do without the path ")
 
 
-def test_a_gpu_without_memory_copies_untried(machine):
+def test_a_gpu_without_memory_makes_plain_copies_only(machine):
     full = "def full(nbytes): raise RuntimeError('out of memory')\ncupy.cuda.runtime.malloc = full\n"
-    output = land(machine, f"{full}LAND\nassert not landing_.measured\n{COPY}")
-    assert "live kernel batch runs" in output
-    assert "WARNING the copy path runs is used untried, there is no memory to try it: out of memory" in output
+    output = land(machine, f"{full}LAND\nassert not landing_.measured\n{COPY}{SHOW}")
+    assert "live runs\n" in output
+    assert output.count("plain copies take the place of copy paths that cannot be tried") == 1
+    for path in ("kernel", "batch"):
+        assert f"\nout {path} the GPU gives no memory to try it: out of memory\n" in output
     assert "WARNING fragmented blocks are not gathered" in output
+
+
+UNTIL_FULL = """
+LAND
+tried, round_trip, malloc = set(), landing._round_trip, cupy.cuda.runtime.malloc
+def note(cupy, compiled, path, memory):
+    tried.add(path.name.lower())
+    return round_trip(cupy, compiled, path, memory)
+landing._round_trip = note
+for left in range(8):
+    def nearly_full(nbytes, room=iter(range(left))):
+        if next(room, None) is None: raise RuntimeError("out of memory")
+        return malloc(nbytes)
+    cupy.cuda.runtime.malloc = nearly_full
+    tried.clear()
+    lives = landing.land(ops.COMPILED, cupy, 0, pool, landing.Choice()).live
+    print("after", left, *lives)
+    assert {"runs", *tried} == {"runs", *lives}, (lives, tried)
+"""
+
+
+def test_a_path_lives_only_if_it_was_tried_wherever_memory_ends(machine):
+    output = land(machine, UNTIL_FULL).splitlines()
+    assert [line for line in output if line.startswith("after ")] == [
+        "after 0 runs",
+        "after 1 runs",
+        "after 2 kernel runs",
+        "after 3 kernel staged runs",
+        *(f"after {left} kernel staged batch runs" for left in range(4, 8)),
+    ]
 
 
 def test_a_small_pool_is_tried_and_not_measured(machine):
