@@ -82,6 +82,9 @@ class FaultProxy:
                         each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     break
                 target.sendall(data)
+        self._end(source, target)
+
+    def _end(self, source: socket.socket, target: socket.socket) -> None:
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -17,6 +17,7 @@ from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
 from tests.embedded.shadow import Recorder
 from tests.fault_proxy import Fault, FaultProxy
+from tests.transfer.forging_proxy import ForgingProxy
 
 SECRET = b"sixteen bytes or more"
 HERE = PeerPort("127.0.0.1", 0)
@@ -136,14 +137,30 @@ def test_tokens_are_those_of_one_engine(family, mtp):
     pair.close()
 
 
-def behind_a_proxy(pair):
+def behind_a_proxy(pair, kind_of_proxy=FaultProxy):
     """The prefill side says that its data plane is behind a proxy."""
     ours = pair.prefill.transfers._offers._ours
     kind, host, port, nonce = msgspec.msgpack.decode(ours.address)
-    proxy = FaultProxy(port)
+    proxy = kind_of_proxy(port)
     address = msgspec.msgpack.encode([kind, host, int(proxy.address.rpartition(":")[2]), nonce])
     pair.prefill.transfers._offers._ours = dataclasses.replace(ours, address=address)
     return proxy
+
+
+def test_bytes_that_change_under_a_new_checksum_are_computed_again():
+    """A checksum is no signature: who can change the bytes of a data connection can write the sum that fits."""
+    alone = FamilyEngine("gqa", mtp=False, num_device_blocks=40)
+    prompts = prompts_of(3)
+    expected = [alone.ask(prompt)[0] for prompt in prompts]
+    alone.close()
+    pair = Pair("gqa", num_device_blocks=40)
+    proxy = behind_a_proxy(pair, ForgingProxy)
+    assert pair.run(prompts) == expected
+    assert proxy.faults_met > 0
+    assert pair.remote.ledger.totals.arrived == 0
+    assert pair.remote.counters.prompts_recomputed == len(prompts)
+    proxy.close()
+    pair.close()
 
 
 @pytest.mark.parametrize("fault", [Fault.FLIP, Fault.RESET])
