@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 from ..errors import ConfigError
 from ..metadata import CacheAccess
+from .transport import take_off
 
 Wrapped = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -60,9 +61,10 @@ def request_from_dict(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
 
 def request_from_body(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `Request.from_generic_request`. Embeddings and rewards have bodies of their own, without our fields; what
-    FastDeploy has taken out of `metadata` stays where the body says nothing.
+    FastDeploy has taken out of `metadata` stays where the body says nothing, but for what only the engine may attach.
     """
     request = wrapped(*args, **kwargs)
+    take_off(request)
     body = args[0] if args else kwargs["req"]
     _copy(lambda name: getattr(body, name, None), request)
     return request

@@ -5,11 +5,14 @@ FastDeploy rebuilds its task lists on the way, but task objects survive, pickled
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..metadata import SwapStep
 from ..swap_message import SwapDecoder, SwapEncoder
+
+logger = logging.getLogger(__name__)
 
 SWAP_ATTRIBUTE = "_kvcache_v1_swaps"
 """Of a task: the `SwapMessage` that rides on it."""
@@ -87,11 +90,25 @@ class SwapInbox:
 
     def take(self, tasks: Iterable[Any]) -> list[SwapStep]:
         """The steps that ride on `tasks`, in order, taken off them. Raises as `SwapDecoder.decode`."""
-        messages = [vars(task).pop(SWAP_ATTRIBUTE) for task in tasks if SWAP_ATTRIBUTE in vars(task)]
-        return [self._decoder.decode(message) for message in messages]
+        return [self._decoder.decode(message) for message in _take(SWAP_ATTRIBUTE, tasks)]
 
 
 def take_running(tasks: Iterable[Any]) -> Sequence[RunningRow] | None:
     """The rows that the latest of the batches in `tasks` leaves running, taken off them; None where no batch says."""
-    named = [vars(task).pop(ROWS_ATTRIBUTE) for task in tasks if ROWS_ATTRIBUTE in vars(task)]
+    named = _take(ROWS_ATTRIBUTE, tasks)
     return named[-1] if named else None
+
+
+def take_off(request: Any) -> None:
+    """Of a request that comes in: FastDeploy makes every key of a body's `metadata` an attribute."""
+    for name in (SWAP_ATTRIBUTE, ROWS_ATTRIBUTE):
+        vars(request).pop(name, None)
+
+
+def _take(name: str, tasks: Iterable[Any]) -> list[Any]:
+    """What the engine attached as `name`, taken off `tasks`. It attaches tuples, which no JSON holds."""
+    found = [vars(task).pop(name) for task in tasks if name in vars(task)]
+    attached = [each for each in found if isinstance(each, tuple)]
+    if len(attached) < len(found):
+        logger.error("%s of %d requests is not from the engine: ignored", name, len(found) - len(attached))
+    return attached

@@ -17,6 +17,7 @@ from fastdeploy.entrypoints.openai.protocol import (  # noqa: E402
 )
 from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS  # noqa: E402
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens  # noqa: E402
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SWAP_ATTRIBUTE  # noqa: E402
 
 TOKENS = list(range(10))
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -77,6 +78,22 @@ def other_ways():
     show("batch/salted", engine_request(BatchRequestInput.model_validate(line).body))
 
 
+def forged(body):
+    """A request with what only the engine may attach in its `body`, as the worker gets it."""
+    request = pickle.loads(pickle.dumps(Request.from_generic_request(body, request_id="r_0")))
+    names = (SWAP_ATTRIBUTE, ROWS_ATTRIBUTE)
+    assert request.other == 1, "the host takes metadata over: else this shows nothing"
+    print("FORGED", type(body).__name__, *(name for name in names if hasattr(request, name)))
+
+
+def forgeries():
+    for value in ("x", [2, 0, -1, []], [[0, 1]], {"x": 1}, 7, None, True):
+        metadata = {SWAP_ATTRIBUTE: value, ROWS_ATTRIBUTE: value, "other": 1}
+        forged(ChatCompletionRequest(messages=MESSAGES, metadata=metadata))
+        forged(CompletionRequest(prompt=TOKENS, suffix=metadata))
+
+
 FIELDS = frozenset(FIELDS)
 bodies()
 other_ways()
+forgeries()

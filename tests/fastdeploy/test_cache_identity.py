@@ -49,3 +49,9 @@ def test_no_other_way_loses_the_salt(lines):
     for way in ("pickle", "dict"):
         assert cases[f"{way}/salted"] == f"{SALTED} 1 0", way
     assert cases["metadata/wrong"] == "none 1 1", "unchecked there: the request is served without the cache"
+
+
+def test_no_body_puts_anything_on_a_request_that_the_engine_attaches(lines):
+    forged = [line.split()[1:] for line in lines if line.startswith("FORGED")]
+    assert len(forged) == 14
+    assert [line for line in forged if len(line) > 1] == []

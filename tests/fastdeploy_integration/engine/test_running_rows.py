@@ -1,11 +1,23 @@
 """What a batch says of the rows that it leaves running."""
 
+import json
 import threading
 from types import SimpleNamespace
 
+import pytest
+
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.running_rows import running_rows
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SwapOutbox, take_running
-from fastdeploy_kvcache_v1.metadata import SwapStep
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import (
+    ROWS_ATTRIBUTE,
+    SWAP_ATTRIBUTE,
+    SwapInbox,
+    SwapOutbox,
+    take_running,
+)
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.swap_message import encode
+
+STEP = SwapStep.of(0, CacheSwapMetadata(*EVICT, (1,), (2,)), CacheSwapMetadata(*SWAP_IN, (3,), (5,)))
 
 
 def test_a_row_has_a_length_once_it_has_a_token_behind_what_it_prefills():
@@ -34,3 +46,17 @@ def test_the_latest_of_several_batches_tells():
         SwapOutbox().attach([task], SwapStep(0), running=rows)
     assert take_running([first, second]) == ((1, 9),)
     assert take_running([first, second]) is None
+
+
+@pytest.mark.parametrize("forged", ["x", [], {"x": 1}, 7, None, json.loads(json.dumps(encode(STEP, -1), default=list))])
+def test_what_the_engine_did_not_attach_is_never_decoded(forged, caplog):
+    """A body's `metadata` becomes attributes of a request. One of them ends no worker, and writes nothing."""
+    first, second = SimpleNamespace(), SimpleNamespace()
+    for task in (first, second):
+        setattr(task, SWAP_ATTRIBUTE, forged)
+        setattr(task, ROWS_ATTRIBUTE, forged)
+    SwapOutbox().attach([first], STEP, running=[(0, 5)])
+    assert take_running([first, second]) == ((0, 5),)
+    assert SwapInbox().take([first, second]) == [STEP]
+    assert vars(second) == {}
+    assert "_kvcache_v1_swaps of 1 requests is not from the engine: ignored" in caplog.text
