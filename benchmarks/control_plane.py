@@ -16,13 +16,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from _support import median, need_trace, percentile, save
+from _support import BEFORE_PROFILING, median, need_trace, percentile, save
 from naive import NaiveCache
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import BlockHash, NoSpace
+from fastdeploy_kvcache_v1.replay.driver import manager_made_with
 from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
-from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
 BLOCK_SIZE = KVCacheConfig.block_size
@@ -67,7 +67,8 @@ class Managed:
         policy: str = "write_back",
         eviction: str = KVCacheConfig.eviction_policy,
     ) -> None:
-        self.manager = CacheManager(
+        self.manager = manager_made_with(
+            BEFORE_PROFILING,
             KVCacheConfig(
                 num_device,
                 num_host,
@@ -75,7 +76,7 @@ class Managed:
                 write_policy=WritePolicy(policy),
                 eviction_policy=eviction,
                 max_queued_events=0,
-            )
+            ),
         )
         self.window = window
         self.open: deque[str] = deque()
@@ -167,17 +168,17 @@ def over_windows(requests: list[Request]) -> dict[str, object]:
 
 MEMORY_PROGRAM = """
 import gc, json, sys, tracemalloc
-from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.replay.driver import manager_made_with
 from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
-trace, device, host = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+trace, made_with, device, host = sys.argv[1], *map(int, sys.argv[2:])
 hasher = TraceHasher(64)
 requests = [(r.line, r) for r in read_trace(trace, 4000)]
 for _, r in requests: hasher.prompt_hashes(r)
 tracemalloc.start()
 before = tracemalloc.get_traced_memory()[0]
-manager = CacheManager(KVCacheConfig(device, host, write_policy="write_back", max_queued_events=0))
+manager = manager_made_with(made_with, KVCacheConfig(device, host, write_policy="write_back", max_queued_events=0))
 for line, r in requests:
     sequence = GivenHashes(hasher.prompt_hashes(r), r.input_length)
     manager.match_prefix(str(line), sequence)
@@ -198,7 +199,8 @@ def memory() -> dict[str, object]:
     """Everything a full manager holds on to, the hashes themselves included, per cached block (tracemalloc)."""
     rows = {}
     for name, device, host in (("one tier", 100_000, 0), ("two tiers", DEVICE_BLOCKS, HOST_BLOCKS)):
-        command = [sys.executable, "-c", MEMORY_PROGRAM, str(need_trace()), str(device), str(host)]
+        sizes = [str(number) for number in (BEFORE_PROFILING, device, host)]
+        command = [sys.executable, "-c", MEMORY_PROGRAM, str(need_trace()), *sizes]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         row = json.loads(done.stdout)
         rows[name] = {**row, "bytes_per_block": row["bytes"] / row["cached_blocks"]}

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 
-from _support import median, save
+from _support import BEFORE_PROFILING, median, save
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel, NoSpace, TransferResult
+from fastdeploy_kvcache_v1.replay.driver import manager_made_with
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes
 
@@ -26,8 +27,9 @@ PIECE = 32
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back") -> CacheManager:
-    return CacheManager(
-        KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), max_queued_events=0)
+    return manager_made_with(
+        BEFORE_PROFILING,
+        KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), max_queued_events=0),
     )
 
 
@@ -233,7 +235,7 @@ def hash_prompt(tokens: int) -> Seconds:
 
 def long_prompt(tokens: int) -> Seconds:
     """Match, allocate and release of a cached prompt, blocks of 64 tokens."""
-    cache = CacheManager(KVCacheConfig(tokens // 64 + 2, max_queued_events=0))
+    cache = manager_made_with(BEFORE_PROFILING, KVCacheConfig(tokens // 64 + 2, max_queued_events=0))
     sequence = GivenHashes(blocks(tokens // 64), tokens + 1)
     play(cache, sequence)
 

@@ -37,6 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{tier}-blocks", type=counts, default=counts(default), metavar="N", help=f"{text} ({default})"
         )
     parser.add_argument(
+        "--made-with",
+        type=int,
+        metavar="N",
+        help="make the manager with N device blocks, and resize it before the first request, as FastDeploy does when "
+        "profiling has found its size (made with its size)",
+    )
+    parser.add_argument(
         "--write-policy",
         metavar="POLICY",
         help=HELP["write_policy"],
@@ -111,6 +118,7 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
         verify=args.verify,
         closed_loop=args.closed_loop,
         step_ms=args.step_ms,
+        made_with=args.made_with,
     )
 
 

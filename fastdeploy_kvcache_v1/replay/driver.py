@@ -6,7 +6,7 @@ import resource
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -49,6 +49,11 @@ class ReplayOptions:
     step_ms: float = 30.0
     """Simulated milliseconds that a step takes in a closed loop: one output token of every open request."""
 
+    made_with: int | None = None
+    """Device blocks with which the manager is made, to be resized before the first request; None: with its own.
+    FastDeploy makes it before profiling finds how many there are.
+    """
+
     max_input_tokens: int | None = None
     """Longer prompts are refused; None: those that no empty device tier holds."""
 
@@ -58,7 +63,11 @@ class ReplayOptions:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.step_ms < float("inf"):
             raise ConfigError(f"step_ms must be more than 0, got {self.step_ms}")
-        for tier, num_blocks in (("device", self.config.num_device_blocks), ("host", self.config.num_host_blocks)):
+        made_with = self.config.num_device_blocks if self.made_with is None else self.made_with
+        if made_with < 1:
+            raise ConfigError(f"made_with must be at least 1, got {made_with}")
+        num_device_blocks = max(self.config.num_device_blocks, made_with)
+        for tier, num_blocks in (("device", num_device_blocks), ("host", self.config.num_host_blocks)):
             if num_blocks > MAX_BLOCKS:
                 raise ConfigError(f"a replay has room for {MAX_BLOCKS} {tier} blocks at most, got {num_blocks}")
 
@@ -85,7 +94,7 @@ class Replay:
 
     def __init__(self, options: ReplayOptions) -> None:
         self.options = options
-        self.manager = CacheManager(options.config)
+        self.manager = manager_made_with(options.made_with, options.config)
         self.hasher = TraceHasher(options.config.block_size)
         self.request_seconds = array("d")
         """match + allocate + commit + finish of each finished request."""
@@ -256,6 +265,15 @@ class Replay:
         self.request_seconds.append(opened.seconds + perf_counter() - begin)
         if self.shadow is not None:
             self.shadow.finish(opened.request_id)
+
+
+def manager_made_with(num_device_blocks: int | None, config: KVCacheConfig) -> CacheManager:
+    """A manager as `config` wants it, made with another number of device blocks and resized; None: with its own."""
+    if num_device_blocks is None:
+        return CacheManager(config)
+    manager = CacheManager(replace(config, num_device_blocks=num_device_blocks))
+    manager.resize_device_pool(config.num_device_blocks)
+    return manager
 
 
 def peak_memory_bytes() -> int:

@@ -22,6 +22,7 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
         "options": {
             "block_size": config.block_size,
             "device_blocks": config.num_device_blocks,
+            "made_with": replay.options.made_with,
             "host_blocks": config.num_host_blocks,
             "write_policy": config.write_policy.value,
             "write_through_threshold": config.write_through_threshold,

@@ -59,14 +59,6 @@ LEAST_WATCHED = 8192
 MOST_WATCHED = 131_072
 
 
-def _num_watched(config: KVCacheConfig) -> int:
-    """Blocks that `ReuseHistory` may watch, of some 300 bytes: of at least twice as many prompts as the cache holds, up
-    to some 40 MB.
-    """
-    num_blocks = config.num_device_blocks + config.num_host_blocks
-    return max(LEAST_WATCHED, min(2 * num_blocks, MOST_WATCHED))
-
-
 class CacheManager:
     """See the module's text. Thread-safe."""
 
@@ -77,7 +69,7 @@ class CacheManager:
         self._events = EventLog(config.max_queued_events)
         self._device_pool = DeviceBlockPool(config.num_device_blocks)
         self._host_pool = HostBlockPool(config.num_host_blocks)
-        self._history = ReuseHistory(_num_watched(config), lambda: self._tiering.num_evictable)
+        self._history = ReuseHistory(self._most_watched, lambda: self._tiering.num_evictable)
         backup = backup_policy(config)
         self._residency = Residency(
             self._device_pool,
@@ -472,6 +464,13 @@ class CacheManager:
                 "manager: forgotten blocks still hold slots; take the swap step first",
             )
             expect(self._tiering.num_available_device == self._device_pool.size, "manager: device slots leaked")
+
+    def _most_watched(self) -> int:
+        """Blocks that `ReuseHistory` may watch now, of some 300 bytes: of at least twice as many prompts as the cache
+        holds, up to some 40 MB.
+        """
+        num_blocks = self._device_pool.size + self._host_pool.size
+        return max(LEAST_WATCHED, min(2 * num_blocks, MOST_WATCHED))
 
     def _device_slots_outside(self) -> list[DeviceSlot]:
         """Every allocated device slot that is not the tree's."""

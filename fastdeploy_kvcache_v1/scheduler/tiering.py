@@ -274,11 +274,12 @@ class Tiering:
 
     def _back_up_ahead(self) -> None:
         """Copy what will have to leave the device next."""
+        device, host = self._residency.device_pool, self._residency.host_pool
         num_evicted = self._counters.device_evicted_blocks
-        ahead = self._policy.blocks_ahead(num_evicted - self._evicted_before)
+        ahead = self._policy.blocks_ahead(num_evicted - self._evicted_before, device.size, host.size)
         self._evicted_before = num_evicted
-        ahead -= self._residency.device_pool.num_free
-        if ahead <= 0 or not self._residency.host_pool.size:
+        ahead -= device.num_free
+        if ahead <= 0 or not host.size:
             return
         self._lookahead.look()  # it would move places of the order that is walked
         for run in self._residency.next_to_leave():

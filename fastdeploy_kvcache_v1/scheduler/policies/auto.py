@@ -23,9 +23,8 @@ class Auto(WriteBack):
     def __init__(self, config: KVCacheConfig) -> None:
         self._pace = 0.0
         """Blocks that leave in a step, at the busiest, as time goes by."""
-        self._most = max(1, min(config.num_device_blocks // 8, config.num_host_blocks // 32))
-        """Of a short host tier more would be missing than it is worth: they are in both tiers for a while."""
 
-    def blocks_ahead(self, num_evicted: int) -> int:
+    def blocks_ahead(self, num_evicted: int, num_device: int, num_host: int) -> int:
         self._pace = max(float(num_evicted), DECAY * self._pace)
-        return min(int(self._pace), self._most)
+        # Of a short host tier more would be missing than it is worth: they are in both tiers for a while.
+        return min(int(self._pace), max(1, min(num_device // 8, num_host // 32)))

@@ -27,7 +27,7 @@ class BackupPolicy:
     """A block is copied only if it is worth as much as what would have to leave the host for it."""
 
     def __init__(self, config: KVCacheConfig) -> None:
-        """Takes what it needs of the settings."""
+        """Takes what it needs of the settings, but no sizes: the device tier may be resized."""
 
     def on_hit(self, leaf: Run) -> Sequence[Run]:
         """Runs to copy, in prompt order: the path to `leaf`, all on the device, has served one more request."""
@@ -41,8 +41,8 @@ class BackupPolicy:
         """Is `run`, which is about to leave the device and has no host copy, to be copied first?"""
         return False
 
-    def blocks_ahead(self, num_evicted: int) -> int:
+    def blocks_ahead(self, num_evicted: int, num_device: int, num_host: int) -> int:
         """How many blocks, from the next to leave the device on, are to be copied before they must go. Asked once per
-        step, in which `num_evicted` blocks have left it.
+        step, in which `num_evicted` blocks have left it; the tiers have room for so many blocks now.
         """
         return 0

@@ -34,17 +34,20 @@ prompt to its last one, and the class. A plain tuple, because several are made f
 class ReuseHistory:
     """Time is the number of requests that were admitted. Not thread-safe: the manager's lock covers it."""
 
-    def __init__(self, most_blocks: int, num_evictable: Callable[[], int]) -> None:
-        """`num_evictable`: how many blocks a cache of this size can hold beside those in use."""
+    def __init__(self, most_watched: Callable[[], int], num_evictable: Callable[[], int]) -> None:
+        """Both are asked again and again, since the size of the cache may change: how many blocks may be watched, and
+        how many a cache of this size can hold beside those in use.
+        """
         self.now = 0
         self._rates = ReuseRates()
         self._ages = LiveAges(NUM_CLASSES)
         self._judge = Judge()
+        self._most_watched = most_watched
         self._num_evictable = num_evictable
         self._num_blocks_seen = 0
         self.lru_age = 0
         """What was used less than so long ago, an LRU order would still hold."""
-        self._watched = WatchedBlocks(most_blocks)
+        self._watched = WatchedBlocks()
         self._worths = ALL_EQUAL
 
     def __len__(self) -> int:
@@ -105,7 +108,7 @@ class ReuseHistory:
                 self._ages.remove(group.time, kind, num_blocks)
             weights[kind] += num_blocks
             group.time = now
-        self._watched.make_room()
+        self._watched.make_room(self._most_watched())
         return stretches
 
     def forget(self) -> None:

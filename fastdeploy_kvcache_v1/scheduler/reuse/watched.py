@@ -50,15 +50,14 @@ class WatchedBlocks:
     start of a prompt is never forgotten before its rest. Not thread-safe: the manager's lock covers it.
     """
 
-    def __init__(self, most_blocks: int) -> None:
-        self._most_blocks = most_blocks
+    def __init__(self) -> None:
         self._generation = 0
         self._young: dict[BlockHash, Group] = {}
         self._old: dict[BlockHash, Group] = {}
         """Of what has moved to the younger generation since, the names are still here, too."""
 
     def __len__(self) -> int:
-        """Names that are kept; at most `most_blocks` after `make_room`, but for those of one prompt."""
+        """Names that are kept; after `make_room` at most as many as it allows, but for those of one prompt."""
         return len(self._young) + len(self._old)
 
     def use(self, hashes: Sequence[BlockHash], num_blocks: int, before: Sequence[Group] = ()) -> list[Group]:
@@ -110,9 +109,11 @@ class WatchedBlocks:
             groups.append(group)
         return groups
 
-    def make_room(self) -> None:
-        """Forget the older generation if the younger one has half of what there may be."""
-        if len(self._young) > self._most_blocks // 2:
+    def make_room(self, most_blocks: int) -> None:
+        """Forget the older generation if the younger one has half of what there may be. Where that was more before,
+        there are more until the younger one is full again.
+        """
+        if len(self._young) > most_blocks // 2:
             self._generation += 1
             self._young, self._old = {}, self._young
 

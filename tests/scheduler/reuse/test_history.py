@@ -26,7 +26,7 @@ def serve(history: ReuseHistory, blocks: list[BlockHash]) -> list[Stretch]:
 
 
 def test_stretches_say_how_often_blocks_were_found_whether_they_are_cached_or_not() -> None:
-    history = ReuseHistory(1000, lambda: 100)
+    history = ReuseHistory(lambda: 1000, lambda: 100)
     system, chat = hashes("system", 16), hashes("chat", 16)
     assert serve(history, system + hashes("other", 10)) == [(24, 0)]
     assert serve(history, system + chat) == [(32, 0), (16, 1)]
@@ -40,7 +40,7 @@ def test_stretches_say_how_often_blocks_were_found_whether_they_are_cached_or_no
 def test_against_a_record_of_every_request(seed: int) -> None:
     """Prompts of a tree, some of them in use at the same time, and so short that every block is watched."""
     dice = random.Random(seed)
-    history = ReuseHistory(100_000, lambda: 50)
+    history = ReuseHistory(lambda: 100_000, lambda: 50)
     found: Counter[BlockHash] = Counter()
     known: set[BlockHash] = set()
     running: list[tuple[list[BlockHash], Sequence[Group]]] = []
@@ -63,7 +63,7 @@ def test_against_a_record_of_every_request(seed: int) -> None:
 
 
 def test_memory_is_bounded_and_the_start_of_a_prompt_is_forgotten_last() -> None:
-    history = ReuseHistory(100, lambda: 100)
+    history = ReuseHistory(lambda: 100, lambda: 100)
     for number in range(200):
         serve(history, hashes(number, 50))
         assert len(history) <= 100
@@ -81,7 +81,7 @@ def test_a_long_prompt_costs_little_more_than_a_short_one() -> None:
             self.looks += 1
             return super().__getitem__(index)
 
-    history = ReuseHistory(100_000, lambda: 100)
+    history = ReuseHistory(lambda: 100_000, lambda: 100)
     blocks = Counting(hashes("long", 1 << 14))
     for _ in range(2):
         serve(history, blocks)

@@ -51,7 +51,7 @@ def prompt(dice: random.Random) -> list[BlockHash]:
 @pytest.mark.parametrize("most_blocks", [20, 100, 100_000])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_group_knows_of_its_blocks_what_an_entry_for_each_would(seed: int, most_blocks: int) -> None:
-    dice, watched, model = random.Random(seed), WatchedBlocks(most_blocks), OneByOne(most_blocks)
+    dice, watched, model = random.Random(seed), WatchedBlocks(), OneByOne(most_blocks)
     running: list[tuple[list[BlockHash], list[Group]]] = []
     for _ in range(800):
         ends = bool(running) and dice.random() < 0.5
@@ -73,7 +73,7 @@ def test_a_group_knows_of_its_blocks_what_an_entry_for_each_would(seed: int, mos
         for group in groups:
             group.uses += not ends
         if ends:
-            watched.make_room()
+            watched.make_room(most_blocks)
             model.make_room()
         if dice.random() < 0.01:
             watched.forget()
@@ -82,7 +82,7 @@ def test_a_group_knows_of_its_blocks_what_an_entry_for_each_would(seed: int, mos
 
 
 def test_what_the_same_requests_used_is_one_group_however_long() -> None:
-    watched, looks = WatchedBlocks(150), 0
+    watched, looks = WatchedBlocks(), 0
 
     class Counting(list[BlockHash]):
         def __getitem__(self, index):  # type: ignore[no-untyped-def]
@@ -93,7 +93,7 @@ def test_what_the_same_requests_used_is_one_group_however_long() -> None:
     blocks = Counting(BlockHash(str(index).encode()) for index in range(1 << 14))
     assert [group.time for group in watched.use_all(blocks, len(blocks))] == [IN_USE]
     watched.use_all([BlockHash(b"other %d" % index) for index in range(1 << 14)], 1 << 14)
-    watched.make_room()
+    watched.make_room(150)
     for most_looks in (2 + 60, 2):  # the first use after that names it anew
         looks = 0
         assert len(watched.use(blocks, len(blocks))) == 1
@@ -105,7 +105,7 @@ def test_what_is_still_so_is_not_looked_up_again() -> None:
         def __getitem__(self, index):  # type: ignore[no-untyped-def]
             raise AssertionError("a name is looked up")
 
-    watched = WatchedBlocks(1000)
+    watched = WatchedBlocks()
     blocks = [BlockHash(str(index).encode()) for index in range(500)]
     watched.use_all(blocks[:100], 100)
     before = watched.use_all(blocks, 500)
