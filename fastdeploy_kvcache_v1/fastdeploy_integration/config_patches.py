@@ -127,6 +127,7 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
         fastdeploy=overlay.active().table,
         v1_scheduler=bool(int(envs.ENABLE_V1_KVCACHE_SCHEDULER)),
         attention_backend=envs.FD_ATTENTION_BACKEND,
+        whole_prompts=bool(envs.FD_DISABLE_CHUNKED_PREFILL) and not getattr(envs, "FD_DETERMINISTIC_MODE", False),
         foreign_platform=_foreign_platform(current_platform),
         pd_via_storage=bool(getattr(envs, "FD_PD_TRANSFER_VIA_STORAGE", 0)),
     )
@@ -150,13 +151,17 @@ def refusals(
     fastdeploy: PatchTable,
     v1_scheduler: bool,
     attention_backend: str,
+    whole_prompts: bool,
     foreign_platform: str | None,
     pd_via_storage: bool,
 ) -> list[str]:
-    """Why this `FDConfig` cannot be served; empty when it can. `fastdeploy`: the table of the release that runs."""
+    """Why this `FDConfig` cannot be served; empty when it can. `fastdeploy`: the table of the release that runs.
+    `whole_prompts`: what is set asks the scheduler to cut no prompt into chunks.
+    """
     cache, role = config.cache_config, config.scheduler_config.splitwise_role
     swaps = cache.num_cpu_blocks > 0 or cache.sized_by_swap_space
     fp8 = kv_cache_quant_type(config) == BLOCK_WISE_FP8
+    whole_prompts = whole_prompts and fastdeploy.capabilities.disables_chunked_prefill
     routing = getattr(config.routing_replay_config, "enable_routing_replay", False)
     storage = f"--kvcache-storage-backend {cache.kvcache_storage_backend}"
     checks = {
@@ -168,9 +173,8 @@ def refusals(
         f"the {foreign_platform} platform": foreign_platform is not None,
         f"{PLAS} (it keeps means of key blocks outside the cache)": attention_backend == PLAS,
         f"{NATIVE} (FastDeploy cannot make it for a GPU)": attention_backend == NATIVE,
-        f"{attention_backend} with prefix caching (its prefill attends to the tokens of its own pass only, so a cached "
-        "prefix would change the answer: --no-enable-prefix-caching)": attention_backend in (MLA, DSA)
-        and cache.enable_prefix_caching,
+        _latent_reason(attention_backend, fastdeploy): attention_backend in (MLA, DSA)
+        and (cache.enable_prefix_caching or not whole_prompts),
         "MLA attention with block_wise_fp8": fp8 and attention_backend == MLA,
         f"speculative method mtp with {DSA} (FastDeploy has no draft model for it)": attention_backend == DSA
         and has_draft_layer(config),
@@ -182,6 +186,15 @@ def refusals(
     if role != "mixed":
         checks |= role_refusals(config)
     return [reason for reason, applies in checks.items() if applies]
+
+
+def _latent_reason(attention_backend: str, fastdeploy: PatchTable) -> str:
+    """FastDeploy chunks prompts by default; its field `enable_chunked_prefill` tells nothing of the V1 scheduler."""
+    why = "its prefill attends to the tokens of its own pass only, so the tokens would be wrong"
+    if not fastdeploy.capabilities.disables_chunked_prefill:
+        return f"{attention_backend} in FastDeploy {fastdeploy.release} ({why}: this release always chunks prompts)"
+    served = "FD_DISABLE_CHUNKED_PREFILL=1, --no-enable-prefix-caching, no FD_DETERMINISTIC_MODE"
+    return f"{attention_backend} with prefix caching or prompts in chunks ({why}: {served})"
 
 
 def _foreign_platform(platform: Any) -> str | None:

@@ -40,6 +40,7 @@ def make_manager(
     seats=SEATS,
     max_tokens=64,
     role="mixed",
+    caching=True,
 ):
     """ResourceManagerV1 with the configuration objects it needs, made as FastDeploy's own tests make them."""
     engine_args = EngineArgs(
@@ -57,7 +58,7 @@ def make_manager(
     cache.block_size = block_size
     cache.enc_dec_block_num = 2
     cache.prealloc_dec_block_slot_num_threshold = 2
-    cache.enable_prefix_caching = cache.enable_output_caching = True
+    cache.enable_prefix_caching = cache.enable_output_caching = caching
     cache.max_encoder_cache = cache.max_processor_cache = 0
     cache.bytes_per_token_per_layer = 1
     cache.kv_cache_ratio = 1.0

@@ -50,8 +50,9 @@ DEEPSEEK = {
 }
 FP8 = {"quantization_config": {"quantization": "mix_quant", "kv_cache_quant_type": "block_wise_fp8"}}
 INT4 = {"quantization_config": {"quantization": "mix_quant", "kv_cache_quant_type": "int4_zp"}}
-UNCACHED = ["--no-enable-prefix-caching"]
-"""Latent attention is refused without it."""
+WHOLE, UNCACHED = "FD_DISABLE_CHUNKED_PREFILL=1", "--no-enable-prefix-caching"
+"""Latent attention is refused without both. What begins with FD_ is a variable of the environment."""
+SERVED_IN_CHUNKS = {"FD_DISABLE_CHUNKED_PREFILL": "0", "FD_DETERMINISTIC_MODE": "0"}
 MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 1, "model": "."})
 
 CASES = {
@@ -64,12 +65,17 @@ CASES = {
     "flash_fp8": (QWEN | FP8, "FLASH_ATTN", ["--tensor-parallel-size", "2"]),
     "flash_mask_fp8": (QWEN | FP8, "FLASH_MASK_ATTN", ["--tensor-parallel-size", "2"]),
     "gqa_int4": (QWEN | INT4, "APPEND_ATTN", []),
-    "mla": (DEEPSEEK, "MLA_ATTN", [*UNCACHED, "--tensor-parallel-size", "4"]),
-    "mla_mtp": (DEEPSEEK, "MLA_ATTN", [*UNCACHED, "--speculative-config", MTP]),
-    "dsa": (DEEPSEEK, "DSA_ATTN", [*UNCACHED, "--tensor-parallel-size", "8"]),
-    "dsa_mtp": (DEEPSEEK, "DSA_ATTN", [*UNCACHED, "--speculative-config", MTP]),
-    "mla_cached": (DEEPSEEK, "MLA_ATTN", []),
-    "dsa_cached": (DEEPSEEK, "DSA_ATTN", []),
+    "mla": (DEEPSEEK, "MLA_ATTN", [WHOLE, UNCACHED, "--tensor-parallel-size", "4"]),
+    "mla_mtp": (DEEPSEEK, "MLA_ATTN", [WHOLE, UNCACHED, "--speculative-config", MTP]),
+    "dsa": (DEEPSEEK, "DSA_ATTN", [WHOLE, UNCACHED, "--tensor-parallel-size", "8"]),
+    "dsa_mtp": (DEEPSEEK, "DSA_ATTN", [WHOLE, UNCACHED, "--speculative-config", MTP]),
+    "mla_cached": (DEEPSEEK, "MLA_ATTN", [WHOLE]),
+    "dsa_cached": (DEEPSEEK, "DSA_ATTN", [WHOLE]),
+    "mla_chunked": (DEEPSEEK, "MLA_ATTN", [UNCACHED]),
+    "dsa_chunked": (DEEPSEEK, "DSA_ATTN", [UNCACHED]),
+    "mla_split": (DEEPSEEK, "MLA_ATTN", [WHOLE, "FD_DETERMINISTIC_MODE=1", UNCACHED]),
+    "mla_default": (DEEPSEEK, "MLA_ATTN", []),
+    "dsa_default": (DEEPSEEK, "DSA_ATTN", []),
     "plas": (QWEN, "PLAS_ATTN", []),
     "native": (QWEN, "NATIVE_ATTN", []),
     "too_small": (QWEN, "APPEND_ATTN", ["--swap-space", "0.0001"]),
@@ -121,9 +127,10 @@ def rank_block_bytes(config, attention_backend):
 
 
 def run(name, model, attention_backend, flags):
-    os.environ["FD_ATTENTION_BACKEND"] = attention_backend
+    variables = dict(flag.split("=") for flag in flags if flag.startswith("FD_"))
+    os.environ.update({"FD_ATTENTION_BACKEND": attention_backend, **SERVED_IN_CHUNKS, **variables})
     try:
-        config = engine_config(model, flags)
+        config = engine_config(model, [flag for flag in flags if not flag.startswith("FD_")])
     except ValueError as error:
         print("REFUSED", name, error)
         return

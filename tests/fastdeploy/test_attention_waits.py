@@ -80,7 +80,7 @@ def test_kernels_get_keys_before_values(report):
 
 
 def test_the_prefill_of_latent_attention_reads_no_cached_prefix(report):
-    """Why MLA and DSA are refused with prefix caching: if a release reads it, the refusal can go."""
+    """Why MLA and DSA are refused with prefix caching or chunks: if a release reads it, the refusal can go."""
     _, lines = report
     for (name, _, phase), events in events_of(lines).items():
         kernels = {event[1] for event in events if event[0] == "kernel"}

@@ -7,6 +7,8 @@ import re
 
 import pytest
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+
 from .fastdeploy_trees import HERE, RELEASES, run_inside
 
 STEPS = 2500
@@ -60,3 +62,10 @@ def test_weight_updates_in_every_order_of_events(release, tmp_path, policy):
 def test_a_lost_batch_had_a_request_for_every_seat(release, tmp_path, role, seats, requests):
     output = run_inside(release, tmp_path, HERE / "drive_lost_seats.py", role, seats, requests)
     assert f"RESULT finished={requests} preempted={seats}\n" in output
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_only_a_release_that_can_disable_chunks_cuts_no_prompt(release, tmp_path):
+    """What latent attention needs, which is refused in other releases."""
+    output = run_inside(release, tmp_path, HERE / "drive_whole_prompts.py")
+    assert f"RESULT finished=6 cut={not table_for(release).capabilities.disables_chunked_prefill}\n" in output

@@ -42,9 +42,11 @@ def cases(lines):
 
 def unserved(release):
     """Cases without a tier: the release has no such backend, or hands it the scales of another layer."""
-    no_flash_fp8 = not table_for(release).capabilities.flash_block_wise_fp8
-    return {name for name in ("flash_fp8", "flash_mask_fp8") if no_flash_fp8} | (
-        set() if has_dsa_attention(release) else {"dsa"}
+    can = table_for(release).capabilities
+    return (
+        {name for name in ("flash_fp8", "flash_mask_fp8") if not can.flash_block_wise_fp8}
+        | {name for name in ("mla", "mla_mtp") if not can.disables_chunked_prefill}
+        | (set() if has_dsa_attention(release) else {"dsa"})
     )
 
 
@@ -78,10 +80,15 @@ def test_what_cannot_work_is_one_line_at_start(report):
         assert f"--swap-space must be a number of GiB, 0 or more, got {given}" in refused.pop(name)
     assert "NATIVE_ATTN (FastDeploy cannot make it for a GPU)" in refused.pop("native")
     assert "PLAS_ATTN (it keeps means of key blocks outside the cache)" in refused.pop("plas")
-    for name in unserved(release) - {"dsa"}:
+    for name in unserved(release) & {"flash_fp8", "flash_mask_fp8"}:
         assert f"block_wise_fp8 in FastDeploy {release}" in refused.pop(name)
-    for family in ("mla", "dsa") if has_dsa_attention(release) else ("mla",):
-        assert f"{family.upper()}_ATTN with prefix caching" in refused.pop(f"{family}_cached")
+    can_be_served = table_for(release).capabilities.disables_chunked_prefill
+    what = "with prefix caching or prompts in chunks" if can_be_served else f"in FastDeploy {release}"
+    latent = {f"{family}_{case}" for family in ("mla", "dsa") for case in ("cached", "chunked", "default")}
+    for name in sorted(latent | {"mla_split"} | (unserved(release) & {"mla", "mla_mtp"})):
+        if name.startswith("mla") or has_dsa_attention(release):
+            reason = f"{name[:3].upper()}_ATTN {what} (its prefill attends to the tokens of its own pass only"
+            assert reason in refused.pop(name)
     if has_dsa_attention(release):
         assert "speculative method mtp with DSA_ATTN" in refused.pop("dsa_mtp")
     assert refused == {}

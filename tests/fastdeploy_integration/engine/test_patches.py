@@ -180,13 +180,18 @@ def fd_config(
 
 
 FACTS = {
-    "fastdeploy": replace(table_for("2.6"), capabilities=Capabilities(flash_block_wise_fp8=True)),
+    "fastdeploy": replace(
+        table_for("2.6"), capabilities=Capabilities(flash_block_wise_fp8=True, disables_chunked_prefill=True)
+    ),
     "v1_scheduler": True,
     "attention_backend": "APPEND_ATTN",
+    "whole_prompts": True,
     "foreign_platform": None,
     "pd_via_storage": False,
 }
 NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilities())}
+ALWAYS_CHUNKS = {"fastdeploy": table_for("2.5")}
+LATENT = "{} with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass only"
 
 
 @pytest.mark.parametrize(
@@ -199,8 +204,15 @@ NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilitie
         ({}, {"foreign_platform": "xpu"}, "xpu platform"),
         ({}, {"attention_backend": "PLAS_ATTN"}, "PLAS_ATTN (it keeps means of key blocks outside"),
         ({}, {"attention_backend": "NATIVE_ATTN"}, "NATIVE_ATTN (FastDeploy cannot make it"),
-        ({}, {"attention_backend": "MLA_ATTN"}, "MLA_ATTN with prefix caching (its prefill attends to"),
-        ({}, {"attention_backend": "DSA_ATTN"}, "DSA_ATTN with prefix caching (its prefill attends to"),
+        ({}, {"attention_backend": "MLA_ATTN"}, LATENT.format("MLA_ATTN")),
+        ({}, {"attention_backend": "DSA_ATTN"}, LATENT.format("DSA_ATTN")),
+        ({"cached": False}, {"attention_backend": "MLA_ATTN", "whole_prompts": False}, LATENT.format("MLA_ATTN")),
+        ({"cached": False}, {"attention_backend": "DSA_ATTN", "whole_prompts": False}, LATENT.format("DSA_ATTN")),
+        (
+            {"cached": False},
+            {"attention_backend": "MLA_ATTN", **ALWAYS_CHUNKS},
+            "this release always chunks prompts",
+        ),
         (
             {"quant": "block_wise_fp8", "cached": False},
             {"attention_backend": "MLA_ATTN"},
@@ -232,6 +244,8 @@ def test_what_is_refused(config, facts, reason):
         ({"method": "mtp", "cached": False}, {"attention_backend": "MLA_ATTN"}),
         ({"method": "ngram", "swap": True, "cached": False}, {"attention_backend": "DSA_ATTN"}),
         ({"cached": False}, {"attention_backend": "DSA_ATTN"}),
+        ({}, {"whole_prompts": False}),
+        ({}, ALWAYS_CHUNKS),
     ],
 )
 def test_what_is_served(config, facts):
@@ -251,7 +265,9 @@ def test_what_is_served(config, facts):
 def test_attention_store_needs_its_sdk_and_where_data_moves_a_key_and_a_value(
     monkeypatch, is_installed, flush_only, roles, reason
 ):
-    envs = SimpleNamespace(ENABLE_V1_KVCACHE_SCHEDULER=1, FD_ATTENTION_BACKEND="APPEND_ATTN")
+    envs = SimpleNamespace(
+        ENABLE_V1_KVCACHE_SCHEDULER=1, FD_ATTENTION_BACKEND="APPEND_ATTN", FD_DISABLE_CHUNKED_PREFILL=False
+    )
     for name, members in {"fastdeploy": {"envs": envs}, "fastdeploy.platforms": {"current_platform": None}}.items():
         module = ModuleType(name)
         vars(module).update(members)

@@ -1,5 +1,6 @@
 """Tables that say only what differs from another release, made of small fixture tables."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -104,8 +105,9 @@ def test_what_the_develop_branch_differs_in():
     told = "EngineService._send_error_response"
     assert {row.qualname for row in changed} == {"Indexer.forward", told}
     assert set(qualnames(develop)) - set(qualnames(release)) == {told}
-    assert release.capabilities == Capabilities(flash_block_wise_fp8=True, counts_preallocated=True)
-    assert develop.capabilities == Capabilities(flash_block_wise_fp8=True, acknowledged_cache_info=True)
+    common = Capabilities(flash_block_wise_fp8=True, disables_chunked_prefill=True)
+    assert release.capabilities == replace(common, counts_preallocated=True)
+    assert develop.capabilities == replace(common, acknowledged_cache_info=True)
 
 
 def test_what_our_releases_differ_in():
@@ -115,4 +117,6 @@ def test_what_our_releases_differ_in():
         "fastdeploy.engine.common_engine:EngineService._send_error_response",
     }
     assert old.capabilities == Capabilities(acknowledged_cache_info=True)
-    assert new.capabilities == Capabilities(flash_block_wise_fp8=True, counts_preallocated=True)
+    assert new.capabilities == Capabilities(
+        flash_block_wise_fp8=True, disables_chunked_prefill=True, counts_preallocated=True
+    )
