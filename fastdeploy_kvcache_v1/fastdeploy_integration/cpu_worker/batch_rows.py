@@ -6,7 +6,11 @@ A row runs through these states; `computed` and `target` count tokens of the seq
     computed < target, too few blocks          waits for a decode task with a longer block table
     computed == target < number of tokens      a chunk is done: waits for the next prefill task
     closing                                    a stop sequence matched: the next step emits the end token
+    failed, computed < target                  takes the chunks that are left, computes none: the last one emits FAILED
     released                                   preempted or aborted: the next step emits RELEASED once
+
+FastDeploy sends the chunks of a prompt without waiting for anything, and gives row and blocks away when it hears
+FAILED: that is said when nothing of the request is on its way to the worker any more.
 """
 
 from __future__ import annotations
@@ -54,6 +58,7 @@ class RunningSequence:
     block_table: list[int]
     rules: FinishRules
     closing: bool = False
+    failed: bool = False
     num_retries: int = 0
 
     @property
@@ -66,12 +71,17 @@ class RunningSequence:
         return self.target == len(self.tokens)
 
     @property
+    def ends(self) -> bool:
+        """The next step emits its last word, and computes nothing of it."""
+        return self.closing or (self.failed and self.samples)
+
+    @property
     def may_end(self) -> bool:
         """An end token may be sampled now."""
         return self.num_outputs >= self.rules.min_tokens
 
     def is_runnable(self, block_size: int) -> bool:
-        return not self.closing and self.computed < self.target <= len(self.block_table) * block_size
+        return not (self.closing or self.failed) and self.computed < self.target <= len(self.block_table) * block_size
 
     def matches_stop(self) -> bool:
         outputs = self.tokens[self.prompt_length :]
@@ -96,7 +106,9 @@ class BatchRows:
         self.released.discard(row)
         before = self.sequences.get(row)
         if before is not None and before.request_id == sequence.request_id:
-            sequence.computed = min(sequence.computed, before.computed)  # the last one may be retried
+            sequence.failed = before.failed
+            if not sequence.failed:
+                sequence.computed = min(sequence.computed, before.computed)  # the last one may be retried
         self.sequences[row] = sequence
         # Another server may have sampled the token that a stop sequence ends with.
         sequence.closing = sequence.samples and sequence.may_end and sequence.matches_stop()
@@ -129,7 +141,7 @@ class BatchRows:
     def has_work(self) -> bool:
         """The next step has something to compute or to say."""
         return bool(self.released) or any(
-            sequence.closing or sequence.is_runnable(self.block_size) for sequence in self.sequences.values()
+            sequence.ends or sequence.is_runnable(self.block_size) for sequence in self.sequences.values()
         )
 
     def end_step(self, num_rows: int, computed: dict[int, RunningSequence], sampled: dict[int, int]) -> list[int]:
@@ -142,8 +154,8 @@ class BatchRows:
             message[row] = RELEASED
         self.released.clear()
         for row, sequence in list(self.sequences.items()):
-            if sequence.closing:
-                message[row] = sequence.rules.end_tokens[0]
+            if sequence.ends:
+                message[row] = FAILED if sequence.failed else sequence.rules.end_tokens[0]
                 del self.sequences[row]
         for row, sequence in computed.items():
             sequence.computed, sequence.num_retries = sequence.target, 0
@@ -153,6 +165,9 @@ class BatchRows:
 
     def fail(self, row: int) -> int:
         """The sequence on `row` cannot go on. Returns what to say."""
+        self.sequences[row].failed = True
+        if not self.sequences[row].samples:
+            return NO_TOKEN
         del self.sequences[row]
         return FAILED
 

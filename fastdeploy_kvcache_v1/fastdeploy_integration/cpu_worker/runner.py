@@ -210,8 +210,11 @@ class CpuModelRunner:
             self._transfers.insert(tasks)
         for task in tasks:
             apply_task(self._table, task)
-            if int(task.idx) in self._table.sequences and hasattr(task, "prompt_token_ids"):
+            sequence = self._table.sequences.get(int(task.idx))
+            if sequence is not None and hasattr(task, "prompt_token_ids"):
                 self._sampling[int(task.idx)] = task
+                if sequence.failed:
+                    self._spoil(sequence)
 
     def not_need_stop(self) -> bool:
         """True when there is something to do (FastDeploy's name for it).
