@@ -5,6 +5,7 @@ The model is in `custom_ops/cuda/costs.cc`, what each constant means in `kvswap.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -79,7 +80,8 @@ def calibrate(compiled: CompiledOps, cupy: Any, host: HostBuffer, live: Collecti
         logger.warning("the copy paths could not be timed, the constants of the table hold: %s", error)
         return False
     finally:
-        runtime.free(scratch)  # waits for the GPU
+        with contextlib.suppress(RuntimeError):  # a GPU that an error broke takes nothing back
+            runtime.free(scratch)  # waits for the GPU
     return True
 
 

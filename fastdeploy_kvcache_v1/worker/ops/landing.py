@@ -44,6 +44,9 @@ BROKEN_BATCHES = frozenset({"580.159.04"})
 _PORTABLE_AND_MAPPED = 3
 """Flags of cudaHostRegister, as the pool has them."""
 
+_NOT_READY = 600
+"""cudaErrorNotReady: the GPU works on it."""
+
 _LATER = "it was refused by the driver after it had been tried"
 
 ROW_BYTES = 16 << 10
@@ -119,9 +122,11 @@ def read_choice(environment: Mapping[str, str] = os.environ) -> Choice:
 def land(compiled: CompiledOps, cupy: Any, device: int, host: HostBuffer, choice: Choice) -> Landing:
     """Try every path that this build and `choice` have, on the page-locked `host`, whose bytes are zero again
     afterwards. AUTO chooses among those that came back equal from now on; where none did, `live` is `cupy` alone.
+
+    Raises `ConfigError` for a path that broke the CUDA context: nothing in this process can use the GPU any more.
     """
     left: dict[str, str] = {}
-    untried = ""
+    untried, failed = "", list[str]()
     if not _give_staging(cupy, compiled):
         left[Path.STAGED.name.lower()] = "the GPU has no memory for it"
     driver = driver_release()
@@ -137,12 +142,15 @@ def land(compiled: CompiledOps, cupy: Any, device: int, host: HostBuffer, choice
         elif name not in left:
             try:
                 problem = _try(cupy, device, compiled, path)
+                _require_context(cupy, choice, [*failed, name])
             except _NoTrialError as error:
+                _require_context(cupy, choice, failed or [name])
                 left[name] = untried = f"the GPU gives no memory to try it: {error}"
                 logger.warning("plain copies take the place of copy paths that cannot be tried: %s", untried)
                 continue
             if problem is not None:
                 left[name] = problem
+                failed.append(name)
                 logger.warning("copies between GPU and host do without the path %s: %s", name, problem)
     plain = Path.RUNS.name.lower()
     if untried and left.get(plain) == untried:
@@ -150,6 +158,7 @@ def land(compiled: CompiledOps, cupy: Any, device: int, host: HostBuffer, choice
     live = tuple(name for name in NAMES if name not in left)
     compiled.allow_cuda_paths([NAMES[name] for name in live])
     measured = bool(live) and not untried and calibration.calibrate(compiled, cupy, host, live)
+    _require_context(cupy, choice, live or failed)
     host.array[: calibration.BYTES] = 0
     costs = {
         "H2D": compiled.costs(to_device=True).by_name(),
@@ -202,6 +211,22 @@ class _Memory:
 
 _given_up: list[_Memory] = []
 """Memory that a copy may still touch, kept for the rest of the process."""
+
+
+def _require_context(cupy: Any, choice: Choice, suspects: Collection[str]) -> None:
+    """What breaks a CUDA context, an illegal access for example, every later call of the process is answered with."""
+    try:
+        event = cupy.cuda.Event(disable_timing=True)
+        status = cupy.cuda.runtime.eventQuery(event.ptr)
+        problem = "" if status in (0, _NOT_READY) else f"CUDA error {status}"
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    if problem:
+        without = ",".join(f"-{name}" for name in NAMES if name in choice.forbidden.union(suspects))
+        raise ConfigError(
+            f"the CUDA context broke ({problem}) when copies by {' or '.join(suspects)} were tried: start again with "
+            f"{CHOICE}={without}"
+        )
 
 
 class _NoTrialError(Exception):
@@ -260,7 +285,7 @@ def _arrives(cupy: Any, stream: Any) -> bool:
     event.record(stream)
     deadline = time.monotonic() + TIME_LIMIT_S
     while (status := cupy.cuda.runtime.eventQuery(event.ptr)) != 0:
-        if status != 600:  # cudaErrorNotReady
+        if status != _NOT_READY:
             raise RuntimeError(f"CUDA error {status}")
         if time.monotonic() >= deadline:
             return False

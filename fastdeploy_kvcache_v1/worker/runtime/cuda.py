@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -212,7 +213,8 @@ class CudaRuntime(Runtime):
         try:
             ops.land(self._cupy, self._device, buffer)
         except BaseException:
-            self.free_host(buffer)
+            with contextlib.suppress(RuntimeError):  # a GPU that an error broke takes nothing back
+                self.free_host(buffer)
             raise
         return buffer
 

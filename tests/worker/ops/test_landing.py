@@ -145,11 +145,6 @@ FAULTS = {
         "kernel staged",
         "batch: a copy of one block was not done within",
     ),
-    "the stream is in error": (
-        "cupy.cuda.runtime.eventQuery = lambda event: 700 if fake.batches == 1 else 0",
-        "kernel staged",
-        "batch: RuntimeError: CUDA error 700",
-    ),
     "the kernel loses a piece": ("kernel.set_fault(1)", "batch runs", "kernel: a block came back with other bytes"),
     "no code for this GPU": (
         "kernel.set_fault(2)",
@@ -170,6 +165,38 @@ def test_a_path_that_cannot_be_trusted_is_left(machine, fault):
     lines = [line for line in output.splitlines() if line.startswith("WARNING") and reason in line]
     assert len(lines) == 1, output
     assert lines[0].startswith("WARNING copies between GPU and host do without the path ")
+
+
+BREAKS = """
+query = cupy.cuda.runtime.eventQuery
+cupy.cuda.runtime.eventQuery = lambda event: 700 if fake.batches else query(event)
+def broken(address):
+    if fake.batches: raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorIllegalAddress")
+cupy.cuda.runtime.hostUnregister = broken
+try:
+    CudaRuntime(compute_handle=1000).allocate_host(5 << 20)
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+    sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("choice", "left_out"), [("", "-batch"), ("batch", "-batch"), ("-staged,-kernel", "-kernel,-staged,-batch")]
+)
+def test_a_path_that_breaks_the_context_ends_the_worker_in_words(machine, choice, left_out):
+    """A broken context answers every later call with its error: one of them would fail far from here."""
+    output = land(machine, f"{BREAKS}LAND\n", **{landing.CHOICE: choice})
+    assert output.splitlines()[-1] == (
+        "ConfigError: the CUDA context broke (CUDA error 700) when copies by batch were tried: "
+        f"start again with FASTDEPLOY_KVCACHE_CUDA_PATH={left_out}"
+    )
+
+
+def test_a_context_that_breaks_while_paths_are_timed_ends_the_worker_in_words(machine):
+    dead = "landing.calibration.calibrate = lambda *_: setattr(fake, 'batches', 1) or False\n"
+    output = land(machine, f"{dead}{BREAKS}LAND\n", **{landing.CHOICE: "-batch"})
+    assert "broke (CUDA error 700) when copies by kernel or staged or runs were tried" in output.splitlines()[-1]
 
 
 def test_a_gpu_without_memory_makes_plain_copies_only(machine):
