@@ -1,7 +1,8 @@
 """A process with a fake GPU in it: `python fake_gpu.py DIRECTORY SCRIPT [ARGUMENTS]` runs a script of this folder,
 and `python fake_gpu.py DIRECTORY simulate FIRST COUNT STEPS` the simulation with so many seeds.
 
-DIRECTORY holds what `build` makes: `libcuda.so.1`, a copy of the compiled core, and the copy kernel on the CPU.
+DIRECTORY holds what `build` makes: `libcuda.so.1`, an NVML that knows the driver's release, a copy of the compiled
+core, and the copy kernel on the CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def build(directory: Path, compile_program: Any, core: Path) -> None:
     """`compile_program(sources, output, *flags)` compiles C++."""
     driver = [path for path in sorted(SOURCES.glob("*.cc")) if path.name != "kernel.cc"]
     compile_program(driver, directory / "libcuda.so.1", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1")
+    compile_program([SOURCES.parent / "fake_nvml.cc"], directory / "libnvidia-ml.so.1", "-fPIC", "-shared")
     compile_program([SOURCES / "kernel.cc"], directory / "_core_cuda.so", "-fPIC", "-shared")
     shutil.copy(core, directory / "_core.so")
 

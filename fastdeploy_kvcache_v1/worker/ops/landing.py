@@ -7,8 +7,11 @@ Nothing here needs a model; a GPU is used through CuPy.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -38,8 +41,11 @@ TIME_LIMIT_S = 10.0
 STAGING_BYTES = 32 << 20
 """Of device memory, for gathering fragmented blocks."""
 
-BROKEN_BATCHES = frozenset({"580.159.04"})
-"""Driver releases whose cuMemcpyBatchAsync is reported to hang or to crash; forcing the path tries it all the same."""
+BROKEN_BATCHES = ("580.159",)
+"""Branches of the driver whose cuMemcpyBatchAsync is reported to hang or to crash; forcing the path tries it all the
+same."""
+
+RELEASE_FILES = ("/sys/module/nvidia/version", "/proc/driver/nvidia/version")
 
 _PORTABLE_AND_MAPPED = 3
 """Flags of cudaHostRegister, as the pool has them."""
@@ -129,14 +135,14 @@ def land(compiled: CompiledOps, cupy: Any, device: int, host: HostBuffer, choice
     untried, failed = "", list[str]()
     if not _give_staging(cupy, compiled):
         left[Path.STAGED.name.lower()] = "the GPU has no memory for it"
-    driver = driver_release()
+    doubt = _doubt_in_batches(driver_release())
     for name, path in NAMES.items():
         if not choice.allows(name):
             left[name] = f"{CHOICE} says so"
         elif not compiled.has_cuda_path(path):
             left.setdefault(name, "this build or driver lacks it")
-        elif path is Path.BATCH and driver in BROKEN_BATCHES and choice.forced != name:
-            left[name] = f"driver {driver} is known to hang in it"
+        elif path is Path.BATCH and doubt and choice.forced != name:
+            left[name] = doubt
         elif untried:
             left.setdefault(name, untried)
         elif name not in left:
@@ -170,12 +176,35 @@ def land(compiled: CompiledOps, cupy: Any, device: int, host: HostBuffer, choice
 
 
 def driver_release() -> str:
-    """As `580.65.06`; empty where the system does not tell."""
+    """As `580.65.06`; empty where neither the system nor NVML tells."""
+    for path in RELEASE_FILES:
+        with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+            if found := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", file.read()):
+                return found[0]
+    return _release_by_nvml()
+
+
+def _release_by_nvml() -> str:
+    """Containers without the kernel module's files have NVML, if nvidia-smi works in them."""
+    text = ctypes.create_string_buffer(80)
     try:
-        with open("/sys/module/nvidia/version", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() != 0:
+            return ""
+        nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text)))
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
         return ""
+    return text.value.decode("ascii", errors="replace")
+
+
+def _doubt_in_batches(release: str) -> str:
+    """Why a driver's cuMemcpyBatchAsync is not tried; empty for one that nothing is said against."""
+    if not release:
+        return f"the driver's release is unknown, and some hang in it: {CHOICE}=batch tries it all the same"
+    if any(f"{release}.".startswith(f"{branch}.") for branch in BROKEN_BATCHES):
+        return f"driver {release} is known to hang in it"
+    return ""
 
 
 def _give_staging(cupy: Any, compiled: CompiledOps) -> bool:

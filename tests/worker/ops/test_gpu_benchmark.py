@@ -35,6 +35,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
     shutil.copy(ROOT / "tests/worker/ops/cupy_stand_in.py", tmp_path / "cupy.py")
     compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], tmp_path / "libcuda.so.1", "-fPIC", "-shared")
+    compile_program([CUSTOM_OPS / "tests/fake_nvml.cc"], tmp_path / "libnvidia-ml.so.1", "-fPIC", "-shared")
     return {**os.environ, "PYTHONPATH": str(tmp_path), "LD_LIBRARY_PATH": str(tmp_path)}
 
 

@@ -27,6 +27,7 @@ from fastdeploy_kvcache_v1.worker.ops import landing, calibration
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
 from tests.worker.ops.fake_cuda import fake_cuda
 
+landing.RELEASE_FILES = ()
 fake = fake_cuda()
 kernel = ctypes.CDLL(str(ops.COMPILED.library.path.with_name("_core_cuda.so")))
 """
@@ -59,6 +60,7 @@ def machine(tmp_path_factory) -> dict[str, str]:
     shutil.copytree(ROOT / "fastdeploy_kvcache_v1", package, ignore=unwanted)
     shutil.copy(ROOT / "tests/worker/ops/cupy_stand_in.py", directory / "cupy.py")
     compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], directory / "libcuda.so.1", "-fPIC", "-shared")
+    compile_program([CUSTOM_OPS / "tests/fake_nvml.cc"], directory / "libnvidia-ml.so.1", "-fPIC", "-shared")
     (directory / "kernel.cc").write_text(KERNEL % CUSTOM_OPS)
     compile_program([directory / "kernel.cc"], package / "worker/ops/_core_cuda.so", "-fPIC", "-shared", "-O2")
     return {**os.environ, "PYTHONPATH": f"{directory}:{ROOT}", "LD_LIBRARY_PATH": str(directory)}
@@ -276,11 +278,32 @@ def test_a_copy_that_is_given_up_cannot_reach_the_pool(machine):
     assert "batch: a copy of one block was not done" in land(machine, LATE)
 
 
-def test_a_known_bad_driver_is_not_asked_for_batches(machine):
-    known = "landing.driver_release = lambda: '580.159.04'\nfake.batch_fault = 2\n"
-    output = land(machine, f"{known}LAND\n{COPY}")
+@pytest.mark.parametrize(
+    ("release", "reason"),
+    [
+        ("580.159.04", "driver 580.159.04 is known to hang in it"),
+        ("580.159.03", "driver 580.159.03 is known to hang in it"),
+        ("580.159", "driver 580.159 is known to hang in it"),
+        ("", "the driver's release is unknown, and some hang in it: FASTDEPLOY_KVCACHE_CUDA_PATH=batch tries it"),
+    ],
+)
+def test_batches_are_not_asked_of_a_driver_that_is_unknown_or_of_a_branch_that_hangs(machine, release, reason):
+    output = land(machine, f"fake.batch_fault = 2\nLAND\n{COPY}", FAKE_DRIVER_RELEASE=release)
     assert "live kernel staged runs\n" in output
-    assert "batch: driver 580.159.04 is known to hang in it" in output
+    assert f"batch: {reason}" in output
+
+
+@pytest.mark.parametrize("release", ["580.159.04", ""])
+def test_a_forced_path_is_tried_on_any_driver(machine, release):
+    environment = {landing.CHOICE: "batch", "FAKE_DRIVER_RELEASE": release}
+    assert "live batch\n" in land(machine, f"LAND\n{COPY}", **environment)
+    wrong = land(machine, f"fake.batch_fault = 1\nLAND\n{COPY}", **environment)
+    assert "do without the path batch: a block came back with other bytes" in wrong
+
+
+def test_a_neighbour_of_a_branch_that_hangs_is_another_branch(machine):
+    for release in ("580.15.01", "580.160.01", "580.1590.01", "580.65.06"):
+        assert "live kernel staged batch runs\n" in land(machine, "LAND\n", FAKE_DRIVER_RELEASE=release)
 
 
 def test_names_of_paths_are_checked():
@@ -292,5 +315,39 @@ def test_names_of_paths_are_checked():
             landing.read_choice({landing.CHOICE: wrong})
 
 
-def test_the_driver_release_is_read_where_there_is_one():
-    assert landing.driver_release() == "" or landing.driver_release()[0].isdigit()
+CLOSED_MODULE = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.103.01  Thu Jan  6 12:10:04 UTC 2022
+GCC version:  gcc version 9.4.0 (Ubuntu 9.4.0-1ubuntu1~20.04.1)
+"""
+OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (dvs-builder)\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "process", "release"),
+    [
+        ("580.65.06\n", None, "580.65.06"),
+        ("580.65.06\n", OPEN_MODULE, "580.65.06"),
+        (None, OPEN_MODULE, "580.159.03"),
+        (None, CLOSED_MODULE, "470.103.01"),
+        ("\n", CLOSED_MODULE, "470.103.01"),
+        ("nothing\n", None, "of NVML"),
+        (None, None, "of NVML"),
+    ],
+)
+def test_the_driver_release_is_read_wherever_it_stands(tmp_path, monkeypatch, module, process, release):
+    files = tmp_path / "module", tmp_path / "process"
+    for file, text in zip(files, (module, process), strict=True):
+        if text is not None:
+            file.write_text(text)
+    monkeypatch.setattr(landing, "RELEASE_FILES", files)
+    monkeypatch.setattr(landing, "_release_by_nvml", lambda: "of NVML")
+    assert landing.driver_release() == release
+
+
+def test_without_files_and_nvml_the_driver_release_is_unknown(monkeypatch):
+    def no_library(name):
+        assert name == "libnvidia-ml.so.1"
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(landing, "RELEASE_FILES", ())
+    monkeypatch.setattr(landing.ctypes, "CDLL", no_library)
+    assert landing.driver_release() == ""
