@@ -18,11 +18,10 @@ from _support import median, save
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.transfer.control_link import Self
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry
-from fastdeploy_kvcache_v1.transfer.offer_desk import PeerPort
 from fastdeploy_kvcache_v1.transfer.plane import Source
 from fastdeploy_kvcache_v1.transfer.rank_messages import OpenLease, StartFetch
 from fastdeploy_kvcache_v1.transfer.rank_transfers import RankTransfers
-from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
 from fastdeploy_kvcache_v1.transfer.spans import Spans
 from fastdeploy_kvcache_v1.worker.hazards import HazardTable

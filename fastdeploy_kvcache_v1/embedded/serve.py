@@ -20,7 +20,7 @@ from ..scheduler.cache_manager import CacheManager
 from ..storage.backends import check_backend, make_tier
 from ..storage.namespace import Namespace
 from ..trace_recorder import TraceRecorder
-from ..transfer.offer_desk import PeerPort
+from ..transfer.settings import PeerPort
 from .disaggregation.prefill_client import PrefillClient
 from .disaggregation.prefill_endpoint import add_prefill_route
 from .disaggregation.role_info import add_role_route, role_info

@@ -10,25 +10,13 @@ import hashlib
 import hmac
 import os
 
-from ..errors import ConfigError, PeerRefusedError
+from ..errors import PeerRefusedError
 from .channel import Channel
 
-__all__ = ["MIN_SECRET_BYTES", "accept_peer", "prove_to_peer", "require_secret"]
-
-MIN_SECRET_BYTES = 16
+__all__ = ["accept_peer", "prove_to_peer"]
 
 _NONCE = 32
 _PROOF = 32
-
-
-def require_secret(secret: bytes) -> bytes:
-    """Raises `ConfigError` for one that can be guessed."""
-    if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"the shared secret of prefill and decode servers has {len(secret)} bytes: give at least "
-            f"{MIN_SECRET_BYTES}, for example from `openssl rand -hex 16`"
-        )
-    return secret
 
 
 def accept_peer(channel: Channel, secret: bytes, purpose: bytes, deadline: float) -> None:

@@ -16,16 +16,10 @@ from .control_link import ControlLink, Inbox, LinkClosed, LinkOpened, Self, gree
 from .digest import source_digest
 from .messages import Done, Message, Offer, Ping, Progress, Settled, Withdraw, require_sendable
 from .plane import DataPlane
+from .settings import PeerPort
 from .spans import Chunk, spans_of
 
-__all__ = ["LeaseEnd", "OfferDesk", "PeerPort"]
-
-
-class PeerPort(NamedTuple):
-    """Where a decode rank listens."""
-
-    host: str
-    port: int
+__all__ = ["LeaseEnd", "OfferDesk"]
 
 
 class LeaseEnd(NamedTuple):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .fetch import FetchResult
-from .offer_desk import LeaseEnd, PeerPort
+from .offer_desk import LeaseEnd
+from .settings import PeerPort
 
 __all__ = ["CancelFetch", "OpenLease", "StartFetch", "TransferCommand", "TransferNews", "WithdrawLease"]
 

@@ -12,9 +12,10 @@ from .control_link import Self
 from .fetch import FetchResult
 from .fetch_desk import FetchDesk
 from .layer_progress import LayerProgress
-from .offer_desk import LeaseEnd, OfferDesk, PeerPort
+from .offer_desk import LeaseEnd, OfferDesk
 from .plane import DataPlane
 from .rank_messages import CancelFetch, OpenLease, StartFetch, TransferCommand, TransferNews, WithdrawLease
+from .settings import PeerPort
 
 __all__ = ["RankTransfers"]
 

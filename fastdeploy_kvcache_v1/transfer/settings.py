@@ -1,14 +1,33 @@
-"""TransferSettings: deadlines and identity that both sides of a transfer need."""
+"""What both sides of a transfer are told: TransferSettings, deadlines and identity, and the PeerPort of the other."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from ..errors import ConfigError
-from .authentication import require_secret
 
-__all__ = ["TransferSettings"]
+__all__ = ["PeerPort", "TransferSettings", "require_secret"]
+
+MIN_SECRET_BYTES = 16
+
+
+def require_secret(secret: bytes) -> bytes:
+    """Raises `ConfigError` for one that can be guessed."""
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"the shared secret of prefill and decode servers has {len(secret)} bytes: give at least "
+            f"{MIN_SECRET_BYTES}, for example from `openssl rand -hex 16`"
+        )
+    return secret
+
+
+class PeerPort(NamedTuple):
+    """Where a decode rank listens."""
+
+    host: str
+    port: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,13 @@ import numpy as np
 
 from ..errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
 from ..worker.ops.rows import BlockRows
-from .authentication import prove_to_peer, require_secret
+from .authentication import prove_to_peer
 from .channel import connect
 from .grants import Grants
 from .plane import DataPlane, Source
 from .read_protocol import Registered
 from .read_server import ReadServer
+from .settings import require_secret
 from .socket_source import SocketSource
 
 __all__ = ["SocketPlane"]

@@ -19,8 +19,8 @@ from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.fetch_desk import FetchDesk
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry
-from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd, OfferDesk, PeerPort
-from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd, OfferDesk
+from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from fastdeploy_kvcache_v1.worker.hazards import HazardTable
 from fastdeploy_kvcache_v1.worker.ops import BlockRows
 

@@ -14,8 +14,8 @@ from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.transfer.control_link import Self
 from fastdeploy_kvcache_v1.transfer.fetch_desk import FetchDesk
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry
-from fastdeploy_kvcache_v1.transfer.offer_desk import OfferDesk, PeerPort
-from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from fastdeploy_kvcache_v1.transfer.offer_desk import OfferDesk
+from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
 from fastdeploy_kvcache_v1.worker.hazards import Actor, HazardTable
 from tests.transfer.child import ChildProcess

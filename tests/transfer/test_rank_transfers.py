@@ -2,9 +2,9 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.transfer.offer_desk import PeerPort
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, OpenLease, StartFetch, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.rank_transfers import RankTransfers
+from fastdeploy_kvcache_v1.transfer.settings import PeerPort
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from tests.transfer.peer import HOST
 from tests.transfer.ranks import BLOCK, LAYERS, DecodeRank, PrefillRank, geometry, until

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from ...metadata import CacheAccess
 from ...scheduler.cache_utils import BlockHasher
-from ...transfer.offer_desk import PeerPort
+from ...transfer.settings import PeerPort
 from ..api_error import ApiError
 from ..engine.engine import Engine
 from ..engine.generation import Generation, GenerationRequest

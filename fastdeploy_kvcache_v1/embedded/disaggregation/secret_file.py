@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...errors import ConfigError, ModelFetchError
 from ...model_hub.cache_directory import cache_directory
-from ...transfer.authentication import require_secret
+from ...transfer.settings import require_secret
 
 __all__ = ["HELP", "read_secret"]
 

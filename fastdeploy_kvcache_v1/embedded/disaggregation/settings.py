@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ConfigError
-from ...transfer.offer_desk import PeerPort
-from ...transfer.settings import TransferSettings
+from ...transfer.settings import PeerPort, TransferSettings
 from . import secret_file
 
 __all__ = ["DEFAULTS", "Role", "RoleSettings", "add_role_arguments", "role_settings"]

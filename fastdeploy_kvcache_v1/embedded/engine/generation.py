@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ...model.sampler import SamplingParams
     from ...model.vision import PlacedImage
     from ...trace_recorder import Ticket
-    from ...transfer.offer_desk import PeerPort
+    from ...transfer.settings import PeerPort
     from ..text.text_stream import TextStream
 
 

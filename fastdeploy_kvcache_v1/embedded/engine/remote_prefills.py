@@ -16,9 +16,8 @@ from typing import NamedTuple, Protocol
 from ...errors import CacheStateError
 from ...transfer.fetch import FetchResult
 from ...transfer.ledger import FetchEnd, FetchLedger, FetchOutcome
-from ...transfer.offer_desk import PeerPort
 from ...transfer.rank_messages import CancelFetch, StartFetch, TransferCommand
-from ...transfer.settings import TransferSettings
+from ...transfer.settings import PeerPort, TransferSettings
 from ..prefill_job import PrefillAnswer, PrefillJob
 from .generation import Generation, State
 

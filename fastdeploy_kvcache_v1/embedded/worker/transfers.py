@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from ...transfer.control_link import Self
 from ...transfer.geometry import Geometry
-from ...transfer.offer_desk import PeerPort
 from ...transfer.plane import DataPlane
 from ...transfer.rank_transfers import RankTransfers
-from ...transfer.settings import TransferSettings
+from ...transfer.settings import PeerPort, TransferSettings
 from ...transfer.socket_plane import SocketPlane
 from ...worker.cache_controller import CacheController
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...transfer.offer_desk import LeaseEnd, PeerPort
+from ...transfer.offer_desk import LeaseEnd
 from ...transfer.rank_messages import OpenLease, WithdrawLease
+from ...transfer.settings import PeerPort
 from ..task_kind import TaskKind
 from .leases import LeaseOpened, LeaseWithdrawn
 from .rank_role import RankRole

@@ -10,9 +10,9 @@ from typing import Any
 
 from ...transfer.control_link import Self
 from ...transfer.geometry import Geometry
-from ...transfer.offer_desk import PeerPort
 from ...transfer.rank_transfers import RankTransfers
 from ...transfer.role_info import RankInfo
+from ...transfer.settings import PeerPort
 from ...worker.cache_controller import CacheController
 from .rank_channel import RankEnd
 from .settings import RankPlace, TransferChoice

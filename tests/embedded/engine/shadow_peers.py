@@ -16,7 +16,7 @@ from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
-from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd, PeerPort
+from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import (
     CancelFetch,
     OpenLease,
@@ -24,7 +24,7 @@ from fastdeploy_kvcache_v1.transfer.rank_messages import (
     TransferNews,
     WithdrawLease,
 )
-from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from tests.embedded.engine.storage_server import NAMESPACE, Clock
 from tests.embedded.shadow import Harness, Recorder
 from tests.embedded.shadow_store import ShadowStore

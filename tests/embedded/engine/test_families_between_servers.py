@@ -12,8 +12,7 @@ from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer
 from fastdeploy_kvcache_v1.embedded.worker.transfers import TransferConfig, make_transfers
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
-from fastdeploy_kvcache_v1.transfer.offer_desk import PeerPort
-from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
 from tests.embedded.shadow import Recorder
 from tests.fault_proxy import Fault, FaultProxy
