@@ -13,55 +13,67 @@ from typing import NamedTuple
 
 from . import __version__
 from .errors import KVCacheError
+from .extras import needed_by
 
 PROGRAM = "fastdeploy-kvcache"
 EXIT_ERROR = 2
 
 
 class Command(NamedTuple):
-    """`module` has `add_arguments(parser)` and `run(args)`, or `run(args, extra)` if it passes flags on."""
+    """`module` has `add_arguments(parser)` and `run(args)`, or `run(args, unknown)` if it passes flags on."""
 
     words: tuple[str, ...]
     module: str
     help: str
-    takes_extra: bool = False
+    extras: str = ""
+    """Those that install what it imports, separated by commas. `--help` does without."""
+    passes_flags_on: bool = False
 
 
 COMMANDS = (
-    Command(("serve",), ".embedded.command", "start the OpenAI-compatible server", takes_extra=True),
-    Command(("router",), ".router", "send requests to prefill and decode servers"),
-    Command(("demo",), ".demo", "show what the cache is worth, in two minutes"),
+    Command(("serve",), ".embedded.command", "start the OpenAI-compatible server", "embedded", passes_flags_on=True),
+    Command(("router",), ".router", "send requests to prefill and decode servers", "embedded"),
+    Command(("demo",), ".demo", "show what the cache is worth, in two minutes", "embedded,demo"),
     Command(("replay",), ".replay", "drive the cache manager alone with a request trace"),
     Command(("traffic",), ".traffic", "write a request trace for replay: chat, agents, batch jobs, and others"),
-    Command(("storage",), ".storage.file.command", "look after a directory of stored blocks"),
+    Command(("storage",), ".storage.file.command", "look after a directory of stored blocks", "embedded"),
     Command(("doctor",), ".doctor", "check FastDeploy, its patch points and this machine"),
-    Command(("bench", "serve"), ".bench_serve", "send a workload to a server with the cache on and off, and compare"),
+    Command(
+        ("bench", "serve"),
+        ".bench_serve",
+        "send a workload to a server with the cache on and off, and compare",
+        "bench",
+    ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 for a wrong setting, in one line; a bug shows its traceback."""
+    """Returns the exit status: 2 for a wrong setting or a missing extra, in one line; a bug shows its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((each for each in COMMANDS if tuple(words[: len(each.words)]) == each.words), None)
     if command is None:
         _overview().parse_args(words)
         return EXIT_ERROR  # not reached: one of the words is missing or wrong
     try:
-        module = importlib.import_module(command.module, __package__)
-        parser = argparse.ArgumentParser(
-            prog=" ".join((PROGRAM, *command.words)), description=command.help, allow_abbrev=False
-        )
-        module.add_arguments(parser)
-        rest = words[len(command.words) :]
-        if command.takes_extra:
-            status: int = module.run(*parser.parse_known_args(rest))
-        else:
-            status = module.run(parser.parse_args(rest))
+        with needed_by(" ".join(command.words), command.extras):
+            return _run(command, words[len(command.words) :])
     except KVCacheError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
     except KeyboardInterrupt:
         return 130
+
+
+def _run(command: Command, words: Sequence[str]) -> int:
+    module = importlib.import_module(command.module, __package__)
+    parser = argparse.ArgumentParser(
+        prog=" ".join((PROGRAM, *command.words)), description=command.help, allow_abbrev=False
+    )
+    module.add_arguments(parser)
+    if command.passes_flags_on:
+        status: int = module.run(*parser.parse_known_args(words))
+    else:
+        status = module.run(parser.parse_args(words))
     return status
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import __version__, plugin
-from .errors import KVCacheError, OverlayError
+from .errors import ConfigError, KVCacheError, OverlayError
+from .extras import needed_by
 from .switch import SWITCH, is_enabled
 from .units import GIB, MIB
 
@@ -169,16 +170,12 @@ def machine_findings() -> Iterator[Finding]:
 
 def storage_findings(backend: str | None, directory: Path | None) -> Iterator[Finding]:
     """The stores that are named: a directory, or the memory that servers share."""
-    from .storage import round_trip
-
     if directory is not None:
-        yield _tried(
-            f"storage file {directory}", lambda: round_trip.try_directory(directory), ", through the page cache"
-        )
+        yield _tried(f"storage file {directory}", lambda: _try_directory(directory), ", through the page cache")
     elif backend == "file":
         yield Finding(False, "storage file", "name its directory: --kvcache-storage-dir DIR")
     if backend == "mooncake":
-        yield _tried("storage mooncake", round_trip.try_mooncake, "")
+        yield _tried("storage mooncake", _try_mooncake, "")
     if backend == "attention_store":
         yield _tried("storage attention_store", _try_attention_store, ", from and to the memory of the embedded server")
 
@@ -188,13 +185,26 @@ def peer_findings(prefill: Sequence[str], decode: Sequence[str], secret_file: Pa
     if not prefill and not decode:
         return
     try:
-        from .embedded.disaggregation.secret_file import read_secret
-        from .embedded.disaggregation.trial import try_servers
-    except ModuleNotFoundError as error:
-        yield Finding(False, "prefill and decode servers", f"trying them needs the package {error.name}")
+        with needed_by("trying them", "embedded"):
+            from .embedded.disaggregation.secret_file import read_secret
+            from .embedded.disaggregation.trial import try_servers
+    except ConfigError as error:
+        yield Finding(False, "prefill and decode servers", str(error))
         return
     for verdict in try_servers(prefill, decode, read_secret(secret_file)):
         yield Finding(*verdict)
+
+
+def _try_directory(directory: Path) -> RoundTrip:
+    from .storage.round_trip import try_directory
+
+    return try_directory(directory)
+
+
+def _try_mooncake() -> RoundTrip:
+    from .storage.round_trip import try_mooncake
+
+    return try_mooncake()
 
 
 def _try_attention_store() -> RoundTrip:
@@ -205,14 +215,16 @@ def _try_attention_store() -> RoundTrip:
 
 def _tried(name: str, trial: Callable[[], RoundTrip], how: str) -> Finding:
     from .storage.base import StorageFullError
-    from .storage.round_trip import NUM_BYTES
 
     try:
-        took = trial()
+        with needed_by("trying it", "embedded"):
+            took = trial()
     except StorageFullError:
         return Finding(None, name, "it answers, but has no room for a trial: does a server give it memory?")
     except (OSError, ImportError, KVCacheError) as error:
         return Finding(False, name, " ".join(str(error).split()) or type(error).__name__)
+    from .storage.round_trip import NUM_BYTES
+
     put, get = (f"{NUM_BYTES / 1e6 / seconds:,.0f} MB/s" for seconds in (took.put_s, took.get_s))
     return Finding(True, name, f"{NUM_BYTES // MIB} MiB stored at {put} and read at {get}{how}")
 
@@ -258,7 +270,8 @@ def _paddle() -> tuple[bool | None, str]:
 
 
 def _cupy() -> tuple[bool | None, str]:
-    cupy = importlib.import_module("cupy")
+    with needed_by("a server on a GPU", "gpu"):
+        cupy = importlib.import_module("cupy")
     return True, f"{cupy.__version__}"
 
 

@@ -1,5 +1,6 @@
 """The command line: which module answers, and one line for what the user got wrong."""
 
+import importlib
 import sys
 
 import pytest
@@ -91,7 +92,16 @@ def test_missing_extra_is_one_line_that_says_how_to_get_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     status, stderr = run(capsys, *RANDOM)
     assert status == 2
-    assert "needs the package uvicorn: pip install 'fastdeploy-kvcache-v1[embedded]'" in stderr
+    assert stderr == (
+        "fastdeploy-kvcache: error: serve needs the package uvicorn: pip install 'fastdeploy-kvcache-v1[embedded]'\n"
+    )
+
+
+@pytest.mark.parametrize("missing", ["fastdeploy_kvcache_v1.replay.nothing", "uvicorn.nothing", "nothing"])
+def test_an_import_that_is_a_bug_of_ours_keeps_its_traceback(monkeypatch, missing):
+    monkeypatch.setattr("fastdeploy_kvcache_v1.replay.run", lambda args: importlib.import_module(missing))
+    with pytest.raises(ModuleNotFoundError, match="nothing"):
+        cli.main(["replay", "trace"])
 
 
 def test_command_line_without_flags():

@@ -127,10 +127,8 @@ def _targets(args: argparse.Namespace) -> list[Target]:
 
 def _play(target: Target, sessions: Sequence[Session], args: argparse.Namespace) -> tuple[list[Answer], float]:
     """The sessions sent to one server: answers in order, and the seconds they took together."""
-    try:
-        from .client import Pace, play
-    except ImportError as error:
-        raise ConfigError(f"{error}: install the `bench` extra") from error
+    from .client import Pace, play
+
     pace = Pace(args.concurrency, keeps_time=args.rate is not None or args.speedup is not None)
     sampling = {"temperature": args.temperature}
     context = nullcontext(target.url.rstrip("/")) if target.url else running_server(target.serve_arguments)

@@ -25,16 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 when all set-ups gave the same answers, 1 otherwise. Raises `ConfigError`, `WorkerDiedError`."""
-    try:
-        from rich.console import Console
+    from rich.console import Console
 
-        from .live import Board
-        from .page import page, picture
-        from .server import DemoServer
-        from .verdict import differences, verdicts
-    except ModuleNotFoundError as error:
-        install = "pip install 'fastdeploy-kvcache-v1[embedded,demo]'"
-        raise ConfigError(f"the demo needs the package {error.name}: {install}") from None
+    from .live import Board
+    from .page import page, picture
+    from .server import DemoServer
+    from .verdict import differences, verdicts
+
     for path in filter(None, (args.page, args.picture, args.results)):
         _require_writable(path)
     if args.fastdeploy is None:

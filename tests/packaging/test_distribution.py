@@ -1,6 +1,8 @@
 """What users install: the sdist, the wheel made of it, and that wheel alone in a fresh environment."""
 
 import contextlib
+import importlib.metadata
+import json
 import os
 import py_compile
 import re
@@ -14,9 +16,14 @@ from pathlib import Path
 
 import pytest
 import wrapt
+from packaging.requirements import Requirement
 
 from fastdeploy_kvcache_v1 import __version__
+from fastdeploy_kvcache_v1.cli import COMMANDS
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases
+from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
+from fastdeploy_kvcache_v1.traffic.kinds import KINDS
+from tests.storage.values import namespace
 from tests.worker.ops.native import compiler
 
 if sys.version_info >= (3, 11):
@@ -237,6 +244,147 @@ def test_switched_on_the_tables_decide_whether_fastdeploy_is_imported(python):
     assert (
         f"FastDeploy 9.1 is not supported by this version of fastdeploy-kvcache-v1 (supported: {supported})" in output
     )
+
+
+@pytest.fixture(scope="module")
+def required(tmp_path_factory):
+    """A directory with what the package requires without an extra, and nothing else."""
+    directory = tmp_path_factory.mktemp("required")
+    requirements = map(Requirement, importlib.metadata.requires("fastdeploy-kvcache-v1"))
+    for name in [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]:
+        distribution = importlib.metadata.distribution(name)
+        for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+            (directory / top).symlink_to(distribution.locate_file(top))
+    return directory
+
+
+@pytest.fixture
+def bare(installed, required, tmp_path):
+    """Runs the command with the package's own requirements and nothing else; returns exit status, output and errors."""
+    names = ("PATH", "LD_LIBRARY_PATH")
+    environment = {name: os.environ[name] for name in names if name in os.environ}
+    environment |= {"PYTHONPATH": str(required), "HOME": str(tmp_path)}
+    (tmp_path / "trace").write_text(2 * f"{json.dumps(TURN)}\n")
+    FileBackend(tmp_path / "store", namespace(), capacity_bytes=1 << 20).close()
+
+    def command(words):
+        done = subprocess.run(
+            [installed.python.parent / "fastdeploy-kvcache", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert "Traceback" not in done.stdout + done.stderr, done.stderr
+        return done.returncode, done.stdout, done.stderr
+
+    return command
+
+
+TURN = {
+    "timestamp": 0,
+    "input_length": 99,
+    "output_length": 9,
+    "session_id": 0,
+    "tokens_per_id": 64,
+    "hash_ids": [1, 2],
+}
+NEEDS_EXTRA = (
+    "serve",
+    "serve --port 0",
+    "serve --embedded --model random --tensor-parallel-size 2",
+    "serve --embedded --model smollm2",
+    "serve --kvcache-storage-backend file --kvcache-storage-dir kv",
+    "serve --kvcache-storage-backend mooncake",
+    "serve --role prefill",
+    "serve --embedded --role decode --transfer-plane mooncake",
+    "serve --fastdeploy-cpu --model smollm2",
+    "router --prefill http://127.0.0.1:1 --decode http://127.0.0.1:2",
+    "demo",
+    "demo --fastdeploy .",
+    "bench serve",
+    "bench serve --workload agents --url http://127.0.0.1:1",
+    "bench serve --trace trace",
+    "storage verify --kvcache-storage-dir store",
+)
+WORKS = (
+    "replay trace",
+    "replay trace --closed-loop --verify --outputs",
+    "replay trace --compare --json --device-blocks 20 --host-blocks 20",
+    *(f"traffic {kind} --requests 2" for kind in KINDS),
+    "storage info --kvcache-storage-dir store",
+    "storage prune --older-than 1 --kvcache-storage-dir store",
+    "storage clear --json --kvcache-storage-dir store",
+)
+
+
+def test_every_command_is_tried_without_extras():
+    tried = {command.words for command in COMMANDS for line in (*NEEDS_EXTRA, *WORKS) if is_of(command, line)}
+    assert tried | {("doctor",)} == {command.words for command in COMMANDS}
+
+
+def is_of(command, line):
+    return tuple(line.split()[: len(command.words)]) == command.words
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.words))
+def test_without_extras_every_command_has_its_help(bare, command):
+    status, output, errors = bare([*command.words, "--help"])
+    assert (status, errors) == (0, "")
+    assert output.startswith("usage: fastdeploy-kvcache")
+
+
+@pytest.mark.parametrize("line", NEEDS_EXTRA)
+def test_without_extras_a_command_ends_with_one_line_that_says_what_to_install(bare, line):
+    (extras,) = (command.extras for command in COMMANDS if is_of(command, line))
+    status, output, errors = bare(line.split())
+    assert (status, output) == (2, "")
+    install = re.escape(f"pip install 'fastdeploy-kvcache-v1[{extras}]'\n")
+    assert re.fullmatch(rf"fastdeploy-kvcache: error: .* needs the package \w+: {install}", errors)
+
+
+@pytest.mark.parametrize("line", WORKS)
+def test_without_extras_the_other_commands_work(bare, line):
+    status, output, errors = bare(line.split())
+    assert (status, errors) == (0, "")
+    assert output
+
+
+def test_without_fastdeploy_its_cpu_server_is_one_line(bare):
+    status, output, errors = bare(["serve", "--fastdeploy-cpu"])
+    assert (status, output, errors.count("\n")) == (2, "", 1)
+    assert "FastDeploy is not installed here" in errors
+    assert "pip install 'fastdeploy-kvcache-v1[embedded]'" in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "problems"),
+    [
+        ("", {"FastDeploy", "PaddlePaddle", "CuPy"}),
+        ("--kvcache-storage-dir kv", {"storage file kv"}),
+        ("--kvcache-storage-backend mooncake", {"storage mooncake"}),
+        ("--kvcache-storage-backend attention_store", {"storage attention_store"}),
+        ("--prefill http://127.0.0.1:1 --decode http://127.0.0.1:2", {"prefill and decode servers"}),
+    ],
+)
+def test_to_the_doctor_a_missing_package_is_a_finding(bare, flags, problems):
+    status, output, _ = bare(["doctor", *flags.split()])
+    failed = dict(re.findall(r"^FAIL  ([^:]*): (.*)$", output, re.M))
+    assert (status, output.splitlines()[-1]) == (1, f"{len(failed)} problems")
+    assert problems <= set(failed)
+    assert failed["CuPy"] == "a server on a GPU needs the package cupy: pip install 'fastdeploy-kvcache-v1[gpu]'"
+    if flags:
+        assert all("pip install 'fastdeploy-kvcache-v1[embedded]'" in failed[name] for name in problems)
+
+
+def test_without_extras_no_package_of_one_is_there(installed, required):
+    code = (
+        "import importlib.util, os; from fastdeploy_kvcache_v1.extras import DEPENDENCIES;"
+        "print(*sorted(name for name in DEPENDENCIES if importlib.util.find_spec(name)))"
+    )
+    found = run(installed.python, "-c", code, env={**os.environ, "PYTHONPATH": str(required)}).split()
+    assert set(found) - {"tomli"} == {"numpy", "psutil", "tqdm", "wrapt"}
 
 
 def test_the_command_is_installed(installed):

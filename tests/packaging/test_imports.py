@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_kvcache_v1.extras import DEPENDENCIES
+
 PACKAGE = Path(__file__).parents[2] / "fastdeploy_kvcache_v1"
 
 SHARED = {
     "metadata",
     "config",
     "errors",
+    "extras",
     "batch_request",
     "slot_array",
     "swap_message",
@@ -135,6 +138,15 @@ def test_imports_follow_the_rules(path):
         around = strict.split("/")[0]
         for other in imported - {around}:
             assert within(other, {strict, *INSIDE[strict]}), f"{place} must not import {other}"
+
+
+def test_the_command_line_knows_every_module_of_others_that_the_package_imports():
+    """A missing one is a line with the extra that installs it, where a name that nobody knows is a bug."""
+    nodes = [node for path in sources() for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    found = {name.split(".")[0] for name in names} - {*sys.stdlib_module_names, "tomllib", "fastdeploy"}
+    assert found == DEPENDENCIES
 
 
 def test_every_rule_names_a_folder():

@@ -3,13 +3,15 @@
 import sys
 
 from ...errors import KVCacheError
+from ...extras import needed_by
 from .settings import parse
 from .supervisor import supervise
 
 
 def main() -> int:
     try:
-        return supervise(parse(sys.argv[1:]))
+        with needed_by("serve --fastdeploy-cpu", "embedded"):
+            return supervise(parse(sys.argv[1:]))
     except KVCacheError as error:
         print(f"fastdeploy-kvcache: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -50,7 +50,10 @@ class Settings:
 def parse(words: Sequence[str]) -> Settings:
     """Raises `ConfigError` for what cannot work, before anything is started."""
     if importlib.util.find_spec("fastdeploy") is None:
-        raise ConfigError("--fastdeploy-cpu runs FastDeploy's server, and FastDeploy is not installed here")
+        raise ConfigError(
+            "--fastdeploy-cpu runs FastDeploy's server, and FastDeploy is not installed here: install release 2.5 or "
+            "2.6, or name its checkout in PYTHONPATH, and beside it pip install 'fastdeploy-kvcache-v1[embedded]'"
+        )
     parser = argparse.ArgumentParser(prog="fastdeploy-kvcache serve --fastdeploy-cpu", allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)

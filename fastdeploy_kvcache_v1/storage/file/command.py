@@ -95,11 +95,8 @@ def _info(args: argparse.Namespace) -> Outcome:
 
 
 def _verify(args: argparse.Namespace) -> Outcome:
-    try:
-        from .verification import verified
-    except ModuleNotFoundError as error:
-        install = "pip install 'fastdeploy-kvcache-v1[embedded]'"
-        raise ConfigError(f"verify needs the package {error.name}: {install}") from None
+    from .verification import verified
+
     directory: Path = args.kvcache_storage_dir
     files = list(stored_files(directory))
     found = verified(_with_progress(files))
