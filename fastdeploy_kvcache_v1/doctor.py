@@ -119,6 +119,9 @@ def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
         yield Finding(False, "patch table", str(error))
         return
     yield from _table_findings("patch table", checked)
+    num_left_out, lost = sum(map(len, checked.table.not_in_names.values())), checked.lost_settings()
+    missing = f"FastDeploy has no {', '.join(lost)}: take them out of not_in_names" if lost else None
+    yield Finding(not lost, "names of stored blocks", missing or f"without {num_left_out} settings, with all others")
     for name, has_it in asdict(checked.table.capabilities).items():
         yield Finding(None, f"capability {name}", "yes" if has_it else "no")
     for each in _cpu_worker_findings(found):

@@ -48,7 +48,25 @@ def test_every_patch_point_is_named(make_tree, capsys):
     assert "ok  extend fastdeploy.envs:environment_variables" in report
     assert "CacheConfig.__init__: drifted: expected (self, args), FastDeploy has (self, changed)" in report
     assert "FAIL  replace fastdeploy.engine.resource_manager:PrefixCacheManager: missing" in report
-    assert f"{len(rows) - 2} problems" in report
+    assert f"{len(rows) - 1} problems" in report, "two rows are right, and the names of stored blocks are not"
+
+
+def test_a_setting_that_names_of_stored_blocks_leave_out_is_one_of_the_release(make_tree, capsys):
+    files = {
+        "config.py": "class ParallelConfig:\n    def __init__(self):\n        self.device_ids = ''\n",
+        "envs.py": "environment_variables = {'FD_LOG_DIR': None}\n",
+    }
+    cli.main(["doctor", "--source", str(make_tree(files=files))])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "names of stored blocks" in line)
+    assert line.startswith("FAIL  names of stored blocks: FastDeploy has no ")
+    for setting, is_lost in {
+        "ParallelConfig.pod_ip": True,
+        "ParallelConfig.device_ids": False,
+        "environment_variables.FD_API_KEY": True,
+        "environment_variables.FD_LOG_DIR": False,
+        "CacheConfig.kvcache_storage_dir": False,  # we add it ourselves
+    }.items():
+        assert (f"{setting}," in line or f"{setting}:" in line) == is_lost, setting
 
 
 @pytest.mark.parametrize(("version", "answer"), [("2.5.0", "no"), ("2.6.0", "yes")])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from .. import __version__
 from ..model import load_model_config
 from ..scheduler.cache_utils import HASH_VERSION
-from ..storage.model_digest import model_digest, paddle_version, processor
+from ..storage.model_digest import model_digest, numeric_variables, paddle_version, processor
 from ..storage.namespace import Namespace
 from .settings import ServerConfig
 
@@ -19,7 +17,7 @@ def storage_namespace(config: ServerConfig) -> Namespace:
     model = load_model_config(config.model_path, config.model_family, mtp=config.mtp)
     own = model.shard(config.tensor_parallel_size)
     backend = own.cache_backend(block_size=config.cache.block_size, dtype=config.cache_dtype)
-    math_library = f"{paddle_version()}, MKL_CBWR {os.environ.get('MKL_CBWR', '')!r}"
+    math_library = f"{paddle_version()}, {', '.join(numeric_variables())}"
     return Namespace(
         model=f"{model}" if config.model_path is None else model_digest(config.model_path),
         weight_epoch="0",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import xxhash
 
 from ..errors import ModelError
 
-__all__ = ["model_digest", "paddle_version", "processor"]
+__all__ = ["model_digest", "numeric_variables", "paddle_version", "processor"]
 
 CHUNK = 16 << 20
 WEIGHTS = ("*.safetensors", "*.pdparams")
@@ -21,6 +22,18 @@ SETTINGS = "*.json"
 INDEX = "model.safetensors.index.json"
 VECTOR_UNITS = ("avx512f", "avx2", "avx", "asimd")
 """What decides the order in which a CPU's math library adds, so the last bits of a block."""
+NUMERIC_VARIABLES = (
+    "FLAGS_",
+    "MKL_CBWR",
+    "DNNL_",
+    "ONEDNN_",
+    "CUBLAS",
+    "CUDNN_",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_",
+)
+"""Paddle's own, and those of the libraries that it computes with: how their names begin."""
 
 
 def model_digest(directory: Path) -> str:
@@ -74,3 +87,14 @@ def processor() -> str:
         flags = []
     unit = next((unit for unit in VECTOR_UNITS if unit in flags), "unknown")
     return f"{platform.machine()} {unit}"
+
+
+def numeric_variables(
+    more_prefixes: tuple[str, ...] = (), *, more: Collection[str] = (), without: Collection[str] = ()
+) -> list[str]:
+    """`NAME=value` of each environment variable that may decide the bytes of a block, in order: all that begin as
+    `NUMERIC_VARIABLES` or `more_prefixes` say, and `more`, but not those in `without`.
+    """
+    prefixes = NUMERIC_VARIABLES + more_prefixes
+    names = (name for name in os.environ if name.startswith(prefixes) or name in more)
+    return sorted(f"{name}={os.environ[name]}" for name in names if name not in without)

@@ -72,6 +72,7 @@ def write_table(
     *,
     release: str = "9.1",
     capabilities: dict[str, object] | None = None,
+    not_in_names: dict[str, list[str]] | None = None,
     **about: object,
 ) -> Path:
     """`about`: more keys of the section [fastdeploy]. Returns the file, which lies in `directory`."""
@@ -79,6 +80,8 @@ def write_table(
     text = "[fastdeploy]\n" + _assignments(section)
     if capabilities is not None:
         text += "\n[capabilities]\n" + _assignments(capabilities)
+    for place, names in (not_in_names or {}).items():
+        text += f"\n[not_in_names]\n{place!r} = {names}\n"
     for patch in patches:
         text += "\n[[patch]]\n" + _assignments(patch)
     path = directory / f"fake-{release}.toml"

@@ -32,7 +32,7 @@ from .rank_passes import RankPasses
 from .running_rows import running_rows
 from .same_id import HeldBack
 from .storage import EngineStorage
-from .storage_namespace import has_weights_of_directory, storage_namespace
+from .storage_namespace import has_weights_of_directory, settings_digest, storage_namespace
 from .traced_requests import TracedRequests
 from .weight_updates import WeightUpdates, start_again
 
@@ -167,11 +167,12 @@ class EnginePrefixCache(PrefixCacheAdapter):
         except zmq.ZMQError as error:
             raise ConfigError(f"the storage tier cannot make its sockets {commands}: {error}") from None
         passes = RankPasses(num_ranks) if chosen.uses_device_tier and not chosen.flush_only else None
+        settings = settings_digest(self._config, envs.environment_variables)  # now: FastDeploy goes on writing into it
         storage = EngineStorage(
             make_tier(self.manager, chosen, None, link, passes=passes),
             link,
             lock=self._lock,
-            find_namespace=partial(storage_namespace, self._config, envs.FD_ATTENTION_BACKEND),
+            find_namespace=partial(storage_namespace, self._config, envs.FD_ATTENTION_BACKEND, settings),
             passes=passes,
             log=_logger(),
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
+import hashlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from ... import __version__
 from ...scheduler.cache_utils import HASH_VERSION
-from ...storage.model_digest import model_digest, paddle_version, processor
+from ...storage.model_digest import model_digest, numeric_variables, paddle_version, processor
 from ...storage.namespace import Namespace
 from ..overlay import overlay
 from ..swap_space import has_draft_layer, host_layout, kv_cache_quant_type
@@ -18,11 +21,18 @@ FROM_DIRECTORY = "0"
 GPU_FILES = Path("/proc/driver/nvidia/gpus")
 """Where the driver says the model of each GPU, without starting CUDA in this process."""
 
+VARIABLES = "fastdeploy.envs:environment_variables"
+PREFIXES = ("FD_", "USE_", "SOT_", "FLASHINFER_", "PER_TOKEN_QUANT_", "INFER_WITH_")
+"""Of the variables that FastDeploy and its kernels read, in that table or beside it."""
+OURS = "FD_KVCACHE_V1_"
+"""Of what the engine tells its workers for this package: addresses, sizes and policies."""
 
-def storage_namespace(config: Any, attention_backend: str) -> Namespace:
+
+def storage_namespace(config: Any, attention_backend: str, settings: str | None = None) -> Namespace:
     """For the model of an `FDConfig`, as long as it has the weights of its directory. Reads all of them.
 
-    Raises `ModelError`, `ConfigError`.
+    `settings`: its `settings_digest`, if another thread may change the configuration meanwhile. Raises `ModelError`,
+    `ConfigError`.
     """
     model, cache = config.model_config, config.cache_config
     kernels = f"{attention_backend}, weights {model.quantization!r}, cache {kv_cache_quant_type(config)}"
@@ -34,9 +44,46 @@ def storage_namespace(config: Any, attention_backend: str) -> Namespace:
         block_size=int(cache.block_size),
         tensor_parallel_size=int(config.parallel_config.tensor_parallel_size),
         implementation=f"FastDeploy {release.release} {release.commit}, {__version__}, {paddle_version()}, "
-        f"{kernels}, {_device()}",
+        f"{kernels}, {_device()}, settings {settings or settings_digest(config)}",
         hash_version=HASH_VERSION.decode(),
     )
+
+
+def settings_digest(config: Any, known_variables: Collection[str] = ()) -> str:
+    """Of every setting in an `FDConfig`, and every variable of FastDeploy, its kernels and their libraries, but those
+    that the patch table knows not to decide the bytes of a block (`not_in_names`): 32 hexadecimal digits.
+
+    What nobody has thought of gives another name: a miss, and never a wrong byte. `known_variables`: FastDeploy's own
+    list of its variables, whatever they are called. Only a digest is kept, because settings may be secrets.
+    """
+    left_out = overlay.active().table.not_in_names
+    variables = numeric_variables(PREFIXES, more=known_variables, without=left_out.get(VARIABLES, ()))
+    variables = [each for each in variables if not each.startswith(OURS)]
+    return hashlib.sha256(f"{_text(config, left_out)} {variables}".encode()).hexdigest()[:32]
+
+
+def _text(value: Any, left_out: Mapping[str, Collection[str]], within: tuple[int, ...] = ()) -> str:
+    """The same in every process for the same settings. What cannot be looked into has its address in its text, and
+    so a name that no other process finds.
+    """
+    if isinstance(value, enum.Enum):
+        value = value.value
+    if id(value) in within:
+        return "itself"
+    within = (*within, id(value))
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(each, left_out, within) for each in value)}]"
+    if isinstance(value, (set, frozenset)):
+        return f"set{sorted(_text(each, left_out, within) for each in value)}"
+    if isinstance(value, dict):
+        pairs = (f"{_text(key, left_out, within)}: {_text(each, left_out, within)}" for key, each in value.items())
+        return f"dict{sorted(pairs)}"
+    if callable(value) or not getattr(value, "__dict__", None):
+        return repr(value)
+    name = f"{type(value).__module__}:{type(value).__qualname__}"
+    unnamed = left_out.get(name, ())
+    fields = ((each, held) for each, held in sorted(vars(value).items()) if each not in unnamed)
+    return f"{name}({', '.join(f'{each}={_text(held, left_out, within)}' for each, held in fields)})"
 
 
 def _all_weights(config: Any) -> str:

@@ -22,7 +22,7 @@ import wrapt
 from ...errors import OverlayError
 from ...switch import SWITCH
 from .release import FastDeployTree, installed_fastdeploy
-from .source import check_row, expected_parameters, runtime_parameters
+from .source import check_row, expected_parameters, lost_settings, runtime_parameters
 from .table import Kind, PatchRow, PatchTable, Where, table_for
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,10 @@ class Overlay:
         """Rows whose target in FastDeploy's source is not as expected."""
         checked = {row: check_row(self._root, row) for row in self.table.rows}
         return {row: problem for row, problem in checked.items() if problem is not None}
+
+    def lost_settings(self) -> list[str]:
+        """What the table leaves out of the names of stored blocks, and this FastDeploy does not have."""
+        return lost_settings(self._root, self.table)
 
     def states(self) -> dict[PatchRow, PointState]:
         with self._lock:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from .table import Kind, PatchRow
+from .table import Kind, PatchRow, PatchTable
 
 VALUE = "value"
 """Signature of what is not callable."""
@@ -40,6 +40,18 @@ def check_row(root: Path, row: PatchRow) -> str | None:
     if found.signature != row.signature:
         return f"drifted: expected {row.signature}, FastDeploy has {found.signature}"
     return None
+
+
+def lost_settings(root: Path, table: PatchTable) -> list[str]:
+    """Settings that `table` leaves out of names, and that FastDeploy's source does not have (any more)."""
+    lost = []
+    for place, names in table.not_in_names.items():
+        module, _, qualname = place.partition(":")
+        path, found = module_path(root, module), find(root, module, qualname)
+        there = set() if path is None or found is None else set(_stored_names(path)) | found.names
+        ours = {name for row in table.rows if row.target == place for name in row.adds}
+        lost += [f"{qualname}.{name}" for name in sorted(names - there - ours)]
+    return lost
 
 
 def find(root: Path, module: str, qualname: str) -> Definition | None:
@@ -109,6 +121,16 @@ def _bound_names(node: ast.stmt) -> list[str]:
 def _body_names(body: Iterable[ast.stmt]) -> Iterator[str]:
     for node in _statements(body):
         yield from _bound_names(node)
+
+
+def _stored_names(path: Path) -> Iterator[str]:
+    """Attributes that anything in a module sets, and keys of its dictionary displays, which it may set by `setattr`."""
+    for node in ast.walk(_parse(path)):
+        match node:
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.Dict():
+                yield from _keys(node)
 
 
 def _keys(value: ast.expr | None) -> Iterator[str]:

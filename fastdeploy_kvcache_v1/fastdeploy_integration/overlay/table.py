@@ -9,6 +9,11 @@ removes = ["module:name"]   targets of inherited rows that this release does wit
 [capabilities]
 name = true                 what the release can do, where our code depends on it: see `Capabilities`; inherited as well
 
+[not_in_names]
+"package.module:Class" = ["field"]  settings known not to decide the bytes of a block, left out of the name of stored
+                            blocks, as all others are in it; inherited, so this file only adds. The keys of
+                            `fastdeploy.envs:environment_variables` are variables
+
 [[patch]]
 target = "package.module:Qualified.name"   a target of an inherited row: this row replaces that one
 kind = "wrap"               wrap: ours(wrapped, instance, args, kwargs) is called instead of the target
@@ -89,9 +94,10 @@ class PatchTable:
     commit: str
     rows: tuple[PatchRow, ...]
     capabilities: Capabilities
+    not_in_names: Mapping[str, frozenset[str]]
 
 
-NOTHING = PatchTable("", "", (), Capabilities())
+NOTHING = PatchTable("", "", (), Capabilities(), {})
 """What a table inherits that names no release to inherit from."""
 
 
@@ -136,7 +142,7 @@ def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
         about = content["fastdeploy"]
-        _require_known(content, {"fastdeploy", "capabilities", "patch"})
+        _require_known(content, {"fastdeploy", "capabilities", "not_in_names", "patch"})
         _require_known(about, {"release", "commit", "inherits", "removes"})
         release = about["release"]
         if not path.name.endswith(f"-{release}.toml"):
@@ -146,7 +152,8 @@ def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
             parent = _load(_parent_path(path, about["inherits"], (*heirs, release)), (*heirs, release))
         rows = _merged(parent, [_row(raw) for raw in content.get("patch", ())], about.get("removes", ()))
         capabilities = parent.capabilities.with_changes(content.get("capabilities", {}))
-        return PatchTable(release, about["commit"], rows, capabilities)
+        not_in_names = _united(parent.not_in_names, content.get("not_in_names", {}))
+        return PatchTable(release, about["commit"], rows, capabilities, not_in_names)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OverlayError(f"patch table {path.name}: {_reason(error)}") from error
 
@@ -177,6 +184,14 @@ def _merged(parent: PatchTable, rows: Sequence[PatchRow], removes: Sequence[str]
     if not merged:
         raise ValueError("no rows")
     return tuple(merged.values())
+
+
+def _united(inherited: Mapping[str, frozenset[str]], own: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
+    """Both lists of settings, by where they are."""
+    for place, names in own.items():
+        if doubled := sorted({name for name in names if names.count(name) > 1 or name in inherited.get(place, ())}):
+            raise ValueError(f"not_in_names: {place} has {', '.join(doubled)} twice, here or inherited")
+    return {place: inherited.get(place, frozenset()) | frozenset(own.get(place, ())) for place in {**inherited, **own}}
 
 
 def _require_known(section: Mapping[str, object], known: set[str]) -> None:

@@ -1,5 +1,6 @@
 """Which stored blocks a FastDeploy server may use."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 @pytest.fixture(autouse=True)
 def active(monkeypatch):
+    for variable in [each for each in os.environ if each.startswith(("FD_", "FLAGS_"))]:
+        monkeypatch.delenv(variable)
     monkeypatch.setattr(overlay, "active", lambda: SimpleNamespace(table=table_for("2.6")))
 
 
@@ -55,6 +58,81 @@ def test_what_decides_the_bytes_of_a_block_decides_the_name(config, tmp_path):
     names.append(name(config))
     assert len(set(names)) == len(names)
     assert name(config) == names[-1]
+
+
+@pytest.mark.parametrize(
+    ("where", "setting", "value"),
+    [
+        ("model_config", "moe_gate_fp32", True),
+        ("model_config", "model_impl", "paddleformers"),
+        ("parallel_config", "enable_expert_parallel", True),
+        ("parallel_config", "enable_flashinfer_allreduce_fusion", True),
+        ("speculative_config", "num_speculative_tokens", 2),
+        ("load_config", "of_a_later_release", ["x", {"y": {1, 2}}]),
+        (None, "FD_MOE_BACKEND", "triton"),
+        (None, "FD_USE_DEEP_GEMM", "1"),
+        (None, "FD_FP8_QUANT_WITH_POW2SCALE", "1"),
+        (None, "FD_DETERMINISTIC_MODE", "1"),
+        (None, "FLAGS_flash_attn_version", "3"),
+        (None, "FD_OF_A_LATER_RELEASE", ""),
+    ],
+)
+def test_a_setting_or_variable_that_nobody_has_listed_decides_the_name(config, monkeypatch, where, setting, value):
+    before = name(config)
+    if where is None:
+        monkeypatch.setenv(setting, value)
+    else:
+        setattr(getattr(config, where), setting, value)
+    changed = name(config)
+    assert changed != before
+    assert name(config) == changed
+
+
+def test_a_second_server_on_other_ports_has_the_same_name(config, monkeypatch):
+    kind = type("ParallelConfig", (SimpleNamespace,), {"__module__": "fastdeploy.config"})
+    config.parallel_config = kind(tensor_parallel_size=1, engine_worker_queue_port=[1], device_ids="0", pod_ip=None)
+    before = name(config)
+    config.parallel_config = kind(tensor_parallel_size=1, engine_worker_queue_port=[2], device_ids="1", pod_ip="a")
+    for variable in ("FD_LOG_DIR", "CUDA_VISIBLE_DEVICES", "FD_HOST_NAME", "FD_KVCACHE_V1_TRANSFER_RANK"):
+        monkeypatch.setenv(variable, "another")
+    assert name(config) == before
+
+
+def test_variables_of_the_release_count_whatever_they_are_called(config, monkeypatch):
+    names = [storage_namespace.settings_digest(config, ["CUDA_VISIBLE_DEVICES", "ROUND_UP"])]
+    for variable in ("CUDA_VISIBLE_DEVICES", "ROUND_UP", "ROUND_DOWN"):
+        monkeypatch.setenv(variable, "1")
+        names.append(storage_namespace.settings_digest(config, ["CUDA_VISIBLE_DEVICES", "ROUND_UP"]))
+    assert names[0] == names[1] != names[2] == names[3]
+
+
+def test_the_order_in_which_settings_were_made_does_not_count(config):
+    config.load_config.rules = {"a": 1, "b": {"x", "y", "z"}}
+    before = name(config)
+    config.load_config.rules = {"b": {"z", "y", "x"}, "a": 1}
+    assert name(config) == before
+    config.load_config.rules = {"b": {"z", "y"}, "a": 1}
+    assert name(config) != before
+
+
+def test_a_configuration_that_holds_itself_has_a_name(config):
+    before = name(config)
+    config.load_config.owner = config
+    assert name(config) != before
+
+
+def test_what_cannot_be_looked_into_is_found_by_no_other_process(config):
+    """Its text has its address: two objects at once are two names."""
+    names = []
+    kept = [object(), object()]
+    for config.load_config.opaque in kept:
+        names.append(name(config))
+    assert len(set(names)) == 2
+
+
+def test_a_secret_is_not_in_the_manifest(config, monkeypatch):
+    monkeypatch.setenv("FD_SECRET_OF_A_LATER_RELEASE", "rumpelstilzchen")
+    assert "rumpelstilzchen" not in storage_namespace.storage_namespace(config, "APPEND_ATTN").manifest()
 
 
 def test_the_weights_of_a_draft_model_whose_layer_is_cached_count(config, tmp_path):

@@ -50,6 +50,19 @@ def test_a_removed_row_is_gone_and_a_later_release_can_bring_it_back(write):
     assert load_table(last).capabilities == Capabilities(flash_block_wise_fp8=True)
 
 
+def test_what_names_leave_out_is_inherited_and_added_to(write):
+    write([SCHEDULE], release="9.1", not_in_names={"fakefd:Engine": ["port"]})
+    table = load_table(write([], release="9.2", inherits="9.1", not_in_names={"fakefd:Engine": ["host"]}))
+    assert table.not_in_names == {"fakefd:Engine": {"port", "host"}}
+
+
+@pytest.mark.parametrize("names", [["port"], ["host", "host"]])
+def test_what_names_leave_out_is_said_once(write, names):
+    write([SCHEDULE], release="9.1", not_in_names={"fakefd:Engine": ["port"]})
+    with pytest.raises(OverlayError, match=rf"fake-9.2.toml: not_in_names: fakefd:Engine has {names[0]} twice"):
+        load_table(write([], release="9.2", inherits="9.1", not_in_names={"fakefd:Engine": names}))
+
+
 def test_a_capability_can_be_lost_again(write):
     write([SCHEDULE], release="9.1", capabilities={"flash_block_wise_fp8": True})
     table = load_table(write([], release="9.2", inherits="9.1", capabilities={"flash_block_wise_fp8": False}))
