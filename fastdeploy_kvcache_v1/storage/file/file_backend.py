@@ -8,6 +8,7 @@ the machine leaves half written is found by its checksum. Modification times are
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -33,6 +34,11 @@ KEPT_SHARE = 0.9
 TOUCHED_S = 30.0
 """A value that was used is marked as used at most so often."""
 
+ERRORS_OF_A_VALUE = {errno.EIO, errno.ELOOP, errno.EACCES, errno.EISDIR, errno.ENXIO, errno.EBADMSG}
+"""A bad sector, or what is no file of ours: other values can be read. All other errors are the store's."""
+
+MOST_UNUSABLE = 1024
+
 T = TypeVar("T")
 
 
@@ -54,6 +60,8 @@ class FileBackend(StorageBackend):
         self._temporary = f"{directory / TEMPORARY}{os.sep}"
         self._needed = [str(path) for path in (directory / FORMAT, directory / TEMPORARY, self._root / MANIFEST)]
         self._numbers = itertools.count()
+        self._unusable: set[StoreKey] = set()
+        """Values that can neither be read nor deleted."""
         self._used = open_directory(directory, namespace)
         if self.can_write:
             remove_abandoned(directory)
@@ -66,9 +74,8 @@ class FileBackend(StorageBackend):
     def count_stored(self, keys: Sequence[StoreKey]) -> int:
         for number, key in enumerate(keys):
             try:
-                os.stat(self._path(key))
-            except FileNotFoundError:
-                return number
+                if not self._is_there(key):
+                    return number
             except OSError as error:
                 raise StorageError(f"cannot look into {self._root}: {error.strerror}") from error
         return len(keys)
@@ -78,11 +85,15 @@ class FileBackend(StorageBackend):
         for number, (key, buffer) in enumerate(zip(keys, buffers, strict=True)):
             try:
                 if not self._read(self._path(key), buffer, used_ns=now - number * 1000):
-                    self._forget_damaged(key)
+                    self._forget(key, "it has another size than a block")
                     return number
+                self._unusable.discard(key)
             except FileNotFoundError:
                 return number
             except OSError as error:
+                if error.errno in ERRORS_OF_A_VALUE:
+                    self._forget(key, error.strerror)
+                    return number
                 raise StorageError(f"cannot read from {self._root}: {error.strerror}") from error
         return len(keys)
 
@@ -123,10 +134,13 @@ class FileBackend(StorageBackend):
         for key in keys:
             path = self._path(key)
             try:
-                num_bytes = on_disk(os.stat(path).st_size)
-                os.unlink(path)
-                if self._used is not None:
-                    self._used.add(-num_bytes)
+                status = os.lstat(path)
+                if stat.S_ISDIR(status.st_mode):
+                    os.rename(path, self._temporary_path())
+                else:
+                    os.unlink(path)
+                if self._used is not None and stat.S_ISREG(status.st_mode):
+                    self._used.add(-on_disk(status.st_size))
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -139,12 +153,32 @@ class FileBackend(StorageBackend):
     def _path(self, key: StoreKey) -> str:
         return f"{self._prefix}{key[:2]}{os.sep}{key}"
 
+    def _temporary_path(self) -> str:
+        return f"{self._temporary}{os.getpid()}.{id(self):x}.{next(self._numbers)}"
+
     def _is_stored(self, key: StoreKey) -> bool:
-        try:
-            os.utime(self._path(key))
-        except OSError:
+        """And in use now."""
+        with contextlib.suppress(OSError):
+            if self._is_there(key):
+                os.utime(self._path(key))
+                return True
+        return False
+
+    def _is_there(self, key: StoreKey) -> bool:
+        """Raises `OSError` when the directory fails."""
+        if key in self._unusable:
             return False
-        return True
+        try:
+            if stat.S_ISREG(os.lstat(self._path(key)).st_mode):
+                return True
+            self._forget(key, "it is no file")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in ERRORS_OF_A_VALUE:
+                raise
+            self._forget(key, error.strerror)
+        return False
 
     def _read(self, path: str, buffer: memoryview, used_ns: int) -> bool:
         """True if the file has exactly the bytes that fill `buffer`. One `fstat` serves both questions."""
@@ -160,16 +194,20 @@ class FileBackend(StorageBackend):
         finally:
             os.close(file)
 
-    def _forget_damaged(self, key: StoreKey) -> None:
-        """A file of a wrong size, as a crash of the machine leaves it, would count as stored for ever."""
+    def _forget(self, key: StoreKey, why: str | None) -> None:
+        """What is no block, or cannot be read, would count as stored for ever, and never be repaired."""
+        if key not in self._unusable:
+            logger.warning("%s is not used (%s): forgotten", self._path(key), why)
+        if len(self._unusable) >= MOST_UNUSABLE:
+            self._unusable.clear()
+        self._unusable.add(key)
         if self.can_write:
-            logger.warning("%s has another size than a block: forgotten", self._path(key))
             with contextlib.suppress(StorageError):
                 self.remove([key])
+                self._unusable.discard(key)
 
     def _write(self, key: StoreKey, buffer: memoryview) -> None:
-        temporary = f"{self._temporary}{os.getpid()}.{id(self):x}.{next(self._numbers)}"
-        path = self._path(key)
+        temporary, path = self._temporary_path(), self._path(key)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file = self._in_directories(path, lambda: os.open(temporary, flags, 0o600))
         try:
@@ -178,6 +216,7 @@ class FileBackend(StorageBackend):
             finally:
                 os.close(file)
             self._in_directories(path, lambda: os.rename(temporary, path))
+            self._unusable.discard(key)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

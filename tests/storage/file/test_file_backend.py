@@ -134,19 +134,96 @@ def test_a_full_disk_stores_what_it_can_and_leaves_nothing_half(store, monkeypat
     assert put(backend, 1, 2, 3) == 2
 
 
-def test_an_error_of_the_disk_is_a_storage_error(store, monkeypatch):
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ETIMEDOUT, errno.ENOTDIR, errno.EROFS, errno.EMFILE])
+def test_an_error_of_the_directory_is_a_storage_error(store, monkeypatch, code):
     backend = store()
     put(backend, 1)
 
     def broken(*_):
-        raise OSError(errno.EIO, "Input/output error")
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(StorageError, match="Input/output error"):
+    with pytest.raises(StorageError, match=os.strerror(code)):
         got(backend, 1)
-    monkeypatch.setattr(os, "stat", broken)
-    with pytest.raises(StorageError, match="Input/output error"):
+    monkeypatch.setattr(os, "lstat", broken)
+    with pytest.raises(StorageError, match=os.strerror(code)):
         backend.count_stored(keys(1))
+    monkeypatch.undo()
+    assert got(backend, 1) == 1
+
+
+def unreadable(monkeypatch, backend, number, code):
+    """The disk fails where the value lies, whatever file has it."""
+    inode, preadv = os.stat(backend._path(keys(number)[0])).st_ino, os.preadv
+
+    def read(file, buffers, offset):
+        if os.fstat(file).st_ino == inode:
+            raise OSError(code, os.strerror(code))
+        return preadv(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ELOOP, errno.EACCES, errno.EISDIR, errno.ENXIO, errno.EBADMSG])
+def test_a_value_that_cannot_be_read_is_a_miss_and_is_stored_again(store, monkeypatch, caplog, code):
+    backend = store()
+    put(backend, 1, 2, 3)
+    kept = os.open(backend._path(keys(2)[0]), os.O_RDONLY)  # so that no other file gets its inode
+    unreadable(monkeypatch, backend, 2, code)
+    for _ in range(4):
+        assert got(backend, 1, 2, 3) == 1
+        assert backend.count_stored(keys(1, 2, 3)) == 1
+    (warning,) = caplog.messages
+    assert warning.endswith(f"{keys(2)[0]} is not used ({os.strerror(code)}): forgotten")
+    assert used_by(backend) == 2 * FILE_BYTES
+    assert put(backend, 1, 2, 3) == 1
+    assert got(backend, 1, 2, 3) == 3
+    os.close(kept)
+
+
+def test_a_value_that_can_neither_be_read_nor_deleted_counts_as_missing(store, monkeypatch, caplog):
+    backend = store()
+    put(backend, 1, 2, 3)
+    kept = os.open(backend._path(keys(2)[0]), os.O_RDONLY)
+    unreadable(monkeypatch, backend, 2, errno.EIO)
+
+    def refused(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refused)
+        for _ in range(4):
+            assert got(backend, 1, 2, 3) == 1
+            assert backend.count_stored(keys(1, 2, 3)) == 1
+        assert len(caplog.messages) == 1
+        assert put(backend, 1, 2, 3) == 1
+    assert backend.count_stored(keys(1, 2, 3)) == got(backend, 1, 2, 3) == 3
+    os.close(kept)
+
+
+@pytest.mark.parametrize("make", ["link", "link to nothing", "directory", "full directory", "pipe"])
+@pytest.mark.parametrize("first", ["get", "count", "put"])
+def test_what_is_no_file_is_a_miss_and_is_stored_again(store, tmp_path, make, first):
+    backend = store()
+    put(backend, 1, 2, 3)
+    path, other = backend._path(keys(2)[0]), tmp_path / "other"
+    os.unlink(path)
+    if make.startswith("link"):
+        other.write_bytes(b"x")
+        os.symlink(other if make == "link" else "nothing", path)
+    elif make == "pipe":
+        os.mkfifo(path)
+    else:
+        os.mkdir(path)
+        if make == "full directory":
+            os.mkdir(f"{path}/deeper")
+    if first == "get":
+        assert got(backend, 1, 2, 3) == 1
+    elif first == "count":
+        assert backend.count_stored(keys(1, 2, 3)) == 1
+    assert put(backend, 1, 2, 3) == 1
+    assert got(backend, 1, 2, 3) == 3
+    assert not make.startswith("link") or other.read_bytes() == b"x"
 
 
 def test_a_killed_writer_leaves_nothing_half(store):
@@ -261,12 +338,3 @@ def test_a_disk_with_room_again_is_written_to_again(store, monkeypatch):
         with pytest.raises(StorageError, match="cannot be written to"):
             put(backend, 1)
     assert put(backend, 1) == 1
-
-
-def test_what_is_no_file_is_a_miss_and_no_hang(store):
-    backend = store()
-    put(backend, 1)
-    path = backend._path(keys(1)[0])
-    os.unlink(path)
-    os.mkfifo(path)
-    assert got(backend, 1) == 0
