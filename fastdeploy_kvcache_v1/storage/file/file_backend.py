@@ -31,8 +31,13 @@ logger = logging.getLogger(__name__)
 KEPT_SHARE = 0.9
 """Of the capacity, what an eviction leaves: each one lists the directory, so it makes room for many values."""
 
+FREE_SHARE, MOST_FREE_BYTES = 0.01, 1 << 30
+"""Of the file system, what stays free, at most so much: a full disk harms others more than a value is worth."""
+
 TOUCHED_S = 30.0
 """A value that was used is marked as used at most so often."""
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 ERRORS_OF_A_VALUE = {errno.EIO, errno.ELOOP, errno.EACCES, errno.EISDIR, errno.ENXIO, errno.EBADMSG}
 """A bad sector, or what is no file of ours: other values can be read. All other errors are the store's."""
@@ -60,6 +65,8 @@ class FileBackend(StorageBackend):
         self._temporary = f"{directory / TEMPORARY}{os.sep}"
         self._needed = [str(path) for path in (directory / FORMAT, directory / TEMPORARY, self._root / MANIFEST)]
         self._numbers = itertools.count()
+        self._has_said_full = False
+        """That the disk, and not the capacity, decides what is kept."""
         self._unusable: set[StoreKey] = set()
         """Values that can neither be read nor deleted."""
         self._used = open_directory(directory, namespace)
@@ -111,7 +118,13 @@ class FileBackend(StorageBackend):
         try:
             self._make_room(sum(sizes))
             for (key, buffer), size in zip(missing, sizes, strict=True):
-                self._write(key, buffer)
+                try:
+                    self._write(key, buffer)
+                except OSError as error:
+                    if error.errno not in NO_ROOM:
+                        raise
+                    self._make_room_on_disk(sum(sizes) - written, written, error)
+                    self._write(key, buffer)
                 written += size
             self.touch([key for key, _ in missing])  # the last block of a prefix is the first to go
         except OSError as error:
@@ -249,17 +262,57 @@ class FileBackend(StorageBackend):
     def _make_room(self, num_bytes: int) -> None:
         """Reserve `num_bytes`, deleting the values that were not used for longest if they are more than there is."""
         assert self._used is not None
-        if self._used.add(num_bytes) <= self.capacity_bytes:
+        total = self._used.add(num_bytes)
+        limit = min(self.capacity_bytes, total - num_bytes + _free_bytes(self.directory))
+        if total <= limit:
             return
         if num_bytes > self.capacity_bytes:
             raise StorageError(
                 f"{num_bytes} bytes at once do not fit {self.directory}, whose capacity is {self.capacity_bytes}"
             )
+        if num_bytes > limit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if limit < self.capacity_bytes:
+            self._say_disk_is_full(limit)
         with self._used.exclusive():
-            if self._used.read() > self.capacity_bytes:  # else another process has made room meanwhile
-                kept = max(0, int(self.capacity_bytes * KEPT_SHARE) - num_bytes)
-                delete_values(self.directory, self._used, lambda _, stored: stored > kept)
-                self._used.add(num_bytes)
+            if self._used.read() > limit:  # else another process has made room meanwhile
+                self._evict(limit, num_bytes)
+
+    def _make_room_on_disk(self, num_bytes: int, written: int, error: OSError) -> None:
+        """The disk, or a quota on it, had no room for the last `num_bytes` of a put, after `written` bytes of it: there
+        is room for what is stored now, and no more. Raises `error` if the put itself would have to make room.
+        """
+        assert self._used is not None
+        with self._used.exclusive():
+            limit = self._used.read() - num_bytes
+            if int(limit * KEPT_SHARE) < num_bytes + written:
+                raise error
+            self._say_disk_is_full(limit)
+            self._evict(limit, num_bytes)
+
+    def _evict(self, limit: int, num_bytes: int) -> None:
+        """Reserve `num_bytes`, which are counted already, within `limit`."""
+        assert self._used is not None
+        kept = max(0, int(limit * KEPT_SHARE) - num_bytes)
+        delete_values(self.directory, self._used, lambda _, stored: stored > kept)
+        self._used.add(num_bytes)
+
+    def _say_disk_is_full(self, limit: int) -> None:
+        if not self._has_said_full:
+            self._has_said_full = True
+            logger.warning(
+                "the disk of %s is full: the oldest values make room, as if the capacity were %d MiB instead of %d",
+                self.directory,
+                limit >> 20,
+                self.capacity_bytes >> 20,
+            )
+
+
+def _free_bytes(directory: Path) -> int:
+    """Of its file system, beyond what stays free."""
+    status = os.statvfs(directory)
+    reserve = min(MOST_FREE_BYTES, int(status.f_blocks * status.f_frsize * FREE_SHARE))
+    return status.f_bavail * status.f_frsize - reserve
 
 
 def _fill(buffer: memoryview, file: int) -> bool:

@@ -4,7 +4,9 @@ import errno
 import os
 import random
 import signal
+import subprocess
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +134,97 @@ def test_a_full_disk_stores_what_it_can_and_leaves_nothing_half(store, monkeypat
     assert list((backend.directory / "tmp").iterdir()) == []
     assert used_by(backend) == FILE_BYTES
     assert put(backend, 1, 2, 3) == 2
+
+
+def bytes_in(directory):
+    return sum(path.stat().st_size for path in directory.rglob("*.*") if path.is_file())
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_is_full_below_the_capacity_goes_on_with_its_newest_values(store, monkeypatch, caplog, code):
+    backend = store()
+    write, room, refused = os.write, [bytes_in(backend.directory) + 10 * FILE_BYTES], []
+
+    def write_on_a_small_disk(file, data):
+        if bytes_in(backend.directory) + len(data) > room[0]:
+            refused.append(len(data))
+            raise OSError(code, os.strerror(code))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", write_on_a_small_disk)
+    for number in range(0, 40, 2):
+        assert put(backend, number, number + 1) == 2
+        assert used_by(backend) == found_in(backend)[1]
+    assert refused
+    assert got(backend, 38, 39) == 2
+    assert backend.count_stored(keys(0)) == 0
+    assert found_in(backend)[0] >= 8, "it makes room for some values, not for all"
+    (warning,) = caplog.messages
+    assert "is full: the oldest values make room" in warning
+    assert list((backend.directory / "tmp").iterdir()) == []
+    room[0], stored = 1 << 30, found_in(backend)[0]
+    for number in range(40, 80):
+        assert put(backend, number) == 1
+    assert found_in(backend)[0] == stored + 40, "a disk with room again is used up to the capacity"
+
+
+def test_a_part_of_the_disk_stays_free(store, monkeypatch, caplog):
+    """As large as the file system says, and never asked to be full."""
+    backend, statvfs, free = store(), os.statvfs, []
+
+    def small(_):
+        free.append(20 * FILE_BYTES - found_in(backend)[1])
+        return SimpleNamespace(f_blocks=40 * FILE_BYTES // 512, f_bavail=free[-1] // 512, f_frsize=512)
+
+    monkeypatch.setattr(os, "statvfs", small)
+    monkeypatch.setattr(file_backend, "FREE_SHARE", 0.1)
+    for number in range(0, 60, 2):
+        assert put(backend, number, number + 1) == 2
+        assert used_by(backend) == found_in(backend)[1]
+    small(backend.directory)
+    assert min(free) >= 4 * FILE_BYTES
+    assert got(backend, 58, 59) == 2
+    assert found_in(backend)[0] >= 12
+    assert len(caplog.messages) == 1
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    stored = found_in(backend)[0]
+    for number in range(60, 80):
+        assert put(backend, number) == 1
+    assert found_in(backend)[0] == stored + 20, "a disk with room again is used up to the capacity"
+
+
+def test_a_disk_that_others_have_filled_takes_nothing_and_loses_nothing(store, monkeypatch):
+    backend = store()
+    put(backend, 1)
+    with monkeypatch.context() as patched:
+        full = SimpleNamespace(f_blocks=1 << 20, f_frsize=4096, f_bavail=0)
+        patched.setattr(os, "statvfs", lambda _: full)
+        with pytest.raises(StorageError, match="No space left on device"):
+            put(backend, 2, 3)
+    assert (got(backend, 1), used_by(backend)) == (1, FILE_BYTES)
+    assert put(backend, 2, 3) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
+def test_a_small_file_system_under_a_large_capacity_goes_on_with_its_newest_values(tmp_path, store):
+    (tmp_path / "disk").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(tmp_path / "disk")],
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        backend = store(directory=tmp_path / "disk" / "kv", capacity=10 << 30)
+        for number in range(0, 2000, 20):
+            assert put(backend, *range(number, number + 20)) == 20
+        assert got(backend, *range(1980, 2000)) == 20
+        assert backend.count_stored(keys(0)) == 0
+        assert used_by(backend) == found_in(backend)[1] > 2 << 20
+        backend.close()
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ETIMEDOUT, errno.ENOTDIR, errno.EROFS, errno.EMFILE])
