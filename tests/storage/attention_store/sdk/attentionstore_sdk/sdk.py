@@ -119,7 +119,8 @@ class AttentionStoreSDK:
             time.sleep(0.01)
         time.sleep(fault.get("delay_s", 0))
         if late is not None and "late_s" in fault:
-            threading.Thread(target=late, args=(time.monotonic() + fault["late_s"],), daemon=True).start()
+            until = time.monotonic() + fault["late_s"]
+            threading.Thread(target=late, args=(until,), name="late-bytes", daemon=True).start()
         if "crash" in fault:
             raise RuntimeError(fault["crash"])
         if "error" in fault:
