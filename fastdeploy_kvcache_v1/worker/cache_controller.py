@@ -85,7 +85,8 @@ class CacheController:
     def attach_kv_cache(self, caches: dict[str, Any], num_device_blocks: int, num_host_blocks: int) -> list[Any]:
         """As `initialize_kv_cache`, over tensors that exist already, given by name in flat order.
 
-        A tensor may have more blocks than are managed. Raises as `initialize_kv_cache`.
+        What fills them with zeros may still run on the compute stream: every use of a slot waits for it. A tensor may
+        have more blocks than are managed. Raises as `initialize_kv_cache`.
         """
         if self._transfer_manager is not None:
             raise CacheStateError("the caches exist already: call free() first")
@@ -159,12 +160,14 @@ class CacheController:
 
     @property
     def device_hazards(self) -> HazardTable:
-        """Uses of device slots by who is no copy and no pass are told here, on the worker's thread."""
+        """Uses of device slots by who is no copy and no pass are asked and told here, on the worker's thread."""
         return self._transfers.device_hazards
 
-    def late_copies(self, slots: Collection[int]) -> list[Event]:
-        """Copies into one of device `slots` that were reported as given up and still run. Any thread may ask."""
-        return self._transfers.late_copies(slots)
+    def late_writes(self, slots: Collection[int]) -> list[Event]:
+        """What still writes to one of device `slots` and is in no report to come: copies that were given up, and the
+        fill of new tensors. Any thread may ask; who uses slots without `device_hazards` waits for these.
+        """
+        return self._transfers.late_writes(slots)
 
     def refilled(self, slots: Sequence[int], level: CacheLevel = CacheLevel.DEVICE) -> None:
         """`slots` of tier `level` were filled from outside, and no copy writes to them any more: whatever failed there

@@ -175,7 +175,7 @@ class HazardTable:
             else:  # in this order: a writer that fails meanwhile has to be seen
                 use.reads, use.writes = 0, use.without_data()
         self._drop_empty()
-        if self._anywhere is not None and self._anywhere[0] not in busy and self._anywhere[1].done():
+        if self._anywhere is not None and self._anywhere[1].done():  # it may be older than what is busy
             self._anywhere = None
 
     def _drop_empty(self) -> None:

@@ -76,6 +76,8 @@ class CacheTransferManager:
         """Ends of other ranks' copies that a copy of this rank waits for."""
         self._meter = WaitMeter()
         self._num_submitted = 0
+        self._filled = self.after_compute((), None)
+        """End of the fill of the tensors, which the compute stream may still be at: a write of every device slot."""
 
     # ---- copies
 
@@ -265,16 +267,17 @@ class CacheTransferManager:
     def device_rows(self) -> tuple[LayerRows, ...]:
         return self._tiers[CacheLevel.DEVICE].layers
 
-    def late_copies(self, slots: Collection[int]) -> list[Event]:
-        """See `CacheController.late_copies`."""
+    def late_writes(self, slots: Collection[int]) -> list[Event]:
+        """See `CacheController.late_writes`."""
         late = frozenset(slots)
-        return [
+        copies = [
             transfer.finished
             for transfer in list(self._stale)
             if transfer.metadata.target is CacheLevel.DEVICE
             and not late.isdisjoint(transfer.metadata.target_slots)
             and not transfer.finished.done()
         ]
+        return copies if self._filled.done() else [self._filled, *copies]
 
     # ---- results
 

@@ -296,6 +296,12 @@ MUTATIONS = [
         "            self._finish_copies()\n            self._transfer_manager.close()\n",
         "",
     ),
+    _mutation(
+        "the fill of new tensors is no use of them",
+        TRANSFERS,
+        "self._filled = self.after_compute((), None)",
+        "self._filled = self._runtime.compute_stream.record_event()",
+    ),
     # ---- CUDA
     _mutation("events are recorded on the null stream", CUDA, "event.record(self._stream)", "event.record()"),
     _mutation(

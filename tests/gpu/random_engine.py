@@ -75,6 +75,14 @@ class RandomEngine:
         """Device slots that this step's copies fill."""
         self.host = [None] * len(self.host)
 
+    def store_arrives(self) -> list[int]:
+        """A store fills some host slots with blocks of its own; returns which. Only after `reset`."""
+        slots = self.random.sample(range(len(self.host)), self.random.choice([0, 3, 6]))
+        for slot in slots:
+            self.host[slot] = [next(self._tag) for _ in range(self.block_size)]
+            self.host_writer[slot] = -1
+        return slots
+
     # ---- a step
 
     def next_batch(self, *, has_pass: bool) -> tuple[list[Any], SwapStep]:

@@ -209,6 +209,16 @@ class SimulatedWorker:
         block = self.cache._controller.host_pool.block(slot)
         return block.view(np.int64).reshape(len(self.arrays), self.block_size, WORDS)
 
+    def fill_on_host(self, slot: int, tags: list[int]) -> None:
+        """At once, as a store fills a slot that no copy uses."""
+        for place, rows in enumerate(self.on_host(slot)):
+            rows[:] = self.rows_of(tags, place)
+
+    def rows_of(self, tags: list[int], place: int) -> np.ndarray:
+        """int64 `[tokens, words]`: a block of these tokens in tensor `place`."""
+        first = tag_in(np.array(tags, np.int64), place)
+        return np.stack((first, ~first), axis=1)
+
     def holds(self, found: np.ndarray, tags: list[int]) -> bool:
         """Whether `found`, as of one slot, holds the tags of these first tokens in every layer and role."""
         for place, rows in enumerate(found):

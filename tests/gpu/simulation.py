@@ -189,7 +189,7 @@ class Simulation:
                 self._evicted[step.step] = [(slot, list(self.engine.host[slot] or ())) for slot in slots]
 
     def _restart(self) -> None:
-        """Tensors are dropped, with everything in flight, and made again: nothing is cached."""
+        """Tensors are dropped, with everything in flight, and made again: nothing is cached but what a store has."""
         self.look()
         self.seen.failed += self.copies.num_failed
         self.copies.num_failed = 0
@@ -198,6 +198,8 @@ class Simulation:
         self._evicted.clear()
         self._last_sent = START
         self.worker.make_tensors()
+        for slot in self.engine.store_arrives():
+            self.worker.fill_on_host(slot, self.engine.host[slot] or [])
 
     # ---- checks
 

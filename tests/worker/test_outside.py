@@ -70,17 +70,17 @@ def test_copies_that_were_given_up_are_known_until_they_end(gates):
     open_gate = gates.close(INPUT)
     rig.submit(into=swap_in((0, 1), (2, 3)))
     assert gates.reached.acquire(timeout=LIMIT_S)
-    assert rig.controller.late_copies([2]) == [], "nobody has given it up"
+    assert rig.controller.late_writes([2]) == [], "nobody has given it up"
     with pytest.raises(LayerSwapTimeoutError):
         rig.controller.before_compute([2], [])
     (result,) = rig.controller.take_results()
     assert result.target_slots == (2, 3)
-    assert rig.controller.late_copies([4, 5]) == []
-    (copy,) = rig.controller.late_copies([3, 4])
+    assert rig.controller.late_writes([4, 5]) == []
+    (copy,) = rig.controller.late_writes([3, 4])
     assert not copy.done()
     open_gate()
     assert copy.wait_done(LIMIT_S)
-    assert rig.controller.late_copies([2, 3]) == []
+    assert rig.controller.late_writes([2, 3]) == []
     rig.close()
 
 

@@ -38,7 +38,7 @@ def give_memory(agent: LaneAgent, controller: CacheController, namespace: Namesp
     if isinstance(agent, AttentionStoreAgent):
         assert namespace is not None, "where there is storage there is a namespace"
         agent.use(
-            DeviceCaches.over(controller.device_rows, late_copies=controller.late_copies, refilled=controller.refilled)
+            DeviceCaches.over(controller.device_rows, late_writes=controller.late_writes, refilled=controller.refilled)
         )
         agent.connect(namespace)
     else:

@@ -71,7 +71,7 @@ class DeviceStorage(RankStorage):
         self._agent.use(
             DeviceCaches.over(
                 controller.device_rows,
-                late_copies=controller.late_copies,
+                late_writes=controller.late_writes,
                 refilled=controller.refilled,
                 owner=controller.caches,
             )

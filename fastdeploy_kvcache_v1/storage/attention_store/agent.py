@@ -1,7 +1,8 @@
 """AttentionStoreAgent: a worker rank's threads that call the SDK, which moves blocks from and to the device tier.
 
 The engine sends a task only when every copy and pass that it told the workers before has been reported, so the slots
-are quiet. What it cannot know is a copy that was given up and still runs: the agent waits for those.
+are quiet. What it cannot know is a copy that was given up and still runs, and the fill of new tensors: the agent waits
+for those.
 """
 
 from __future__ import annotations
@@ -151,9 +152,6 @@ class AttentionStoreAgent(LaneAgent):
 
     def _read(self, lease: Lease, task: ReadStorageTask) -> LoadDone:
         caches = self._caches_of(task)
-        for copy in caches.late_copies(task.gpu_block_ids):
-            if not copy.wait_done(task.timeout):
-                raise StorageError(f"a copy that was given up still fills a slot of {task.task_id}")
         start = time.monotonic()
         try:
             num_read = lease.sdk.read(task, caches)
@@ -211,6 +209,11 @@ class AttentionStoreAgent(LaneAgent):
             raise StorageError("the device tier has no memory now")
         if task.begun_at < memory.since:
             raise StorageError("the device tier was made anew since the blocks were reserved")
+        for late in memory.caches.late_writes(task.gpu_block_ids):
+            if not late.wait_done(task.timeout):
+                raise StorageError(
+                    f"slots of {task.task_id} are still written by a copy that was given up or the fill of new tensors"
+                )
         return memory.caches
 
     def _quiet_after_s(self, start: float, timeout: float) -> float:

@@ -42,8 +42,8 @@ class DeviceCaches:
     """Address of each layer's key tensor, `[num_blocks, ...]`: blocks one behind the other."""
     value_pointers: tuple[int, ...]
     """Likewise."""
-    late_copies: Callable[[Sequence[int]], Sequence[Any]] = lambda slots: ()
-    """Copies (`runtime.Event`) that were given up, and may still write to one of these slots. Any thread calls it."""
+    late_writes: Callable[[Sequence[int]], Sequence[Any]] = lambda slots: ()
+    """What still writes to one of these slots (`runtime.Event`) without the engine's knowledge. Any thread calls it."""
     refilled: Callable[[Sequence[int]], None] = lambda slots: None
     """Told which slots have been filled, before the engine is. Any thread calls it."""
     owner: object = None

@@ -274,11 +274,27 @@ def test_a_read_waits_for_copies_that_were_given_up_and_still_fill_its_slots(mac
     assert server.memory[0].holds(5, 1)
 
 
-def test_a_copy_that_never_ends_is_not_waited_for_for_ever(machine):
+def test_a_store_waits_for_what_still_writes_to_its_slots(machine):
+    server = machine()
+    copy = Copy()
+    server.memory[0].late.append(copy)
+    server.link.send(write())
+    assert copy.asked.wait(LIMIT_S)
+    fill(server)
+    assert server.answers.empty()
+    copy.ended.set()
+    assert server.answer().num_written == 3
+    server.memory[0].late.clear()
+    server.ask(read())
+    assert server.memory[0].holds(5, 1)
+
+
+@pytest.mark.parametrize("task", [read(timeout=0.05), write(timeout=0.05)])
+def test_a_copy_that_never_ends_is_not_waited_for_for_ever(machine, task):
     server = machine()
     server.memory[0].late.append(Copy())
-    (done,) = server.ask(read(timeout=0.05))
-    assert "a copy that was given up still fills a slot" in done.error
+    (done,) = server.ask(task)
+    assert f"slots of {task.task_id} are still written" in done.error
     assert done.quiet_after_s == 0
 
 
