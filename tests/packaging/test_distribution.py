@@ -161,6 +161,54 @@ def test_the_wheel_brings_its_core_to_a_bare_environment(wheel, tmp_path, minor)
     assert run(environment.python, "-c", code, cwd=tmp_path).split() == [__version__, "True"]
 
 
+COMPILER = """#!/bin/sh
+[ "$1" != --list-gpu-arch ] || exec echo compute_90
+while [ "$1" != -o ]; do shift; done
+echo built >"$2"
+"""
+
+
+@pytest.fixture
+def release(tmp_path):
+    """Runs `scripts/wheel` in the environment of the tests, beside a FAKE Paddle and with FAKE compilers."""
+    paddle = tmp_path / "packages/paddle"
+    for name in ("include/paddle/phi/api.h", "base/libpaddle.so", "version/__init__.py"):
+        (paddle / name).parent.mkdir(parents=True, exist_ok=True)
+        (paddle / name).touch()
+    python, cxx = tmp_path / "venv/bin/python", tmp_path / "c++"
+    python.parent.mkdir(parents=True)
+    for path, text in ((python, f'#!/bin/sh\nexec {sys.executable} "$@"\n'), (cxx, COMPILER)):
+        path.write_text(text)
+        path.chmod(0o755)
+    environment = {**os.environ, "FASTDEPLOY_KVCACHE_VENV": str(tmp_path / "venv"), "PYTHONPATH": str(paddle.parent)}
+    environment |= {"CXX": str(cxx), "NVCC": str(cxx)}
+    is_current = '. scripts/env.sh; fingerprint >"$VENV/.fastdeploy-kvcache-stamp"'
+    run("bash", "-c", is_current, cwd=ROOT, env=environment)
+
+    def make(expect=0, **variables):
+        said = run(ROOT / "scripts/wheel", tmp_path / "dist", env={**environment, **variables}, expect=expect)
+        return said, [*tmp_path.glob("dist/*")]
+
+    return make
+
+
+def test_the_wheel_of_a_release_is_for_every_python_whatever_the_environment_has(release):
+    _, (wheel,) = release(FASTDEPLOY_KVCACHE_BUILD="core,paddle")
+    assert re.fullmatch(r"fastdeploy_kvcache_v1-.*-py3-none-linux_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        built = {name.rsplit("/", 1)[-1] for name in archive.namelist() if name.endswith(".so")}
+    assert built == {"_core.so", "_core_cuda.so"}
+
+
+def test_a_release_without_the_native_core_is_refused(release, tmp_path):
+    said, made = release(expect=1, CXX=str(tmp_path / "nothing"))
+    assert made == []
+    assert (
+        said.splitlines()[-1]
+        == "error: the native core was not built, and a release's wheel has it: install g++, or set CXX"
+    )
+
+
 def test_the_changelog_names_the_version_that_comes_next():
     changelog = (ROOT / "CHANGELOG.md").read_text()
     released, _, dev = __version__.partition(".dev")
