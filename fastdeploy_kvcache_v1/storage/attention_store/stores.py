@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...metadata import BlockHash, BlockHashes, CacheLevel, TransferResult
 from ...scheduler.cache_manager import CacheManager
-from ..engine.breaker import Breaker
+from ..engine.breaker import Breaker, of_rank
 from ..engine.counters import StorageCounters
 from ..engine.link import Link
 from ..engine.store_side import StoreSide
@@ -48,7 +48,8 @@ class _Write:
     num_stored: int
     """On all ranks that have answered."""
     is_sent: bool = False
-    has_failed: bool = False
+    error: str | None = None
+    """Of the first rank that failed."""
     quiet_at: float = 0.0
     """Nothing is read any more from then on, as far as the ranks have answered."""
 
@@ -155,13 +156,13 @@ class DeviceStores(StoreSide):
         self._counters.store.add(answer, answer.num_written)
         write = self._under_way[answer.store_id]
         write.num_stored = min(write.num_stored, answer.num_stored)
-        self._breaker.answered(answer.error)
-        write.has_failed |= answer.error is not None
+        write.error = write.error or of_rank(answer)
         if answer.quiet_after_s:
             write.quiet_at = max(write.quiet_at, now + answer.quiet_after_s)
         write.num_ranks_left -= 1
         if write.num_ranks_left:
             return
+        self._breaker.answered(write.error)
         if write.quiet_at <= now:
             self._end(write)
         self._take_over(write)
@@ -228,7 +229,7 @@ class DeviceStores(StoreSide):
 
     def _take_over(self, write: _Write) -> None:
         """All ranks have answered."""
-        if write.has_failed:
+        if write.error is not None:
             self._give_up(write.prefix)
             return
         if write.num_stored == 0:  # the blocks before have left the store

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-__all__ = ["Breaker"]
+from ..messages import LoadDone, StoreDone
+
+__all__ = ["Breaker", "of_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +21,7 @@ LONGEST_PAUSE_S = 60.0
 class Breaker:
     """Closed: all may pass. Open: nothing may, for a while that doubles with every failed try. Then one may try.
 
-    Not thread-safe.
+    With several ranks a try is over when all have answered, and has failed if one has. Not thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -67,3 +69,8 @@ class Breaker:
         else:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._until = self._clock() + self._pause_s
+
+
+def of_rank(answer: LoadDone | StoreDone) -> str | None:
+    """The error of `answer`, and whose it is."""
+    return None if answer.error is None else f"rank {answer.rank}: {answer.error}"

@@ -55,8 +55,10 @@ class Piece:
     fetch: Fetch
     begun_at: float
     sent_at: float | None = None
-    arrived: list[int] = field(default_factory=list)
+    arrived: dict[int, int] = field(default_factory=dict)
     """Blocks by rank, as they answer."""
+    error: str | None = None
+    """Of the first rank that failed."""
     seconds: float = 0.0
     """Of the slowest rank that has answered."""
     quiet_at: float = 0.0

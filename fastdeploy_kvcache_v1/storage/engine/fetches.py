@@ -10,7 +10,7 @@ from ...metadata import BlockHash, BlockHashes, CacheLevel, LoadSlots
 from ...scheduler.cache_manager import CacheManager
 from ..messages import LoadDone, QueryDone
 from ..settings import Prefetch, StorageSettings
-from .breaker import Breaker
+from .breaker import Breaker, of_rank
 from .counters import StorageCounters
 from .fetch import Fetch, Piece
 from .link import Link
@@ -166,18 +166,19 @@ class Fetches:
     def load_done(self, answer: LoadDone) -> None:
         self._counters.load.add(answer, answer.num_arrived)
         self._counters.damaged_blocks += answer.is_damaged
-        self._load_breaker.answered(answer.error)
         piece = self._pieces[answer.load_id]
-        piece.arrived.append(answer.num_arrived)
+        piece.arrived[answer.rank] = answer.num_arrived
+        piece.error = piece.error or of_rank(answer)
         piece.seconds = max(piece.seconds, answer.seconds)
         now = self._clock()
         if answer.quiet_after_s:
             piece.quiet_at = max(piece.quiet_at, now + answer.quiet_after_s)
         if len(piece.arrived) < self._link.num_ranks:
             return
+        self._load_breaker.answered(piece.error)
         self._loading.difference_update(piece.hashes)
         self._loaded_at, self._is_silent = now, False
-        if min(piece.arrived) == len(piece.slots):
+        if min(piece.arrived.values()) == len(piece.slots):
             self.costs.loaded(len(piece.slots), piece.seconds)
         fetch = piece.fetch
         fetch.num_under_way -= 1
@@ -197,7 +198,7 @@ class Fetches:
 
     def _complete(self, piece: Piece) -> None:
         del self._pieces[piece.load_id]
-        num_cached = self._manager.complete_load(piece.load_id, min(piece.arrived))
+        num_cached = self._manager.complete_load(piece.load_id, min(piece.arrived.values()))
         fetch = piece.fetch
         if num_cached < len(piece.slots) and not self._is_present(fetch, piece.end):
             fetch.end = fetch.next  # nothing can be cached behind what is missing
@@ -309,15 +310,17 @@ class Fetches:
     def _note_silence(self, now: float) -> None:
         """No answer is a failure, too, whoever waits for it."""
         asked = next((fetch.asked_at for fetch in self._queries.values()), None)
-        sent = next((piece.sent_at for piece in self._pieces.values() if piece.sent_at is not None), None)
-        for breaker, since, heard_at in (
-            (self._query_breaker, asked, self._answered_at),
-            (self._load_breaker, sent, self._loaded_at),
+        sent = next((piece for piece in self._pieces.values() if piece.sent_at is not None), None)
+        ranks = range(self._link.num_ranks)
+        silent = [f"rank {rank}" for rank in ranks if sent is not None and rank not in sent.arrived]
+        for breaker, since, heard_at, who in (
+            (self._query_breaker, asked, self._answered_at, ["the store"]),
+            (self._load_breaker, None if sent is None else sent.sent_at, self._loaded_at, silent),
         ):
             silence_s = 0.0 if since is None else now - max(since, heard_at)
             if silence_s >= SILENCE_S and now - self._blamed_at >= SILENCE_S:
                 self._blamed_at = now
-                breaker.failed(f"it has said nothing for {silence_s:.1f} s")
+                breaker.failed(f"no word from {' and '.join(who)} for {silence_s:.1f} s")
                 self._is_silent = breaker.is_open
 
     def _touch(self, hashes: Sequence[BlockHash], now: float) -> None:

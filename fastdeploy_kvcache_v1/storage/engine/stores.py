@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from ...metadata import BlockHash
 from ...scheduler.cache_manager import CacheManager
 from ..messages import StoreBlocks, StoreDone
-from .breaker import Breaker
+from .breaker import Breaker, of_rank
 from .counters import StorageCounters
 from .link import Link
 from .open_copies import OpenCopies
@@ -71,17 +71,17 @@ class Stores(StoreSide):
     def store_done(self, answer: StoreDone) -> None:
         self._counters.store.add(answer, answer.num_written)
         store = self._under_way[answer.store_id]
-        self._breaker.answered(answer.error)
-        store.has_failed |= answer.error is not None
+        store.error = store.error or of_rank(answer)
         if answer.num_refused:
             self._counters.refused_store_blocks += answer.num_refused
-            store.has_failed = True
+            store.is_refused = True
         store.num_ranks_left -= 1
         if store.num_ranks_left:
             return
+        self._breaker.answered(store.error)
         del self._under_way[answer.store_id]
         self._manager.end_store(answer.store_id)
-        if not store.has_failed:
+        if store.error is None and not store.is_refused:
             self._link.commit(store.hashes)
 
     @property
@@ -96,9 +96,11 @@ class Stores(StoreSide):
 
 
 class _Store:
-    __slots__ = ("has_failed", "hashes", "num_ranks_left")
+    __slots__ = ("error", "hashes", "is_refused", "num_ranks_left")
 
     def __init__(self, hashes: tuple[BlockHash, ...], num_ranks: int) -> None:
         self.hashes = hashes
         self.num_ranks_left = num_ranks
-        self.has_failed = False
+        self.error: str | None = None
+        """Of the first rank that failed."""
+        self.is_refused = False

@@ -353,3 +353,98 @@ def test_blocks_that_were_computed_meanwhile_do_not_end_a_fetch(link):
         tier.answered(LoadDone(second.load_id, rank, 32))
     assert manager.count_cached(prompt(text).hashes) == 64
     assert len(sent(link, LoadBlocks)) > 2
+
+
+RANK_OF_N = [(num_ranks, rank) for num_ranks in (1, 2, 4) for rank in range(num_ranks)]
+
+
+def tier_of(manager, link, num_ranks, clock=lambda: 0.0):
+    link.num_ranks = num_ranks
+    return StorageTier(manager, StorageSettings("file", "/unused", min_tokens=1), namespace(), link, clock=clock)
+
+
+def load(tier, link, number):
+    """Begins the load of a request that nothing was computed for."""
+    tier.request_arrived(f"r{number}", prompt(f"{number}bc!"))
+    tier.answered(QueryDone(link.queries.pop()[0], 3))
+    return link.last(LoadBlocks).load_id
+
+
+def answer_load(tier, link, number, failing=None, *, others_first=False):
+    """Every rank answers, `failing` with an error, before the others or after them."""
+    load_id = load(tier, link, number)
+    for rank in sorted(range(link.num_ranks), key=lambda rank: (rank == failing) == others_first):
+        failed = rank == failing
+        tier.answered(LoadDone(load_id, rank, 0 if failed else 3, error="no route" if failed else None))
+    tier.request_left(f"r{number}")
+
+
+def answer_store(manager, tier, link, number, failing=None, *, others_first=False):
+    step = compute(manager, tier, f"{number}bc!")
+    for rank in range(link.num_ranks):
+        report(tier, step, rank)
+    store_id = link.last(StoreBlocks).store_id
+    for rank in sorted(range(link.num_ranks), key=lambda rank: (rank == failing) == others_first):
+        failed = rank == failing
+        tier.answered(StoreDone(store_id, rank, 0 if failed else 3, error="no route" if failed else None))
+
+
+@pytest.mark.parametrize("others_first", [False, True])
+@pytest.mark.parametrize(("num_ranks", "rank"), RANK_OF_N)
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_three_loads_or_stores_in_a_row_that_one_rank_fails_open_the_breaker(
+    manager, link, caplog, what, num_ranks, rank, others_first
+):
+    tier = tier_of(manager, link, num_ranks)
+    numbers = iter(range(10))
+
+    def answered(failing):
+        if what == "load":
+            answer_load(tier, link, next(numbers), failing, others_first=others_first)
+        else:
+            answer_store(manager, tier, link, next(numbers), failing, others_first=others_first)
+
+    for failing, is_left_alone in [(rank, False), (rank, False), (None, False), *[(rank, False)] * 2, (rank, True)]:
+        answered(failing)
+        assert tier.is_left_alone == is_left_alone
+    (line,) = caplog.messages
+    assert line == f"the store is left alone for 1 s: rank {rank}: no route"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_one_load_or_store_that_every_rank_fails_is_one_failure(manager, link, num_ranks):
+    tier = tier_of(manager, link, num_ranks)
+    for number in range(3):
+        assert not tier.is_left_alone
+        load_id = load(tier, link, number)
+        for rank in range(num_ranks):
+            tier.answered(LoadDone(load_id, rank, 0, error="no route"))
+    assert tier.is_left_alone
+    tier = tier_of(manager, link, num_ranks)
+    for number in range(3):
+        assert not tier.is_left_alone
+        step = compute(manager, tier, f"{number}yz!")
+        for rank in range(num_ranks):
+            report(tier, step, rank)
+        for rank in range(num_ranks):
+            tier.answered(StoreDone(link.last(StoreBlocks).store_id, rank, 0, error="no route"))
+    assert tier.is_left_alone
+
+
+@pytest.mark.parametrize(("num_ranks", "silent"), RANK_OF_N)
+def test_a_rank_that_never_answers_a_load_opens_the_breaker(manager, link, caplog, num_ranks, silent):
+    now = [0.0]
+    tier = tier_of(manager, link, num_ranks, clock=lambda: now[0])
+    load_id = load(tier, link, 0)
+    for rank in range(num_ranks):
+        if rank != silent:
+            tier.answered(LoadDone(load_id, rank, 3))
+    for seconds in (3.0, 6.0, 9.0):
+        assert not tier.is_left_alone
+        now[0] = seconds
+        tier.go_on()
+    assert tier.is_left_alone
+    (line,) = caplog.messages
+    assert line == f"the store is left alone for 1 s: no word from rank {silent} for 9.0 s"
+    tier.answered(LoadDone(load_id, silent, 3))
+    assert not tier.is_left_alone, "it was slow, and the load has succeeded"
