@@ -1,6 +1,7 @@
 # Sourced by every script: finds a Python, creates the environment, installs what a lock file names and the package.
 #   FASTDEPLOY_KVCACHE_VENV   where the environment lives (default: .venv in the checkout)
-#   PYTHON                    the interpreter to create it with (default: python3, else python3.12 ... python3.10)
+#   PYTHON                    the interpreter to create it with (default: python3, else python3.13 ... python3.10)
+#   FASTDEPLOY_KVCACHE_NO_APT=1  names what the system lacks, where root would install it with apt-get
 # A script with an environment of its own sets LOCK (a file in locks/) and FASTDEPLOY_KVCACHE_VENV before it sources this.
 # shellcheck shell=bash
 set -euo pipefail
@@ -14,19 +15,51 @@ die() {
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 LOCK="${LOCK:-dev}"
+NEWEST=13 WHAT_FOR=""
+[ "$LOCK" != fastdeploy ] || NEWEST=12 WHAT_FOR=" for FastDeploy"
 VENV="$(realpath -m "${FASTDEPLOY_KVCACHE_VENV:-$ROOT/.venv}")"
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
+# The first interpreter that fits, one that can make environments before one that cannot; nothing where none fits.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
-        if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
-            echo "$candidate"
-            return
-        fi
+    local needs candidate
+    for needs in "ensurepip, venv" sys; do
+        for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+            if "$candidate" -c "import sys, $needs; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $NEWEST))" 2>/dev/null; then
+                echo "$candidate"
+                return
+            fi
+        done
     done
-    die "Python 3.10, 3.11 or 3.12 is needed, ${PYTHON:-python3} is $("${PYTHON:-python3}" -V 2>&1 || true):" \
-        "install one, or set PYTHON=/path/to/python3"
+}
+
+# Debian's names of the packages that the system must have and lacks, asked of the interpreter in $1.
+lacking() {
+    if ! command -v "$1" >/dev/null; then
+        echo python3 python3-venv libgomp1
+        return
+    fi
+    [ "$1" = "$VENV/bin/python" ] || "$1" -c 'import ensurepip, venv' 2>/dev/null || echo "$(basename "$1")-venv"
+    "$1" -c 'import ctypes; ctypes.CDLL("libgomp.so.1")' 2>/dev/null || echo libgomp1
+}
+
+# What no package from PyPI brings: a Python with venv, and the library that Paddle loads. Root with apt-get gets it
+# installed, others are told the one command. The interpreter is $1.
+install_must_haves() {
+    local packages
+    packages="$(lacking "$1" | xargs)"
+    [ -n "$packages" ] || return 0
+    command -v apt-get >/dev/null ||
+        die "this system lacks what Debian calls $packages: install it with the system's package manager"
+    [ "$(id -u)" = 0 ] || die "this system lacks $packages: sudo apt-get install -y $packages"
+    [ -z "${FASTDEPLOY_KVCACHE_NO_APT:-}" ] ||
+        die "this system lacks $packages: apt-get update && apt-get install -y $packages"
+    echo "Installing $packages with apt-get, which this system lacks (FASTDEPLOY_KVCACHE_NO_APT=1 forbids it)" >&2
+    # shellcheck disable=SC2086
+    { apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $packages; } \
+        >/dev/null 2>&1 </dev/null || true
+    packages="$(lacking "$1" | xargs)"
+    [ -z "$packages" ] || die "apt-get did not install $packages: apt-get update && apt-get install -y $packages says why"
 }
 
 # What the installed environment was made from: when this is unchanged, there is nothing to do.
@@ -44,12 +77,22 @@ create_env() {
     local python
     if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
         python="$(find_python)"
+        [ -n "$python" ] || [ -z "${PYTHON:-}" ] || die_of_python
+        install_must_haves "${python:-python3}"
+        python="$(find_python)"
+        [ -n "$python" ] || die_of_python
         echo "Creating $VENV with $("$python" -V)" >&2
         "$python" -m venv --clear "$VENV" >/dev/null 2>&1 ||
             die "$python cannot create a virtual environment in $VENV: install its venv module (Debian, Ubuntu: apt install python3-venv)"
     fi
+    install_must_haves "$VENV/bin/python"
     "$VENV/bin/python" -m pip install -qq --require-hashes -r "$ROOT/locks/uv.txt" >&2 </dev/null ||
         die "pip could not install uv, its message is above: check the network, or set PIP_INDEX_URL to a mirror of PyPI"
+}
+
+die_of_python() {
+    die "Python 3.10 to 3.$NEWEST is needed$WHAT_FOR, ${PYTHON:-python3} is $("${PYTHON:-python3}" -V 2>&1 || true):" \
+        "install one, or set PYTHON=/path/to/python3"
 }
 
 # uv, for this environment and no other.
@@ -59,7 +102,7 @@ uv_pip() {
 
 install_env() {
     local stamp="$VENV/.fastdeploy-kvcache-stamp"
-    [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ] && "$VENV/bin/python" -c '' 2>/dev/null && return
+    [ "$(cat "$stamp" 2>/dev/null)" = "$(fingerprint)" ] && [ -z "$(lacking "$VENV/bin/python")" ] && return
     create_env
     echo "Installing the package and its dependencies (the first time takes about a minute)" >&2
     uv_pip sync --require-hashes "$ROOT/locks/$LOCK.txt" ||

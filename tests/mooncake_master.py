@@ -24,7 +24,9 @@ SEGMENT_BYTES = 64 << 20
 def _why_not() -> str | None:
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake is not installed: pip install -e '.[mooncake]'"
-    loaded = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True)
+    loaded = subprocess.run(
+        [sys.executable, "-c", "import mooncake.store, mooncake.engine"], capture_output=True, text=True
+    )
     if loaded.returncode:
         return f"mooncake cannot be loaded ({loaded.stderr.strip().splitlines()[-1]}): apt-get install {LIBRARIES}"
     missing = subprocess.run([PROGRAM, "--version"], capture_output=True, text=True)

@@ -21,6 +21,7 @@ from ..storage.backends import check_backend, make_tier
 from ..storage.namespace import Namespace
 from ..trace_recorder import TraceRecorder
 from ..transfer.settings import PeerPort
+from ..worker import ops
 from .disaggregation.prefill_client import PrefillClient
 from .disaggregation.prefill_endpoint import add_prefill_route
 from .disaggregation.role_info import add_role_route, role_info
@@ -140,6 +141,7 @@ def _serve(
     _add_role_routes(app, config, engine, tokenizer, worker.transfer_ends)
     listener.max_connections = connection_limit(config.max_connections)
     _warn_of_open_address(listener)
+    ops.warn_of_slow_copies()
     http = HttpServer(app, config, engine, chats=tokenizer.has_template, stop_requested=signals.noted)
     engine.start()
     if worker.storage is not None:

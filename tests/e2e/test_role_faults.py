@@ -17,6 +17,7 @@ import pytest
 
 from tests.e2e.peer_servers import PATIENCE_S, Cluster, cluster
 from tests.e2e.server_process import ServerProcess, started, wait_until
+from tests.mooncake_master import needs_mooncake
 
 pytestmark = pytest.mark.timeout(900)
 """Each starts three or four servers, at times on a machine that is busy with other tests."""
@@ -232,6 +233,7 @@ def test_doctor_tells_who_is_there_and_fits(tmp_path):
         assert found.count("FAIL") == 1
 
 
+@needs_mooncake()
 def test_the_mooncake_plane_moves_the_same_blocks(tmp_path, expected):
     """With a digest that both sides make, for this plane has no checksums."""
     with cluster(tmp_path, *FLAGS, "--transfer-plane", "mooncake") as servers:

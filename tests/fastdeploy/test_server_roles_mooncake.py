@@ -4,10 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.mooncake_master import needs_mooncake
+
 from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
 
-pytest.importorskip("mooncake.engine", reason="the extra mooncake is not installed")
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900), needs_mooncake()]
 
 SWAPPING = ("--swap-space", "0.02")
 

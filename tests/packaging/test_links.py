@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\s]+)`")
-FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "build" and path.name[:5] != ".venv"}
+OF_A_RUN = {"build", "dist", "log", "proof-scratch"}
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[:5] != ".venv"} - OF_A_RUN
 
 
 def ids(page):

@@ -32,8 +32,75 @@ def test_too_old_python_is_one_clear_line(tmp_path, environ):
     done = run([str(ROOT / "scripts/check")], {**environ, "PYTHON": str(old)})
     assert done.returncode != 0
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: Python 3.10, 3.11 or 3.12 is needed")
+    assert done.stderr.startswith("error: Python 3.10 to 3.13 is needed, ")
     assert "3.8.19" in done.stderr
+
+
+def test_fastdeploys_environment_ends_at_python_3_12(tmp_path, environ):
+    new = executable(tmp_path / "python3", '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.13.0 || exit 1\n')
+    (tmp_path / "fastdeploy").mkdir()
+    (tmp_path / "fastdeploy/envs.py").touch()
+    environ = {**environ, "PYTHON": str(new), "FASTDEPLOY_25": str(tmp_path)}
+    environ["FASTDEPLOY_KVCACHE_HOST_VENV"] = str(tmp_path / "venv")
+    done = run([str(ROOT / "scripts/test-fastdeploy")], environ)
+    assert done.returncode != 0
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: Python 3.10 to 3.12 is needed for FastDeploy, ")
+
+
+class System:
+    """A FAKE system that lacks venv and libgomp until its apt-get installs them."""
+
+    def __init__(self, directory: Path, user: int) -> None:
+        self._calls = directory / "calls"
+        bin = directory / "bin"
+        executable(
+            bin / "python3",
+            f'#!/bin/sh\ncase "$2" in *ensurepip*|*libgomp*) [ -e {directory}/installed ] || exit 1; esac\n'
+            f'exec {sys.executable} "$@"\n',
+        )
+        executable(
+            bin / "apt-get",
+            f'#!/bin/sh\necho "$@" >>{self._calls}\n'
+            f'case "$*" in *" install python3-venv libgomp1") touch {directory}/installed; esac\n',
+        )
+        executable(bin / "id", f"#!/bin/sh\necho {user}\n")
+        self.environ = {**os.environ, "PYTHON": "python3", "FASTDEPLOY_KVCACHE_VENV": str(directory / "venv")}
+        self.environ["PATH"] = f"{bin}:{os.environ['PATH']}"
+
+    def create_env(self, **environ: str) -> subprocess.CompletedProcess:
+        """Up to the moment when it would ask the network."""
+        return run(
+            ["bash", "-c", f"cd {ROOT}; . scripts/env.sh; create_env"], {**self.environ, "PIP_NO_INDEX": "1", **environ}
+        )
+
+    def installs(self) -> list[str]:
+        return self._calls.read_text().splitlines() if self._calls.exists() else []
+
+
+def test_a_user_is_told_the_one_command_that_installs_what_the_system_must_have(tmp_path):
+    system = System(tmp_path, user=1000)
+    done = system.create_env()
+    packages = "python3-venv libgomp1"
+    assert done.stderr == f"error: this system lacks {packages}: sudo apt-get install -y {packages}\n"
+    assert done.returncode != 0
+    assert not (tmp_path / "venv").exists()
+
+
+def test_root_gets_what_the_system_must_have_before_anything_else(tmp_path):
+    system = System(tmp_path, user=0)
+    first, second, *_ = system.create_env().stderr.splitlines()
+    assert first.startswith("Installing python3-venv libgomp1 with apt-get")
+    assert second.startswith("Creating ")
+    assert system.installs()[-1].endswith("install python3-venv libgomp1")
+
+
+def test_root_can_forbid_it(tmp_path):
+    system = System(tmp_path, user=0)
+    done = system.create_env(FASTDEPLOY_KVCACHE_NO_APT="1")
+    assert done.stderr.startswith("error: this system lacks python3-venv libgomp1: apt-get update && apt-get install ")
+    assert done.stderr.count("\n") == 1
+    assert system.installs() == []
 
 
 def test_missing_venv_module_is_one_clear_line(tmp_path, environ):

@@ -16,6 +16,7 @@ from fastdeploy_kvcache_v1.transfer import mooncake_plane as module
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
 from fastdeploy_kvcache_v1.transfer.mooncake_source import MooncakeSource
 from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
+from tests.mooncake_master import needs_mooncake
 from tests.transfer.peer import (
     BLOCK_BYTES,
     CANARY,
@@ -30,6 +31,7 @@ from tests.transfer.peer import (
     soon,
 )
 
+pytestmark = needs_mooncake()
 ALL = Spans.of([Span(region, 0, 0, NUM_BLOCKS * BLOCK_BYTES) for region in range(NUM_REGIONS)])
 
 

@@ -6,6 +6,7 @@ Reads a pickled `WorkerLaunch` from its standard input, which only the engine pr
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import pickle
@@ -46,6 +47,8 @@ DRAIN_TIMEOUT_S = 5.0
 
 RANKS_CONNECT_TIMEOUT_S = 300.0
 """The engine notices at once when one of them ends."""
+
+LIBGOMP = "libgomp.so.1"
 
 END_OF_GROUP_S = 10.0
 """So long a rank that lost another one waits to be stopped. The engine should tell of the one that ended first."""
@@ -128,7 +131,7 @@ def _build(
     config = launch.config
     configure_reproducible_math(config.num_threads)
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
-    # Only now: importing paddle fixes the mode of its math library.
+    _import_paddle()  # only now, since this fixes the mode of its math library
     from ...model.decoder import Decoder
     from ...model.mtp import DraftingDecoder
 
@@ -167,6 +170,16 @@ def _build(
         ranks=ranks,
     )
     return runner, controller, transfers
+
+
+def _import_paddle() -> None:
+    """Raises `ConfigError` where the system lacks the one library that Paddle's wheel does not bring."""
+    try:
+        importlib.import_module("paddle")
+    except ImportError as error:
+        if LIBGOMP not in str(error):
+            raise
+        raise ConfigError(f"paddle cannot be loaded ({error}): apt-get install libgomp1") from None
 
 
 def _loop(

@@ -79,6 +79,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             transfers=rank_role(self.fd_config),
         )
         swap_space.compare(self.model_runner.block_bytes, settings.host_block_bytes(), config.num_host_blocks)
+        ops.warn_of_slow_copies()
 
     def load_model(self) -> None:
         self.model_runner.load_weights()

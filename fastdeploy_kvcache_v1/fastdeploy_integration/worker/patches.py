@@ -63,6 +63,7 @@ def init_runner(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> 
         ),
     )
     wrapped(*args, **kwargs)
+    ops.warn_of_slow_copies()
 
 
 def _current_gpu() -> Runtime:

@@ -44,6 +44,7 @@ __all__ = [
     "swap_cache_per_layer",
     "tensor_rows",
     "use_paddle",
+    "warn_of_slow_copies",
 ]
 
 
@@ -86,11 +87,13 @@ def compiled_implementations(ops: CompiledOps) -> dict[tuple[str, str], Implemen
     return table
 
 
+_why_not_compiled = ""
+
+
 def _use_the_best() -> None:
-    global COMPILED
-    core, reason = library.load()
+    global COMPILED, _why_not_compiled
+    core, _why_not_compiled = library.load()
     if core is None:
-        logger.warning("no compiled copy ops, NumPy copies instead: %s", reason)
         return
     queues.stop_at_exit(core)
     COMPILED = CompiledOps(core)
@@ -98,6 +101,12 @@ def _use_the_best() -> None:
 
 
 _use_the_best()
+
+
+def warn_of_slow_copies() -> None:
+    """Says in the log why copies are slower than they could be. For servers, when nothing of their start can fail."""
+    if COMPILED is None:
+        logger.warning("no compiled copy ops, NumPy copies instead: %s", _why_not_compiled)
 
 
 def live() -> dict[str, str]:
