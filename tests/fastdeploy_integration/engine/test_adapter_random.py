@@ -2,6 +2,7 @@
 
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +18,22 @@ def prompt(rng, shared=3, blocks=8):
     return common[: rng.randrange(len(common))] + [rng.randrange(1, 50) for _ in range(rng.randrange(1, 12))]
 
 
+def profiled_adapter(num_device_blocks, num_host_blocks=0, *, seed, **settings):
+    """Made with a guess, as FastDeploy does; profiling then finds more blocks, or fewer."""
+    guess = random.Random(seed).randrange(1, 3 * num_device_blocks)
+    cache = make_adapter(guess, num_host_blocks, **settings)
+    FakeScheduler(cache).step()  # it schedules nothing yet
+    cache.update_cache_config(SimpleNamespace(total_block_num=num_device_blocks))
+    cache.check()
+    return cache
+
+
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("host_blocks", [0, 12, 200])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives(policy, host_blocks, seed):
     rng = random.Random(f"{policy} {host_blocks} {seed}")
-    cache = make_adapter(24, host_blocks, write_policy=policy, shared_prefill_tokens=seed * 4)
+    cache = profiled_adapter(24, host_blocks, seed=seed, write_policy=policy, shared_prefill_tokens=seed * 4)
     scheduler = FakeScheduler(cache, chance=lambda: rng.random() < 0.1)
     for number in range(400):
         action = rng.random()
@@ -51,7 +62,7 @@ def test_random_lives(policy, host_blocks, seed):
 def test_host_copies_that_failed_are_never_read(policy, seed):
     """The fake worker notices a block whose host copy did not arrive."""
     rng = random.Random(f"{policy} {seed}")
-    cache = make_adapter(24, 40, write_policy=policy)
+    cache = profiled_adapter(24, 40, seed=seed, write_policy=policy)
     scheduler = FakeScheduler(cache, chance=lambda: rng.random() < 0.1)
     num_failed = 0
 

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from .attention_scheduler import AttentionScheduler
-from .fake_scheduler import FakeTask, make_adapter
+from .fake_scheduler import FakeTask
 from .storage_scheduler import StorageScheduler
-from .test_adapter_random import prompt
+from .test_adapter_random import profiled_adapter, prompt
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
@@ -17,7 +17,8 @@ from .test_adapter_random import prompt
 @pytest.mark.parametrize("seed", range(2))
 def test_no_wrong_block_whatever_is_late_lost_or_failed(policy, prefetch, seed):
     rng = random.Random(f"{policy} {prefetch} {seed}")
-    counters = live(StorageScheduler(make_adapter(24, 40, write_policy=policy), rng, prefetch=prefetch))
+    cache = profiled_adapter(24, 40, seed=seed, write_policy=policy)
+    counters = live(StorageScheduler(cache, rng, prefetch=prefetch))
     if policy != "write_through_selective":  # few blocks are hit twice here
         assert min(counters.load.blocks, counters.store.blocks) > 0
 
@@ -27,7 +28,7 @@ def test_no_wrong_block_whatever_is_late_lost_or_failed(policy, prefetch, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_no_device_block_is_given_to_the_store_too_early(host_blocks, prefetch, seed):
     rng = random.Random(f"{host_blocks} {prefetch} {seed}")
-    cache = make_adapter(32, host_blocks, write_policy="write_through")
+    cache = profiled_adapter(32, host_blocks, seed=seed, write_policy="write_through")
     scheduler = AttentionScheduler(cache, rng, prefetch=prefetch)
     scheduler.loses = lambda: rng.random() < 0.03
     counters = live(scheduler)
