@@ -253,7 +253,8 @@ class RadixTree:
 
     def _append(self, leaf: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> Run:
         """New blocks below `leaf`: in place if they share its fate, else as a child."""
-        shares_fate = leaf.pins == 1 and not leaf.hits and leaf.host is None
+        is_as_new = leaf.last_use < 0  # what earlier requests have used is of another class than these blocks
+        shares_fate = leaf.pins == 1 and not leaf.hits and leaf.host is None and is_as_new
         if shares_fate and not leaf.has_children and leaf.ends_its_cells:
             self._residency.extend_device(leaf, hashes, slots)
             return leaf

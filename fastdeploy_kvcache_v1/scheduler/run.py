@@ -336,6 +336,7 @@ class Run(Link):
             and parent.pins == self.pins
             and parent.hits == self.hits
             and parent.kind == self.kind
+            and (parent.last_use < 0) == (self.last_use < 0)  # of new blocks the class is not known yet
             and parent.open is None
             and self.open is None
             and parent.on_device == self.on_device

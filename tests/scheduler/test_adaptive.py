@@ -178,3 +178,19 @@ def test_a_run_that_was_only_looked_at_is_whole_again() -> None:
         run(cache, text)
     assert cached(cache, "ab") == ["device"] * 2
     assert [(each.length, each.kind, each.last_use) for each in cache._tree.runs()] == [(4, 1, 2)]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_what_a_conversation_repeats_keeps_its_class_when_a_turn_is_added(chunk: int) -> None:
+    """However its blocks are committed: at once, or little by little as they are computed."""
+    cache = manager(80, eviction_policy="adaptive")
+    hashes = [BlockHash(b"%d" % index) for index in range(72)]
+    for end in (18, 36, 54, 72):
+        found = cache.match_prefix("turn", GivenHashes(hashes[:end], end + 1)).num_blocks
+        cache.allocate("turn", end)
+        cache.take_swap_step()
+        for computed in range(found, end, chunk):
+            cache.commit("turn", min(computed + chunk, end))
+        cache.finish("turn")
+        cache.check()
+    assert [(run.length, run.kind) for run in cache._tree.find(hashes)] == [(36, 2), (18, 1), (18, 0)]

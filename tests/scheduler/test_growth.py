@@ -102,6 +102,22 @@ def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int, 
     cache.check()
 
 
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_conversation_of_any_length_is_a_few_runs(chunk: int) -> None:
+    """However its turns, of four blocks each, are committed: what is used as often as its neighbour joins it."""
+    cache = manager(8000, max_queued_events=0, eviction_policy="adaptive")
+    hashes = blocks(8000)
+    for end in range(4, 8001, 4):
+        cache.match_prefix("turn", GivenHashes(hashes[:end], end + 1))
+        assert isinstance(cache.allocate("turn", end), Allocation)
+        cache.take_swap_step()
+        for computed in range(end - 4, end, chunk):
+            cache.commit("turn", computed + chunk)
+        cache.finish("turn")
+        assert sum(1 for _ in cache._tree.runs()) <= NUM_CLASSES
+    cache.check()
+
+
 @pytest.mark.parametrize(("policy", "host"), POLICIES)
 def test_a_waiting_head_of_a_long_conversation_is_matched_again_for_nearly_nothing(policy: str, host: int) -> None:
     costs = []
