@@ -23,11 +23,12 @@ def other_policies() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="package")
 def fast_learning() -> Iterator[None]:
     """What a server learns in thousands of requests, these tests learn in some."""
-    age_classes = tuple(min(bits, rates.NUM_AGES - 1) for bits in range(65))
+    age_classes = rates.age_classes(young_bits=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(history, "REQUESTS_PER_REFRESH", 4)
         patch.setattr(judge, "SHORTEST", 1)
         patch.setattr(rates, "AGE_CLASSES", age_classes)
+        patch.setattr(rates, "AGE_WIDTHS", rates.age_widths(young_bits=2))
         patch.setattr(history, "AGE_CLASSES", age_classes)
         patch.setattr(ages, "FIRST_SPAN", 1)
         yield

@@ -8,6 +8,7 @@ from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.policies import tables
 from fastdeploy_kvcache_v1.scheduler.policies.tables import SHORT_HOST
+from fastdeploy_kvcache_v1.scheduler.reuse import judge
 
 from .scenario import block, cached, fail, manager, on_host, run, start
 
@@ -34,6 +35,7 @@ def test_both_tiers_together_hold_what_one_of_their_size_would(
     assert hit_rate_in_turns(manager(64, 64, policy, eviction_policy=eviction)) == 1.0
     assert hit_rate_in_turns(manager(128, 0)) == 1.0
     monkeypatch.setattr(tables, "SHORT_HOST", 0)
+    monkeypatch.setattr(judge, "SHORTEST", 1 << 30)  # recency rules: of turns, what is learned drops the same blocks
     assert hit_rate_in_turns(manager(64, 64, policy, eviction_policy=eviction)) < 0.7
 
 

@@ -1,7 +1,7 @@
 """LiveAges: how much of what was used has not been used again yet, by age.
 
 An exponential histogram (M. Datar, A. Gionis, P. Indyk, R. Motwani, Maintaining stream statistics over sliding windows,
-SIAM J. Computing 31(6), 2002): spans of time that are the longer the older they are, at most half of their age.
+SIAM J. Computing 31(6), 2002): spans of time that are the longer the older they are, at most a quarter of their age.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LiveAges:
         """Make one of neighbours that are short for their age together."""
         starts, merged, end = [self._starts[-1]], [self._weights[-1]], now
         for start, weights in zip(self._starts[-2::-1], self._weights[-2::-1], strict=True):
-            if 2 * (end - start) <= now - end:
+            if 4 * (end - start) <= now - end:
                 merged[-1] = [one + other for one, other in zip(merged[-1], weights, strict=True)]
                 starts[-1] = start
             else:

@@ -21,8 +21,10 @@ REQUESTS_PER_REFRESH = 64
 ALL_EQUAL = table()
 """What blocks are worth while recency rules."""
 
-DOUBT = 2.0
-"""Evidence of so many average requests is shared by all classes of blocks before one is told from the others."""
+DOUBT = 0.5
+"""Evidence of so many average requests is shared by all classes of blocks before one is told from the others, at each
+of the ages that are told apart.
+"""
 
 
 Stretch = tuple[int, int]
@@ -61,7 +63,8 @@ class ReuseHistory:
 
     def worth(self, run: Run) -> float:
         """What keeping a block of `run` earns per unit of time; all are equal while recency rules."""
-        return self._worths[run.kind][AGE_CLASSES[(self.now - run.last_use).bit_length()]]
+        age = self.now - run.last_use
+        return self._worths[run.kind][AGE_CLASSES[(age * age).bit_length()]]
 
     @property
     def ripening(self) -> Sequence[int]:

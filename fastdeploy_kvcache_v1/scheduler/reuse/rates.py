@@ -10,14 +10,14 @@ A. Cidon, LHD: improving cache hit rate by maximizing hit density, NSDI 2018).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isqrt
 
 MOST_USES = 8
 CLASSES = tuple(uses.bit_length() for uses in range(MOST_USES + 1))
 """By uses: none since it was computed, 1, 2 or 3, 4 to 7, more."""
 NUM_CLASSES = CLASSES[-1] + 1
-NUM_AGES = 24
-"""By age in requests: below 8, then by powers of two."""
-YOUNGEST = 3
+NUM_AGES = 41
+"""By age in requests: below 8, then two in each octave."""
 DECAY = 0.98
 """Per refresh: what was seen 50 refreshes ago counts a third."""
 
@@ -26,11 +26,23 @@ RIPE = 0.5
 
 Table = list[list[float]]
 
-AGE_CLASSES = tuple(max(YOUNGEST, min(bits, NUM_AGES - 1)) for bits in range(65))
-"""By the number of bits of an age."""
+YOUNG_BITS = 6
+"""Of the square of an age below 8."""
 
-AGE_WIDTHS = tuple(1 << max(0, age - 1) for age in range(NUM_AGES))
-"""Requests that pass in each class of ages."""
+
+def age_classes(young_bits: int) -> tuple[int, ...]:
+    """By the number of bits of the square of an age, which is one more where the age is half an octave higher."""
+    return tuple(min(max(0, bits - young_bits), NUM_AGES - 1) for bits in range(129))
+
+
+def age_widths(young_bits: int) -> tuple[int, ...]:
+    """Requests that pass in each class of ages."""
+    ends = [isqrt((1 << young_bits + age_class) - 1) + 1 for age_class in range(NUM_AGES)]
+    return tuple(end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True))
+
+
+AGE_CLASSES = age_classes(YOUNG_BITS)
+AGE_WIDTHS = age_widths(YOUNG_BITS)
 
 
 class ReuseRates:
@@ -48,11 +60,11 @@ class ReuseRates:
         """Classes whose blocks are worth more when they are older: they come back after a while, not at once."""
 
     def used_again(self, kind: int, age: int, num_blocks: int) -> None:
-        self._used[kind][AGE_CLASSES[age.bit_length()]] += num_blocks
+        self._used[kind][AGE_CLASSES[(age * age).bit_length()]] += num_blocks
 
     def exposed(self, age: int, num_blocks: Sequence[float], num_requests: int) -> None:
         """So many blocks of that age, by class, could have been used by each of `num_requests`."""
-        age_class = AGE_CLASSES[age.bit_length()]
+        age_class = AGE_CLASSES[(age * age).bit_length()]
         for exposed, count in zip(self._exposed, num_blocks, strict=True):
             exposed[age_class] += num_requests * count
 
@@ -73,8 +85,7 @@ class ReuseRates:
                 for uses, chances, rate in zip(used, exposed, shared, strict=True)
             ]
             self.worths[kind] = _best_ratios(rates)
-        rows = [row[YOUNGEST:] for row in self.worths]
-        self.ripening = tuple(kind for kind, row in enumerate(rows) if row[0] < RIPE * max(row))
+        self.ripening = tuple(kind for kind, row in enumerate(self.worths) if row[0] < RIPE * max(row))
 
     def _shared_rates(self) -> list[float]:
         """Uses per block and request, of all classes together. Where none was seen, half of the rate at the age before:

@@ -30,7 +30,7 @@ def test_against_a_list_of_all_uses(seed: int) -> None:
         for kind in (0, 1):
             inside = sum(weight for time, each, weight in uses if each == kind and young < end - time <= old)
             assert weights[kind] == inside
-        assert old - young <= max(64, young / 2), "spans are short where ages are"
+        assert old - young <= max(64, young / 4), "spans are short where ages are"
     total = sum(weight for _, _, weight in uses)
     for share in (0.1, 0.5, 0.9):
         age = ages.age_of(end, share * total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 
@@ -16,15 +17,35 @@ from fastdeploy_kvcache_v1.scheduler.reuse.rates import (
 )
 
 
+@pytest.fixture(autouse=True)
+def real_ages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this package tell young ages apart, too."""
+    monkeypatch.setattr(module, "AGE_CLASSES", module.age_classes(module.YOUNG_BITS))
+    monkeypatch.setattr(module, "AGE_WIDTHS", module.age_widths(module.YOUNG_BITS))
+
+
+@pytest.mark.parametrize(
+    ("young_bits", "first"), [(module.YOUNG_BITS, [0, 8, 12, 16, 23, 32, 46, 64]), (2, [0, 2, 3, 4, 6, 8, 12, 16])]
+)
+def test_an_octave_of_ages_has_two_classes_and_they_follow_each_other(young_bits: int, first: list[int]) -> None:
+    begins = [0, *accumulate(module.age_widths(young_bits)[:-1])]
+    assert begins[:8] == first
+    classes = module.age_classes(young_bits)
+    for age in (*range(200), *(begin + step for begin in begins for step in (-1, 0, 1) if begin)):
+        found = classes[(age * age).bit_length()]
+        assert begins[found] <= age
+        assert found == NUM_AGES - 1 or age < begins[found + 1]
+
+
 def worth(rates: ReuseRates, kind: int, age: int) -> float:
-    return rates.worths[kind][module.AGE_CLASSES[age.bit_length()]]
+    return rates.worths[kind][module.AGE_CLASSES[(age * age).bit_length()]]
 
 
 def best_ratio(rates: list[float], age: int) -> float:
     """Over every horizon, one by one."""
     unused, wait, best = 1.0, 0.0, 0.0
     for later in range(age, len(rates)):
-        width = 1 << max(0, later - 1)
+        width = module.AGE_WIDTHS[later]
         left = unused / (1 + rates[later] * width)
         wait += width * (unused + left) / 2
         unused = left
@@ -35,7 +56,7 @@ def best_ratio(rates: list[float], age: int) -> float:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_hull_finds_the_best_horizon_of_every_age(seed: int) -> None:
     dice = random.Random(seed)
-    rates = [dice.choice([0.0, dice.random() / (1 + 4**age)]) for age in range(NUM_AGES)]
+    rates = [dice.choice([0.0, dice.random() / (1 + 2**age)]) for age in range(NUM_AGES)]
     assert _best_ratios(rates) == pytest.approx(
         [best_ratio(rates, age) for age in range(NUM_AGES)], rel=1e-6, abs=1e-15
     )
