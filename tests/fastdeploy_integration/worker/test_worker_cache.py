@@ -2,9 +2,11 @@
 
 import threading
 
+import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
+from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
 from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
@@ -243,6 +245,40 @@ def test_tensors_may_be_made_again():
 def addresses(cache):
     """Where the host tier is."""
     return cache._controller.host_pool.block(0).ctypes.data
+
+
+@pytest.mark.parametrize("order", [(MAIN, DRAFT), (DRAFT, MAIN)])
+def test_a_swap_in_waits_for_the_fill_of_all_tensors_however_often_they_are_made(order):
+    """A start, a wakeup or new weights, a draft model made again: main and draft tensors in either order."""
+    may_fill = threading.Event()
+    runtime = CpuRuntime(threaded_compute=True, delay=lambda stream: stream != "compute" or may_fill.wait(30))
+    cache = make_cache(parts=(MAIN, DRAFT), make_runtime=lambda: runtime, keep_host_memory=True)
+    tensors = {}
+
+    def make(part):
+        first, count = (0, 2) if part == MAIN else (2, 1)
+        backend = GQACacheBackend(count, 1, 3, 2, "float32")
+        tensors[part] = backend.create_kv_cache(6, first_layer=first)
+        for tensor in tensors[part].values():
+            runtime.compute_stream.submit(tensor.zero_)
+        cache.register(part, backend.layout, tensors[part], 6)
+
+    for step, made in enumerate((order, order, (DRAFT,))):
+        for part in made if step else ():
+            cache.unregister(part)
+        may_fill.clear()
+        for part in made:
+            make(part)
+        cache._controller.host_pool.block(1)[:] = 7
+        cache.receive([task(SwapStep(step, (swap_in((1, 4)),)), previous=step - 1)])
+        with pytest.raises(LayerSwapTimeoutError):
+            cache._controller.drain(0.2)
+        may_fill.set()
+        cache._controller.drain(30)
+        runtime.compute_stream.synchronize()
+        for tensor in (*tensors[MAIN].values(), *tensors[DRAFT].values()):
+            assert (tensor[4].numpy().view(np.uint8) == 7).all(), f"turn {step}"
+    cache.unregister(MAIN)
 
 
 def test_host_memory_stays_while_tensors_are_made_again():
