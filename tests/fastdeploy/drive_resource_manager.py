@@ -1,7 +1,7 @@
 """Run inside a FastDeploy process: drives its real ResourceManagerV1 through random lives of requests.
 
 The worker is the FAKE one of tests/fastdeploy_integration/engine: it checks what every block holds.
-Usage: script SEED STEPS HOST_BLOCKS POLICY.
+Usage: script SEED STEPS HOST_BLOCKS POLICY CACHING SEATS.
 """
 
 import pickle
@@ -132,8 +132,12 @@ class Drive:
         """Requests, and their limits, whose id a live one has."""
         self.rng, self.manager, self.cache = rng, manager, manager.cache_manager
         self.worker = FakeWorker(manager.config.cache_config.block_size)
-        self.requests, self.limits, self.late = {}, {}, []
-        self.finished = self.preempted = self.aborted = self.resets = self.idle = 0
+        self.requests, self.limits, self.ended = {}, {}, []
+        self.lateness = 0.0
+        """How often the engine hears late of a request preempted or aborted; meanwhile its last token may come."""
+        self.news = []
+        """What it has not heard yet: rows, and the requests that the worker had there."""
+        self.finished = self.preempted = self.aborted = self.resets = self.idle = self.crossed = 0
         self.outputs = {}
 
     def add(self, request_id, prompt, limit, items=None):
@@ -147,17 +151,22 @@ class Drive:
     def end(self, request_id):
         """Returns the request. One that waited for its id takes its place."""
         request = self.requests.pop(request_id)
+        self.ended = [*self.ended[-4:], request_id]
         if request_id in self.later:
             self.requests[request_id], self.limits[request_id] = self.later.pop(request_id)
         return request
 
     def step(self, lose=None):
         """As FastDeploy's loop: what raises is logged. `lose` names the place where this batch is lost."""
+        if self.news and self.rng.random() >= self.lateness:
+            self.hear()
         try:
             tasks = self.schedule(lose)
         except Lost:
             tasks = []
             self.num_lost += 1
+        if self.lateness:
+            self.cross()
         self.check()
         sampled = self.worker.step()
         self.idle = 0 if tasks or sampled else self.idle + 1
@@ -210,14 +219,33 @@ class Drive:
         return self.manager.running and all(each.status.name == "RUNNING_PREFILL" for each in self.manager.running)
 
     def deliver(self, tasks):
-        preempted, aborted = self.worker.receive(tasks)
-        for request_id in preempted:
-            self.preempted += 1
-            self.manager.reschedule_preempt_task(request_id)
-        for request_id in aborted:
-            self.aborted += 1
-            self.manager.recycle_abort_task(request_id)
-            self.end(request_id)
+        self.worker.receive(tasks)
+        rows = [task.idx for task in tasks if task.task_type.name in ("PREEMPTED", "ABORT")]
+        self.news += [(idx, self.manager.tasks_list[idx]) for idx in rows]
+        if not self.lateness:
+            self.hear()
+
+    def hear(self):
+        """As FastDeploy's reader of tokens: the row tells which request it is."""
+        for idx, request in self.news:
+            if request is None or self.manager.tasks_list[idx] is not request:
+                continue
+            if request.request_id in self.manager.to_be_aborted_req_id_set:
+                self.aborted += 1
+                self.manager.recycle_abort_task(request.request_id)
+                self.end(request.request_id)
+            elif request.request_id in self.manager.to_be_rescheduled_request_id_set:
+                self.preempted += 1
+                self.manager.reschedule_preempt_task(request.request_id)
+        self.news = []
+
+    def cross(self):
+        """The last token of a request comes while its abortion or preemption is on its way, or was lost."""
+        leaving = self.manager.to_be_aborted_req_id_set | self.manager.to_be_rescheduled_request_id_set
+        for request_id in sorted(leaving & self.requests.keys()):
+            if self.requests[request_id].status.name == "PREEMPTED" and self.rng.random() < 0.3:
+                self.crossed += 1
+                self.finish(request_id)
 
     def finish(self, request_id):
         request = self.requests[request_id]
@@ -254,12 +282,13 @@ class Drive:
 
         Requests that wait outside FastDeploy for their id end with it.
         """
-        if self.manager.waiting_abort_req_id_set:
+        if IS_26 and self.manager.waiting_abort_req_id_set:
             return
         if not IS_26:
             tasks = self.manager.preempted_all()
             if tasks:
                 self.deliver(tasks)
+            self.hear()
         else:
             self.manager.add_abort_req_ids(list(self.requests))
             self.run_dry()
@@ -298,11 +327,13 @@ LOSSES = ["schedule", "before put", "put", "after put"]
 
 
 def random_request(rng, drive, number):
-    """Mostly a new one; some cannot be hashed, some have the id of a live one."""
+    """Mostly a new one; some cannot be hashed, some have the id of a live one, or of one that has just ended."""
     action = rng.random()
     request_id = f"r{number}"
     if action < 0.05 and drive.requests.keys() - drive.later.keys():
         request_id = rng.choice(sorted(drive.requests.keys() - drive.later.keys()))
+    elif 0.1 < action < 0.3 and (ended := [each for each in drive.ended if each not in drive.requests]):
+        request_id = rng.choice(ended)
     items = {"mm_positions": [None], "mm_hashes": ["h"]} if action > 0.95 else None
     drive.add(request_id, random_prompt(rng), rng.randrange(1, 24), items)
     return items is not None, request_id in drive.later
@@ -321,9 +352,10 @@ class KeptUses:
         return tokens
 
 
-def main(seed, steps, host_blocks, policy):
+def main(seed, steps, host_blocks, policy, caching, seats):
     rng = random.Random(f"{seed} {host_blocks} {policy}")
-    drive = Drive(rng, make_manager(28, host_blocks, policy))
+    drive = Drive(rng, make_manager(28, host_blocks, policy, caching=bool(caching), seats=seats))
+    drive.lateness = 0.5
     cache = drive.manager.config.cache_config
     assert drive.cache.launch_cache_manager(cache, 1, ["0"], "127.0.0.1", 0, "", False) == []
     assert drive.cache.updates is None, "without --dynamic-load-weight nothing watches for weight updates"
@@ -353,10 +385,10 @@ def main(seed, steps, host_blocks, policy):
     print(
         f"RESULT finished={drive.finished} preempted={drive.preempted} aborted={drive.aborted} resets={drive.resets} "
         f"swapped_in={worker.num_swapped_in} swapped_out={worker.num_swapped_out} lost={drive.num_lost} "
-        f"poisoned={poisoned} doubled={doubled} kept={kept.count} "
+        f"poisoned={poisoned} doubled={doubled} kept={kept.count} crossed={drive.crossed} "
         f"waited={counters.shared_prefill_requests} shared={counters.shared_prefill_tokens}"
     )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))

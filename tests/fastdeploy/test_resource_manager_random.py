@@ -11,25 +11,33 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .fastdeploy_trees import HERE, RELEASES, run_inside
 
-STEPS = 2500
+STEPS = 3000
 
 pytestmark = pytest.mark.timeout(660)
 
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize(
-    ("host_blocks", "policy"),
-    [(0, "write_through"), (10, "write_through_selective"), (80, "write_through"), (80, "write_back")],
+    ("host_blocks", "policy", "caching", "seats"),
+    [
+        (0, "write_through", 1, 6),
+        (10, "write_through_selective", 1, 3),
+        (80, "write_through", 1, 6),
+        (80, "write_back", 1, 6),
+        (0, "write_through", 0, 3),
+    ],
 )
-def test_random_lives(release, tmp_path, host_blocks, policy):
+def test_random_lives(release, tmp_path, host_blocks, policy, caching, seats):
+    """`schedule` never raises by itself, and every request ends."""
     script = HERE / "drive_resource_manager.py"
-    output = run_inside(release, tmp_path, script, 1, STEPS, host_blocks, policy)
+    output = run_inside(release, tmp_path, script, 1, STEPS, host_blocks, policy, caching, seats)
     result = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", output.partition("RESULT")[2])}
     assert result["finished"] > 200
     assert min(result["preempted"], result["aborted"], result["resets"]) > 3
-    assert min(result["lost"], result["poisoned"], result["doubled"], result["kept"]) > 3
-    assert result["waited"] > 3
-    assert result["shared"] > result["waited"] * 8, "blocks that others computed"
+    assert min(result["lost"], result["poisoned"], result["doubled"], result["crossed"]) > 3
+    if caching:
+        assert min(result["waited"], result["kept"]) > 3
+        assert result["shared"] > result["waited"] * 8, "blocks that others computed"
     assert (result["swapped_in"] > 0) == (result["swapped_out"] > 0) == (host_blocks > 0)
 
 

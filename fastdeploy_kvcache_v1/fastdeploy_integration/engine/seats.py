@@ -15,16 +15,27 @@ Kwargs = dict[str, Any]
 
 
 def get_prefix_cached_blocks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Wraps the match of a waiting request in 2.5, which would raise when it has scheduled one more than there are
-    seats: without a seat a new request goes on waiting.
-    """
+    """Wraps the match of a waiting request in 2.5: one that waits for a seat is not matched in each batch till then."""
 
     def match(request: Any) -> bool:
-        if request.status.name == "WAITING" and not any(instance.stop_flags) and not _has_seat(instance, request):
+        if _waits_for_seat(instance, request):
             return False
         return get_prefix_cached_blocks_in_turn(wrapped, instance, (request,), {})
 
     return match(*args, **kwargs)
+
+
+def blocks_to_start(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Wraps the number of blocks that must be free before 2.5 starts a waiting request, with prefix caching or without.
+    Without a seat it is more than there are, so the request goes on waiting: with one too many, `schedule` would raise.
+    """
+
+    def ask(request: Any, num_blocks: int) -> Any:
+        if _waits_for_seat(instance, request):
+            return instance.cache_manager.num_gpu_blocks + 1
+        return wrapped(request, num_blocks)
+
+    return ask(*args, **kwargs)
 
 
 def schedule_with_a_seat(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -53,6 +64,8 @@ def let_one_start(manager: Any) -> None:
             request.idx = None
 
 
-def _has_seat(manager: Any, request: Any) -> bool:
-    """As on a prefill server, where a request waits for a decode server in its seat."""
-    return request.idx is not None and manager.tasks_list[request.idx] is request
+def _waits_for_seat(manager: Any, request: Any) -> bool:
+    """Preempted requests have theirs, and so has a new one on a prefill server, where it waits for a decode server."""
+    if request.status.name != "WAITING" or any(manager.stop_flags):
+        return False
+    return request.idx is None or manager.tasks_list[request.idx] is not request

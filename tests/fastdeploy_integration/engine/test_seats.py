@@ -20,7 +20,7 @@ from .fake_scheduler import FakeTask, Status
         (Status.WAITING, [False, False], True, "matched"),
     ],
 )
-def test_a_new_request_is_matched_only_when_there_is_a_seat(status, stop_flags, seated, expected):
+def test_a_new_request_is_matched_and_started_only_when_there_is_a_seat(status, stop_flags, seated, expected):
     request = FakeTask("x", [1])
     request.status = status
     asked = []
@@ -32,6 +32,8 @@ def test_a_new_request_is_matched_only_when_there_is_a_seat(status, stop_flags, 
     matched = seats.get_prefix_cached_blocks(lambda each: not asked.append(each), manager, (request,), {})
     assert ("matched" if matched else "not asked") == expected
     assert asked == [request] * matched
+    manager.cache_manager.num_gpu_blocks = 9
+    assert seats.blocks_to_start(lambda each, blocks: blocks, manager, (request, 4), {}) == (4 if matched else 10)
 
 
 def manager_of(waiting, *, num_seats, role="mixed", running=(), rescheduled=(), aborted=()):
