@@ -16,14 +16,13 @@ HERE = Path(__file__).parent
 VARIABLES = {release: checkout_variable(release) for release in known_releases()}
 """Releases with a patch table, and the environment variable that names the checkout of each."""
 RELEASES = tuple(VARIABLES)
-COMMAND = " ".join(f"{variable}=DIR" for variable in VARIABLES.values()) + " ./scripts/test-fastdeploy"
 
 
 def tree(release):
     """The checkout of a release, or a skip that says how to get one."""
     directory = os.environ.get(VARIABLES[release])
     if not directory:
-        pytest.skip(f"no FastDeploy {release} here: {COMMAND}")
+        pytest.skip(f"no FastDeploy {release} here: {VARIABLES[release]}=DIR ./scripts/test-fastdeploy")
     return Path(directory).resolve()
 
 

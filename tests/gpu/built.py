@@ -8,11 +8,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import pytest
-
-from fastdeploy_kvcache_v1.worker import ops
 from tests.gpu import fake_gpu
-from tests.worker.ops.native import compile_program
+from tests.worker.ops.native import compile_program, require_core
 
 _directory = tempfile.TemporaryDirectory(prefix="fake-gpu-")
 
@@ -20,10 +17,8 @@ _directory = tempfile.TemporaryDirectory(prefix="fake-gpu-")
 @cache
 def fake_gpu_directory() -> Path:
     """What `fake_gpu.py` takes. Skips where there is no compiler or no compiled core."""
-    if ops.COMPILED is None:
-        pytest.skip("there is no compiled core")
     directory = Path(_directory.name)
-    fake_gpu.build(directory, compile_program, ops.COMPILED.library.path)
+    fake_gpu.build(directory, compile_program, require_core().library.path)
     return directory
 
 

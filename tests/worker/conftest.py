@@ -7,15 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from fastdeploy_kvcache_v1.worker import ops
+from tests.worker.ops.native import require_core
 
 
 @pytest.fixture(params=["numpy", "compiled"])
 def cpu_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The implementation behind every CPU op and CPU stream of this test."""
     if request.param == "compiled":
-        if ops.COMPILED is None:
-            pytest.skip("there is no compiled core")
-        table = ops.compiled_implementations(ops.COMPILED)
+        table = ops.compiled_implementations(require_core())
     else:
         monkeypatch.setattr(ops, "COMPILED", None)
         table = ops.TWINS

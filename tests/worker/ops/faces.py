@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, numpy_twin, paddle_ops, tensor_rows
 from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
+from tests.worker.ops.native import require_core
 
 Copy = Callable[[Sequence[LayerRows], Sequence[LayerRows], CopyRuns], None]
 """Copies all layers; done on return."""
@@ -175,13 +175,11 @@ def face(name: str) -> Face:
     """Skips the test where this machine has no such implementation, and says which one that was."""
     if name == "numpy":
         return Face(name, _twin)
-    if ops.COMPILED is None:
-        pytest.skip(f"{name}: there is no compiled core")
-    compiled = ops.COMPILED
+    compiled = require_core()
     if name.startswith("paddle"):
         pytest.importorskip("paddle")
         if not paddle_ops.LIBRARY.exists():
-            pytest.skip(f"{name}: the operators were not built")
+            pytest.skip("the Paddle operators are not built: scripts/build_ops.sh")
         if name == "paddle":
             return Face(name, _paddle)
         return Face(name, _paddle_rows(compiled, on_a_queue=name.endswith("queue")))

@@ -14,7 +14,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import library, paddle_ops
-from tests.worker.ops.native import CUSTOM_OPS, ROOT, build, compiler, cuda_compiler, run_python
+from tests.worker.ops.native import CUSTOM_OPS, ROOT, build, compiler, cuda_compiler, require_core, run_python
 
 BUILD_AGAIN = "build again: python custom_ops/build.py"
 
@@ -29,19 +29,21 @@ def test_the_core_is_live_where_there_is_a_compiler_and_built_from_these_sources
 
 
 def test_calls_release_the_gil():
-    if ops.COMPILED is None:
-        pytest.skip("there is no compiled core")
+    require_core()
     assert isinstance(ops.COMPILED.library.raw, ctypes.CDLL)
     assert not isinstance(ops.COMPILED.library.raw, ctypes.PyDLL)
 
 
-def test_without_a_core_numpy_copies_and_says_so_once():
+def test_without_a_core_numpy_copies_and_a_server_says_so_when_it_has_started():
+    """An error of a start is one line, behind nothing."""
     code = (
-        "from fastdeploy_kvcache_v1.worker import ops; import fastdeploy_kvcache_v1.worker.ops.rows; print(ops.live())"
+        "import sys; from fastdeploy_kvcache_v1.worker import ops; print(ops.live());"
+        "print('started', file=sys.stderr); ops.warn_of_slow_copies()"
     )
     done = run_python(code, **{library.CHOICE: "numpy"})
     assert done.returncode == 0, done.stderr
     assert "'swap_cache_per_layer.cpu': 'numpy'" in done.stdout
+    assert done.stderr.startswith("started\n")
     assert done.stderr.count("NumPy copies instead") == 1
 
 
@@ -144,7 +146,7 @@ def test_the_paddle_operators_are_there_where_paddle_is():
 def test_operators_of_another_package_are_not_registered_twice():
     pytest.importorskip("paddle")
     if not paddle_ops.LIBRARY.exists():
-        pytest.skip("the Paddle operators were not built")
+        pytest.skip("the Paddle operators are not built: scripts/build_ops.sh")
     done = run_python(
         "import warnings; warnings.simplefilter('ignore')\n"
         "import paddle\n"

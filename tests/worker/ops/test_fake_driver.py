@@ -11,10 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from fastdeploy_kvcache_v1.worker import ops
-from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program
+from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program, require_core
 
 PROGRAM = """
 import dataclasses, sys
@@ -79,8 +77,7 @@ print("passed")
 
 
 def test_copies_go_to_the_stream_that_was_named(tmp_path):
-    if ops.COMPILED is None:
-        pytest.skip("there is no compiled core")
+    require_core()
     compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], tmp_path / "libcuda.so.1", "-fPIC", "-shared")
     core = Path(shutil.copy(ops.COMPILED.library.path, tmp_path))
     done = subprocess.run(
@@ -103,8 +100,7 @@ print(Library(Path(sys.argv[1])).raw.kvswap_cuda_has_path(5))
 
 def test_a_kernel_of_another_build_is_left_alone(tmp_path):
     """Its arguments may look different, and a GPU would read past them."""
-    if ops.COMPILED is None:
-        pytest.skip("there is no compiled core")
+    require_core()
     compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], tmp_path / "libcuda.so.1", "-fPIC", "-shared")
     header, launch = f'#include "{CUSTOM_OPS}/cuda/kernel.h"', 'extern "C" int kvswap_kernel_launch() { return 0; }'
     abi = 'extern "C" int kvswap_kernel_abi() { return kvswap::cuda::kKernelAbi %s; }'

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1.worker import ops
-from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program
+from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program, require_core
 
 BENCHMARK = """
 import sys
@@ -27,8 +26,7 @@ copy_gpu.main()
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
     """The environment of a machine with CuPy and a driver, but without the copy kernel."""
-    if ops.COMPILED is None:
-        pytest.skip("there is no compiled core")
+    require_core()
     unwanted = shutil.ignore_patterns("_core_cuda.so", "_paddle_ops.so", "__pycache__")
     shutil.copytree(ROOT / "fastdeploy_kvcache_v1", tmp_path / "fastdeploy_kvcache_v1", ignore=unwanted)
     shutil.copytree(ROOT / "tests/gpu", tmp_path / "tests/gpu")

@@ -13,9 +13,8 @@ import sys
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import landing
-from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program
+from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program, require_core
 
 PROGRAM = """
 import ctypes, logging, sys
@@ -52,8 +51,7 @@ extern "C" __attribute__((visibility("default"))) int kvswap_kernel_launch(const
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory) -> dict[str, str]:
     """The environment of a machine with CuPy, a driver and the copy kernel."""
-    if ops.COMPILED is None:
-        pytest.skip("there is no compiled core")
+    require_core()
     directory = tmp_path_factory.mktemp("machine")
     unwanted = shutil.ignore_patterns("_core_cuda.so", "_paddle_ops.so", "__pycache__")
     package = directory / "fastdeploy_kvcache_v1"

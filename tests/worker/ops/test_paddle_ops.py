@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 paddle = pytest.importorskip("paddle")
 
 if not paddle_ops.LIBRARY.exists():
-    pytest.skip("the Paddle operators were not built", allow_module_level=True)
+    pytest.skip("the Paddle operators are not built: scripts/build_ops.sh", allow_module_level=True)
 
 DTYPES = ["bfloat16", "float16", "float32", "uint8", "float8_e4m3fn", "float8_e5m2"]
 BLOCKS, NUMBERS = 5, 24

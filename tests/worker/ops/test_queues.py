@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.worker.ops import CopyRun, CopyRuns
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.ops.faces import Memory, Shape, rows_of
-from tests.worker.ops.native import run_python
+from tests.worker.ops.native import require_core, run_python
 
 LIMIT_NS = 20_000_000_000
 RUNS = CopyRuns.of([CopyRun(0, 2, 2)])
@@ -23,9 +23,7 @@ RUNS = CopyRuns.of([CopyRun(0, 2, 2)])
 
 @pytest.fixture
 def compiled():
-    if ops.COMPILED is None:
-        pytest.skip("there is no compiled core")
-    return ops.COMPILED
+    return require_core()
 
 
 @pytest.fixture
