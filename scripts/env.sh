@@ -80,7 +80,7 @@ create_env() {
         [ -n "$python" ] || [ -z "${PYTHON:-}" ] || die_of_python
         install_must_haves "${python:-python3}"
         python="$(find_python)"
-        [ -n "$python" ] || die_of_python
+        [ -n "$python" ] || python="$(bring_python)" || die_of_python
         echo "Creating $VENV with $("$python" -V)" >&2
         "$python" -m venv --clear "$VENV" >/dev/null 2>&1 ||
             die "$python cannot create a virtual environment in $VENV: install its venv module (Debian, Ubuntu: apt install python3-venv)"
@@ -88,6 +88,19 @@ create_env() {
     install_must_haves "$VENV/bin/python"
     "$VENV/bin/python" -m pip install -qq --require-hashes -r "$ROOT/locks/uv.txt" >&2 </dev/null ||
         die "pip could not install uv, its message is above: check the network, or set PIP_INDEX_URL to a mirror of PyPI"
+}
+
+# Where the system's Pythons are too new or too old, uv has builds of its own. They come from its site, not from PyPI.
+bring_python() {
+    local uv="$VENV.uv"
+    [ -z "${PYTHON:-}" ] || return
+    echo "This system has no Python 3.10 to 3.$NEWEST: uv is asked for one" >&2
+    {
+        python3 -m venv --clear "$uv" &&
+            "$uv/bin/python" -m pip install -qq --require-hashes -r "$ROOT/locks/uv.txt" &&
+            timeout 600 "$uv/bin/python" -m uv python install "3.$NEWEST"
+    } >/dev/null 2>&1 </dev/null || return
+    "$uv/bin/python" -m uv python find --managed-python "3.$NEWEST"
 }
 
 die_of_python() {

@@ -103,6 +103,42 @@ def test_root_can_forbid_it(tmp_path):
     assert system.installs() == []
 
 
+def without_a_fitting_python(tmp_path: Path, *, uv_brings_one: bool) -> list[str]:
+    """What is said where Python is 3.14. FAKE: this Python, and the uv that it gets."""
+    uv = executable(
+        tmp_path / "uv",
+        '#!/bin/sh\n[ "$2" = pip ] && exit\n'
+        f'[ "$2 $3 $4 $5" = "uv python install 3.13" ] && exit {int(not uv_brings_one)}\n'
+        f'[ "$2 $3 $4" = "uv python find" ] && echo {sys.executable}\n',
+    )
+    executable(
+        tmp_path / "bin/python3",
+        f'#!/bin/sh\n[ "$1" = -V ] && echo Python 3.14.1\n'
+        f'[ "$2" = venv ] && mkdir -p "$4/bin" && cp {uv} "$4/bin/python"\nexit 0\n',
+    )
+    environ = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PIP_NO_INDEX": "1"}
+    environ["FASTDEPLOY_KVCACHE_VENV"] = str(tmp_path / "venv")
+    environ.pop("PYTHON", None)
+    script = f"cd {ROOT}; . scripts/env.sh; find_python() {{ :; }}; create_env"
+    done = run(["bash", "-c", script], environ)
+    assert done.returncode != 0, "nothing can be installed without an index"
+    return done.stderr.splitlines()
+
+
+def test_where_no_python_fits_uv_brings_one(tmp_path):
+    asked, created, *_ = without_a_fitting_python(tmp_path, uv_brings_one=True)
+    assert asked == "This system has no Python 3.10 to 3.13: uv is asked for one"
+    assert created.startswith(f"Creating {tmp_path / 'venv'} with Python 3.1")
+    assert (tmp_path / "venv/bin/python").exists()
+
+
+def test_where_uv_brings_none_one_line_says_which_python_is_needed(tmp_path):
+    assert without_a_fitting_python(tmp_path, uv_brings_one=False) == [
+        "This system has no Python 3.10 to 3.13: uv is asked for one",
+        "error: Python 3.10 to 3.13 is needed, python3 is Python 3.14.1: install one, or set PYTHON=/path/to/python3",
+    ]
+
+
 def test_missing_venv_module_is_one_clear_line(tmp_path, environ):
     bare = executable(
         tmp_path / "python3",
