@@ -11,7 +11,7 @@ import os
 import resource
 import site
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 BOOTSTRAP = "fastdeploy_kvcache_v1.pth"
 PLUGIN, PLUGIN_GROUP = "kvcache_v1", "fastdeploy.tool_parser_plugins"
 """The other way in, for a FastDeploy that loads plugins: `FD_PLUGINS` names it."""
+PADDLE_LIBRARIES = {"libgomp.so.1": "libgomp1"}
+MOONCAKE_LIBRARIES = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+    "librdmacm.so.1": "librdmacm1",
+    "liburing.so.2": "liburing2",
+}
+"""Of the system, with Debian's names of their packages."""
+
 STORAGE_MODULES = {"mooncake": "mooncake", "attention_store": "attentionstore_sdk"}
 """Storage backends of FastDeploy, with the Python module each needs."""
 
@@ -153,6 +163,7 @@ def machine_findings() -> Iterator[Finding]:
     checks: dict[str, Callable[[], tuple[bool | None, str]]] = {
         "activation": _activation,
         "GPU": _gpu,
+        "system libraries": _system_libraries,
         "PaddlePaddle": _paddle,
         "CuPy": _cupy,
         "copy ops": _ops,
@@ -261,6 +272,25 @@ def _gpu() -> tuple[bool | None, str]:
         return False, "none"
     driver.cuDeviceGetName(name, len(name), 0)
     return True, f"{count.value} x {name.value.decode()}"
+
+
+def _system_libraries() -> tuple[bool | None, str]:
+    """What no package from PyPI brings: Paddle's wheel and Mooncake's load it."""
+    for user, libraries, ok in (("Paddle", PADDLE_LIBRARIES, False), ("Mooncake", MOONCAKE_LIBRARIES, None)):
+        if lost := _missing(libraries):
+            return ok, f"{user} loads {', '.join(lost)}, missing here: apt-get install {' '.join(lost.values())}"
+    return True, "those that Paddle and Mooncake load"
+
+
+def _missing(libraries: Mapping[str, str]) -> dict[str, str]:
+    """Those that cannot be loaded, with Debian's names of their packages."""
+    lost = {}
+    for name, package in libraries.items():
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            lost[name] = package
+    return lost
 
 
 def _paddle() -> tuple[bool | None, str]:

@@ -142,6 +142,16 @@ def test_this_machine_is_described(monkeypatch):
     assert {"GPU", "PaddlePaddle", "NUMA nodes", "page-locked memory", "activation"} <= found.keys()
 
 
+@pytest.mark.parametrize(("table", "ok"), [("PADDLE_LIBRARIES", False), ("MOONCAKE_LIBRARIES", None)])
+def test_a_library_that_the_system_lacks_is_named_with_its_package(monkeypatch, table, ok):
+    monkeypatch.setattr(doctor, "PADDLE_LIBRARIES", {"libc.so.6": "libc6"})
+    monkeypatch.setattr(doctor, table, {"libc.so.6": "libc6", "libabsent.so.7": "libabsent7"})
+    (found,) = (finding for finding in doctor.machine_findings() if finding.name == "system libraries")
+    assert found.ok is ok
+    assert "libabsent.so.7" in found.detail
+    assert found.detail.endswith("missing here: apt-get install libabsent7")
+
+
 @pytest.fixture
 def storage_doctor(make_tree, tmp_path, capsys):
     """Runs the doctor on a tree in which all is well, and on a storage directory; exit status, and that line."""
