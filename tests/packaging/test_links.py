@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\s]+)`")
-OF_A_RUN = {"build", "dist", "log", "proof-scratch"}
+OF_A_RUN = {"build", "dist", "log"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[:5] != ".venv"} - OF_A_RUN
 
 
