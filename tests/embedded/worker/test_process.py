@@ -8,7 +8,7 @@ import pytest
 from fastdeploy_kvcache_v1.embedded.worker import process
 from fastdeploy_kvcache_v1.embedded.worker.launch import WorkerConfig, WorkerLaunch
 from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_MS, _build, _loop
-from fastdeploy_kvcache_v1.errors import ModelError
+from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
 from fastdeploy_kvcache_v1.metadata import TransferReport
 from fastdeploy_kvcache_v1.model.decoder import Decoder
 from fastdeploy_kvcache_v1.model.ranks import ONE_RANK
@@ -65,3 +65,12 @@ def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_ser
     with pytest.raises(ModelError, match="loaded for 77"):
         _build(WorkerLaunch(config, 0, Path(), 0, -1), board=None, ranks=ONE_RANK, share=None)
     assert asked == [3]
+
+
+def test_a_system_without_libgomp_is_a_users_error_that_says_what_to_install(monkeypatch):
+    def without_libgomp(name):
+        raise ImportError("libgomp.so.1: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(process.importlib, "import_module", without_libgomp)
+    with pytest.raises(ConfigError, match=r"libgomp\.so\.1.*: apt-get install libgomp1$"):
+        process._import_paddle()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -180,3 +183,21 @@ def test_host_memory_is_zeroed_aligned_and_given_back_once():
         ops.host_alloc(0)
     with pytest.raises(MemoryError):
         ops.host_alloc(1 << 60)
+
+
+def test_numpy_copies_are_the_word_of_a_started_server_not_of_an_import():
+    """A notice in front of an error of start-up would hide it."""
+    code = (
+        "import logging, sys; logging.basicConfig(); from fastdeploy_kvcache_v1.worker import ops;"
+        "print('imported', file=sys.stderr); ops.warn_of_slow_copies()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "FASTDEPLOY_KVCACHE_OPS": "numpy"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    first, second = done.stderr.splitlines()
+    assert first == "imported"
+    assert "no compiled copy ops, NumPy copies instead: FASTDEPLOY_KVCACHE_OPS says so" in second
