@@ -76,6 +76,7 @@ class PrefillClient:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks.values(), return_exceptions=True))
         self._loop.run_until_complete(self._http.aclose())
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())  # of answers that were not read to their end
         self._loop.close()
 
     def _begin(self, url: str, job: PrefillJob) -> None:
