@@ -106,8 +106,12 @@ def run(args: argparse.Namespace) -> int:
 
 def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
     """FastDeploy, its table, and every patch point."""
-    from .fastdeploy_integration.overlay import overlay, release
-
+    try:
+        with needed_by("the patch table"):
+            from .fastdeploy_integration.overlay import overlay, release
+    except ConfigError as error:
+        yield Finding(False, "FastDeploy", str(error))
+        return
     plugin.stand_by()
     try:
         found = release.installed_fastdeploy() if source is None else release.fastdeploy_at(source)
@@ -332,7 +336,7 @@ def _copy_paths() -> tuple[bool | None, str]:
         if cupy.cuda.runtime.getDeviceCount() < 1:
             return None, "no GPU here"
     except Exception as error:  # no CuPy, no driver: both are findings of their own
-        return None, f"no GPU here ({type(error).__name__})"
+        return None, f"not tried without CuPy and a GPU ({type(error).__name__})"
     from .worker import ops
     from .worker.runtime import CudaRuntime
 

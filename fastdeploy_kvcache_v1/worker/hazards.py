@@ -18,14 +18,14 @@ from .slot_set import bitmap, slots_of, without
 
 
 class Actor(enum.Enum):
-    """Whose stream uses a slot. Uses by one actor are ordered by its stream's FIFO and need no event."""
+    """Whose stream uses a slot. Uses by one stream are ordered by its FIFO and need no event."""
 
     INPUT = "input"
     OUTPUT = "output"
     COMPUTE = "compute"
     REMOTE = "remote"
     """A lease or a fetch of `transfer/`, or another rank's swap-in from a shared host pool: no stream of this process.
-    They end in any order, so none stands for another.
+    They end in any order, so none stands for another, and they wait for each other.
     """
 
     @property
@@ -206,15 +206,16 @@ class HazardTable:
     def conflicts(
         self, actor: Actor, reads: Iterable[int] | None, writes: Collection[int] | None
     ) -> Iterator[Dependency]:
-        """Every remembered use by another actor that conflicts, once per hazard, finished ones included."""
+        """Every remembered use that conflicts, but those of the same stream, once per hazard; finished ones as well."""
         written = _EVERY_SLOT if writes is None else bitmap(writes)
         read = without(_EVERY_SLOT if reads is None else bitmap(reads), written)
         after_write = Hazard.WRITE_AFTER_WRITE if reads is None else Hazard.READ_AFTER_WRITE
-        if self._anywhere is not None and self._anywhere[0] is not actor:
+        stream = actor if actor.is_fifo else None
+        if self._anywhere is not None and self._anywhere[0] is not stream:
             earlier, event = self._anywhere
             yield Dependency(event, earlier, actor, Hazard.WRITE_AFTER_WRITE)
         for use in self._uses:
-            if use.actor is actor:
+            if use.actor is stream:
                 continue
             if use.writes & written:
                 yield Dependency(use.event, use.actor, actor, Hazard.WRITE_AFTER_WRITE)

@@ -170,7 +170,7 @@ class CacheTransferManager:
         waits += self._tiers[metadata.target].hazards.before(actor, writes=slots[1])
         whole, by_layer = self._by_layer(waits)
         for wait in whole:
-            stream.wait_event(wait.event, needs_data=wait.needs_data)
+            stream.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
         self._held_by += [wait.event for wait in whole if isinstance(wait.event, PeerEvent)]
         return stream, by_layer
 

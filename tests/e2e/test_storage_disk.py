@@ -1,4 +1,4 @@
-"""A real server whose disk fills up, and becomes read-only: fewer hits, the same tokens, and it heals."""
+"""A real server whose disk fills up, and becomes read-only: the newest blocks stay, the same tokens, and it heals."""
 
 import shutil
 
@@ -52,16 +52,15 @@ def test_a_disk_that_fills_up_or_becomes_read_only_costs_hits_and_nothing_else(t
     disk = SmallDisk(tmp_path / "kv", DISK_MIB)
     with started(tmp_path / "server", *flags(tmp_path / "kv"), wrapper=disk.wrapper) as server:
         asker, directory = Asker(server), disk.seen_by(server.process.pid)
-        assert [asker.is_next_stored() for _ in range(3)] == [True, True, False], "the third one does not fit"
-        wait_until(lambda: not list((directory / "tmp").iterdir()), "no end of what did not fit")
-        assert [asker.cached(number) for number in (0, 1)] == [CACHED, CACHED]
-        assert asker.cached(2) < CACHED
-        wait_until(lambda: asker.is_next_stored(emptied=directory), "a store that has room again")
+        assert all(asker.is_next_stored() for _ in range(6)), "the oldest blocks make room, far below the capacity"
+        wait_until(lambda: not list((directory / "tmp").iterdir()), "no half written files")
+        assert asker.stores()[1:] == (0, 0), "no store has failed, and none was skipped"
+        assert BLOCKS <= len(list(directory.glob("*/??/*"))) < 3 * BLOCKS
         kept = len(asker.known) - 1
         disk.make_read_only(server.process.pid)
         assert not asker.is_next_stored()
         assert [asker.cached(number) for number in (kept, kept + 1)] == [CACHED, 0]
-        assert asker.stores()[1] >= 2, "each of the two faults was counted"
+        assert asker.stores()[1] >= 1, "the fault was counted"
         disk.make_writable(server.process.pid)
         wait_until(lambda: asker.is_next_stored(emptied=directory), "a store that can be written to again")
         end(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -27,6 +28,9 @@ HOST = "127.0.0.1"
 NUM_BLOCKS = 64
 REGISTERED_TIMEOUT_S = 90.0
 IDLE_TIMEOUT_S = 60.0
+
+FORMS = [(endpoint, streams) for endpoint in ("chat/completions", "completions") for streams in (False, True)]
+"""Of answers."""
 
 LIMITS = '{"silence_s": 4, "wait_s": 12, "lease_s": 12}'
 PROMPTS = [f"{'shared words ' * 20}question {number} {noise(number, number * 37 % 300)}" for number in range(12)]
@@ -162,6 +166,24 @@ def stream(client: OpenAI, text: str, **options: Any) -> tuple[int, ...]:
         for choice in chunk.choices:
             tokens += getattr(choice.delta, "completion_token_ids", None) or ()
     return tuple(tokens)
+
+
+def hear(url: str, endpoint: str, streams: bool, text: str, **options: Any) -> tuple[str | None, list[int]]:
+    """What a client hears at a router's or a server's `url`: the error, and tokens. No SDK reads it before we do."""
+    given = {"prompt": text} if endpoint == "completions" else {"messages": [{"role": "user", "content": text}]}
+    body = {"max_tokens": 12, "temperature": 0, "top_p": 0, "return_token_ids": True, "stream": streams, **given}
+    try:
+        reply = httpx.post(f"{url}/v1/{endpoint}", json={"model": "tiny", **body, **options}, timeout=120.0)
+        lines = reply.text.splitlines() if streams else [f"data: {reply.text}"]
+        parts = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line[6:].strip() != "[DONE]"]
+    except (httpx.HTTPError, ValueError) as error:
+        return repr(error), []
+    choices = [choice for part in parts for choice in part.get("choices", ())]
+    tokens = [(each.get("delta") or each.get("message") or each).get("completion_token_ids") or [] for each in choices]
+    errors = [str(part["error"]) for part in parts if "error" in part]
+    if reply.status_code != 200:
+        errors.append(reply.text)
+    return errors[0] if errors else None, [token for each in tokens for token in each]
 
 
 def wait_idle(*all_servers: CpuServer) -> None:

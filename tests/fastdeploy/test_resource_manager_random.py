@@ -77,3 +77,10 @@ def test_only_a_release_that_can_disable_chunks_cuts_no_prompt(release, tmp_path
     """What latent attention needs, which is refused in other releases."""
     output = run_inside(release, tmp_path, HERE / "drive_whole_prompts.py")
     assert f"RESULT finished=6 cut={not table_for(release).capabilities.disables_chunked_prefill}\n" in output
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_lost_batch_takes_no_request_whose_id_was_once_aborted(release, tmp_path):
+    """2.5 keeps that id: the abortion was on its way when the last token came."""
+    output = run_inside(release, tmp_path, HERE / "drive_stale_abortion.py")
+    assert "RESULT running=['r'] finished=3\n" in output

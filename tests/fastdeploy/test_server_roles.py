@@ -10,7 +10,7 @@ import pytest
 from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until
-from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, stream, wait_idle
+from .role_servers import FORMS, LIMITS, PROMPTS, ask, free_port, hear, num_fetches, servers, stream, wait_idle
 from .server_workload import noise
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
@@ -109,13 +109,18 @@ def test_bytes_that_change_or_break_off_fail_their_requests_and_no_others(group,
     before = decode.metrics()
     with made.fault(fault), ThreadPoolExecutor(4) as pool:
         for asked in [pool.submit(ask, client, prompt) for prompt in PROMPTS[:4]]:
-            # The router of 2.6 tries it four times; then a chat ends with "pd_reschedule" and without a token.
-            assert isinstance(asked.exception(), openai.APIError) or asked.result() == ()
+            assert isinstance(asked.exception(), openai.APIError)
+        for form in FORMS:
+            error, tokens = hear(made.router.url, *form, PROMPTS[4])
+            assert tokens == []
+            assert "blocks of" in error or "failed to send cache" in error, "and nothing that names something else"
     wait_idle(*both(group))
     after = decode.metrics()
-    assert after["transfers_started_total"] - before["transfers_started_total"] >= 4
+    assert after["transfers_started_total"] - before["transfers_started_total"] >= 8
     assert after["transfer_bytes_total"] == before["transfer_bytes_total"]
     assert [ask(client, prompt) for prompt in PROMPTS[:4]] == expected[:4]
+    for form in FORMS:
+        assert hear(made.router.url, *form, PROMPTS[4]) == hear(group[1]["mixed"].url, *form, PROMPTS[4])
 
 
 def test_eight_at_a_time(group, expected, client):

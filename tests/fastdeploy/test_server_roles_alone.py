@@ -14,7 +14,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import janitor
 
 from .cpu_server import wait_until
-from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
+from .role_servers import FORMS, LIMITS, PROMPTS, ask, free_port, hear, num_fetches, servers, wait_idle
 
 pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
@@ -67,17 +67,18 @@ def test_a_server_that_dies_or_stops_costs_its_peer_nothing(release, tmp_path, r
         made.router.wait_registered(prefill=1, decode=1)
         peer = running["decode" if role == "prefill" else "prefill"]
         # Shorter than the time after which an unhealthy server is ended.
-        with made.router.client(timeout_s=30.0) as client, ThreadPoolExecutor(8) as pool:
+        with made.router.client(timeout_s=30.0) as client, ThreadPoolExecutor(12) as pool:
             first = ask(client, PROMPTS[0])
             before = num_fetches(running["decode"])
             asked = [pool.submit(ask, client, prompt, max_tokens=400) for prompt in PROMPTS[:8]]
+            others = [pool.submit(hear, made.router.url, *form, PROMPTS[8]) for form in FORMS]
             wait_until(lambda: num_fetches(running["decode"]) > before, "requests at decode")
             stopped = [each for each in running[role].processes() if janitor.__name__ not in each.cmdline()]
             for process in stopped:
                 process.send_signal(number)
             for each in asked:
-                if each.exception() is not None:
-                    assert isinstance(each.exception(), openai.APIError)
+                assert isinstance(each.exception(), openai.APIError) if each.exception() else each.result()
+            heard = [each.result() for each in others]
             wait_idle(peer)
             if number == signal.SIGSTOP:
                 for process in stopped:
@@ -88,6 +89,8 @@ def test_a_server_that_dies_or_stops_costs_its_peer_nothing(release, tmp_path, r
                 running[role].wait_ready()
             made.router.wait_registered(prefill=1, decode=1)
             wait_until(lambda: _answers(client) == first, "an answer", 120.0)
+            for form, (error, tokens) in zip(FORMS, heard, strict=True):
+                assert error or (None, tokens) == hear(made.router.url, *form, PROMPTS[8])
         wait_idle(*running.values())
 
 

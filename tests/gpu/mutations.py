@@ -313,14 +313,14 @@ MUTATIONS = [
     _mutation(
         "copy streams do not wait",
         CUDA,
-        "        self._stream.wait_event(event.raw)\n        if needs_data and self._failure",
-        "        if needs_data and self._failure",
+        "            self._stream.wait_event(event.raw)\n        error =",
+        "            pass\n        error =",
     ),
     _mutation(
         "compute does not wait",
         CUDA,
-        "from event.early_error\n        self._stream.wait_event(event.raw)",
-        "from event.early_error",
+        "from error\n        if isinstance(event, CudaEvent):\n            self._stream.wait_event(event.raw)",
+        "from error",
     ),
     _mutation(
         "host memory is not page-locked",

@@ -94,6 +94,7 @@ class Simulation:
         self.random = random.Random(seed)
         self.chances, self.seen = chances, Seen()
         self.has_quiet_passes = seed % 3 == 1  # they end what skipped passes leave open
+        self.has_store = seed % 5 != 0
         draft = seed % 2 == 0
         draft_tokens = 2 if draft or seed % 5 == 0 else 0
         self.engine = RandomEngine(seed, device_slots=24, host_slots=14, block_size=BLOCK_SIZE, drafts=draft_tokens)
@@ -198,7 +199,7 @@ class Simulation:
         self._evicted.clear()
         self._last_sent = START
         self.worker.make_tensors()
-        for slot in self.engine.store_arrives():
+        for slot in self.engine.store_arrives() if self.has_store else ():
             self.worker.fill_on_host(slot, self.engine.host[slot] or [])
 
     # ---- checks

@@ -311,15 +311,15 @@ def bare(installed, required, tmp_path):
     """Runs the command with the package's own requirements and nothing else; returns exit status, output and errors."""
     names = ("PATH", "LD_LIBRARY_PATH")
     environment = {name: os.environ[name] for name in names if name in os.environ}
-    environment |= {"PYTHONPATH": str(required), "HOME": str(tmp_path)}
+    environment |= {"HOME": str(tmp_path)}
     (tmp_path / "trace").write_text(2 * f"{json.dumps(TURN)}\n")
     FileBackend(tmp_path / "store", namespace(), capacity_bytes=1 << 20).close()
 
-    def command(words):
+    def command(words, packages=required):
         done = subprocess.run(
             [installed.python.parent / "fastdeploy-kvcache", *words],
             cwd=tmp_path,
-            env=environment,
+            env={**environment, "PYTHONPATH": str(packages)},
             capture_output=True,
             text=True,
             timeout=120,
@@ -424,6 +424,15 @@ def test_to_the_doctor_a_missing_package_is_a_finding(bare, flags, problems):
     assert failed["CuPy"] == "a server on a GPU needs the package cupy: pip install 'fastdeploy-kvcache-v1[gpu]'"
     if flags:
         assert all("pip install 'fastdeploy-kvcache-v1[embedded]'" in failed[name] for name in problems)
+
+
+def test_to_the_doctor_even_a_missing_requirement_is_a_finding(bare):
+    """Who installs beside FastDeploy with --no-deps has none of them."""
+    status, output, _ = bare(["doctor"], packages="")
+    found = dict(re.findall(r"^FAIL  ([^:]*): (.*)$", output, re.M))
+    assert status == 1
+    assert re.fullmatch("the patch table needs the package .*: pip install fastdeploy-kvcache-v1", found["FastDeploy"])
+    assert "copy ops" in found
 
 
 def test_without_extras_no_package_of_one_is_there(installed, required):

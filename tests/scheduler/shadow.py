@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fastdeploy_kvcache_v1.metadata import (
     BlockHash,
+    CacheAccess,
     CacheEvent,
     CacheLevel,
     DeviceSlot,
@@ -63,18 +64,39 @@ class Shadow:
         """What each store reads, and what was there when it began."""
         self.backed_up: dict[int, frozenset[int]] = {}
         """Host slots that a step was the last to fill, by its number."""
+        self.unreported: list[TransferResult] = []
+        """Copies that failed and of which the manager was not told yet: it may be late, but never after the commit of
+        what was computed on top.
+        """
+        self.content: dict[BlockHash, list[Prefix]] = {}
+        """What each block holds, by its name."""
         self.index: dict[CacheLevel, set[BlockHash]] = {CacheLevel.DEVICE: set(), CacheLevel.HOST: set()}
         self.next_step = 0
 
     # ---- requests
 
-    def hashed(self, tokens: list[int]) -> BlockHasher:
-        hasher = BlockHasher(self.block_size)
+    def hashed(self, tokens: list[int], access: CacheAccess | None = None) -> BlockHasher:
+        hasher = BlockHasher(self.block_size, access=access or CacheAccess())
         hasher.extend(tokens)
+        self.learn(hasher, tokens)
         return hasher
 
-    def match(self, request_id: str, tokens: list[int], *, max_blocks: int | None = None, resumed: bool = False) -> int:
-        hasher = self.hashed(tokens)
+    def learn(self, hasher: BlockHasher, tokens: list[int]) -> None:
+        for index, block in enumerate(hasher.hashes):
+            if block not in self.content:
+                positions = range(index * self.block_size, (index + 1) * self.block_size)
+                self.content[block] = [tuple(tokens[: position + 1]) for position in positions]
+
+    def match(
+        self,
+        request_id: str,
+        tokens: list[int],
+        *,
+        max_blocks: int | None = None,
+        resumed: bool = False,
+        access: CacheAccess | None = None,
+    ) -> int:
+        hasher = self.hashed(tokens, access)
         result = self.manager.match_prefix(request_id, hasher, max_blocks=max_blocks, resumed=resumed)
         self.requests[request_id] = ShadowRequest(list(tokens), hasher)
         assert result.num_tokens < len(tokens), "the last token is always computed"
@@ -118,7 +140,7 @@ class Shadow:
         return step
 
     def apply(self, step: SwapStep) -> None:
-        """The worker's order: all evictions, then all swap-ins."""
+        """The worker's order: all evictions, then all swap-ins. A copy of garbage fails."""
         assert len(set(step.evict.target_slots)) == len(step.evict)
         assert len(set(step.swap_in.target_slots)) == len(step.swap_in)
         evicted = [list(self.device[slot]) for slot in step.evict.source_slots]
@@ -128,12 +150,16 @@ class Shadow:
         self.backed_up[step.step] = filled_now
         filled = [list(self.host[slot]) for slot in step.swap_in.source_slots]
         self.device.update(zip(step.swap_in.target_slots, filled, strict=True))
+        for swap, memory in ((step.evict, self.host), (step.swap_in, self.device)):
+            if unread := [slot for slot in swap.target_slots if memory[slot] == self.garbage]:
+                self.spoil(step, swap.target, unread)
 
     def compute(self, request_id: str, upto: int, sample: int) -> None:
         """The forward pass over tokens [computed, upto), then what the engine does with its result."""
         request = self.requests[request_id]
         table = self.manager.block_table(request_id)
         self.verify(request_id)
+        assert not self.reads_garbage(request_id), "a pass over it fails"
         for position in range(request.computed, upto):
             block = self.device.setdefault(table[position // self.block_size], [GARBAGE] * self.block_size)
             block[position % self.block_size] = tuple(request.tokens[: position + 1])
@@ -141,15 +167,36 @@ class Shadow:
         if request.computed == len(request.tokens):
             request.tokens.append(sample)
             request.hasher.extend((sample,))
+            self.learn(request.hasher, request.tokens)
         self.manager.commit(request_id, request.computed)
 
+    def reads_garbage(self, request_id: str) -> bool:
+        """Whether what the worker was told to read for it was to be filled by a copy that failed."""
+        request = self.requests[request_id]
+        num_blocks = -(-request.computed // self.block_size) if request.closed else 0
+        return any(self.device[slot] == self.garbage for slot in self.manager.block_table(request_id)[:num_blocks])
+
     def verify(self, request_id: str) -> None:
-        """Everything attention of this request would read is its own prefix."""
+        """Everything attention of this request would read is its own prefix, or known to the worker as garbage."""
         request = self.requests[request_id]
         table = self.manager.block_table(request_id)
         for position in range(request.computed):
-            held = self.device[table[position // self.block_size]][position % self.block_size]
-            assert held == tuple(request.tokens[: position + 1]), f"{request_id} would read wrong KV at {position}"
+            block = self.device[table[position // self.block_size]]
+            if not (self.unreported and block == self.garbage):
+                held = block[position % self.block_size]
+                assert held == tuple(request.tokens[: position + 1]), f"{request_id} would read wrong KV at {position}"
+
+    def verify_all(self) -> None:
+        """Everything that can be found holds what its name says, or the manager will hear of it."""
+        for run in self.manager._tree.runs():
+            for memory, level, slots in (
+                (self.device, CacheLevel.DEVICE, run.device_slots),
+                (self.host, CacheLevel.HOST, run.host_slots),
+            ):
+                if run.open is not level:
+                    for block, slot in zip(run.hashes, slots, strict=bool(slots)):
+                        is_right = memory[slot] == self.content[block]
+                        assert is_right or (self.unreported and memory[slot] == self.garbage), f"{level} slot {slot}"
 
     def end(self, request_id: str, how: str) -> list[int]:
         """`finish`, `preempt` or `release`; returns its tokens."""
@@ -158,29 +205,30 @@ class Shadow:
 
     # ---- failures
 
-    def spoil(self, level: CacheLevel, slots: list[int]) -> None:
-        """Copies into `slots` of tier `level` fail; the manager does not know yet."""
+    @property
+    def garbage(self) -> list[Prefix]:
+        """What a copy that fails leaves in a slot."""
+        return [GARBAGE] * self.block_size
+
+    def spoil(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> None:
+        """The copies of `step` into `slots` of tier `level` fail; the manager does not know yet."""
         memory = self.device if level is CacheLevel.DEVICE else self.host
         for slot in slots:
-            memory[slot] = [GARBAGE] * self.block_size
-        if level is CacheLevel.HOST:  # it will be reported: nobody may store what that step copied
-            del self.backed_up[self.next_step - 1]
-
-    def report(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> list[str]:
-        """Tell the manager; returns the requests that it names."""
+            memory[slot] = self.garbage
+        if level is CacheLevel.HOST:  # nobody may store what that step copied
+            self.backed_up.pop(step.step, None)
         source = CacheLevel.HOST if level is CacheLevel.DEVICE else CacheLevel.DEVICE
-        result = TransferResult(step.step, source, level, len(slots), 0, 0.0, tuple(slots), "injected")
-        return self.manager.transfer_failed(result)
+        failed = TransferResult(step.step, source, level, len(slots), 0, 0.0, tuple(slots), "injected")
+        self.unreported.append(failed)
 
-    def fail(self, step: SwapStep, level: CacheLevel, slots: list[int]) -> list[str]:
-        self.spoil(level, slots)
-        return self.report(step, level, slots)
+    def report(self) -> list[str]:
+        """Tell the manager of the oldest failure; returns the requests that it names."""
+        return self.manager.transfer_failed(self.unreported.pop(0))
 
     # ---- loads
 
     def begin_load(self, load_id: str, tokens: list[int], first: int, level: CacheLevel) -> bool:
-        hasher = BlockHasher(self.block_size)
-        hasher.extend(tokens)
+        hasher = self.hashed(tokens)
         result = self.manager.begin_load(load_id, hasher.hashes, first, level=level)
         if isinstance(result, NoSpace):
             assert result == NoSpace(len(hasher.hashes) - first, 0)
@@ -239,6 +287,12 @@ class Shadow:
         source, before = self.stores.pop(store_id)
         assert [self.host[slot] for slot in source.slots] == before, "a slot was filled while a store read it"
         self.manager.end_store(store_id)
+
+    def lose_step(self) -> None:
+        """A step that never reaches the worker: the engine computes nothing of it, and trusts no cached block."""
+        assert self.manager.take_swap_step().step == self.next_step
+        self.next_step += 1
+        self.reset(force=False)
 
     def reset(self, *, force: bool) -> None:
         self.manager.reset_cache(force=force)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import CacheStateError, KVCacheError, PoolInUseError, UnknownRequestError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, NoSpace, SwapStep
+from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot, NoSpace
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 
@@ -28,6 +28,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @initialize(
         device=st.integers(1, 12),
+        profiled=st.integers(1, 12),
         host=st.integers(0, 16),
         policy=st.sampled_from(WritePolicy),
         evictions=st.tuples(st.sampled_from(EVICTIONS), st.sampled_from(EVICTIONS)),
@@ -35,7 +36,14 @@ class ManagerMachine(RuleBasedStateMachine):
         events=st.sampled_from([3, 10_000]),
     )
     def start(
-        self, device: int, host: int, policy: WritePolicy, evictions: tuple[str, str], threshold: int, events: int
+        self,
+        device: int,
+        profiled: int,
+        host: int,
+        policy: WritePolicy,
+        evictions: tuple[str, str],
+        threshold: int,
+        events: int,
     ) -> None:
         config = KVCacheConfig(
             device,
@@ -48,11 +56,11 @@ class ManagerMachine(RuleBasedStateMachine):
             max_queued_events=events,
         )
         self.manager = CacheManager(config)
+        self.manager.resize_device_pool(profiled)
         self.shadow = Shadow(self.manager)
         self.counter = 0
         self.scheduled: set[str] = set()  # allocated since the last step: nothing of theirs has been computed
         self.lent: list[DeviceSlot] = []
-        self.failed: tuple[SwapStep, CacheLevel, list[int]] | None = None  # copies of which the manager must be told
 
     # ---- helpers
 
@@ -95,27 +103,22 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), fail=st.booleans())
     def step(self, data: st.DataObject, fail: bool) -> None:
-        self.report()
         step = self.shadow.step()
         self.scheduled.clear()
         if fail and (step.evict or step.swap_in):
             swap = data.draw(st.sampled_from([half for half in (step.evict, step.swap_in) if half]))
             slots = data.draw(st.lists(st.sampled_from(swap.target_slots), min_size=1, unique=True))
-            self.shadow.spoil(swap.target, slots)
-            self.failed = (step, swap.target, slots)
+            self.shadow.spoil(step, swap.target, slots)
 
-    @precondition(lambda self: self.failed)
+    @precondition(lambda self: self.shadow.unreported)
     @rule()
     def report(self) -> None:
-        """The worker's answer to the step comes at last; requests that it names were not computed."""
-        if self.failed is None:
-            return
-        failed, self.failed = self.failed, None
-        for name in self.shadow.report(*failed):
+        """The worker's answer to a step comes at last; requests that it names were not computed."""
+        for name in self.shadow.report():
             self.shadow.end(name, "preempt")
             self.scheduled.discard(name)
 
-    @precondition(lambda self: not self.failed and self.computable())
+    @precondition(lambda self: self.computable())
     @rule(data=st.data(), sample=st.integers(0, 1))
     def compute(self, data: st.DataObject, sample: int) -> None:
         """What earlier steps allocated is computed and committed, while the next one is being decided."""
@@ -125,8 +128,27 @@ class ManagerMachine(RuleBasedStateMachine):
         self.shadow.compute(name, data.draw(st.integers(request.computed + 1, last)), sample)
 
     def computable(self) -> list[str]:
+        """A pass over what a copy did not fill fails: of such a copy the manager is told first."""
         waits = {name: min(len(request.tokens), request.closed) for name, request in self.shadow.requests.items()}
-        return [name for name in self.admitted() if self.shadow.requests[name].computed < waits[name]]
+        return [
+            name
+            for name in self.admitted()
+            if self.shadow.requests[name].computed < waits[name] and not self.shadow.reads_garbage(name)
+        ]
+
+    @precondition(lambda self: self.counter % 5 == 3)
+    @rule(early=st.booleans())
+    def lose_step(self, early: bool) -> None:
+        """A batch is dropped on its way: requests that it names start again, before or after the reset."""
+        for name in self.scheduled if early else ():
+            self.shadow.end(name, "preempt")
+        self.shadow.lose_step()
+        for index in self.shadow.index.values():
+            index.clear()
+        self.manager.check()
+        for name in () if early else self.scheduled:
+            self.shadow.end(name, "preempt")
+        self.scheduled.clear()
 
     # ---- slots of a scheduler that keeps its own block tables
 
@@ -247,7 +269,6 @@ class ManagerMachine(RuleBasedStateMachine):
         if force:
             self.scheduled.clear()
             self.lent.clear()
-            self.failed = None  # the worker was stopped; loads were not
             stats = self.manager.stats()
             assert stats.device_free_blocks + stats.device_loading_blocks == stats.device_blocks
             stored = stats.host_blocks - stats.host_free_blocks - stats.host_loading_blocks
@@ -298,13 +319,15 @@ class ManagerMachine(RuleBasedStateMachine):
         assert stats.quarantined_blocks == sum(len(load.slots) for load in loads if load.cancelled)
         assert stats.host_free_blocks + stats.host_cached_blocks + on_host == stats.host_blocks
         for name in self.admitted():
-            if name not in self.scheduled and not self.failed:
+            if name not in self.scheduled:
                 self.shadow.verify(name)
+        self.shadow.verify_all()
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
             return
-        self.report()
+        while self.shadow.unreported:
+            self.report()
         self.manager.take_back(self.lent)
         for name in list(self.shadow.loads):
             self.shadow.complete_load(name, 0)
@@ -313,7 +336,10 @@ class ManagerMachine(RuleBasedStateMachine):
         for name in self.names:
             self.shadow.end(name, "finish")
         self.shadow.step()
+        while self.shadow.unreported:
+            self.report()
         self.manager.check_idle()
+        self.shadow.verify_all()
 
 
 TestManagerMachine = ManagerMachine.TestCase

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, CacheStatus, TransferResult
 
-from .scenario import cached, fail, manager, on_host, prompt, run
+from .scenario import cached, fail, manager, on_host, prompt, run, start
 
 
 def test_a_failed_swap_in_names_the_requests_and_forgets_the_blocks() -> None:
@@ -102,3 +104,38 @@ def test_a_match_that_waits_on_a_lost_block_becomes_empty_and_is_not_named() -> 
     assert isinstance(result, Allocation)
     assert result.num_cached_tokens == 0
     cache.finish("waits")
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through", "auto"])
+@pytest.mark.parametrize("failed", ["a", "c", "abc"])
+@pytest.mark.parametrize("then", ["runs", "finished", "left the device", "was hit", "was matched"])
+def test_after_a_report_that_comes_after_the_commit_nothing_of_it_is_found(policy: str, failed: str, then: str) -> None:
+    """It comes too late for `r`, whose tokens were sampled from garbage; nobody else is to read that."""
+    cache = manager(8, 16, policy)
+    run(cache, "abc!")
+    run(cache, "12345678!")
+    start(cache, "abcde!", "r")
+    step = cache.take_swap_step()
+    cache.commit("r", 5)
+    if then != "runs":
+        cache.finish("r")
+    if then == "left the device":
+        cache.lend(5)
+        cache.take_swap_step()
+        assert cached(cache, "abcde") == ["device"] * 3 + ["host"] * 2
+    elif then == "was hit":
+        start(cache, "abcdef!", "other")
+    elif then == "was matched":
+        cache.match_prefix("other", prompt("abcdef!"))
+    lost = [slot for letter, slot in zip("abc", step.swap_in.target_slots, strict=True) if letter in failed]
+    named = fail(cache, step, CacheLevel.DEVICE, lost)
+    assert named == {"runs": ["r"], "was hit": ["other"]}.get(then, [])
+    cache.check()
+    left = cached(cache, "abcde")
+    assert left == ["device"] * "abc".index(failed[0])
+    cache.take_swap_step()
+    for name in named:
+        cache.commit(name, 5)  # ignored
+        cache.preempt(name)
+    cache.check()
+    assert cached(cache, "abcde") == left

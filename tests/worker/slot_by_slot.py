@@ -25,7 +25,7 @@ class SlotBySlot:
         found = {}
 
         def add(use, hazard):
-            if use is not None and use[0] is not actor:
+            if use is not None and (use[0] is not actor or not actor.is_fifo):
                 found[use[1]] = found.get(use[1], False) or hazard is Hazard.READ_AFTER_WRITE
 
         add(self.anywhere, Hazard.WRITE_AFTER_WRITE)

@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, HazardTable
 from fastdeploy_kvcache_v1.worker.runtime import Event
 
-IN, OUT, COMPUTE = Actor.INPUT, Actor.OUTPUT, Actor.COMPUTE
+IN, OUT, COMPUTE, REMOTE = Actor
 
 
 class FakeEvent(Event):
@@ -50,7 +50,7 @@ class Use:
 slots = st.frozensets(st.integers(0, 4), max_size=3)
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("use"), st.sampled_from([IN, OUT, COMPUTE]), slots, slots),
+        st.tuples(st.just("use"), st.sampled_from(list(Actor)), slots, slots),
         st.tuples(st.just("finish"), st.integers(0, 100), st.booleans()),
         st.tuples(st.just("prune")),
     ),
@@ -69,7 +69,7 @@ def test_every_conflicting_unfinished_use_is_waited_for(script):
             events = {wait.event for wait in waits}
             assert len(events) == len(waits), "each event once"
             waited = [use for use in history if use.event in events]
-            previous = [use for use in history if use.actor is actor][-1:]
+            previous = [use for use in history if use.actor is actor and actor.is_fifo][-1:]
             use = Use(actor, reads, writes, waited, previous)
             for earlier in history:
                 if use.conflicts(earlier) and not earlier.event.is_done:
@@ -114,6 +114,24 @@ def test_the_rules(earlier, earlier_use, later, later_use, hazard):
     assert table.before(later, **{later_use: (2,)}) == []
     table.prune()
     assert len(table) == 0
+
+
+@pytest.mark.parametrize(
+    ("earlier_use", "later_use", "hazard"),
+    [
+        ("writes", "reads", Hazard.READ_AFTER_WRITE),
+        ("reads", "writes", Hazard.WRITE_AFTER_READ),
+        ("writes", "writes", Hazard.WRITE_AFTER_WRITE),
+    ],
+)
+def test_uses_by_peers_wait_for_each_other(earlier_use, later_use, hazard):
+    """A fetch into a slot that another fetch fills or a lease reads: they end in any order."""
+    table, event = HazardTable("device", 4), FakeEvent()
+    table.after(REMOTE, event, **{earlier_use: (1, 2)})
+    assert [(wait.event, wait.hazard) for wait in table.before(REMOTE, **{later_use: (2, 3)})] == [(event, hazard)]
+    assert table.before(REMOTE, **{later_use: (0, 3)}) == []
+    event.is_done = True
+    assert table.before(REMOTE, **{later_use: (2,)}) == []
 
 
 def test_readers_do_not_wait_for_each_other_and_a_write_waits_for_all():

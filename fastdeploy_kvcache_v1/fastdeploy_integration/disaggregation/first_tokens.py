@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .decode_adapter import DecodeAdapter
-from .grants import ABORTED, OK, Lost
+from .grants import ABORTED, OK, Lost, told_by_prefill
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class FirstTokens:
                 continue
             logger.warning("a first token of request %s is dropped: nothing waits for it", output.request_id)
             if output.error_code != OK and not self._cache.knew(output):
-                self._refuse(Lost(output.request_id, int(output.error_code), str(output.error_msg)))
+                self._refuse(told_by_prefill(output))
         return True
 
     def _refuse(self, lost: Lost) -> None:

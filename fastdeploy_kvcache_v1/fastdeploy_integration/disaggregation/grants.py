@@ -27,6 +27,12 @@ FAILED = 502
 
 OK = 200
 
+TRY_AGAIN = "PD Error: "
+"""The router of 2.6 tries a request whose error says so again, up to three times: one that may go better."""
+
+TRY_AGAIN_S = 30.0
+"""And one that failed after so long is not to wait as long three times more."""
+
 NOT_THERE = "this server's worker does not listen"
 
 MOST_NAMES = 4096
@@ -39,6 +45,12 @@ class Lost(NamedTuple):
     request_id: str
     code: int
     reason: str
+
+
+def told_by_prefill(output: Any) -> Lost:
+    """What came instead of a first token. 2.5 says only that there is none."""
+    reason = output.error_msg or f"prefill could not send the blocks of {output.request_id}"
+    return Lost(output.request_id, int(output.error_code), str(reason))
 
 
 @dataclass(eq=False)
@@ -55,6 +67,8 @@ class Grant:
     """Its ranks were told to begin when the worker has begun this step."""
     failure: str | None = None
     """Why it cannot run, whatever arrives."""
+    since: float = 0.0
+    """When it got them."""
     fetch_end: FetchEnd | None = None
     first_token: Any = None
     token_deadline: float = float("inf")
@@ -134,7 +148,7 @@ class Grants:
         self._names[name] = None
         if len(self._names) > MOST_NAMES:
             del self._names[next(iter(self._names))]
-        self._grants[request.request_id] = Grant(request, name, tuple(slots), first_block)
+        self._grants[request.request_id] = Grant(request, name, tuple(slots), first_block, since=self._clock())
         self.ledger.grant(name, self._fetch_s)
         if not self._is_scheduling:
             self._start(self._grants[request.request_id])
@@ -257,13 +271,14 @@ class Grants:
         if request_id in aborted:
             return Lost(request_id, ABORTED, "Aborted")
         if token is not None and token.error_code != OK:
-            return Lost(request_id, int(token.error_code), str(token.error_msg))
+            return told_by_prefill(token)
+        again = TRY_AGAIN if now - grant.since < TRY_AGAIN_S else ""
         if grant.failure is not None:
-            return Lost(request_id, FAILED, f"PD Error: {request_id} cannot run: {grant.failure}")
+            return Lost(request_id, FAILED, f"{again}{request_id} cannot run: {grant.failure}")
         if end is not None and end.outcome is not FetchOutcome.ARRIVED:
-            return Lost(request_id, FAILED, f"PD Error: the blocks of {request_id} did not arrive: {end.reason}")
+            return Lost(request_id, FAILED, f"{again}the blocks of {request_id} did not arrive: {end.reason}")
         if now >= grant.token_deadline:
-            return Lost(request_id, FAILED, f"PD Error: the first token of {request_id} did not arrive in time")
+            return Lost(request_id, FAILED, f"{again}the first token of {request_id} did not arrive in time")
         return None
 
     def _is_ready(self, grant: Grant) -> bool:

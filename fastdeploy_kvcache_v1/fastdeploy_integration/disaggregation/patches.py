@@ -14,7 +14,7 @@ from ..overlay import overlay
 from ..overlay.table import Where
 from .decode_adapter import DecodeAdapter
 from .first_tokens import FirstTokens
-from .grants import FAILED
+from .grants import FAILED, TRY_AGAIN
 from .messager import Messager
 from .pausing import DECODE_PAUSED, PREFILL_PAUSED
 from .prefill_adapter import PrefillAdapter
@@ -118,7 +118,7 @@ def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
         while True:
             if not gate.is_open:
                 instance.current_request_ids.pop(task.request_id, None)
-                tell_decode(instance, task, PREFILL_PAUSED)
+                tell_decode(instance, task, TRY_AGAIN + PREFILL_PAUSED)
                 return False, PREFILL_PAUSED
             where = info["decode_ip"], int(info["decode_connector_port"])
             if (reason := _unreachable(*where)) is not None:
@@ -128,7 +128,8 @@ def ask_for_room(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) ->
             if granted:
                 return True, message
             if message != NO_ROOM or time.monotonic() >= deadline:
-                tell_decode(instance, task, f"the decode server gives {task.request_id} no room: {message}")
+                again = "" if message == NO_ROOM else TRY_AGAIN
+                tell_decode(instance, task, f"{again}the decode server gives {task.request_id} no room: {message}")
                 return False, message
             time.sleep(ASK_AGAIN_S)
             instance.send_splitwise_tasks([task], task.idx)
@@ -147,7 +148,7 @@ def tell_decode(connector: Any, task: Any, reason: str) -> None:
         finished=True,
         metrics=task.metrics,
         error_code=FAILED,
-        error_msg=f"PD Error: {reason}",
+        error_msg=reason,
         ic_req_data=task.ic_req_data,
     )
     connector.send_first_token(task.disaggregate_info, [error])

@@ -106,8 +106,8 @@ def take_back(manager: Any, lost: Sequence[Any], *, preempted_leave: bool = Fals
                 again.append(task)
             elif _remove(manager.running, partial(operator.is_, task)):
                 again += _preempt(manager, task, leaves=preempted_leave)
-        # `schedule` takes them out of the running ones late: it may have raised before.
-        _remove(manager.running, lambda request: request.request_id in manager.to_be_aborted_req_id_set)
+        # `schedule` takes aborted requests out of the running ones late: it may have raised. Their ids do not tell.
+        _remove(manager.running, lambda request: request.status.name == "PREEMPTED")
     return again
 
 

@@ -29,12 +29,14 @@ class HeldBack:
         return len(self._requests)
 
     def hold(self, manager: Any, request: Any) -> bool:
-        """Whether `request` must wait; then it is held."""
+        """Whether `request` must wait; then it is held. An id that comes anew is of no abortion on its way any more."""
         with self._lock:
             is_taken = self._is_taken(manager, request.request_id)
             if is_taken:
                 logger.warning("request %s waits: a live request has the same id", request.request_id)
                 self._requests.append(request)
+            else:
+                _forget_abortion(manager, request.request_id)
             return is_taken
 
     def release(self, manager: Any) -> list[Any]:
@@ -64,3 +66,9 @@ def _is_live(manager: Any, request_id: str) -> bool:
         return any(request_id in ids for ids in unconfirmed) or any(
             each.request_id == request_id for queue in (manager.running, manager.waiting) for each in queue
         )
+
+
+def _forget_abortion(manager: Any, request_id: str) -> None:
+    """2.5 keeps the id of a request that ended while its abortion was on its way, and takes the next one for it."""
+    with manager.lock:
+        manager.to_be_aborted_req_id_set.discard(request_id)

@@ -25,6 +25,11 @@ class Capabilities:
     acknowledged_cache_info: bool = False
     """A prefill server schedules a request once its messager has said that it knows of the transfer."""
 
+    reschedules: bool = False
+    """A request that fails after its first token may be answered with the tokens that it has, and a router goes on from
+    there. It tries one again whose error contains "PD Error".
+    """
+
     def with_changes(self, changes: Mapping[str, object]) -> Capabilities:
         """These, with `changes` instead of the values they name. Raises `ValueError` for an unknown name or value."""
         known = asdict(self)

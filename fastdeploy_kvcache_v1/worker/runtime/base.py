@@ -74,7 +74,8 @@ class Stream(ABC):
         """Later work waits for `event`. With `needs_data` this unit fails if the event's work failed.
 
         Asynchronous streams always wait to the end, even in a failed unit: what follows relies on the order. Inline
-        streams raise `LayerSwapTimeoutError` after `timeout` seconds, and `TransferError` with `needs_data`.
+        streams raise `LayerSwapTimeoutError` after `timeout` seconds, and `TransferError` with `needs_data`. Those of
+        a GPU can wait for its events only: for a peer's use of a slot the calling thread waits, and raises so, too.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...errors import CacheStateError, ConfigError, TransferError
+from ...errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from .. import ops
 from .base import Event, Runtime, Stream, describe, free_host_memory, require
 from .placement import Nodes, allocate_near, node_of_pci_device, node_of_this_process
@@ -70,6 +70,17 @@ class CudaEvent(Event):
         return milliseconds / 1000
 
 
+def _early_error(event: Event, timeout: float | None) -> BaseException | None:
+    """What is known to have failed. Of what CUDA knows nothing, a peer's use of a slot, the end is waited for here.
+    Raises `LayerSwapTimeoutError`.
+    """
+    if isinstance(event, CudaEvent):
+        return event.early_error
+    if not event.wait_done(timeout):
+        raise LayerSwapTimeoutError(f"a peer's use of a slot did not end within {timeout} s")
+    return event.error
+
+
 class CudaStream(Stream):
     """A non-blocking CUDA stream. `submit` calls its function now, which enqueues on `handle` and returns."""
 
@@ -99,10 +110,11 @@ class CudaStream(Stream):
         self.submit(partial(copy, *args, stream=self.handle))
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
-        assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.raw)
-        if needs_data and self._failure is None and event.early_error is not None:
-            self._failure = TransferError(f"the copy it depends on failed: {describe(event.early_error)}")
+        if isinstance(event, CudaEvent):
+            self._stream.wait_event(event.raw)
+        error = _early_error(event, timeout)
+        if needs_data and self._failure is None and error is not None:
+            self._failure = TransferError(f"the copy it depends on failed: {describe(error)}")
 
     def record_event(self, *, timed: bool = False) -> CudaEvent:
         event = self._cupy.cuda.Event(disable_timing=not timed)
@@ -144,10 +156,11 @@ class CudaComputeStream(CudaStream):
         fn(*args)
 
     def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
-        assert isinstance(event, CudaEvent)
-        if needs_data and event.early_error is not None:
-            raise TransferError(f"a copy failed: {describe(event.early_error)}") from event.early_error
-        self._stream.wait_event(event.raw)
+        error = _early_error(event, timeout)
+        if needs_data and error is not None:
+            raise TransferError(f"a copy failed: {describe(error)}") from error
+        if isinstance(event, CudaEvent):
+            self._stream.wait_event(event.raw)
 
     def close(self) -> None:
         """Belongs to Paddle."""

@@ -228,7 +228,7 @@ def refuse(role_name, asked, refused_id, *, from_client=True):
 def test_a_decode_server_hears_which_request_a_paused_prefill_server_refuses(role):
     asked, alone = request("r"), request("r")
     alone.disaggregate_info = None
-    assert refuse("prefill", asked, "r") == [("r", 502, "PD Error: paused")]
+    assert refuse("prefill", asked, "r") == [("r", 502, "paused")]
     for refused in (
         ("decode", asked, "r"),
         ("mixed", asked, "r"),

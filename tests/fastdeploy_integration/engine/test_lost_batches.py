@@ -243,6 +243,31 @@ def test_a_lost_task_of_a_request_that_ended_is_not_told_again():
     assert transit.depart(manager, []) == []
 
 
+def test_a_lost_batch_takes_no_running_request_by_its_id():
+    """FastDeploy 2.5 keeps the id of a request that ended while its abortion was on its way."""
+    loop = Loop(make_adapter(24))
+    first, second = FakeTask("a", [1] * 8, 9), FakeTask("b", [2] * 8)
+    loop.manager.add(first)
+    loop.step()
+    loop.manager.to_be_aborted_req_id_set.add("a")
+    loop.manager.add(second)
+    loop.step(put=broken)
+    loop.manager.cache.transit.recover(loop.manager)
+    assert loop.manager.running == [first]
+
+
+def test_a_lost_batch_takes_an_aborted_request_that_schedule_had_not_taken_out_yet():
+    manager = FakeResourceManager(make_adapter(24))
+    aborted = FakeTask("a", [1] * 8)
+    manager.running, aborted.status = [aborted], Status.PREEMPTED
+    manager.to_be_aborted_req_id_set.add("a")
+    manager.cache.transit.depart(manager, [task := Control(Kind.ABORT, aborted)])
+    manager.cache.transit.recover(manager)
+    assert manager.running == []
+    manager.requests["a"] = aborted
+    assert manager.cache.transit.depart(manager, []) == [task]
+
+
 def test_a_lost_batch_with_copies_does_not_stop_the_worker():
     cache = make_adapter(8, 40, write_policy="write_back")
     loop = Loop(cache)
@@ -320,6 +345,17 @@ def test_an_id_that_the_host_forgot_to_forget_is_free():
     task = FakeTask("x", [2])
     manager.add(task)
     assert list(manager.waiting) == [task]
+
+
+def test_an_id_that_comes_again_is_of_no_abortion_on_its_way():
+    """2.5 keeps it there when its request ends first. While that one lives it stays: its abortion is not confirmed."""
+    manager = FakeResourceManager(make_adapter(24))
+    manager.to_be_aborted_req_id_set.update("xy")
+    manager.requests["x"] = FakeTask("x", [1])
+    for name in "xy":
+        manager.add(FakeTask(name, [2]))
+    assert manager.to_be_aborted_req_id_set == {"x"}
+    assert [task.request_id for task in manager.waiting] == ["y"]
 
 
 def test_clearing_all_data_ends_those_that_wait_for_an_id():

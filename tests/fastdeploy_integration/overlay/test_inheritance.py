@@ -119,7 +119,7 @@ def test_what_the_develop_branch_differs_in():
     assert {row.qualname for row in changed} == {"Indexer.forward", told}
     assert set(qualnames(develop)) - set(qualnames(release)) == {told}
     common = Capabilities(flash_block_wise_fp8=True, disables_chunked_prefill=True)
-    assert release.capabilities == replace(common, counts_preallocated=True)
+    assert release.capabilities == replace(common, counts_preallocated=True, reschedules=True)
     assert develop.capabilities == replace(common, acknowledged_cache_info=True)
 
 
@@ -131,5 +131,5 @@ def test_what_our_releases_differ_in():
     }
     assert old.capabilities == Capabilities(acknowledged_cache_info=True)
     assert new.capabilities == Capabilities(
-        flash_block_wise_fp8=True, disables_chunked_prefill=True, counts_preallocated=True
+        flash_block_wise_fp8=True, disables_chunked_prefill=True, counts_preallocated=True, reschedules=True
     )

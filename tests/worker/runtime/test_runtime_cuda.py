@@ -13,8 +13,10 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.ops import host_alloc, host_free
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda, placement
+from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 from fastdeploy_kvcache_v1.worker.runtime.cuda import CudaStream
 from fastdeploy_kvcache_v1.worker.runtime.placement import node_of_pci_device
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
@@ -159,6 +161,57 @@ def test_an_error_the_gpu_reports_later_fails_the_transfer(gpu, rig):
     (result,) = rig.controller.take_results()
     assert "CUDA error 700" in str(result.error)
     assert result.target_slots == (0,)
+
+
+class Lease(CpuEvent):
+    """A peer's use of a slot. It ends while somebody waits for it, unless it never does."""
+
+    def __init__(self, gpu, ends=True, error=None):
+        super().__init__()
+        self._gpu, self._ends, self._failure = gpu, ends, error
+
+    def wait_done(self, timeout=None):
+        if self._ends and not self.done():
+            self._gpu.log.append(("the lease ends",))
+            self.finish(self._failure)
+        return super().wait_done(timeout)
+
+
+def test_what_uses_a_slot_of_a_peer_is_submitted_when_the_peer_is_done(gpu, rig):
+    rig.controller.device_hazards.after(Actor.REMOTE, Lease(gpu), reads=(3,))
+    gpu.log.clear()
+    rig.submit(into=swap_in((0,), (3,)))
+    names = [entry[0] for entry in gpu.log]
+    assert names.index("the lease ends") < names.index("memcpyAsync")
+
+    rig.controller.device_hazards.after(Actor.REMOTE, Lease(gpu), reads=(4,))
+    gpu.log.clear()
+    rig.controller.before_compute([], [4])
+    assert gpu.log == [("the lease ends",)]
+    rig.close()
+
+
+def test_a_peer_that_does_not_end_its_use_is_not_waited_for_for_ever(gpu):
+    rig = Rig(CudaRuntime(compute_handle=COMPUTE), backend=FakeGpuBackend(num_layers=2), timeout_s=0.01)
+    rig.controller.device_hazards.after(Actor.REMOTE, Lease(gpu, ends=False), reads=(3,))
+    with pytest.raises(LayerSwapTimeoutError, match=r"a peer's use of a slot did not end within 0\.01 s"):
+        rig.submit(into=swap_in((0,), (3,)))
+    assert not [entry for entry in gpu.log if entry[0] == "memcpyAsync"]
+    with pytest.raises(LayerSwapTimeoutError):
+        rig.controller.before_compute([], [3])
+    assert rig.controller.take_results() == []
+
+
+def test_what_a_peer_did_not_bring_is_not_read(gpu, rig):
+    lost = Lease(gpu, error=OSError("the link is gone"))
+    rig.controller.device_hazards.after(Actor.REMOTE, lost, writes=(3,))
+    with pytest.raises(TransferError, match="the link is gone"):
+        rig.controller.before_compute([3], [])
+    rig.submit(evict((3,), (0,)))
+    gpu.run_all()
+    (result,) = rig.controller.take_results()
+    assert "the link is gone" in str(result.error)
+    rig.close()
 
 
 def test_a_host_wait_can_time_out(gpu, rig):
