@@ -168,12 +168,14 @@ def stream(client: OpenAI, text: str, **options: Any) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def hear(url: str, endpoint: str, streams: bool, text: str, **options: Any) -> tuple[str | None, list[int]]:
+def hear(
+    url: str, endpoint: str, streams: bool, text: str, *, timeout_s: float = 120.0
+) -> tuple[str | None, list[int]]:
     """What a client hears at a router's or a server's `url`: the error, and tokens. No SDK reads it before we do."""
     given = {"prompt": text} if endpoint == "completions" else {"messages": [{"role": "user", "content": text}]}
     body = {"max_tokens": 12, "temperature": 0, "top_p": 0, "return_token_ids": True, "stream": streams, **given}
     try:
-        reply = httpx.post(f"{url}/v1/{endpoint}", json={"model": "tiny", **body, **options}, timeout=120.0)
+        reply = httpx.post(f"{url}/v1/{endpoint}", json={"model": "tiny", **body}, timeout=timeout_s)
         lines = reply.text.splitlines() if streams else [f"data: {reply.text}"]
         parts = [json.loads(line[6:]) for line in lines if line.startswith("data: ") and line[6:].strip() != "[DONE]"]
     except (httpx.HTTPError, ValueError) as error:

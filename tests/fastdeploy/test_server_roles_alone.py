@@ -66,12 +66,12 @@ def test_a_server_that_dies_or_stops_costs_its_peer_nothing(release, tmp_path, r
             each.wait_ready()
         made.router.wait_registered(prefill=1, decode=1)
         peer = running["decode" if role == "prefill" else "prefill"]
-        # Shorter than the time after which an unhealthy server is ended.
-        with made.router.client(timeout_s=30.0) as client, ThreadPoolExecutor(12) as pool:
+        shortly = {"timeout_s": 30.0}  # before an unhealthy server is ended
+        with made.router.client(**shortly) as client, ThreadPoolExecutor(12) as pool:
             first = ask(client, PROMPTS[0])
             before = num_fetches(running["decode"])
             asked = [pool.submit(ask, client, prompt, max_tokens=400) for prompt in PROMPTS[:8]]
-            others = [pool.submit(hear, made.router.url, *form, PROMPTS[8]) for form in FORMS]
+            others = [pool.submit(hear, made.router.url, *form, PROMPTS[8], **shortly) for form in FORMS]
             wait_until(lambda: num_fetches(running["decode"]) > before, "requests at decode")
             stopped = [each for each in running[role].processes() if janitor.__name__ not in each.cmdline()]
             for process in stopped:
