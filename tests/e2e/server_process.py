@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -159,7 +159,7 @@ class ServerProcess:
             self.process.kill()
             self.process.wait()
         for child in self._descendants.values():
-            if child.is_running():
+            with suppress(psutil.NoSuchProcess):
                 child.kill()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
 
