@@ -84,3 +84,9 @@ def test_a_lost_batch_takes_no_request_whose_id_was_once_aborted(release, tmp_pa
     """2.5 keeps that id: the abortion was on its way when the last token came."""
     output = run_inside(release, tmp_path, HERE / "drive_stale_abortion.py")
     assert "RESULT running=['r'] finished=3\n" in output
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_request_that_was_passed_over_when_schedule_raised_still_waits(release, tmp_path):
+    output = run_inside(release, tmp_path, HERE / "drive_passed_over.py")
+    assert "RESULT waits=True finished=4\n" in output

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import BATCH_VARIABLE
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import BATCH_VARIABLE, SKIPPED_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
@@ -106,13 +106,13 @@ def test_without_the_variable_fastdeploy_is_untouched(release, tmp_path):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_batch_that_schedule_puts_together_has_the_name_that_we_look_for(release, tmp_path):
-    """When `schedule` raises, its local variable is all that knows which requests it had scheduled."""
+def test_the_lists_of_schedule_have_the_names_that_we_look_for(release, tmp_path):
+    """When `schedule` raises, its local variable is all that knows which requests it had scheduled or passed over."""
     code = "from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1 as manager\n"
     code += "names = manager.schedule.__code__\nprint('LOCALS', *names.co_varnames, *names.co_cellvars)"
     output = run_inside(release, tmp_path, "-c", f"import fastdeploy\n{code}", manager=False)
     (names,) = (line.split()[1:] for line in output.splitlines() if line.startswith("LOCALS"))
-    assert BATCH_VARIABLE in names
+    assert {BATCH_VARIABLE, SKIPPED_VARIABLE} <= set(names)
 
 
 def test_a_wrong_release_is_refused_at_import(tmp_path, monkeypatch):

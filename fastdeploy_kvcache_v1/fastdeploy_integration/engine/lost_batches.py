@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 BATCH_VARIABLE = "scheduled_reqs"
 """The local variable of FastDeploy's `schedule` that holds the batch being put together."""
 
+SKIPPED_VARIABLE = "skip_requests"
+"""The one that holds requests of the waiting line, until it puts them at its end."""
+
 
 class Batch(list[Any]):
     """A batch on its way from `schedule` to the queue; it pickles as a plain list."""
@@ -67,10 +70,14 @@ class Transit:
         self._unsent = tasks or None
         return tasks
 
-    def failed(self, error: Exception) -> None:
-        """`schedule` raised: what it had scheduled until then is lost."""
-        self._unsent = [*self._again, *scheduled_before(error)]
+    def failed(self, manager: Any, error: Exception) -> None:
+        """`schedule` raised: what it had scheduled until then is lost, and what it had passed over waits again."""
+        self._unsent = [*self._again, *_held_by_schedule(error, BATCH_VARIABLE)]
         self._again = []
+        with manager.lock:
+            waiting = {id(each) for each in manager.waiting}
+            skipped = [each for each in _held_by_schedule(error, SKIPPED_VARIABLE) if id(each) not in waiting]
+            manager.waiting.extendleft(reversed(skipped))
 
     def sent(self) -> None:
         """The last batch is in the queue."""
@@ -87,11 +94,11 @@ class Transit:
         self._again = []
 
 
-def scheduled_before(error: Exception) -> list[Any]:
-    """The batch that FastDeploy's `schedule` was putting together when it raised. Nothing else knows all of it."""
+def _held_by_schedule(error: Exception, variable: str) -> list[Any]:
+    """What a list of FastDeploy's `schedule` held when that raised. Nothing else knows all of it."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "schedule" and BATCH_VARIABLE in frame.f_locals:
-            return list(frame.f_locals[BATCH_VARIABLE])
+        if frame.f_code.co_name == "schedule" and variable in frame.f_locals:
+            return list(frame.f_locals[variable])
     return []
 
 

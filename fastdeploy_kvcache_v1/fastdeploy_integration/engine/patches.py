@@ -280,7 +280,7 @@ def schedule(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any
     try:
         tasks, errors = wrapped(*args, **kwargs)
     except Exception as error:  # FastDeploy's own loop catches it, and goes on as if nothing had been scheduled
-        cache.transit.failed(error)
+        cache.transit.failed(instance, error)
         raise
     finally:
         cache.followers.put_back(instance)

@@ -210,6 +210,23 @@ def test_a_schedule_that_raises_loses_what_it_had_scheduled():
     cache.manager.check_idle()
 
 
+@pytest.mark.parametrize("are_back", [False, True])
+def test_requests_that_a_schedule_had_passed_over_when_it_raised_wait_once(are_back):
+    manager = FakeResourceManager(make_adapter(24))
+    tasks = [FakeTask(name, [1] * 4) for name in "abc"]
+    manager.waiting.extend(tasks)
+
+    def schedule():
+        scheduled_reqs, skip_requests = [], [manager.waiting.popleft(), manager.waiting.popleft()]
+        if are_back:
+            manager.waiting.extend(skip_requests)
+        raise AssertionError(f"as the host's: {scheduled_reqs}")
+
+    with pytest.raises(AssertionError, match="as the host's"):
+        engine_patches.schedule(schedule, manager, (), {})
+    assert [task.request_id for task in manager.waiting] == (["c", "a", "b"] if are_back else ["a", "b", "c"])
+
+
 def test_lost_news_of_preempted_aborted_and_decoding_requests_are_told_again():
     cache = make_adapter(12)
     loop = Loop(cache)
