@@ -123,8 +123,7 @@ class FileBackend(StorageBackend):
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         raise
-                    self._make_room_on_disk(sum(sizes) - written, written, error)
-                    self._write(key, buffer)
+                    self._write_to_full_disk(key, buffer, sum(sizes) - written, written)
                 written += size
             self.touch([key for key, _ in missing])  # the last block of a prefix is the first to go
         except OSError as error:
@@ -278,17 +277,24 @@ class FileBackend(StorageBackend):
             if self._used.read() > limit:  # else another process has made room meanwhile
                 self._evict(limit, num_bytes)
 
-    def _make_room_on_disk(self, num_bytes: int, written: int, error: OSError) -> None:
+    def _write_to_full_disk(self, key: StoreKey, buffer: memoryview, num_bytes: int, written: int) -> None:
         """The disk, or a quota on it, had no room for the last `num_bytes` of a put, after `written` bytes of it: there
-        is room for what is stored now, and no more. Raises `error` if the put itself would have to make room.
+        is room for what is stored now, and no more. Raises `OSError` if the put itself would have to make room.
+
+        One process after the other tries again, since the ranks of a server fill a disk at the same time, and what the
+        first one deletes is room for all.
         """
         assert self._used is not None
         with self._used.exclusive():
-            limit = self._used.read() - num_bytes
-            if int(limit * KEPT_SHARE) < num_bytes + written:
-                raise error
+            try:
+                return self._write(key, buffer)
+            except OSError as error:
+                limit = self._used.read() - num_bytes
+                if error.errno not in NO_ROOM or int(limit * KEPT_SHARE) < num_bytes + written:
+                    raise
             self._say_disk_is_full(limit)
             self._evict(limit, num_bytes)
+            self._write(key, buffer)
 
     def _evict(self, limit: int, num_bytes: int) -> None:
         """Reserve `num_bytes`, which are counted already, within `limit`."""

@@ -168,6 +168,30 @@ def test_a_disk_that_is_full_below_the_capacity_goes_on_with_its_newest_values(s
     assert found_in(backend)[0] == stored + 40, "a disk with room again is used up to the capacity"
 
 
+def test_processes_that_fill_a_disk_at_once_make_room_once(store, monkeypatch, caplog):
+    """Ranks of a server store the same blocks at the same time, and are refused at the same time."""
+    ranks, full = [store() for _ in range(4)], {}
+    for number in range(80):
+        put(ranks[0], number)
+    write, room = os.write, bytes_in(ranks[0].directory)
+
+    def write_on_a_small_disk(file, data):
+        if len(full) < len(ranks):  # all are refused before the first makes room
+            full[len(full)] = True
+            if len(full) < len(ranks):
+                put(ranks[len(full)], 80 + len(full))
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        if bytes_in(ranks[0].directory) + len(data) > room:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", write_on_a_small_disk)
+    assert put(ranks[0], 80) == 1
+    assert len(caplog.messages) == 1, "the first one makes room, for all"
+    assert found_in(ranks[0])[0] == 77, "a tenth is deleted once, and four are new"
+    assert ranks[0].count_stored(keys(80, 81, 82, 83)) == 4
+
+
 def test_a_part_of_the_disk_stays_free(store, monkeypatch, caplog):
     """As large as the file system says, and never asked to be full."""
     backend, statvfs, free = store(), os.statvfs, []
