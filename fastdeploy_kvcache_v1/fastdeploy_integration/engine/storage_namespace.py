@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import logging
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from ...storage.namespace import Namespace
 from ..overlay import overlay
 from ..swap_space import has_draft_layer, host_layout, kv_cache_quant_type
 
+logger = logging.getLogger(__name__)
+
 FROM_DIRECTORY = "0"
 """Weight epoch of weights that the model's directory holds."""
 
@@ -24,6 +28,8 @@ GPU_FILES = Path("/proc/driver/nvidia/gpus")
 VARIABLES = "fastdeploy.envs:environment_variables"
 PREFIXES = ("FD_", "USE_", "SOT_", "FLASHINFER_", "PER_TOKEN_QUANT_", "INFER_WITH_")
 """Of the variables that FastDeploy and its kernels read, in that table or beside it."""
+ADDRESS = re.compile(r"<[^<>]* at 0x[0-9a-fA-F]+>")
+"""How Python shows an object that does not say what it holds: with its place in this process."""
 OURS = "FD_KVCACHE_V1_"
 """Of what the engine tells its workers for this package: addresses, sizes and policies."""
 
@@ -59,12 +65,15 @@ def settings_digest(config: Any, known_variables: Collection[str] = ()) -> str:
     left_out = overlay.active().table.not_in_names
     variables = numeric_variables(PREFIXES, more=known_variables, without=left_out.get(VARIABLES, ()))
     variables = [each for each in variables if not each.startswith(OURS)]
-    return hashlib.sha256(f"{_text(config, left_out)} {variables}".encode()).hexdigest()[:32]
+    text = _text(config, left_out)
+    if unread := sorted({*ADDRESS.findall(text)}):
+        logger.warning("no other process finds the stored blocks of this one: its settings hold %s", ", ".join(unread))
+    return hashlib.sha256(f"{text} {variables}".encode()).hexdigest()[:32]
 
 
 def _text(value: Any, left_out: Mapping[str, Collection[str]], within: tuple[int, ...] = ()) -> str:
     """The same in every process for the same settings. What cannot be looked into has its address in its text, and
-    so a name that no other process finds.
+    so a name that no other process finds, of which `settings_digest` warns.
     """
     if isinstance(value, enum.Enum):
         value = value.value

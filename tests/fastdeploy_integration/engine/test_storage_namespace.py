@@ -130,6 +130,18 @@ def test_what_cannot_be_looked_into_is_found_by_no_other_process(config):
     assert len(set(names)) == 2
 
 
+def test_a_store_that_no_other_process_can_use_is_said_to_be_one(config, caplog):
+    name(config)
+    assert not caplog.records
+    config.load_config.opaque = object()
+    config.load_config.token = "a secret"
+    name(config)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("no other process finds the stored blocks")
+    assert "<object object at 0x" in message
+    assert "secret" not in message
+
+
 def test_a_secret_is_not_in_the_manifest(config, monkeypatch):
     monkeypatch.setenv("FD_SECRET_OF_A_LATER_RELEASE", "rumpelstilzchen")
     assert "rumpelstilzchen" not in storage_namespace.storage_namespace(config, "APPEND_ATTN").manifest()
