@@ -67,8 +67,8 @@ class FileBackend(StorageBackend):
         self._numbers = itertools.count()
         self._has_said_full = False
         """That the disk, and not the capacity, decides what is kept."""
-        self._unusable: set[StoreKey] = set()
-        """Values that can neither be read nor deleted."""
+        self._unusable: dict[StoreKey, int] = {}
+        """Values that can neither be read nor deleted, and when their files last changed: another may be good."""
         self._used = open_directory(directory, namespace)
         if self.can_write:
             remove_abandoned(directory)
@@ -94,7 +94,7 @@ class FileBackend(StorageBackend):
                 if not self._read(self._path(key), buffer, used_ns=now - number * 1000):
                     self._forget(key, "it has another size than a block")
                     return number
-                self._unusable.discard(key)
+                self._unusable.pop(key, None)
             except FileNotFoundError:
                 return number
             except OSError as error:
@@ -178,11 +178,10 @@ class FileBackend(StorageBackend):
 
     def _is_there(self, key: StoreKey) -> bool:
         """Raises `OSError` when the directory fails."""
-        if key in self._unusable:
-            return False
         try:
-            if stat.S_ISREG(os.lstat(self._path(key)).st_mode):
-                return True
+            status = os.lstat(self._path(key))
+            if stat.S_ISREG(status.st_mode):
+                return self._unusable.get(key) != status.st_mtime_ns
             self._forget(key, "it is no file")
         except FileNotFoundError:
             pass
@@ -212,11 +211,13 @@ class FileBackend(StorageBackend):
             logger.warning("%s is not used (%s): forgotten", self._path(key), why)
         if len(self._unusable) >= MOST_UNUSABLE:
             self._unusable.clear()
-        self._unusable.add(key)
+        self._unusable[key] = 0
+        with contextlib.suppress(OSError):
+            self._unusable[key] = os.lstat(self._path(key)).st_mtime_ns
         if self.can_write:
             with contextlib.suppress(StorageError):
                 self.remove([key])
-                self._unusable.discard(key)
+                self._unusable.pop(key, None)
 
     def _write(self, key: StoreKey, buffer: memoryview) -> None:
         temporary, path = self._temporary_path(), self._path(key)
@@ -228,7 +229,7 @@ class FileBackend(StorageBackend):
             finally:
                 os.close(file)
             self._in_directories(path, lambda: os.rename(temporary, path))
-            self._unusable.discard(key)
+            self._unusable.pop(key, None)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

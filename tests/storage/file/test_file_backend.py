@@ -140,6 +140,20 @@ def bytes_in(directory):
     return sum(path.stat().st_size for path in directory.rglob("*.*") if path.is_file())
 
 
+def test_who_cannot_write_finds_a_value_that_another_process_has_repaired(store):
+    writer, reader = store(), store()
+    reader.close()
+    reader._used = None
+    put(writer, 1, 2)
+    os.truncate(writer._path(keys(1)[0]), 1)
+    assert got(reader, 1, 2) == 0
+    assert reader.count_stored(keys(1, 2)) == 0
+    assert got(writer, 1) == 0
+    put(writer, 1)
+    assert reader.count_stored(keys(1, 2)) == 2
+    assert got(reader, 1, 2) == 2
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_is_full_below_the_capacity_goes_on_with_its_newest_values(store, monkeypatch, caplog, code):
     backend = store()
