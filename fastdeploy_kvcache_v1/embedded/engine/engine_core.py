@@ -129,7 +129,8 @@ class EngineCore:
 
     def check(self) -> dict[str, object]:
         """Prove the manager's invariants, and when idle that nothing leaked. Raises `InvariantError`."""
-        if self.is_idle and (self.storage is None or self.storage.is_idle) and self.peers.is_idle:
+        storage_is_idle = self.storage is None or self.storage.is_idle
+        if self.is_idle and storage_is_idle and self.peers.is_idle:
             self._manager.check_idle()
             self.peers.check_idle()
         else:
@@ -137,6 +138,7 @@ class EngineCore:
         self._answers.check()
         return {
             "idle": self.is_idle and self.peers.is_idle,
+            "storage_idle": storage_is_idle,
             "running": self._scheduler.num_running,
             "waiting": self._scheduler.num_waiting,
             "cache": asdict(self._manager.stats()),
