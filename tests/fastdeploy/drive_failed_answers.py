@@ -15,7 +15,14 @@ from fastdeploy_kvcache_v1 import plugin
 
 plugin.activate()
 
-from fastdeploy.engine.request import CompletionOutput, ControlResponse, RequestMetrics, RequestOutput  # noqa: E402
+from fastdeploy.engine.request import (  # noqa: E402
+    CompletionOutput,
+    ControlResponse,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
 from fastdeploy.entrypoints.openai.protocol import (  # noqa: E402
     ChatCompletionRequest,
     CompletionRequest,
@@ -144,6 +151,21 @@ async def control():
     return (await queue.get())[0]["error_message"]
 
 
+async def pooled(name):
+    """An embedding or a reward, as FastDeploy's token processor makes it: with its defaults."""
+    output = PoolingRequestOutput(
+        request_id=f"{name}_0",
+        finished=True,
+        metrics=RequestMetrics(arrival_time=time.time()),
+        prompt_token_ids=PROMPT,
+        outputs=PoolingOutput(data=[0.5]),
+    )
+    manager = engine_client(lambda _: [[output.to_dict()]]).connection_manager
+    dealer, queue = await manager.get_connection(name)
+    dealer.write([b"", f"{name}_0".encode()])
+    return (await queue.get())[0]["outputs"]["data"]
+
+
 async def main():
     for name, scene in SCENES.items():
         for kind in ("chat", "completion"):
@@ -151,6 +173,8 @@ async def main():
                 shown = await answer(kind, scene, streams=streams)
                 print("ANSWER", f"{name}/{kind}/{'stream' if streams else 'plain'}", json.dumps(shown))
     print("CONTROL", await control())
+    for name in ("embd-1", "reward-1"):
+        print("POOLED", name, await pooled(name))
 
 
 asyncio.run(main())

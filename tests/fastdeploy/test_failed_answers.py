@@ -16,7 +16,9 @@ TOKENS = [70, 71, 1]
 def answers(request, tmp_path_factory):
     lines = run_inside(request.param, tmp_path_factory.mktemp("answers"), HERE / "drive_failed_answers.py").splitlines()
     made = dict(line.split(maxsplit=2)[1:] for line in lines if line.startswith("ANSWER"))
-    return {"release": request.param, "control": "CONTROL no" in lines, **{k: json.loads(v) for k, v in made.items()}}
+    pooled = [line for line in lines if line.startswith("POOLED")]
+    others = {"release": request.param, "control": "CONTROL no" in lines, "pooled": pooled}
+    return {**others, **{k: json.loads(v) for k, v in made.items()}}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -49,3 +51,7 @@ def test_nothing_changes_for_one_that_is_well(answers, form):
 
 def test_the_error_of_a_control_request_is_left_to_fastdeploy(answers):
     assert answers["control"]
+
+
+def test_embeddings_and_rewards_are_answered(answers):
+    assert answers["pooled"] == ["POOLED embd-1 [0.5]", "POOLED reward-1 [0.5]"]

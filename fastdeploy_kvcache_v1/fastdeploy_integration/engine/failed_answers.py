@@ -44,7 +44,8 @@ async def _next_outputs(get: Callable[[], Awaitable[Any]], begun: set[str] | Non
         if not isinstance(output, dict) or "error_msg" not in output:  # the answer to a control request
             continue
         request_id = output["request_id"]
-        if output["error_code"] == OK:
+        code = output["error_code"]
+        if code == OK or not isinstance(code, int):  # FastDeploy's default for embeddings and rewards is `(200,)`
             if begun is not None and (output["outputs"] or {}).get("token_ids"):
                 begun.add(request_id)
         elif begun is None or request_id not in begun:
