@@ -22,9 +22,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 # The first interpreter that fits, one that can make environments before one that cannot; nothing where none fits.
 find_python() {
-    local needs candidate
+    local needs candidate candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
     for needs in "ensurepip, venv" sys; do
-        for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+        for candidate in "${candidates[@]}"; do
             if "$candidate" -c "import sys, $needs; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $NEWEST))" 2>/dev/null; then
                 echo "$candidate"
                 return
@@ -56,7 +57,7 @@ install_must_haves() {
         die "this system lacks $packages: apt-get update && apt-get install -y $packages"
     echo "Installing $packages with apt-get, which this system lacks (FASTDEPLOY_KVCACHE_NO_APT=1 forbids it)" >&2
     # shellcheck disable=SC2086
-    { apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install $packages; } \
+    { apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=300 --no-install-recommends install $packages; } \
         >/dev/null 2>&1 </dev/null || true
     packages="$(lacking "$1" | xargs)"
     [ -z "$packages" ] || die "apt-get did not install $packages: apt-get update && apt-get install -y $packages says why"
@@ -104,7 +105,9 @@ bring_python() {
 }
 
 die_of_python() {
-    die "Python 3.10 to 3.$NEWEST is needed$WHAT_FOR, ${PYTHON:-python3} is $("${PYTHON:-python3}" -V 2>&1 || true):" \
+    local python="${PYTHON:-python3}"
+    die "Python 3.10 to 3.$NEWEST is needed$WHAT_FOR," \
+        "$python is $(command -v "$python" >/dev/null && "$python" -V 2>&1 || echo missing):" \
         "install one, or set PYTHON=/path/to/python3"
 }
 

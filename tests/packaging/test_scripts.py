@@ -36,6 +36,18 @@ def test_too_old_python_is_one_clear_line(tmp_path, environ):
     assert "3.8.19" in done.stderr
 
 
+def test_the_path_of_an_interpreter_may_have_a_space(tmp_path, environ):
+    python = executable(tmp_path / "my python/python3", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    done = run(["bash", "-c", f"cd {ROOT}; . scripts/env.sh; find_python"], {**environ, "PYTHON": str(python)})
+    assert done.stdout == f"{python}\n"
+
+
+def test_an_interpreter_that_is_missing_is_one_clear_line(tmp_path, environ):
+    done = run([str(ROOT / "scripts/check")], {**environ, "PYTHON": str(tmp_path / "python3")})
+    assert done.stderr.startswith(f"error: Python 3.10 to 3.13 is needed, {tmp_path / 'python3'} is missing: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_fastdeploys_environment_ends_at_python_3_12(tmp_path, environ):
     new = executable(tmp_path / "python3", '#!/bin/sh\n[ "$1" = -V ] && echo Python 3.13.0 || exit 1\n')
     (tmp_path / "fastdeploy").mkdir()
