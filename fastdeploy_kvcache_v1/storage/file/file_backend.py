@@ -37,6 +37,9 @@ FREE_SHARE, MOST_FREE_BYTES = 0.01, 1 << 30
 TOUCHED_S = 30.0
 """A value that was used is marked as used at most so often."""
 
+SILENCE_S = 60.0
+"""Between two lines of the log about values that cannot be used."""
+
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 ERRORS_OF_A_VALUE = {errno.EIO, errno.ELOOP, errno.EACCES, errno.EISDIR, errno.ENXIO, errno.EBADMSG}
@@ -65,6 +68,9 @@ class FileBackend(StorageBackend):
         self._temporary = f"{directory / TEMPORARY}{os.sep}"
         self._needed = [str(path) for path in (directory / FORMAT, directory / TEMPORARY, self._root / MANIFEST)]
         self._numbers = itertools.count()
+        self._num_unsaid = 0
+        self._silent_until = 0.0
+        """Of values that were forgotten."""
         self._has_said_full = False
         """That the disk, and not the capacity, decides what is kept."""
         self._unusable: dict[StoreKey, int] = {}
@@ -208,7 +214,7 @@ class FileBackend(StorageBackend):
     def _forget(self, key: StoreKey, why: str | None) -> None:
         """What is no block, or cannot be read, would count as stored for ever, and never be repaired."""
         if key not in self._unusable:
-            logger.warning("%s is not used (%s): forgotten", self._path(key), why)
+            self._say_forgotten(key, why)
         if len(self._unusable) >= MOST_UNUSABLE:
             self._unusable.clear()
         self._unusable[key] = 0
@@ -218,6 +224,15 @@ class FileBackend(StorageBackend):
             with contextlib.suppress(StorageError):
                 self.remove([key])
                 self._unusable.pop(key, None)
+
+    def _say_forgotten(self, key: StoreKey, why: str | None) -> None:
+        """One line a minute: a directory that may not be looked into any more makes all of its values unusable."""
+        self._num_unsaid += 1
+        now = time.monotonic()
+        if now >= self._silent_until:
+            more = f", and {self._num_unsaid - 1} more values" if self._num_unsaid > 1 else ""
+            logger.warning("%s is not used (%s): forgotten%s", self._path(key), why, more)
+            self._num_unsaid, self._silent_until = 0, now + SILENCE_S
 
     def _write(self, key: StoreKey, buffer: memoryview) -> None:
         temporary, path = self._temporary_path(), self._path(key)

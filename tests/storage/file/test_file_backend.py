@@ -295,6 +295,24 @@ def unreadable(monkeypatch, backend, number, code):
     monkeypatch.setattr(os, "preadv", read)
 
 
+def test_many_values_that_cannot_be_read_are_one_line_of_the_log_a_minute(store, monkeypatch, caplog):
+    backend = store()
+    put(backend, *range(100))
+    now = [1000.0]
+    monkeypatch.setattr("fastdeploy_kvcache_v1.storage.file.file_backend.time.monotonic", lambda: now[0])
+    for number in range(100):
+        os.unlink(backend._path(keys(number)[0]))
+        os.mkdir(backend._path(keys(number)[0]))
+    for number in range(50):
+        assert got(backend, number) == 0
+    assert len(caplog.messages) == 1
+    now[0] += 60.0
+    for number in range(50, 100):
+        assert got(backend, number) == 0
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith(", and 49 more values")
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ELOOP, errno.EACCES, errno.EISDIR, errno.ENXIO, errno.EBADMSG])
 def test_a_value_that_cannot_be_read_is_a_miss_and_is_stored_again(store, monkeypatch, caplog, code):
     backend = store()
