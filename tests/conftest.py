@@ -1,5 +1,7 @@
 """Settings for the whole suite. Fixtures live beside the tests that use them."""
 
+from __future__ import annotations
+
 import os
 from collections import Counter
 
