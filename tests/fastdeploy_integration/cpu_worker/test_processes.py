@@ -253,6 +253,8 @@ def test_a_resource_tracker_that_does_not_end_is_killed(tmp_path, monkeypatch):
         env={**os.environ, RUN_DIRECTORY: str(tmp_path)},
     )
     try:
+        # The kernel shows it a moment after `Popen` has returned.
+        wait_until(lambda: RUN_DIRECTORY in psutil.Process(stuck.pid).environ())
         assert end_processes(str(tmp_path)) == 1
         assert not psutil.pid_exists(stuck.pid)
     finally:
