@@ -6,18 +6,16 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import ITEMS, give_name, name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
-from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind, Status, make_adapter
+from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind, Status
 
-from .fake_requests import first_token
+from .decode_caches import decode_cache
+from .fake_requests import BLOCK, first_token
 
-BLOCK = 4
 SPARE = 1
 PREFIX = [1] * 12
 
@@ -26,17 +24,8 @@ class Decode:
     """FastDeploy's decode side of one adapter. `frees_whole`: as 2.6 gives blocks back, else as 2.5."""
 
     def __init__(self, blocks=20, host=0, *, frees_whole=True, **settings):
-        self.cache = make_adapter(blocks, host, kind=DecodeAdapter, **settings)
-        self.sent, self.inbox, self.frees_whole = [], SwapInbox(), frees_whole
-        self.num_asked = 0
-        self.cache.grants = Grants(
-            num_ranks=1,
-            send=lambda command: self.sent.append(command) or (),
-            give_back=self.cache.give_back,
-            fetch_s=100.0,
-            token_s=20.0,
-            open_step=self.cache.open_step,
-        )
+        self.cache = decode_cache(blocks, host, **settings)
+        self.sent, self.inbox, self.frees_whole = self.cache.sent, SwapInbox(), frees_whole
 
     def request(self, request_id, prompt, **fields):
         task = FakeTask(request_id, prompt)

@@ -2,16 +2,16 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import REFUSAL_S, FirstTokens
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import ABORTED, FAILED, Grants
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import ABORTED, FAILED
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
-from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind, make_adapter
+from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind
 
+from .decode_caches import decode_cache
 from .fake_requests import BLOCK, END, Output, engine, first_token, request
 
 
@@ -19,17 +19,10 @@ class Server:
     """A decode engine, its adapter and the queue of what prefill servers send."""
 
     def __init__(self, *known):
-        self.sent, self.news, self.queue, self.now, self.num_ended = [], [], [], 0.0, 0
-        self.cache = make_adapter(20, block_size=BLOCK, kind=DecodeAdapter)
+        self.news, self.queue, self.now, self.num_ended = [], [], 0.0, 0
+        self.cache = decode_cache(clock=lambda: self.now)
         self.cache._rank_news = self._take_news
-        self.cache.grants = Grants(
-            num_ranks=1,
-            send=lambda command: self.sent.append(command) or (),
-            give_back=self.cache.give_back,
-            fetch_s=100.0,
-            token_s=20.0,
-            clock=lambda: self.now,
-        )
+        self.sent = self.cache.sent
         self.engine = engine(self.cache, *known)
         self.tokens = FirstTokens(self.engine, self.cache, Output, self._count_end, clock=lambda: self.now)
 

@@ -1,32 +1,22 @@
 """The engine's patches for roles against FAKE objects of FastDeploy."""
 
 import socket
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import DECODE_PAUSED, PREFILL_PAUSED, Gate
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from tests.fastdeploy_integration.engine.fake_scheduler import make_adapter
 
+from .decode_caches import decode_cache
 from .fake_requests import BLOCK, Manager, Output, request
 
 
 def decode_manager():
-    cache = make_adapter(20, block_size=BLOCK, kind=DecodeAdapter)
-    cache.sent = []
-    cache.grants = Grants(
-        num_ranks=1,
-        send=lambda command: cache.sent.append(command) or (),
-        give_back=cache.give_back,
-        fetch_s=100.0,
-        token_s=20.0,
-    )
+    cache = decode_cache()
     cache.gate = Gate()
     manager = Manager(cache)
 
@@ -135,12 +125,8 @@ def decode_port():
 
 
 @pytest.fixture(autouse=True)
-def fastdeploy(monkeypatch):
-    module = ModuleType("fastdeploy.engine.request")
-    module.RequestOutput = Output
-    for name in ("fastdeploy", "fastdeploy.engine"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "fastdeploy.engine.request", module)
+def fastdeploy(install, monkeypatch):
+    install({"fastdeploy": {}, "fastdeploy.engine": {}, "fastdeploy.engine.request": {"RequestOutput": Output}})
     monkeypatch.setattr(patches, "ASK_AGAIN_S", 0.0)
 
 
@@ -236,6 +222,6 @@ def test_prefill_hears_that_there_is_no_room(paused):
 
 @pytest.mark.parametrize(("role", "blocks", "needed"), [("decode", 0, 0), ("decode", 1, 11), ("mixed", 0, 10)])
 def test_a_full_decode_server_starts_what_has_its_blocks(role, blocks, needed):
-    cache = make_adapter(20, kind=DecodeAdapter) if role == "decode" else make_adapter(20)
+    cache = decode_cache() if role == "decode" else make_adapter(20)
     manager = SimpleNamespace(cache_manager=cache)
     assert patches.blocks_to_start(lambda count: count + 10, manager, (blocks,), {}) == needed

@@ -1,8 +1,7 @@
 """Before a server with a role is paused, its requests and what it shares with peers end, or the pause fails."""
 
-import sys
 import threading
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,14 +139,10 @@ def test_a_request_that_waits_for_its_stored_prefix_at_prefill_goes_on_to_be_ref
 
 
 @pytest.fixture
-def role(monkeypatch):
+def role(install, monkeypatch):
     """A FAKE role that the patches take for one of FastDeploy's."""
-    module = ModuleType("fastdeploy.engine.request")
-    module.RequestOutput = Output
-    module.ControlRequest = SimpleNamespace
-    for name in ("fastdeploy", "fastdeploy.engine"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "fastdeploy.engine.request", module)
+    requests = {"RequestOutput": Output, "ControlRequest": SimpleNamespace}
+    install({"fastdeploy": {}, "fastdeploy.engine": {}, "fastdeploy.engine.request": requests})
     monkeypatch.setattr(control_patches, "RoleCache", Server)
     return Server()
 

@@ -4,12 +4,11 @@ import argparse
 import asyncio
 import logging
 import math
-import sys
 import tempfile
 import threading
 from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -263,15 +262,12 @@ def test_what_is_served(config, facts):
     ],
 )
 def test_attention_store_needs_its_sdk_and_where_data_moves_a_key_and_a_value(
-    monkeypatch, is_installed, flush_only, roles, reason
+    install, monkeypatch, is_installed, flush_only, roles, reason
 ):
     envs = SimpleNamespace(
         ENABLE_V1_KVCACHE_SCHEDULER=1, FD_ATTENTION_BACKEND="APPEND_ATTN", FD_DISABLE_CHUNKED_PREFILL=False
     )
-    for name, members in {"fastdeploy": {"envs": envs}, "fastdeploy.platforms": {"current_platform": None}}.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    install({"fastdeploy": {"envs": envs}, "fastdeploy.platforms": {"current_platform": None}})
     layout = CacheLayout(1, tuple(RoleSpec(role, (1, 8), "uint8") for role in roles))
     monkeypatch.setattr(config_patches.overlay, "active", lambda: SimpleNamespace(table=None))
     monkeypatch.setattr(config_patches, "refusals", lambda *_, **__: [])
@@ -332,7 +328,7 @@ class FakeSignal:
 
 
 @pytest.fixture
-def fake_fastdeploy(monkeypatch, short_tmp_path):
+def fake_fastdeploy(install, monkeypatch, short_tmp_path):
     """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`."""
     envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
     gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
@@ -345,10 +341,7 @@ def fake_fastdeploy(monkeypatch, short_tmp_path):
         "fastdeploy.inter_communicator": {"IPCSignal": FakeSignal},
         "fastdeploy.utils": {"llm_logger": logging.getLogger("fake")},
     }
-    for name, members in modules.items():
-        module = ModuleType(name)
-        vars(module).update(members)
-        monkeypatch.setitem(sys.modules, name, module)
+    install(modules)
     monkeypatch.setattr(tempfile, "tempdir", short_tmp_path)
     monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_, **__: None))
     monkeypatch.setattr(settings, "export", lambda *_: None)

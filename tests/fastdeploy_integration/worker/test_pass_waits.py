@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRA
 from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, make_cache, register, swap_in, task
+from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
 
 
 class Gates:
@@ -35,6 +35,11 @@ def gates():
         made.let(name)
 
 
+@pytest.fixture
+def cache(make_cache, gates):
+    return make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+
+
 def prefill(step=None, table=(0,), start=0, end=2, index=0, running=None, **fields):
     made = task(step, table=table, **fields)
     made.idx, made.prefill_start_index, made.prefill_end_index = index, start, end
@@ -50,25 +55,21 @@ def run_pass(cache, *tasks):
     return waits
 
 
-def test_a_pass_does_not_wait_for_the_backup_of_what_a_pass_before_computed(gates):
-    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+def test_a_pass_does_not_wait_for_the_backup_of_what_a_pass_before_computed(cache, gates):
     register(cache)
     run_pass(cache, prefill(table=(0, 1, 2, 3), end=6))
     # The row decodes in block 3; blocks 0..2 go out meanwhile, and no copy may end before the test says so.
     run_pass(cache, prefill(SwapStep(0, (evict((0, 0), (1, 1), (2, 2)),)), (5,), index=1, running=((0, 7), (1, 0))))
     assert cache._controller.num_unreported_copies == 1, "the pass went on beside the copy"
     gates.let("output")
-    cache.unregister(MAIN)
 
 
-def test_a_pass_does_not_wait_for_the_backup_of_a_row_that_ended(gates):
-    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+def test_a_pass_does_not_wait_for_the_backup_of_a_row_that_ended(cache, gates):
     register(cache)
     run_pass(cache, prefill(table=(0, 1), end=3))
     run_pass(cache, prefill(SwapStep(0, (evict((1, 1)),)), (5,), index=1, running=((1, 0),)))
     assert cache._controller.num_unreported_copies == 1, "the pass went on beside the copy"
     gates.let("output")
-    cache.unregister(MAIN)
 
 
 def compute_uses(cache):
@@ -76,7 +77,7 @@ def compute_uses(cache):
     return [use for use in table._uses if use.actor is Actor.COMPUTE]
 
 
-def test_a_swap_in_into_free_slots_runs_beside_the_pass_before(gates):
+def test_a_swap_in_into_free_slots_runs_beside_the_pass_before(make_cache, gates):
     cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates, threaded_compute=True), layer_timeout_s=20)
     tensors = register(cache)
     gates.let("output")
@@ -99,11 +100,10 @@ def test_a_swap_in_into_free_slots_runs_beside_the_pass_before(gates):
     cache._controller.drain(20)
     assert content(tensors, 2) == [7, 8, 9, 10]
     table.check()
-    cache.unregister(MAIN)
 
 
 @pytest.mark.parametrize("draft", [False, True])
-def test_a_pass_that_overwrites_evicted_slots_waits_layer_by_layer(gates, draft):
+def test_a_pass_that_overwrites_evicted_slots_waits_layer_by_layer(make_cache, gates, draft):
     """Layer by layer the content goes out, and no layer is written before its own copy has read it."""
     cache = make_cache(
         (MAIN, DRAFT) if draft else (MAIN,), make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20
@@ -130,11 +130,9 @@ def test_a_pass_that_overwrites_evicted_slots_waits_layer_by_layer(gates, draft)
     cache.end_forward()
     host = cache._controller.host_pool.block(3).view("float32")
     assert set(host.ravel()) == {10.0 + number for number in range(len(tensors))}
-    cache.unregister(MAIN)
 
 
-def test_a_graph_that_is_replayed_waits_for_all_layers_at_once(gates):
-    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+def test_a_graph_that_is_replayed_waits_for_all_layers_at_once(cache, gates):
     register(cache)
     cache.receive([prefill(SwapStep(0, (evict((1, 3)),)), table=(1,))])
     gates.let("output", 1)
@@ -147,11 +145,9 @@ def test_a_graph_that_is_replayed_waits_for_all_layers_at_once(gates):
     assert not began.is_alive()
     assert cache.current_counter is None
     cache.end_forward()
-    cache.unregister(MAIN)
 
 
-def test_a_swap_in_into_evicted_slots_follows_the_eviction_layer_by_layer(gates):
-    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20)
+def test_a_swap_in_into_evicted_slots_follows_the_eviction_layer_by_layer(cache, gates):
     tensors = register(cache)
     gates.let("input")
     gates.let("output", 1)
@@ -169,4 +165,3 @@ def test_a_swap_in_into_evicted_slots_follows_the_eviction_layer_by_layer(gates)
     cache.end_forward()
     host = cache._controller.host_pool.block(1).view("float32")
     assert set(host.ravel()) == {50.0, 51.0, 52.0, 53.0}
-    cache.unregister(MAIN)

@@ -5,13 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN
 from fastdeploy_kvcache_v1.metadata import SwapStep
-from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, make_cache, register, swap_in, task
+from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def installed(monkeypatch, make_cache):
     cache = make_cache()
     monkeypatch.setattr(worker_patches, "_worker_cache", cache)
     return cache
@@ -55,7 +54,6 @@ def test_how_a_pass_waits(installed, cudagraph, level, dummy, waits_in_layers):
         counter.wait_all()
     assert content(tensors, 1) == [1, 2, 3, 4]
     assert worker_patches.execute_model(lambda: "done", runner, (), {}) == "done"
-    installed.unregister(MAIN)
 
 
 @pytest.mark.parametrize(("overlaps", "is_idle"), [(False, True), (True, False)])
@@ -95,7 +93,6 @@ def test_draft_attention_counts_its_layers_after_the_main_models(installed):
     )
     getattr(proposer.forward_meta, worker_patches.COUNTER).wait_for_layer(0)
     assert waited == ["all", 2]
-    installed.unregister(MAIN)
 
 
 def test_half_batches_wait_for_the_layers_of_the_whole_one():

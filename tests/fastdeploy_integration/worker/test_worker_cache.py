@@ -11,10 +11,10 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStor
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
 from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, make_cache, register, swap_in, task
+from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
 
 
-def test_blocks_go_out_and_come_back_layer_by_layer():
+def test_blocks_go_out_and_come_back_layer_by_layer(make_cache):
     may_run = threading.Event()
     cache = make_cache(make_runtime=lambda: CpuRuntime(delay=lambda stream: may_run.wait(30)))
     tensors = register(cache)
@@ -33,10 +33,9 @@ def test_blocks_go_out_and_come_back_layer_by_layer():
     cache.end_forward()
     assert content(tensors, 5) == [10, 11, 12, 13]
     assert cache.current_counter is None
-    cache.unregister(MAIN)
 
 
-def test_an_idle_worker_tells_what_became_of_its_last_copies():
+def test_an_idle_worker_tells_what_became_of_its_last_copies(make_cache):
     open_gate, reports = threading.Event(), []
     cache = make_cache(
         make_runtime=lambda: CpuRuntime(delay=lambda stream: open_gate.wait(30)), tell_copies=reports.append
@@ -52,10 +51,9 @@ def test_an_idle_worker_tells_what_became_of_its_last_copies():
     told = len(reports)
     cache.report_while_idle()
     assert len(reports) == told, "nothing is open any more"
-    cache.unregister(MAIN)
 
 
-def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_inside():
+def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_inside(make_cache):
     reports = []
     cache = make_cache(tell_copies=reports.append)
     register(cache)
@@ -78,7 +76,6 @@ def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_insid
         (300, (310**2 - 10**2) / 2),
     ]
     assert all(each.seconds >= 0 for each in timed)
-    cache.unregister(MAIN)
 
 
 class RecordingStorage(RankStorage):
@@ -95,7 +92,7 @@ class RecordingStorage(RankStorage):
         return True
 
 
-def test_storage_of_device_blocks_needs_no_host_tier_and_hears_of_passes():
+def test_storage_of_device_blocks_needs_no_host_tier_and_hears_of_passes(make_cache):
     reports, storage = [], RecordingStorage()
     cache = make_cache(host_blocks=0, storage=storage, tell_copies=reports.append)
     tensors = register(cache)
@@ -119,18 +116,16 @@ def test_storage_of_device_blocks_needs_no_host_tier_and_hears_of_passes():
     assert len(reports) == told, "without tensors nothing can be said of them"
 
 
-def test_the_draft_models_layers_are_stored_with_the_others():
+def test_the_draft_models_layers_are_stored_with_the_others(make_cache):
     storage = RecordingStorage()
     cache = make_cache(parts=(MAIN, DRAFT), host_blocks=0, storage=storage)
     register(cache, MAIN)
     assert storage.used == []
     register(cache, DRAFT, layers=1, blocks=9, first_layer=2)
     assert len(storage.used[0]) == 6
-    cache.unregister(DRAFT)
-    cache.unregister(MAIN)
 
 
-def test_graphs_wait_for_all_layers_before_they_start():
+def test_graphs_wait_for_all_layers_before_they_start(make_cache):
     cache = make_cache()
     tensors = register(cache)
     fill(tensors, 0, 7)
@@ -138,10 +133,9 @@ def test_graphs_wait_for_all_layers_before_they_start():
     assert cache.begin_forward(layer_by_layer=False) is None
     assert content(tensors, 4) == [7, 8, 9, 10]
     cache.end_forward()
-    cache.unregister(MAIN)
 
 
-def test_swap_ins_of_skipped_passes_are_waited_for():
+def test_swap_ins_of_skipped_passes_are_waited_for(make_cache):
     cache = make_cache()
     tensors = register(cache)
     fill(tensors, 0, 7)
@@ -153,10 +147,9 @@ def test_swap_ins_of_skipped_passes_are_waited_for():
     assert content(tensors, 4) == [7, 8, 9, 10]
     counter.wait_all()
     cache.end_forward()
-    cache.unregister(MAIN)
 
 
-def test_a_slot_evicted_after_a_skipped_pass_is_not_written_before_its_copy_was_read():
+def test_a_slot_evicted_after_a_skipped_pass_is_not_written_before_its_copy_was_read(make_cache):
     """Its swap-in is the last one, but no longer of the last step: the slot belongs to a row that writes it."""
     may_run = {"kv-output": threading.Event(), "kv-input": threading.Event()}
     cache = make_cache(make_runtime=lambda: CpuRuntime(delay=lambda stream: may_run[stream].wait(30)))
@@ -178,10 +171,9 @@ def test_a_slot_evicted_after_a_skipped_pass_is_not_written_before_its_copy_was_
     cache.begin_forward(layer_by_layer=False)
     assert content(tensors, 5) == [7, 8, 9, 10]
     cache.end_forward()
-    cache.unregister(MAIN)
 
 
-def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for():
+def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for(make_cache):
     """FastDeploy prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
     cache = make_cache()
     register(cache)
@@ -193,11 +185,10 @@ def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for():
     assert waited == ["all"]
     assert cache.begin_forward(layer_by_layer=True) is None
     cache.end_forward()
-    cache.unregister(MAIN)
 
 
 @pytest.mark.parametrize("order", [(MAIN, DRAFT), (DRAFT, MAIN)])
-def test_draft_layers_are_swapped_with_the_main_models(order):
+def test_draft_layers_are_swapped_with_the_main_models(make_cache, order):
     cache = make_cache(parts=(MAIN, DRAFT))
     made = {}
     for part in order:
@@ -212,25 +203,19 @@ def test_draft_layers_are_swapped_with_the_main_models(order):
     counter.wait_all()
     assert content(made[MAIN], 2) + content(made[DRAFT], 2) == [10, 11, 12, 13, 50, 51]
     cache.end_forward()
-    cache.unregister(DRAFT)
-    cache.unregister(MAIN)
 
 
-def test_a_draft_model_of_another_shape_is_refused():
+@pytest.mark.parametrize(
+    ("draft", "reason"), [({"heads": 2}, "layers are cached like"), ({"blocks": 5}, "fewer blocks")]
+)
+def test_a_draft_model_that_does_not_fit_is_refused(make_cache, draft, reason):
     cache = make_cache(parts=(MAIN, DRAFT))
     register(cache)
-    with pytest.raises(ConfigError, match="draft model whose layers are cached like"):
-        register(cache, DRAFT, heads=2)
+    with pytest.raises(ConfigError, match=reason):
+        register(cache, DRAFT, **draft)
 
 
-def test_a_draft_model_with_fewer_blocks_is_refused():
-    cache = make_cache(parts=(MAIN, DRAFT))
-    register(cache)
-    with pytest.raises(ConfigError, match="fewer blocks"):
-        register(cache, DRAFT, blocks=5)
-
-
-def test_tensors_may_be_made_again():
+def test_tensors_may_be_made_again(make_cache):
     cache = make_cache()
     register(cache)
     tensors = register(cache)
@@ -239,7 +224,6 @@ def test_tensors_may_be_made_again():
     cache.begin_forward(layer_by_layer=False)
     assert content(tensors, 1) == [3, 4, 5, 6]
     cache.end_forward()
-    cache.unregister(MAIN)
 
 
 def addresses(cache):
@@ -248,7 +232,7 @@ def addresses(cache):
 
 
 @pytest.mark.parametrize("order", [(MAIN, DRAFT), (DRAFT, MAIN)])
-def test_a_swap_in_waits_for_the_fill_of_all_tensors_however_often_they_are_made(order):
+def test_a_swap_in_waits_for_the_fill_of_all_tensors_however_often_they_are_made(make_cache, order):
     """A start, a wakeup or new weights, a draft model made again: main and draft tensors in either order."""
     may_fill = threading.Event()
     runtime = CpuRuntime(threaded_compute=True, delay=lambda stream: stream != "compute" or may_fill.wait(30))
@@ -278,10 +262,9 @@ def test_a_swap_in_waits_for_the_fill_of_all_tensors_however_often_they_are_made
         runtime.compute_stream.synchronize()
         for tensor in (*tensors[MAIN].values(), *tensors[DRAFT].values()):
             assert (tensor[4].numpy().view(np.uint8) == 7).all(), f"turn {step}"
-    cache.unregister(MAIN)
 
 
-def test_host_memory_stays_while_tensors_are_made_again():
+def test_host_memory_stays_while_tensors_are_made_again(make_cache):
     cache = make_cache(parts=(MAIN, DRAFT), keep_host_memory=True)
     register(cache)
     register(cache, DRAFT, 1, 9, 2)
@@ -300,12 +283,10 @@ def test_host_memory_stays_while_tensors_are_made_again():
         cache.begin_forward(layer_by_layer=False)
         assert content(tensors[MAIN], 4) + content(tensors[DRAFT], 4) == [7, 8, 9, 10, 30, 31]
         cache.end_forward()
-    cache.unregister(DRAFT)
-    cache.unregister(MAIN)
 
 
 @pytest.mark.parametrize(("keep", "num_freed"), [(True, 0), (False, 1)])
-def test_who_gives_host_memory_back(monkeypatch, keep, num_freed):
+def test_who_gives_host_memory_back(make_cache, monkeypatch, keep, num_freed):
     freed, free_host = [], CpuRuntime.free_host
 
     def count(runtime, buffer):
@@ -320,19 +301,17 @@ def test_who_gives_host_memory_back(monkeypatch, keep, num_freed):
     register(cache, heads=2)  # blocks look different now: kept memory is of no use
     assert len(freed) == 1
     assert cache._controller.host_pool.layout.block_bytes == 2 * freed[0] // 4
-    cache.unregister(MAIN)
 
 
 @pytest.mark.parametrize(("expected", "num_warnings"), [(None, 0), (96, 0), (97, 1)])
-def test_memory_that_the_engine_did_not_expect_is_reported(caplog, expected, num_warnings):
+def test_memory_that_the_engine_did_not_expect_is_reported(make_cache, caplog, expected, num_warnings):
     cache = make_cache(expected_block_bytes=expected)
     with caplog.at_level("WARNING"):
         register(cache)
     assert len(caplog.messages) == num_warnings
-    cache.unregister(MAIN)
 
 
-def test_swaps_without_caches_are_an_error():
+def test_swaps_without_caches_are_an_error(make_cache):
     cache = make_cache()
     with pytest.raises(CacheStateError, match="while there are no caches"):
         cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
@@ -349,7 +328,7 @@ def run_pass(cache):
     cache.end_forward()
 
 
-def test_a_failed_copy_into_the_device_stops_the_worker(monkeypatch):
+def test_a_failed_copy_into_the_device_stops_the_worker(make_cache, monkeypatch):
     cache = make_cache()
     register(cache)
     cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
@@ -358,11 +337,9 @@ def test_a_failed_copy_into_the_device_stops_the_worker(monkeypatch):
     cache.receive([task(SwapStep(1, (swap_in((0, 4)),)), previous=0)])
     with pytest.raises(TransferError, match=r"bus error"):
         run_pass(cache)
-    monkeypatch.undo()
-    cache.unregister(MAIN)
 
 
-def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(monkeypatch):
+def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache, monkeypatch):
     told = []
     cache = make_cache(tell_copies=told.append)
     tensors = register(cache)
@@ -381,10 +358,9 @@ def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(monkeyp
     cache.receive([task(SwapStep(2, (swap_in((2, 0)),)), previous=1)])
     run_pass(cache)
     assert content(tensors, 0) == [40, 41, 42, 43]
-    cache.unregister(MAIN)
 
 
-def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(monkeypatch):
+def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(make_cache, monkeypatch):
     """The engine did not learn of it in time: a block without its content must not be computed with."""
     cache = make_cache()
     register(cache)
@@ -396,13 +372,11 @@ def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(monkeyp
     cache.receive([task(SwapStep(1, (swap_in((2, 4)),)), previous=0)])
     with pytest.raises(TransferError, match=r"bus error"):
         run_pass(cache)
-    cache.unregister(MAIN)
 
 
-def test_without_host_blocks_there_is_no_controller():
+def test_without_host_blocks_there_is_no_controller(make_cache):
     cache = make_cache(host_blocks=0)
     register(cache)
     cache.receive([task()])
     assert cache.begin_forward(layer_by_layer=True) is None
     cache.end_forward()
-    cache.unregister(MAIN)

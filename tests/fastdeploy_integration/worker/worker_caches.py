@@ -1,13 +1,12 @@
-"""Shared by the tests of the worker side: a `WorkerCache` on CPU tensors, and what is in them."""
+"""Shared by the tests of the worker side: tasks with copies, and tensors and what is in them."""
 
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata
 from fastdeploy_kvcache_v1.swap_message import START, encode
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.fastdeploy_integration.engine.fake_scheduler import FakeTask
 
 
@@ -26,11 +25,6 @@ def task(step=None, previous=START, table=(0,)):
     if step is not None:
         setattr(made, SWAP_ATTRIBUTE, encode(step, previous))
     return made
-
-
-def make_cache(parts=(MAIN,), host_blocks=4, **settings):
-    defaults = {"make_runtime": CpuRuntime, "layer_timeout_s": 5.0}
-    return WorkerCache(num_host_blocks=host_blocks, block_size=2, parts=parts, **{**defaults, **settings})
 
 
 def register(cache, part=MAIN, layers=2, blocks=6, first_layer=0, heads=1):
