@@ -7,6 +7,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.swap_message import decode
 
+from .by_hand import begin, end
 from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
 
 
@@ -22,17 +23,15 @@ def test_a_failed_host_copy_is_forgotten_and_what_the_device_holds_is_not():
     assert serve(scheduler, [1] * 12 + [4], [20] * 16) == [12, 12], "both come from the host, where they are whole"
 
 
-def test_second_turn_is_cached_but_for_its_last_token():
-    scheduler = FakeScheduler(make_adapter(40))
-    first = [1] * 10
-    # 10 + 4 tokens, the last one without KV: 13 // 4 blocks; the second turn repeats them.
-    assert serve(scheduler, first, first, [*first, 9, 9]) == [0, 8, 8]
-
-
-def test_full_hit_leaves_the_last_block_to_be_computed():
-    scheduler = FakeScheduler(make_adapter(40))
-    tokens = [1] * 16
-    assert serve(scheduler, tokens, tokens) == [0, 12]
+@pytest.mark.parametrize(
+    ("prompts", "cached"),
+    [
+        ([[1] * 10, [1] * 10, [*[1] * 10, 9, 9]], [0, 8, 8]),  # 13 tokens have KV: three blocks
+        ([[1] * 16, [1] * 16], [0, 12]),  # of a full hit the last block is computed
+    ],
+)
+def test_a_second_turn_is_cached_but_for_its_last_token(prompts, cached):
+    assert serve(FakeScheduler(make_adapter(40)), *prompts) == cached
 
 
 def test_outputs_are_not_cached_when_the_host_says_so():
@@ -99,24 +98,16 @@ def test_an_old_request_of_the_same_id_touches_nothing():
 def test_a_second_request_of_a_live_id_leaves_the_first_ones_blocks_alone(caplog):
     cache = make_adapter(8)
     elder, newcomer = FakeTask("x", [1] * 13), FakeTask("x", [2] * 9)
-    elder.block_tables, _, _ = cache.request_match_blocks(elder, 4)
-    elder.block_tables.extend(cache.allocate_gpu_blocks(4, "x"))
-    cache.update_cache_blocks(elder, 4, 13)
-    assert elder.num_cached_blocks == 3
-    newcomer.block_tables, matched, _ = cache.request_match_blocks(newcomer, 4)
-    assert (newcomer.block_tables, matched) == ([], 0)
+    begin(cache, elder)
+    assert begin(cache, newcomer) == 0
     assert "request x is served without the cache: a live request has the same id" in caplog.text
-    newcomer.block_tables = cache.allocate_gpu_blocks(3, "x")
-    cache.update_cache_blocks(newcomer, 4, 9)
     cache.cache_output_blocks(newcomer, 4)
-    assert newcomer.num_cached_blocks == 0
+    assert (elder.num_cached_blocks, newcomer.num_cached_blocks) == (3, 0)
     assert not set(cache.allocate_gpu_blocks(1, "other")) & {*elder.block_tables, *newcomer.block_tables}
     assert not cache.can_allocate_gpu_blocks(1)
     for task in (newcomer, elder):
         cache.check()
-        task.status = Status.FINISHED
-        cache.release_block_ids(task)
-        cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], "x")
+        end(cache, task)
     assert cache.num_recycled_wrongly == 0
     assert cache.can_allocate_gpu_blocks(7)
 
@@ -125,15 +116,10 @@ def test_a_preempted_request_finds_its_own_work_again_which_is_no_hit():
     cache = make_adapter(20, 20, write_through_threshold=1)
     task = FakeTask("x", [1] * 9)
     for attempt in range(2):
-        task.block_tables, cached, _ = cache.request_match_blocks(task, 4)
-        assert cached == (0, 8)[attempt]
-        task.block_tables += cache.allocate_gpu_blocks(3 - len(task.block_tables), "x")
-        cache.update_cache_blocks(task, 4, 9)
+        assert begin(cache, task) == (0, 8)[attempt]
         cache.send_swaps([task])
         cache.batch_sent()
-        task.status = Status.PREEMPTED
-        cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], "x")
-        cache.release_block_ids(task)
+        end(cache, task, Status.PREEMPTED)
     counters = cache.manager.stats().counters
     assert (counters.requests_admitted, counters.device_hit_tokens) == (1, 0)
     assert (counters.requests_resumed, counters.resumed_hit_tokens) == (1, 8)
@@ -151,18 +137,11 @@ def test_recycling_what_one_does_not_hold_is_counted_and_ignored():
     cache.manager.check_idle()
 
 
-def test_counts_below_zero():
+def test_how_many_blocks_can_be_asked_for():
     cache = make_adapter(8)
-    assert cache.can_allocate_gpu_blocks(-2)
-    assert cache.can_allocate_gpu_blocks(0)
+    assert [cache.can_allocate_gpu_blocks(number) for number in (-2, 0, 8, 9)] == [True, True, True, False]
     assert cache.allocate_gpu_blocks(-2) == []
-    assert cache.get_required_block_num(0, 4) == 0
-    assert cache.get_required_block_num(5, 4) == 2
-
-
-def test_too_many_blocks():
-    cache = make_adapter(8)
-    assert not cache.can_allocate_gpu_blocks(9)
+    assert [cache.get_required_block_num(number, 4) for number in (0, 5)] == [0, 2]
     with pytest.raises(CacheStateError, match="9 device blocks wanted, 8 available"):
         cache.allocate_gpu_blocks(9, "x")
 
@@ -179,10 +158,8 @@ def test_evictable_blocks_count_as_available_unless_told_otherwise():
 
 def test_fewer_computed_tokens_change_nothing():
     cache = make_adapter(8)
-    task = FakeTask("x", [1] * 17)
-    task.block_tables, _, _ = cache.request_match_blocks(task, 4)
-    task.block_tables.extend(cache.allocate_gpu_blocks(5, "x"))
-    for computed in (12, 4, 0, 12):
+    begin(cache, task := FakeTask("x", [1] * 17), 12)
+    for computed in (4, 0, 12):
         cache.update_cache_blocks(task, 4, computed)
         assert task.num_cached_blocks == 3
         cache.check()

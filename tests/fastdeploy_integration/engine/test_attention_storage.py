@@ -19,6 +19,7 @@ from fastdeploy_kvcache_v1.swap_message import START
 from tests.storage.values import namespace
 
 from .attention_scheduler import AttentionScheduler
+from .by_hand import begin
 from .fake_scheduler import FakeTask, Status, make_adapter
 from .test_storage import Calm, serve
 
@@ -75,11 +76,10 @@ def test_whatever_ends_a_request_that_has_computed_is_told_with_its_tokens(statu
         follows_passes=True,
     )
     task = FakeTask("a", TOKENS)
-    task.block_tables = cache.request_match_blocks(task, 4)[0]
-    if number:
-        task.block_tables.extend(cache.allocate_gpu_blocks(5, "a"))
-        task.status = Status.RUNNING
-        cache.update_cache_blocks(task, 4, 17)
+    if not number:
+        cache.request_match_blocks(task, 4)
+    else:
+        begin(cache, task)
         cache.send_swaps([task])
         cache.batch_sent()
     task.status = Status[status]

@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 
+from .by_hand import begin
 from .fake_scheduler import FakeScheduler, FakeTask, make_adapter
 
 
@@ -84,9 +85,7 @@ def test_the_end_of_the_leader_in_the_batch_ends_the_wait():
     """It is thrown out of the very batch, as FastDeploy may do it: then the batch computes nothing for others."""
     cache = make_adapter(200, shared_prefill_tokens=1)
     leader, follower = FakeTask("leader", range(1, 10)), FakeTask("follower", range(1, 10))
-    leader.block_tables, _, _ = cache.request_match_blocks(leader, 4)
-    leader.block_tables.extend(cache.allocate_gpu_blocks(3, "leader"))
-    cache.update_cache_blocks(leader, 4, 9)
+    begin(cache, leader)
     assert cache.waits_for_prefill(follower, [])
     cache.release_block_ids(leader)
     assert not cache.waits_for_prefill(follower, [])
@@ -96,9 +95,7 @@ def test_the_end_of_the_leader_in_the_batch_ends_the_wait():
 def test_nobody_waits_for_a_batch_that_is_over(end):
     cache = make_adapter(200, shared_prefill_tokens=1)
     leader, follower = FakeTask("leader", range(1, 10)), FakeTask("follower", range(1, 10))
-    leader.block_tables, _, _ = cache.request_match_blocks(leader, 4)
-    leader.block_tables.extend(cache.allocate_gpu_blocks(3, "leader"))
-    cache.update_cache_blocks(leader, 4, 9)
+    begin(cache, leader)
     assert cache.waits_for_prefill(follower, [])
     cache.send_swaps([leader])
     getattr(cache, end)()

@@ -10,6 +10,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engin
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 
+from .by_hand import begin, end, found
 from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
 from .fake_weight_update import FakeResourceManager
 
@@ -142,15 +143,11 @@ def test_blocks_of_a_batch_that_was_not_sent_are_never_found():
     loop = Loop(cache)
     loop.manager.add(FakeTask("a", [1] * 17))
     loop.step(put=broken)
-    probe = FakeTask("probe", [1] * 17)
-    assert cache.request_match_blocks(probe, 4)[1] == 0
-    cache.release_block_ids(probe)
+    assert found(cache, [1] * 17) == 0
     assert kinds(loop.step()) == [(Kind.PREEMPTED, "a")]
-    assert cache.request_match_blocks(probe, 4)[1] == 0
-    cache.release_block_ids(probe)
+    assert found(cache, [1] * 17) == 0
     loop.step()
-    assert cache.request_match_blocks(probe, 4)[1] == 16
-    cache.release_block_ids(probe)
+    assert found(cache, [1] * 17) == 16
     loop.run_dry()
     cache.manager.check_idle()
 
@@ -160,12 +157,9 @@ def test_blocks_are_found_only_after_their_batch_was_sent():
     manager = FakeResourceManager(cache)
     manager.add(FakeTask("a", [1] * 17))
     tasks, _ = manager.schedule()
-    for is_sent in (False, True):
-        if is_sent:
-            engine_patches.put_tasks(lambda message: None, None, ((tasks, 1),), {})
-        probe = FakeTask(f"probe{is_sent}", [1] * 17)
-        assert cache.request_match_blocks(probe, 4)[1] == 16 * is_sent
-        cache.release_block_ids(probe)
+    assert found(cache, [1] * 17) == 0
+    engine_patches.put_tasks(lambda message: None, None, ((tasks, 1),), {})
+    assert found(cache, [1] * 17) == 16
     cache.check()
 
 
@@ -305,10 +299,7 @@ def test_a_lost_batch_with_copies_does_not_stop_the_worker():
 def test_a_request_with_a_hole_caches_nothing_more():
     """Where the host goes on with it all the same."""
     cache = make_adapter(12)
-    task = FakeTask("a", [1] * 17)
-    task.block_tables, _, _ = cache.request_match_blocks(task, 4)
-    task.block_tables.extend(cache.allocate_gpu_blocks(5, "a"))
-    cache.update_cache_blocks(task, 4, 8)
+    begin(cache, task := FakeTask("a", [1] * 17), 8)
     cache.batch_lost()
     cache.check()
     cache.update_cache_blocks(task, 4, 17)
@@ -316,18 +307,14 @@ def test_a_request_with_a_hole_caches_nothing_more():
     task.status = Status.FINISHED
     cache.cache_output_blocks(task, 4)
     cache.check()
-    cache.release_block_ids(task)
-    cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], "a")
+    end(cache, task)
     assert len(cache.gpu_free_block_list) == 12
     assert cache.num_recycled_wrongly == 0
 
 
 def test_a_request_is_not_complete_while_its_prompt_is_on_its_way():
     cache = make_adapter(12)
-    task = FakeTask("a", [1] * 9)
-    task.block_tables, _, _ = cache.request_match_blocks(task, 4)
-    task.block_tables.extend(cache.allocate_gpu_blocks(3, "a"))
-    cache.update_cache_blocks(task, 4, 9)
+    begin(cache, task := FakeTask("a", [1] * 9))
     cache.cache_output_blocks(task, 4)
     assert cache.manager.stats().device_cached_blocks == 0
     cache.check()
