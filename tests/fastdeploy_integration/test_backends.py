@@ -2,7 +2,6 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.attention.base import CacheLayout
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import backends
 
@@ -67,8 +66,3 @@ def test_a_backend_whose_shape_drifted_is_refused():
     backend.get_kv_cache_shape = lambda max_num_blocks, kv_cache_quant_type: ([1, 4, 2, 8], [1, 4, 2, 8])
     with pytest.raises(ConfigError, match=r"AppendAttentionBackend wants cache blocks of \[\(1, 4, 2, 8\)"):
         backends.create_kv_cache(backend, 1, 1, dtype="bfloat16")
-
-
-def test_layout_needs_layers():
-    with pytest.raises(ConfigError, match="num_layers must be at least 1"):
-        CacheLayout(0, ())

@@ -83,12 +83,6 @@ class Server:
         return [(each.request_id, each.error_code, each.finished) for each in self.engine.scheduler.results]
 
 
-def test_a_server_without_requests_is_paused_at_once():
-    server = Server()
-    server.wait()
-    assert (server.now, server.num_ended) == (0.0, 0)
-
-
 @pytest.mark.parametrize("last", ["request", "lease"])
 def test_a_pause_waits_for_the_last_request_and_the_last_block_that_a_peer_reads(last):
     server = Server(requests=["r"], num_shared=1)

@@ -34,15 +34,6 @@ def test_a_second_turn_is_cached_but_for_its_last_token(prompts, cached):
     assert serve(FakeScheduler(make_adapter(40)), *prompts) == cached
 
 
-def test_outputs_are_not_cached_when_the_host_says_so():
-    scheduler = FakeScheduler(make_adapter(40), output_caching=False)
-    task = FakeTask("a", [1] * 6, 9)
-    scheduler.add(task)
-    scheduler.run_dry()
-    longer = [*task.prompt_token_ids, *task.output_token_ids, 1]
-    assert serve(scheduler, longer) == [4]
-
-
 def test_host_tier_serves_what_the_device_lost():
     cache = make_adapter(8, 40, write_policy="write_back")
     scheduler = FakeScheduler(cache, output_caching=False)

@@ -194,26 +194,22 @@ def test_the_start_names_the_namespace_and_waits_for_every_rank():
     assert link.sent == [UseNamespace, Connect]
 
 
-def test_a_rank_that_cannot_use_the_store_fails_the_start():
-    with pytest.raises(StorageError, match=r"licence expired \(rank 1\)"):
-        opened(Link(Connected(0), Connected(1, error="licence expired"))).start_connected()
+def nameless():
+    raise ModelError("no weights")
 
 
-def test_so_does_a_rank_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(storage_module, "CONNECT_TIMEOUT_S", 0.01)
-    with pytest.raises(StorageError, match="not ready on all ranks within 0 s"):
-        opened(Link(Connected(0))).start_connected()
-
-
-def test_so_do_workers_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(storage_module, "WORKERS_TIMEOUT_S", 0.01)
-    with pytest.raises(StorageError, match="see the logs of the workers"):
-        opened(Link(is_ready=False)).start_connected()
-
-
-def test_so_does_a_model_without_a_name():
-    def nameless():
-        raise ModelError("no weights")
-
-    with pytest.raises(ModelError, match="no weights"):
-        opened(Link(), nameless).start_connected()
+@pytest.mark.parametrize(
+    ("link", "find", "error", "reason"),
+    [
+        (Link(Connected(0), Connected(1, error="licence expired")), namespace, StorageError, r"expired \(rank 1\)"),
+        (Link(Connected(0)), namespace, StorageError, "not ready on all ranks within 0 s"),
+        (Link(is_ready=False), namespace, StorageError, "see the logs of the workers"),
+        (Link(), nameless, ModelError, "no weights"),
+    ],
+    ids=["a rank cannot use it", "a rank does not answer", "no workers", "no name"],
+)
+def test_what_fails_the_start(monkeypatch, link, find, error, reason):
+    for name in ("CONNECT_TIMEOUT_S", "WORKERS_TIMEOUT_S"):
+        monkeypatch.setattr(storage_module, name, 0.01)
+    with pytest.raises(error, match=reason):
+        opened(link, find).start_connected()

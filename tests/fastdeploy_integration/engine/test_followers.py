@@ -47,12 +47,6 @@ def test_sixteen_equal_prompts_at_once_cost_little_more_than_one():
     assert len(outputs) == 1, "and the fake worker has checked what they read"
 
 
-def test_a_prefix_that_saves_less_than_a_step_costs_is_computed_again():
-    scheduler = scheduler_of(worth=40, budget=256)
-    add(scheduler, "a", "b", "c", prompt=range(1, 18))
-    assert step(scheduler) == ({"a": 17, "b": 17, "c": 17}, [])
-
-
 def test_others_pass_a_follower_and_it_is_next():
     scheduler = scheduler_of(budget=64)
     add(scheduler, "leader", "follower", prompt=range(1, 10))

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 
@@ -53,14 +52,6 @@ def counters(scheduler):
     return scheduler.cache.manager.stats().counters
 
 
-def test_everything_is_loaded_until_both_are_measured():
-    scheduler = scheduler_of()
-    put_on_host(scheduler)
-    scheduler.cache.measured({0: Timings((LoadTime(1, 1e9),), (PrefillTime(FEWEST_TOKENS - 1, 0.0, 1e-9),))})
-    assert serve(scheduler, PROMPT) == 40
-    assert counters(scheduler).declined_load_tokens == 0
-
-
 @pytest.mark.parametrize(("copy_s", "cached"), [(0.5, 40), (1.0, 40), (2.0, 12), (10.0, 0)])
 def test_as_much_is_loaded_as_arrives_while_the_rest_is_computed(copy_s, cached):
     """At 2 s per token, 12 tokens come in 24 s, while 29 are computed; 16 would come in 32 s, beside 25."""
@@ -73,39 +64,6 @@ def test_as_much_is_loaded_as_arrives_while_the_rest_is_computed(copy_s, cached)
     assert serve(scheduler, PROMPT) == 40, "what was computed is on the device"
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize(
-    ("fast_copy", "slow_copy", "fast_compute", "slow_compute", "cached"),
-    [(0.1, 2.0, 1.0, 1.0, 12), (2.0, 2.0, 0.1, 1.0, 12), (0.1, 10.0, 1.0, 1.0, 0), (1.0, 1.0, 0.1, 1.0, 40)],
-)
-def test_the_slowest_rank_decides(order, fast_copy, slow_copy, fast_compute, slow_compute, cached):
-    scheduler = scheduler_of()
-    put_on_host(scheduler)
-    for rank, copy_s, compute_s in zip(order, (fast_copy, slow_copy), (fast_compute, slow_compute), strict=True):
-        measure(scheduler, copy_s, compute_s, rank)
-    assert serve(scheduler, PROMPT) == cached
-
-
-def test_one_rank_may_be_slow_to_copy_and_another_one_to_compute():
-    """12 tokens come in 24 s on rank 1, while rank 0 takes 29 s to compute the others."""
-    scheduler = scheduler_of()
-    put_on_host(scheduler)
-    measure(scheduler, 0.1, 1.0, rank=0)
-    measure(scheduler, 2.0, 0.1, rank=1)
-    assert serve(scheduler, PROMPT) == 12
-
-
-def test_a_rank_that_has_become_fast_again_is_believed_at_the_next_trial():
-    scheduler = scheduler_of(host_blocks=4000)
-    put_on_host(scheduler)
-    measure(scheduler, 0.1, rank=0)
-    measure(scheduler, 1e6, rank=1)
-    assert serve(scheduler, PROMPT) == 0
-    serve(scheduler, OTHERS)
-    scheduler.cache.measured({1: Timings((LoadTime(100, 100 * BLOCK * 0.1),), ())})
-    assert serve(scheduler, PROMPT) == 40
-
-
 def test_what_was_declined_keeps_its_host_copy():
     scheduler = scheduler_of()
     put_on_host(scheduler)
@@ -115,17 +73,6 @@ def test_what_was_declined_keeps_its_host_copy():
     measure(scheduler, 0.1)
     assert serve(scheduler, PROMPT) == 40
     assert scheduler.worker.num_swapped_out == (len(PROMPT) + len(OTHERS)) // BLOCK, "each block once"
-
-
-def test_a_tier_that_is_too_slow_is_tried_now_and_then():
-    scheduler = scheduler_of(host_blocks=4000)
-    put_on_host(scheduler)
-    measure(scheduler, 1e6)
-    counts = []
-    for number in range(2 * PROBE_EVERY):
-        counts.append(serve(scheduler, PROMPT))
-        serve(scheduler, [1000 + number, *OTHERS])
-    assert counts == ([0] * (PROBE_EVERY - 1) + [BLOCK]) * 2
 
 
 def test_a_request_that_is_unscheduled_again_declines_nothing_until_it_is_scheduled():

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
@@ -37,18 +36,6 @@ def test_the_attribute_is_taken_off_a_task_that_is_sent_again():
     assert SWAP_ATTRIBUTE not in vars(task)
 
 
-def test_a_lost_batch_is_noticed():
-    cache = make_adapter(8, 40, write_policy="write_through")
-    scheduler = FakeScheduler(cache, budget=4)
-    scheduler.add(FakeTask("a", [1] * 24))
-    scheduler.step()
-    scheduler.step()
-    lose_next_batch(scheduler)
-    with pytest.raises(TransferError, match="a batch was lost"):
-        scheduler.step()
-    cache.reset()
-
-
 def test_a_batch_that_the_host_drops_itself():
     cache = make_adapter(8, 40, write_policy="write_through")
     scheduler = FakeScheduler(cache, budget=4)
@@ -65,19 +52,6 @@ def test_a_batch_that_the_host_drops_itself():
     scheduler._end(scheduler.running[0])
     assert serve(scheduler, [1] * 24, [1] * 24) == [0, 20]
     cache.manager.check_idle()
-
-
-def test_after_a_reset_lost_batches_do_not_matter():
-    cache = make_adapter(8, 40, write_policy="write_through")
-    scheduler = FakeScheduler(cache, budget=4)
-    scheduler.add(FakeTask("a", [1] * 24))
-    for _ in range(3):
-        scheduler.step()
-    lose_next_batch(scheduler)
-    scheduler.worker.rows.clear()
-    scheduler.reset()
-    scheduler.run_dry()
-    cache.check()
 
 
 def test_requests_that_run_keep_their_blocks_when_the_cache_is_forgotten():

@@ -16,11 +16,6 @@ def load(tmp_path, *rows):
     return load_table(fake_fastdeploy.write_table(tmp_path, list(rows)))
 
 
-def test_a_good_row(tmp_path):
-    (row,) = load(tmp_path, GOOD).rows
-    assert (row.module, row.qualname, row.kind) == ("fakefd.engine", "Engine.schedule", Kind.WRAP)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -43,11 +38,6 @@ def test_bad_rows_are_named(tmp_path, change, message):
 def test_missing_fields_are_named(tmp_path, field):
     with pytest.raises(OverlayError, match=f"no {field}"):
         load(tmp_path, {key: value for key, value in GOOD.items() if key != field})
-
-
-def test_two_rows_for_one_place(tmp_path):
-    with pytest.raises(OverlayError, match=r"two rows for fakefd\.engine:Engine\.schedule"):
-        load(tmp_path, GOOD, GOOD)
 
 
 def test_unknown_release():

@@ -14,27 +14,6 @@ from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
 
 
-def test_blocks_go_out_and_come_back_layer_by_layer(make_cache):
-    may_run = threading.Event()
-    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=lambda stream: may_run.wait(30)))
-    tensors = register(cache)
-    fill(tensors, 1, 10)
-    cache.receive([task(SwapStep(0, (evict((1, 3)),)), table=[1])])
-    waits = cache.begin_forward(layer_by_layer=True)  # the pass writes what is being read
-    may_run.set()
-    waits.wait_all()
-    fill(tensors, 1, 0)
-    cache.end_forward()
-    cache.receive([task(SwapStep(1, (swap_in((3, 5)),)), previous=0)])
-    counter = cache.begin_forward(layer_by_layer=True)
-    assert counter.target_slots == {5}
-    counter.wait_for_layer(0)
-    counter.wait_for_layer(1)
-    cache.end_forward()
-    assert content(tensors, 5) == [10, 11, 12, 13]
-    assert cache.current_counter is None
-
-
 def test_an_idle_worker_tells_what_became_of_its_last_copies(make_cache):
     open_gate, reports = threading.Event(), []
     cache = make_cache(
@@ -125,16 +104,6 @@ def test_the_draft_models_layers_are_stored_with_the_others(make_cache):
     assert len(storage.used[0]) == 6
 
 
-def test_graphs_wait_for_all_layers_before_they_start(make_cache):
-    cache = make_cache()
-    tensors = register(cache)
-    fill(tensors, 0, 7)
-    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
-    assert cache.begin_forward(layer_by_layer=False) is None
-    assert content(tensors, 4) == [7, 8, 9, 10]
-    cache.end_forward()
-
-
 def test_swap_ins_of_skipped_passes_are_waited_for(make_cache):
     cache = make_cache()
     tensors = register(cache)
@@ -213,17 +182,6 @@ def test_a_draft_model_that_does_not_fit_is_refused(make_cache, draft, reason):
     register(cache)
     with pytest.raises(ConfigError, match=reason):
         register(cache, DRAFT, **draft)
-
-
-def test_tensors_may_be_made_again(make_cache):
-    cache = make_cache()
-    register(cache)
-    tensors = register(cache)
-    fill(tensors, 0, 3)
-    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 1)))))])
-    cache.begin_forward(layer_by_layer=False)
-    assert content(tensors, 1) == [3, 4, 5, 6]
-    cache.end_forward()
 
 
 def addresses(cache):
@@ -309,12 +267,6 @@ def test_memory_that_the_engine_did_not_expect_is_reported(make_cache, caplog, e
     with caplog.at_level("WARNING"):
         register(cache)
     assert len(caplog.messages) == num_warnings
-
-
-def test_swaps_without_caches_are_an_error(make_cache):
-    cache = make_cache()
-    with pytest.raises(CacheStateError, match="while there are no caches"):
-        cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
 
 
 def broken(*_args, **_kwargs):
