@@ -70,8 +70,9 @@ def test_an_idle_worker_is_known_where_no_pass_can_begin_unseen(monkeypatch, ove
     assert told == [{"is_idle": is_idle}]
     for num_tokens in (0, 3):
         runner.current_launch_token_num = num_tokens
-        worker_patches.execute_model_or_idle(lambda: None, runner, (), {})
-    assert told[1:] == [{"is_idle": True}, {"is_idle": False}]
+        assert worker_patches.execute_model_or_idle(lambda: "done", runner, (), {}) == "done"
+    worker_patches.execute_model(lambda: None, runner, (), {})
+    assert told[1:] == [{"is_idle": True}, {"is_idle": False}, {}]
 
 
 def test_draft_attention_counts_its_layers_after_the_main_models(installed):

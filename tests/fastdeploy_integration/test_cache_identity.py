@@ -1,0 +1,94 @@
+"""Fields that say who shares a prefix, from a body of the API to a request of the engine. FAKE bodies and requests."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.fastdeploy_integration import cache_identity
+from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS, MAX_SALT_CHARACTERS
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
+from fastdeploy_kvcache_v1.metadata import CacheAccess
+
+ASKED = {"cache_salt": "s", "skip_reading_prefix_cache": True, "skip_writing_prefix_cache": False}
+
+
+@pytest.fixture
+def bodies(monkeypatch):
+    """A body, and a line of a batch file, which has a copy of it."""
+    pydantic = pytest.importorskip("pydantic")
+    module = ModuleType("fake_protocol")
+    monkeypatch.setitem(sys.modules, "fake_protocol", module)
+    module.Body = pydantic.create_model("Body", __module__="fake_protocol", prompt=(str, ...))
+    module.Other = pydantic.create_model("Other", __module__="fake_protocol", prompt=(str, ...))
+    module.Line = pydantic.create_model("Line", __module__="fake_protocol", body=(module.Body, ...))
+    cache_identity.add_body_fields(module.Body)
+    return module
+
+
+def test_a_body_has_our_fields_also_in_a_line_of_a_batch_file(bodies):
+    body = bodies.Body.model_validate({"prompt": "p", **ASKED})
+    assert {name: getattr(body, name) for name in FIELDS} == ASKED
+    line = bodies.Line.model_validate({"body": {"prompt": "p", **ASKED}})
+    assert line.body.cache_salt == "s"
+    plain = bodies.Body.model_validate({"prompt": "p", **dict.fromkeys(FIELDS)})
+    assert [getattr(plain, name) for name in FIELDS] == [None] * 3
+
+
+@pytest.mark.parametrize("salt", ["", 7, "x" * (MAX_SALT_CHARACTERS + 1)])
+def test_what_is_no_salt_is_refused_wherever_it_comes_from(bodies, salt):
+    with pytest.raises(ValueError, match="cache_salt must be a text of 1 to 1024 characters"):
+        bodies.Body.model_validate({"prompt": "p", "cache_salt": salt})
+    with pytest.raises(ConfigError, match="cache_salt must be a text of 1 to 1024 characters"):
+        cache_identity.salt_of(SimpleNamespace(cache_salt=salt))
+
+
+@pytest.mark.parametrize(("salt", "expected"), [(None, b""), ("s", b"s"), ("x" * MAX_SALT_CHARACTERS, b"x" * 1024)])
+def test_the_salt_of_a_task(salt, expected):
+    assert cache_identity.salt_of(SimpleNamespace(cache_salt=salt)) == expected
+
+
+@pytest.mark.parametrize(
+    ("reads", "writes", "expected"),
+    [(None, None, (True, True)), (True, False, (False, True)), (False, True, (True, False))],
+)
+def test_the_access_of_a_task(reads, writes, expected):
+    task = SimpleNamespace(skip_reading_prefix_cache=reads, skip_writing_prefix_cache=writes)
+    assert cache_identity.access_of(task) == CacheAccess(*expected)
+    task.skip_reading_prefix_cache = "yes"
+    with pytest.raises(ConfigError, match="skip_reading_prefix_cache must be true or false, got 'yes'"):
+        cache_identity.access_of(task)
+
+
+class Request:
+    """FastDeploy's: what it does not know is lost on its way."""
+
+    def __init__(self, **metadata):
+        vars(self).update(metadata)
+
+
+cache_identity.add_request_attributes(Request)
+
+
+def test_fields_survive_the_way_to_the_engine_and_back():
+    request = cache_identity.request_from_dict(lambda d: Request(), None, (ASKED,), {})
+    assert {name: getattr(request, name) for name in FIELDS} == ASKED
+    assert cache_identity.request_to_dict(lambda: {"id": 1}, request, (), {}) == {"id": 1, **ASKED}
+    plain = cache_identity.request_from_dict(lambda d: Request(), None, (), {"d": {}})
+    assert cache_identity.request_to_dict(dict, plain, (), {}) == {}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_body_is_asked_first_and_metadata_brings_nothing_that_only_the_engine_attaches(named):
+    def from_generic_request(req):
+        return Request(**{"cache_salt": "of metadata", ROWS_ATTRIBUTE: "forged"})
+
+    def made(body):
+        args, kwargs = ((), {"req": body}) if named else ((body,), {})
+        return cache_identity.request_from_body(from_generic_request, None, args, kwargs)
+
+    request = made(SimpleNamespace(**ASKED))
+    assert request.cache_salt == "s"
+    assert ROWS_ATTRIBUTE not in vars(request)
+    assert made(SimpleNamespace()).cache_salt == "of metadata", "embeddings have a body without our fields"
