@@ -1,0 +1,48 @@
+"""python -m tests.world SCENARIO --seed N: run it, and say what is wrong with it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from .chooser import numbers
+from .scenarios import SCENARIOS
+from .trial import line, shrink, try_run
+from .world import Run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.world")
+    parser.add_argument("scenario", choices=sorted(SCENARIOS))
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--seeds", default="0-9", help="such as 0-99; ignored with --seed")
+    parser.add_argument("--events", type=int, default=500)
+    parser.add_argument("--tickets", help="only these of them, such as 3,7,12-40")
+    parser.add_argument("--off", default="", help="faults that do not happen, separated by commas")
+    parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="instead of the drawn one")
+    parser.add_argument("--check-every", type=int, default=10)
+    parser.add_argument("--shrink", action="store_true", help="of the first seed that fails")
+    chosen = parser.parse_args()
+    tickets = numbers(chosen.tickets) if chosen.tickets else range(chosen.events)
+    off = frozenset(filter(None, chosen.off.split(",")))
+    sizes = {name: int(size) for name, size in (each.split("=") for each in chosen.size)}
+    failed = 0
+    for seed in numbers(chosen.seeds) if chosen.seed is None else [chosen.seed]:
+        run = Run(chosen.scenario, seed, tickets, off, sizes, chosen.check_every)
+        result = try_run(run)
+        if result.error is None:
+            continue
+        failed += 1
+        print(f"{result.error}\n  {line(run)}", flush=True)
+        if chosen.shrink:
+            smallest = shrink(run)
+            final = try_run(smallest._replace(check_every=1))
+            print(*final.trace, f"{final.error}\n  {line(smallest)}", sep="\n")
+            break
+        if chosen.seed is not None:
+            print(*result.trace, sep="\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Clients: prompts with shared prefixes, and what their requests must get: each token, and one end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable
+from typing import Any
+
+from .memory import Prefix, Tags, WrongError
+
+
+class Request:
+    def __init__(self, uid: int, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        self.uid, self.request_id, self.prompt, self.max_tokens = uid, request_id, prompt, max_tokens
+        self.salt: str | None = None
+        self.reads = self.writes = True
+        self.image: tuple[int, int, str] | None = None
+        """Offset, length, content."""
+        self.output: list[int] = []
+
+    def tokens(self) -> list[Hashable]:
+        """Of the prompt: where an image is, its content counts."""
+        if self.image is None:
+            return list(self.prompt)
+        first, length, content = self.image
+        inside = range(first, first + length)
+        return [f"{content}.{at - first}" if at in inside else token for at, token in enumerate(self.prompt)]
+
+
+class Clients:
+    def __init__(self, world: Any, *, block_size: int, most: int = 12, images: bool = False) -> None:
+        self.world, self.block_size, self.most, self.images = world, block_size, most, images
+        self.requests: dict[int, Request] = {}
+        """That live, by number."""
+        self.ids: list[str] = []
+        self.aborted: set[str] = set()
+        """FastDeploy aborts by id, and remembers one that is not there."""
+        self.finished: list[list[int]] = []
+        self._count = 0
+        self.num_ended: dict[str, int] = {}
+
+    # ---- events
+
+    def add(self, rng: random.Random) -> None:
+        request = self._request(rng)
+        if len(self.requests) < self.most:
+            self._count += 1
+            self.requests[request.uid] = request
+            self.ids.append(request.request_id)
+            self.world.log("add", request.request_id, f"{len(request.prompt)}+{request.max_tokens}")
+            self.world.host.add(request)
+
+    def abort(self, rng: random.Random) -> None:
+        at = rng.random()
+        if self.requests:
+            request = list(self.requests.values())[int(at * len(self.requests))]
+            self.aborted.add(request.request_id)
+            self.world.log("abort", request.request_id)
+            self.world.host.abort(request.request_id)
+
+    def _request(self, rng: random.Random) -> Request:
+        request = Request(self._count, f"r{self._count}", self._prompt(rng), rng.randrange(1, 20))
+        lot = rng.random()
+        old = int(rng.random() * 10)
+        if lot < 0.1 and self.ids:
+            request.request_id = self.ids[-1 - old % len(self.ids)]
+        lot = rng.random()
+        if lot < 0.1:
+            request.salt = "ab"[int(lot * 100) % 2]
+        elif lot < 0.15:
+            request.reads = False
+        elif lot < 0.2:
+            request.writes = False
+        lot, offset, length = rng.random(), rng.random(), rng.randrange(1, 3 * self.block_size)
+        if self.images and lot < 0.2 and len(request.prompt) > length + 1:
+            first = int(offset * (len(request.prompt) - length - 1))
+            request.image = first, length, f"image{int(lot * 15)}"
+            request.prompt[first : first + length] = [1] * length
+        return request
+
+    def _prompt(self, rng: random.Random) -> list[int]:
+        lot, cut, old = rng.random(), rng.random(), rng.random()
+        tail = [rng.randrange(1, 9) for _ in range(rng.randrange(1, 2 * self.block_size))]
+        if lot < 0.5 and self.finished:
+            base = self.finished[int(old * len(self.finished))]
+        else:
+            base = [int(old * 3) + 1] * (8 * self.block_size)
+        return base[: int(cut * len(base))] + tail
+
+    # ---- what the host tells
+
+    def token(self, uid: int, token: int, root: Hashable, tags: Tags) -> None:
+        request = self._live(uid, "a token")
+        prefix = Prefix(tags, root)
+        prefix.extend([*request.tokens(), *request.output])
+        if token != prefix.next_token:
+            raise WrongError(f"{request.request_id} gets token {token}, not {prefix.next_token}")
+        request.output.append(token)
+        if len(request.output) > request.max_tokens:
+            raise WrongError(f"{request.request_id} gets more tokens than it asked for")
+
+    def ended(self, uid: int, how: str) -> None:
+        request = self._live(uid, how)
+        if how == "finished" and len(request.output) != request.max_tokens:
+            raise WrongError(f"{request.request_id} is finished after {len(request.output)} of {request.max_tokens}")
+        if how == "aborted" and request.request_id not in self.aborted:
+            raise WrongError(f"{request.request_id} is aborted, and nobody asked for it")
+        self.num_ended[how] = self.num_ended.get(how, 0) + 1
+        del self.requests[uid]
+        if request.image is None:
+            self.finished = [*self.finished, [*request.prompt, *request.output]][-12:]
+        self.world.log("end", request.request_id, how)
+
+    def _live(self, uid: int, what: str) -> Request:
+        if uid not in self.requests:
+            raise WrongError(f"request {uid} gets {what} after its end")
+        return self.requests[uid]

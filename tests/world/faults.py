@@ -1,0 +1,48 @@
+"""What goes wrong, by name. A random half of the faults is off in each run, so that each meets what others hide."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    rate: float
+    loses: bool
+    """Something may stay until a time-out."""
+    why: str
+
+
+FAULTS = {
+    # name: rate, whether it loses something, why
+    "copy to host fails": Fault(0.05, False, "a copy out of the device fails, and its target is garbage"),
+    "late report": Fault(0.5, False, "a rank's word is on its way"),
+    "lost in schedule": Fault(0.02, False, "FastDeploy's schedule raises after it scheduled some"),
+    "lost before put": Fault(0.02, False, "what FastDeploy does between schedule and its queue raises"),
+    "lost in put": Fault(0.02, False, "the queue raises before it has the batch"),
+    "lost after put": Fault(0.02, False, "the queue raises though it has the batch"),
+    "store fails": Fault(0.1, False, "a call of the store fails, and garbage is written"),
+    "store loses": Fault(0.05, False, "values vanish from the store"),
+    "store lies": Fault(0.05, False, "a value has other bytes; its digest tells"),
+    "store is full": Fault(0.1, False, "nothing more is stored"),
+}
+
+
+class Faults:
+    def __init__(self, on: Collection[str]) -> None:
+        self.on = sorted(on)
+        self._on = frozenset(on)
+        self.count: Counter[str] = Counter()
+        self.are_over = False
+
+    def strike(self, name: str, rng: random.Random) -> bool:
+        """Draws in any case, so that a fault that is off shifts nothing."""
+        struck = rng.random() < FAULTS[name].rate and name in self._on and not self.are_over
+        self.count[name] += struck
+        return struck
+
+
+def half(rng: random.Random) -> list[str]:
+    return [name for name in FAULTS if rng.random() < 0.5]

@@ -1,0 +1,71 @@
+"""What a position of a block holds: the tag of its whole prefix, its salt and the version of the weights.
+
+A tag is the number of a (tag before, token) pair, so two prefixes never have the same one and a tag tells its prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+UNWRITTEN, GARBAGE = 0, -1
+"""Of a position that nothing was computed for, and of one whose copy failed or is half done."""
+
+VOCABULARY = 7
+
+
+class Tags:
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, Hashable], int] = {}
+        self._of: list[tuple[int, Hashable]] = [(0, "nothing")]
+
+    def of(self, before: int, token: Hashable) -> int:
+        number = self._numbers.get((before, token))
+        if number is None:
+            number = self._numbers[before, token] = len(self._of)
+            self._of.append((before, token))
+        return number
+
+    def extend(self, chain: list[int], tokens: Sequence[Hashable]) -> None:
+        """`chain` begins with the tag of its root."""
+        before = chain[-1]
+        for token in tokens:
+            before = self.of(before, token)
+            chain.append(before)
+
+    def words(self, tag: int) -> str:
+        if tag <= 0:
+            return "nothing" if tag == UNWRITTEN else "garbage"
+        if tag >= len(self._of):
+            return f"no tag ({tag})"
+        found: list[Hashable] = []
+        while tag:
+            tag, token = self._of[tag]
+            found.append(token)
+        root, *tokens = reversed(found)
+        return f"{root} {' '.join(map(str, tokens))}"
+
+
+def next_token(tag: int) -> int:
+    """What the model says after a prefix."""
+    return tag % VOCABULARY + 1
+
+
+class WrongError(AssertionError):
+    """A law of the world is broken."""
+
+
+class Prefix:
+    """A growing sequence of tokens and its tags. `root`: whose blocks it shares."""
+
+    def __init__(self, tags: Tags, root: Hashable) -> None:
+        self._tags = tags
+        self.tokens: list[Hashable] = []
+        self.chain = [tags.of(0, root)]
+
+    def extend(self, tokens: Sequence[Hashable]) -> None:
+        self.tokens += tokens
+        self._tags.extend(self.chain, tokens)
+
+    @property
+    def next_token(self) -> int:
+        return next_token(self.chain[-1])

@@ -1,0 +1,198 @@
+"""Ranks of a FastDeploy worker: the real `WorkerCache` over a device that the world runs, and a model in tags.
+
+A pass writes the tags of the new positions of all rows, layer by layer, and then every row reads its whole prefix. What
+a rank computes is known when it is submitted; whether it read what it should is found out when its device gets there.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
+from fastdeploy_kvcache_v1.metadata import TransferReport
+
+from .memory import UNWRITTEN, Prefix, Tags, WrongError
+from .streams import VirtualDevice
+
+LAYERS = 2
+RELEASED = "released"
+"""Instead of a token: the row is gone, as its request was preempted or aborted."""
+
+
+class Row:
+    def __init__(self, task: Any, prefix: Prefix) -> None:
+        self.uid, self.prefix = task.uid, prefix
+        self.table: list[int] = []
+        self.computed = self.target = task.prefill_start_index
+        self.num_tokens = len(prefix.tokens)
+        self.limit = len(task.prompt_token_ids) + task.max_tokens
+        """Tokens in all."""
+
+
+class Pass:
+    """`ranks` have to run it; then its message goes to the engine."""
+
+    def __init__(self, message: dict[int, Any], ranks: int) -> None:
+        self.message, self.num_running = message, ranks
+
+
+class Rank:
+    """Tensors of one rank, and what became of its copies."""
+
+    def __init__(
+        self, number: int, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
+        tell: Callable[[int, TransferReport], None], storage: RankStorage | None = None, draft_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        self.number, self.device, self.tags = number, device, tags
+        self.block_size, self.num_blocks = block_size, blocks
+        self.cache = WorkerCache(
+            num_host_blocks=host_blocks,
+            block_size=block_size,
+            make_runtime=lambda: device,
+            tell_copies=lambda report: tell(number, report),
+            storage=storage,
+            draft_tokens=draft_tokens,
+            keep_host_memory=True,
+        )
+        self.layers: list[Any] = []
+        self.make_tensors()
+
+    def make_tensors(self) -> None:
+        shape = self.num_blocks, self.block_size
+        self.layers = [np.full(shape, UNWRITTEN, np.int64) for _ in range(LAYERS)]
+        layout = CacheLayout(LAYERS, (RoleSpec("key", (1, self.block_size, 2), "float32"),))
+        self.cache.register(MAIN, layout, {str(n): each for n, each in enumerate(self.layers)}, self.num_blocks)
+
+    def drop_tensors(self) -> None:
+        """For new weights: what was computed is lost."""
+        self.cache.unregister(MAIN)
+
+    def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None]) -> None:
+        """Of each row the positions that the pass computes."""
+        counter = self.cache.begin_forward(layer_by_layer=True)
+        plan = [self._places(row, start, end) for row, start, end in work]
+        stream = self.device.compute_stream
+        for layer in range(LAYERS if work else 0):
+            if counter is not None:
+                counter.wait_for_layer(layer)
+            stream.submit(self._attend, self.layers[layer], layer, plan)
+        stream.submit(finished)
+        self.cache.end_forward(is_idle=not work)
+
+    def _places(self, row: Row, start: int, end: int) -> tuple[Row, Any, Any, int]:
+        positions = np.arange(end)
+        slots = np.array(row.table, np.int64)[positions // self.block_size]
+        tags = np.array(row.prefix.chain[1 : end + 1], np.int64)
+        return row, slots * self.block_size + positions % self.block_size, tags, start
+
+    def _attend(self, layer: Any, number: int, plan: Sequence[tuple[Row, Any, Any, int]]) -> None:
+        flat = layer.reshape(-1)
+        for _, places, tags, start in plan:
+            flat[places[start:]] = tags[start:] * LAYERS + number
+        for row, places, tags, start in plan:
+            found = flat[places]
+            wrong = np.flatnonzero(found != tags * LAYERS + number)
+            if wrong.size:
+                self._raise(row, int(wrong[0]), int(found[wrong[0]]), number, start)
+
+    def _raise(self, row: Row, position: int, found: int, layer: int, start: int) -> None:
+        place = f"rank {self.number} layer {layer} block {row.table[position // self.block_size]}"
+        raise WrongError(
+            f"request {row.uid} reads position {position} (computed from {start}), {place}: it holds "
+            f"{self.tags.words(found // LAYERS if found > 0 else found)}, not {row.prefix.tokens[: position + 1]}"
+        )
+
+
+class Worker:
+    """All ranks, in step: batches go to each, a pass ends when every rank has run it, tokens come in order."""
+
+    def __init__(self, ranks: Sequence[Rank], root: Callable[[Any], Any]) -> None:
+        self.ranks, self.root = ranks, root
+        self.rows: dict[int, Row] = {}
+        self._released: dict[int, int] = {}
+        self._passes: deque[Pass] = deque()
+        self.num_passes = 0
+        self._took = False
+
+    def take(self, batch: bytes) -> None:
+        """As in the worker's loop, a pass comes before the next batch is taken."""
+        if self._took:
+            self.run()
+        self._took = True
+        for rank in self.ranks:
+            tasks = pickle.loads(batch)
+            rank.cache.receive(tasks)
+        for task in tasks:
+            kind = task.task_type.value
+            if kind == TaskKind.PREFILL:
+                self._prefill(task)
+            elif kind == TaskKind.DECODE:
+                if task.idx in self.rows:  # else it ended while the batch was on its way
+                    self.rows[task.idx].table = list(map(int, task.block_tables))
+            else:
+                self.rows.pop(task.idx, None)
+                self._released[task.idx] = task.uid
+
+    def _prefill(self, task: Any) -> None:
+        row = self.rows.get(task.idx)
+        if row is None or row.uid != task.uid or row.computed != task.prefill_start_index:
+            prefix = Prefix(self.ranks[0].tags, self.root(task))
+            prefix.extend([*task.prompt, *task.output_token_ids])
+            row = self.rows[task.idx] = Row(task, prefix)
+        self._released.pop(task.idx, None)
+        row.table, row.target = list(map(int, task.block_tables)), task.prefill_end_index
+
+    def run(self) -> None:
+        """Submit one pass."""
+        self._took = False
+        work, message = [], {index: (RELEASED, uid) for index, uid in self._released.items()}
+        self._released.clear()
+        for index, row in list(self.rows.items()):
+            if row.computed < row.target <= len(row.table) * self.ranks[0].block_size:
+                work.append((row, row.computed, row.target))
+                row.computed = row.target
+                if row.target == row.num_tokens:
+                    message[index] = (row.prefix.next_token, row.uid)
+                    row.prefix.extend([row.prefix.next_token])
+                    row.num_tokens = row.target = row.num_tokens + 1
+                    if row.num_tokens >= row.limit:
+                        del self.rows[index]
+        if not work and not message:
+            for rank in self.ranks:
+                rank.cache.report_while_idle()
+            return
+        self.num_passes += bool(work)
+        step = Pass(message, len(self.ranks))
+        self._passes.append(step)
+
+        def finished() -> None:
+            step.num_running -= 1
+
+        for rank in self.ranks:
+            rank.submit(work, finished)
+
+    def message(self) -> dict[int, Any] | None:
+        """Of the oldest pass, when it has ended."""
+        if self._passes and not self._passes[0].num_running:
+            return self._passes.popleft().message
+        return None
+
+    def drop_rows(self) -> None:
+        self.rows.clear()
+        self._released.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.rows and not self._passes and all(rank.device.is_idle for rank in self.ranks)
+
+    def run_devices(self, rng: random.Random, most: int = 40) -> None:
+        rng.choice(self.ranks).device.run_some(rng, most)

@@ -1,0 +1,150 @@
+"""A device whose streams are run by the world, operation by operation, in any order that their waits allow.
+
+As on a GPU: submitting never waits, a failure that is known when work is submitted fails its unit, and who waits for an
+event waits on the stream. Only `synchronize` and `wait_done` run the device until they are met.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_kvcache_v1.errors import TransferError
+from fastdeploy_kvcache_v1.worker.ops import HostBuffer
+from fastdeploy_kvcache_v1.worker.runtime import Event, Runtime, Stream
+
+from .clock import Clock
+from .memory import GARBAGE, WrongError
+
+
+class VirtualEvent(Event):
+    def __init__(self, device: VirtualDevice, failure: BaseException | None) -> None:
+        self._device, self.failure = device, failure
+        self.at: float | None = None
+
+    def done(self) -> bool:
+        return self.at is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        return self.failure if self.done() else None
+
+    def wait_done(self, timeout: float | None = None) -> bool:
+        self._device.run_until(self.done)
+        return True
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, VirtualEvent) and self.at is not None and earlier.at is not None
+        return self.at - earlier.at
+
+
+class VirtualStream(Stream):
+    def __init__(self, device: VirtualDevice, name: str, *, computes: bool = False) -> None:
+        self.device, self.name, self._computes = device, name, computes
+        self.waiting: deque[Callable[[], bool]] = deque()
+        """Each returns False as long as it has to wait."""
+        self._failure: BaseException | None = None
+
+    def begin(self) -> None:
+        self._failure = None
+
+    def submit(self, fn: Callable[..., object], *args: object) -> None:
+        if self._failure is None:
+            self.waiting.append(lambda: fn(*args) or True)
+
+    def enqueue(self, copy: Callable[..., object], *args: object) -> None:
+        if self._failure is None and self.device.copy_fails(self.name):
+            self._failure = TransferError("injected")
+        if self._failure is not None:
+            self.waiting.append(lambda: _fill_with_garbage(args[0], args[2]) or True)
+        else:
+            self.waiting.append(lambda: copy(*args) or True)
+
+    def wait_event(self, event: Event, *, needs_data: bool = False, timeout: float | None = None) -> None:
+        assert isinstance(event, VirtualEvent)
+        if needs_data and event.failure is not None:
+            failure = TransferError(f"the copy it depends on failed: {event.failure}")
+            if self._computes:
+                raise failure
+            self._failure = self._failure or failure
+        self.waiting.append(event.done)
+
+    def record_event(self, *, timed: bool = False) -> VirtualEvent:
+        event = VirtualEvent(self.device, self._failure)
+
+        def reach() -> bool:
+            event.at = self.device.clock()
+            return True
+
+        self.waiting.append(reach)
+        return event
+
+    def run(self) -> bool:
+        """One operation, if it need not wait."""
+        if not self.waiting or not self.waiting[0]():
+            return False
+        self.waiting.popleft()
+        return True
+
+    def synchronize(self) -> None:
+        self.device.run_until(lambda: not self.waiting)
+
+    def close(self) -> None:
+        self.synchronize()
+
+
+def _fill_with_garbage(targets: Any, runs: Any) -> None:
+    """`targets`: rows of one layer, or of all."""
+    for rows in (each for layer in targets for each in (layer if isinstance(layer, tuple) else (layer,))):
+        for _, first, blocks in runs:
+            rows.array[first : first + blocks] = 0xFF  # the bytes of GARBAGE
+
+
+class VirtualDevice(Runtime):
+    def __init__(self, clock: Clock, copy_fails: Callable[[str], bool] = lambda stream: False) -> None:
+        self.clock, self.copy_fails = clock, copy_fails
+        self.streams = [VirtualStream(self, "compute", computes=True)]
+
+    on_gpu = False
+
+    @property
+    def compute_stream(self) -> VirtualStream:
+        return self.streams[0]
+
+    def new_stream(self, name: str) -> VirtualStream:
+        self.streams.append(VirtualStream(self, name))
+        return self.streams[-1]
+
+    def allocate_host(self, nbytes: int, *, shared: bool = False, file: int | None = None) -> HostBuffer:
+        return HostBuffer(np.full(nbytes // 8, GARBAGE, np.int64))
+
+    def free_host(self, buffer: HostBuffer) -> None:
+        buffer.free()
+
+    def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    # ---- the world's end
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(stream.waiting for stream in self.streams)
+
+    def run_some(self, rng: random.Random, most: int) -> None:
+        """Up to `most` operations of streams that can go on."""
+        for _ in range(rng.randrange(1, most + 1)):
+            stream = rng.choice(self.streams)
+            if not stream.run() and not any(each.run() for each in self.streams):
+                return
+
+    def run_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if not any([stream.run() for stream in self.streams]):
+                raise WrongError("streams wait for each other for ever")

@@ -1,0 +1,48 @@
+"""Fixed seeds of every scenario. `python -m tests.world SCENARIO --seeds 0-999` looks at more of them."""
+
+import pytest
+
+from .chooser import numbers, ranges
+from .faults import FAULTS
+from .scenarios import SCENARIOS
+from .trial import line, shrink, try_run
+from .world import Run
+
+SEEDS = range(20)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_no_law_is_broken(scenario, seed):
+    run = Run(scenario, seed, range(500))
+    result = try_run(run)
+    assert result.error is None, f"{result.error}\n{line(run)}"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_seed_replays_event_for_event(scenario):
+    first, second = (try_run(Run(scenario, 3, range(300), check_every=1)) for _ in range(2))
+    assert first == second
+    assert len(first.trace) > 100
+
+
+def test_what_is_left_out_does_not_change_what_others_choose():
+    whole = try_run(Run("fastdeploy26", 1, range(40), frozenset(FAULTS), check_every=1))
+    part = try_run(Run("fastdeploy26", 1, range(20, 40), frozenset(FAULTS), check_every=1))
+    added = [[text for text in each.trace if " add " in text and not text.startswith("-")] for each in (whole, part)]
+    prompts = [[text.split()[0] for text in each if int(text.split(":")[0]) >= 20] for each in added]
+    assert prompts[0] == prompts[1] != []
+
+
+def test_a_failure_shrinks_to_what_it_needs(monkeypatch):
+    from .ranks import Worker
+
+    monkeypatch.setattr(Worker, "_prefill", lambda worker, task: 1 / 0)
+    smallest = shrink(Run("fastdeploy26", 0, range(200)))
+    assert len(smallest.tickets) <= 2
+    assert smallest.off == frozenset(FAULTS)
+
+
+@pytest.mark.parametrize("text", ["", "3", "3,7,12-40"])
+def test_tickets_are_written_as_they_are_read(text):
+    assert ranges(numbers(text)) == text

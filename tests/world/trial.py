@@ -1,0 +1,81 @@
+"""Runs that may fail: the line that replays one, and the smallest one that fails in the same way."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any, NamedTuple
+
+from .chooser import ranges
+from .faults import FAULTS
+from .world import Run, World
+
+
+class Result(NamedTuple):
+    error: str | None
+    kind: str
+    """Where it was raised: another place is another defect."""
+    trace: list[str]
+    outcome: Any
+
+
+def try_run(run: Run) -> Result:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    world = None
+    try:
+        world = World(run)
+        world.go()
+        return Result(None, "", list(world.trace), world.outcome())
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        kind = f"{type(error).__name__} in {last.name}"
+        at = f" (ticket {world.ticket})" if world is not None else ""
+        return Result(f"{kind}: {error}{at}", kind, list(world.trace) if world is not None else [], None)
+    finally:
+        logging.disable(before)
+
+
+def line(run: Run) -> str:
+    """The command that replays it."""
+    tickets = ranges(run.tickets)
+    whole = tickets == f"0-{len(run.tickets) - 1}"
+    parts = [f"python -m tests.world {run.scenario} --seed {run.seed}"]
+    parts += [f"--events {len(run.tickets)}"] if whole else [f"--tickets {tickets}"]
+    parts += [f"--off '{','.join(sorted(run.off))}'"] if run.off else []
+    parts += [f"--size {name}={size}" for name, size in sorted(run.sizes.items())]
+    return " ".join([*parts, "--check-every 1"])
+
+
+def shrink(run: Run) -> Run:
+    """Delta debugging over tickets and faults, then sizes."""
+    kind = try_run(run).kind
+
+    def fails(candidate: Run) -> bool:
+        return try_run(candidate).kind == kind
+
+    for name in FAULTS:
+        if fails(candidate := run._replace(off=run.off | {name})):
+            run = candidate
+    run = _fewer_tickets(run, fails)
+    for name, size in World(run).sizes.items():
+        while size > World(run._replace(sizes={name: 0})).sizes[name] and fails(
+            candidate := run._replace(sizes={**run.sizes, name: size // 2})
+        ):
+            run, size = candidate, size // 2
+    return _fewer_tickets(run, fails)
+
+
+def _fewer_tickets(run: Run, fails: Any) -> Run:
+    tickets, parts = list(run.tickets), 2
+    while len(tickets) >= 2 and parts <= len(tickets):
+        size = -(-len(tickets) // parts)
+        for first in range(0, len(tickets), size):
+            if fails(candidate := run._replace(tickets=tickets[:first] + tickets[first + size :])):
+                tickets, run, parts = list(candidate.tickets), candidate, max(parts - 1, 2)
+                break
+        else:
+            if parts == len(tickets):
+                break
+            parts = min(2 * parts, len(tickets))
+    return run

@@ -1,0 +1,141 @@
+"""One deterministic world: actors take turns as the tickets say, and laws are looked at after each."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fastdeploy_kvcache_v1.errors import TransferError
+
+from .chooser import Chooser
+from .clients import Clients
+from .clock import Clock
+from .faults import Faults, half
+from .memory import Tags, WrongError
+from .scenarios import SCENARIOS
+
+TURN_S = 0.05
+MOST_TURNS = 6000
+
+
+class Run(NamedTuple):
+    """All that a run depends on."""
+
+    scenario: str
+    seed: int
+    tickets: Sequence[int]
+    off: frozenset[str] = frozenset()
+    sizes: Mapping[str, int] = {}  # never written
+    check_every: int = 10
+
+
+class World:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.chooser = Chooser(f"{run.scenario} {run.seed}", run.tickets)
+        rng = self.chooser.source("faults")
+        self.faults = Faults([name for name in half(rng) if name not in run.off])
+        self.clock, self.tags = Clock(), Tags()
+        self.weights = 0
+        self.trace: deque[str] = deque(maxlen=None if run.check_every == 1 else 40)
+        self.sizes: dict[str, int] = {}
+        self.ticket = -1
+        self.others: list[Any] = []
+        """Further actors: `turns`, `is_idle`."""
+        self.clients: Clients
+        self.host: Any
+        SCENARIOS[run.scenario](self, self.chooser.source("scenario"))
+
+    def log(self, *words: object) -> None:
+        self.trace.append(f"{self.ticket}: {' '.join(map(str, words))}")
+
+    def size(self, name: str, drawn: int, least: int = 1) -> int:
+        """Of the scenario, unless the run says another one, which is at least `least`."""
+        self.sizes[name] = max(least, self.run.sizes.get(name, drawn))
+        return self.sizes[name]
+
+    def root(self, task: Any) -> Hashable:
+        """Whose blocks a request shares."""
+        return self.weights, task.cache_salt
+
+    def events(self) -> list[tuple[float, Any]]:
+        """Weights and events. A ticket chooses one without a look at what is possible."""
+        return [
+            (14, self.clients.add),
+            (1, self.clients.abort),
+            *self.host.events,
+            *(event for other in self.others for event in other.events),
+        ]
+
+    def _turns(self) -> list[Any]:
+        """What goes on by itself."""
+        return [event for weight, event in self.events() if weight >= 5 and event != self.clients.add]
+
+    def go(self) -> None:
+        """Raises what is wrong."""
+        try:
+            self._go()
+        except TransferError:
+            # A block whose copy to the host failed was asked for before the engine heard of it: FastDeploy's worker ends.
+            if not self.faults.count["copy to host fails"]:
+                raise
+            self.host.count["the worker ends"] += 1
+
+    def _go(self) -> None:
+        events = self.events()
+        weights = [weight for weight, _ in events]
+        for number, (ticket, rng) in enumerate(self.chooser):
+            self.ticket = ticket
+            event = rng.choices(events, weights)[0][1]
+            self.clock.advance(TURN_S * rng.random())
+            event(rng)
+            if number % self.run.check_every == 0:
+                self.check()
+        self.settle()
+
+    def check(self) -> None:
+        self.host.check()
+
+    def settle(self) -> None:
+        """Nothing goes wrong any more, and everything ends."""
+        self.faults.are_over = True
+        turns = self._turns()
+        before, since = None, 0
+        for turn in range(MOST_TURNS):
+            self.ticket = -1 - turn
+            rng = self.chooser.source(f"turn {turn}")
+            self.clock.advance(TURN_S)
+            for event in turns:
+                event(rng)
+            if self._is_idle:
+                break
+            since = since + 1 if self.host.progress == before else 0
+            before = self.host.progress
+            if since > 300:
+                if not self.host.free_stuck():
+                    raise WrongError(f"nothing moves any more: {self.describe()}")
+                since = 0
+        else:
+            raise WrongError(f"it does not end: {self.describe()}")
+        self.check()
+        self.host.check_idle()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.host.is_idle and self.host.worker.is_idle and all(other.is_idle for other in self.others)
+
+    def describe(self) -> str:
+        lives = [
+            f"{each.request_id}: {len(each.output)} of {each.max_tokens}" for each in self.clients.requests.values()
+        ]
+        host = self.host
+        return f"live {lives} waiting {len(host.waiting)} running {len(host.running)} pausing {host.pausing!r}"
+
+    def outcome(self) -> tuple[Any, ...]:
+        """What two runs of one seed have in common."""
+        return (
+            sorted(self.clients.num_ended.items()),
+            sorted(self.host.count.items()),
+            sorted(self.faults.count.items()),
+        )
