@@ -27,8 +27,6 @@ from .clients import Request
 from .memory import WrongError
 from .ranks import RELEASED, Worker
 
-GAUGES = """max_gpu_block_num max_cpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource
-hit_req_rate hit_token_rate gpu_hit_token_rate cpu_hit_token_rate""".split()
 LEAST_BLOCKS = 24
 """With fewer the longest request does not fit."""
 
@@ -94,12 +92,18 @@ class Control:
         self.block_tables = task.block_tables
 
 
+class Gauges:
+    """FastDeploy's metrics: nobody looks at them here."""
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(set=lambda value: None)
+
+
 class EngineCache(patches.EnginePrefixCache):
     """As FastDeploy's engine has it, without a configuration of FastDeploy's and without sockets."""
 
     def __init__(self, config: KVCacheConfig, *, budget: int, reports: Any) -> None:
-        gauges = SimpleNamespace(**{name: SimpleNamespace(set=lambda value: None) for name in GAUGES})
-        PrefixCacheAdapter.__init__(self, config, gauges=gauges, whole_items=True, max_batched_tokens=budget)
+        PrefixCacheAdapter.__init__(self, config, gauges=Gauges(), whole_items=True, max_batched_tokens=budget)
         self.publisher: Any = SimpleNamespace(publish=lambda: None, publish_now=lambda: None)
         self.transit, self.followers = Transit(self), Followers(self)
         self.held_back = HeldBack(lambda request_id: self.storage is not None and self.storage.holds(request_id))

@@ -19,10 +19,8 @@ from .streams import VirtualDevice
 
 def fastdeploy(world: Any, rng: random.Random, *, release: int) -> None:
     block_size = rng.choice([2, 4])
-    device, host = (
-        world.size("device", rng.randrange(24, 48), LEAST_BLOCKS),
-        world.size("host", rng.choice([0, 12, 40, 200]), 0),
-    )
+    device = world.size("device", rng.randrange(24, 48), LEAST_BLOCKS)
+    host = world.size("host", rng.choice([0, 12, 40, 200]), 0)
     ranks, guess = world.size("ranks", rng.choice([1, 1, 2])), rng.randrange(1, 2 * device)
     policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
     order = rng.choice(["adaptive", "hyperbolic", "lrfu", "lru"])

@@ -38,7 +38,9 @@ class VirtualEvent(Event):
         return True
 
     def seconds_since(self, earlier: Event) -> float:
-        assert isinstance(earlier, VirtualEvent) and self.at is not None and earlier.at is not None
+        assert isinstance(earlier, VirtualEvent)
+        assert self.at is not None
+        assert earlier.at is not None
         return self.at - earlier.at
 
 
@@ -146,5 +148,6 @@ class VirtualDevice(Runtime):
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            if not any([stream.run() for stream in self.streams]):
+            ran = [stream.run() for stream in self.streams]
+            if not any(ran):
                 raise WrongError("streams wait for each other for ever")

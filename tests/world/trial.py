@@ -59,10 +59,9 @@ def shrink(run: Run) -> Run:
             run = candidate
     run = _fewer_tickets(run, fails)
     for name, size in World(run).sizes.items():
-        while size > World(run._replace(sizes={name: 0})).sizes[name] and fails(
-            candidate := run._replace(sizes={**run.sizes, name: size // 2})
-        ):
-            run, size = candidate, size // 2
+        least = World(run._replace(sizes={name: 0})).sizes[name]
+        while size > least and fails(candidate := run._replace(sizes={**run.sizes, name: max(least, size // 2)})):
+            run, size = candidate, max(least, size // 2)
     return _fewer_tickets(run, fails)
 
 

@@ -77,7 +77,7 @@ class World:
         try:
             self._go()
         except TransferError:
-            # A block whose copy to the host failed was asked for before the engine heard of it: FastDeploy's worker ends.
+            # A block whose copy to the host failed was asked for before the engine heard of it: the worker ends.
             if not self.faults.count["copy to host fails"]:
                 raise
             self.host.count["the worker ends"] += 1
