@@ -23,7 +23,7 @@ from fastdeploy_kvcache_v1.transfer.geometry import Geometry, RoleGeometry
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
-from tests.fastdeploy_integration.engine.test_patches import fake_fastdeploy
+from tests.fastdeploy_integration.engine.engine_cache import engine_config, fake_fastdeploy, launch
 
 from .fake_requests import BLOCK, first_token, request
 
@@ -35,21 +35,7 @@ EARLY = CancelFetch("before a rank is there", "")
 
 class Engine:
     def __init__(self, role):
-        cache = SimpleNamespace(
-            **{"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru"},
-            **{"host_block_bytes": None, "block_size": BLOCK, "kvcache_storage_backend": None},
-            **{"total_block_num": 8, "num_cpu_blocks": 0, "enable_prefix_caching": True, "enable_output_caching": True},
-            disable_chunked_mm_input=False,
-        )
-        config = SimpleNamespace(
-            cache_config=cache,
-            load_config=SimpleNamespace(dynamic_load_weight=False),
-            scheduler_config=SimpleNamespace(max_num_batched_tokens=512, splitwise_role=role),
-            parallel_config=SimpleNamespace(tensor_parallel_size=2),
-            worker_num_per_node=8,
-        )
-        self.cache = patches.CACHES[role](config)
-        self.cache.launch_cache_manager(cache, 2, "0", "127.0.0.1", PORT, None, False)
+        self.cache = launch(patches.CACHES[role](engine_config(role, num_cpu_blocks=0)), PORT)
         self.hear = self.cache.take_reports if role == "prefill" else self.cache.take_news
         """What FastDeploy's threads do again and again."""
         self.ranks = [RankEnd(PORT, rank) for rank in range(2)]

@@ -2,11 +2,7 @@
 
 import argparse
 import asyncio
-import logging
 import math
-import tempfile
-import threading
-from collections import deque
 from dataclasses import asdict, dataclass, fields, replace
 from types import SimpleNamespace
 
@@ -16,18 +12,10 @@ from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, settings
-from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheLevel, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
-from tests.fastdeploy_integration.test_copy_channel import wait_for
 from tests.storage.attention_store.stand_in import SDK
-
-from .fake_scheduler import FakeGauge
 
 
 @pytest.fixture(autouse=True)
@@ -314,155 +302,3 @@ def test_requests_pass_through_pause():
     request = object()
     assert engine_patches.control_with_request(_control_pause, None, (request,), {}) is request
     assert engine_patches.control_with_request(_control_pause, None, (), {"control_request": request}) is request
-
-
-class FakeSignal:
-    """A FAKE IPCSignal that notes who opens what."""
-
-    opened = None
-
-    def __init__(self, name, array, dtype, suffix, create):
-        assert not create
-        self.opened.append((name, len(array), suffix))
-        self.value = array
-
-
-@pytest.fixture
-def fake_fastdeploy(install, monkeypatch, short_tmp_path):
-    """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`."""
-    envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
-    gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
-    modules = {
-        "fastdeploy": {"envs": envs},
-        "fastdeploy.metrics": {},
-        "fastdeploy.metrics.metrics": {
-            "main_process_metrics": SimpleNamespace(**{name: FakeGauge() for name in gauges.split()})
-        },
-        "fastdeploy.inter_communicator": {"IPCSignal": FakeSignal},
-        "fastdeploy.utils": {"llm_logger": logging.getLogger("fake")},
-    }
-    install(modules)
-    monkeypatch.setattr(tempfile, "tempdir", short_tmp_path)
-    monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_, **__: None))
-    monkeypatch.setattr(settings, "export", lambda *_: None)
-    monkeypatch.setattr(FakeSignal, "opened", [])
-    made, listen = [], engine_patches.CopyReports
-    monkeypatch.setattr(engine_patches, "CopyReports", lambda path: made.append(listen(path)) or made[-1])
-    yield envs
-    for reports in made:
-        reports.close()
-
-
-def launched(*, dynamic, caching=True, host_blocks=4, ranks_here=8, ranks=2):
-    """The cache manager of an engine that has launched its cache service."""
-    cache = SimpleNamespace(
-        **{"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru"},
-        **{"host_block_bytes": None, "block_size": 4},
-        kvcache_storage_backend=None,
-        **{"total_block_num": 8, "num_cpu_blocks": host_blocks, "enable_prefix_caching": caching},
-        disable_chunked_mm_input=False,
-    )
-    load = SimpleNamespace(dynamic_load_weight=dynamic)
-    scheduler = SimpleNamespace(max_num_batched_tokens=512)
-    config = SimpleNamespace(
-        cache_config=cache, load_config=load, scheduler_config=scheduler, worker_num_per_node=ranks_here
-    )
-    manager = engine_patches.EnginePrefixCache(config)
-    assert manager.launch_cache_manager(cache, ranks, "0", "127.0.0.1", 77, None, False) == []
-    if manager.updates is not None:
-        manager.updates.stop()
-    return manager
-
-
-def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
-    manager = launched(dynamic=False)
-    assert manager.reports is not None
-    assert manager.publisher.reports.latest() == ()
-    reporter = CopyReporter(socket_path(77), rank=1)
-    for step, kind in ((0, EVICT), (1, SWAP_IN)):
-        reporter.tell(TransferReport((TransferResult(step, *kind, 1, 0, 0.0, (3,), "injected"),)))
-    wait_for(lambda: [report.number for report in manager.reports.latest()] == [1], "both reports")
-    assert [(report.rank, report.copies.swap_out.failures) for report in manager.publisher.reports.latest()] == [(1, 1)]
-    told = []
-    manager.manager.transfer_failed = lambda result: told.append((result.step, result.target, result.target_slots))
-    resources = FakeResourceManager(manager)
-    for _ in range(2):
-        engine_patches.schedule(lambda: ([], []), resources, (), {})
-    assert told == [(0, CacheLevel.HOST, (3,))], "once; what did not reach the device is the worker's affair"
-    reporter.close()
-
-
-@pytest.mark.parametrize("took", [(5.0, 7.0), (7.0, 5.0)])
-def test_what_the_slowest_rank_measured_decides_what_is_loaded(fake_fastdeploy, took):
-    manager = launched(dynamic=False)
-    reporters = [CopyReporter(socket_path(77), rank) for rank in (0, 1)]
-    prefill = PrefillTime(100, 0.0, 1.0)
-    for seconds, reporter in zip(took, reporters, strict=True):
-        reporter.tell(TransferReport((TransferResult(0, *SWAP_IN, 3, 0, seconds),), prefills=(prefill,)))
-    wait_for(lambda: len(manager.reports.latest()) == 2, "both reports")
-    told, measured = [], manager.measured
-    manager.measured = lambda timings: (told.append(timings), measured(timings))
-    resources = FakeResourceManager(manager)
-    for _ in range(2):
-        engine_patches.schedule(lambda: ([], []), resources, (), {})
-    assert told == [{rank: Timings((LoadTime(3, seconds),), (prefill,)) for rank, seconds in enumerate(took)}]
-    costs = manager._load_choice.costs
-    assert costs.blocks_worth_loading(100, 0, 100 * 4 + 1, budget=512) == 1, "2.33 s per block, 4 s to compute all"
-    assert costs.blocks_worth_loading(50, 0, 50 * 4 + 1, budget=512) == 0, "1.67 s is what the faster one takes"
-    for reporter in reporters:
-        reporter.close()
-
-
-def test_a_pause_ends_the_requests_that_wait_outside_fastdeploy(fake_fastdeploy):
-    """2.5 has answered them with an error by then."""
-    manager, cleared = launched(dynamic=False), []
-    manager.storage = SimpleNamespace(clear=lambda: cleared.append(True), cache_reset=lambda: None)
-    manager.held_back._requests.append(object())
-    manager.reset()
-    assert (cleared, len(manager.held_back)) == ([True], 0)
-
-
-@pytest.mark.parametrize("settings", [{"host_blocks": 0}, {"caching": False}])
-def test_where_nothing_is_copied_nobody_listens(fake_fastdeploy, settings):
-    manager = launched(dynamic=False, **settings)
-    assert manager.reports is None
-    assert not socket_path(77).parent.exists()
-
-
-def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplog):
-    socket_path(77).parent.touch()
-    with caplog.at_level("WARNING"):
-        manager = launched(dynamic=False)
-    assert manager.reports is None
-    assert [message.partition(":")[0] for message in caplog.messages] == [
-        "the results of the workers' copies are not shown"
-    ]
-    engine_patches.schedule(lambda: ([], []), FakeResourceManager(manager), (), {})
-
-
-class FakeResourceManager:
-    def __init__(self, cache):
-        self.cache_manager, self.batch = cache, []
-        self.lock, self.waiting, self.running = threading.Lock(), deque(), []
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "caching", "v1"), [(False, True, False), (True, False, False), (True, True, True), (False, True, True)]
-)
-def test_where_no_legacy_update_can_happen_nobody_looks_for_one(fake_fastdeploy, dynamic, caching, v1):
-    """No thread, and no shared memory."""
-    fake_fastdeploy.FD_ENABLE_V1_UPDATE_WEIGHTS = v1
-    manager = launched(dynamic=dynamic, caching=caching)
-    assert (manager.updates, FakeSignal.opened) == (None, [])
-    instance = FakeResourceManager(manager)
-    tasks, errors = engine_patches.schedule(lambda: (instance.batch, []), instance, (), {})
-    assert (tasks, errors) == (instance.batch, [])
-
-
-@pytest.mark.parametrize(("host_blocks", "ranks_here", "heartbeats"), [(4, 8, 2), (0, 1, 1)])
-def test_where_one_can_happen_its_signals_are_looked_at(fake_fastdeploy, host_blocks, ranks_here, heartbeats):
-    manager = launched(dynamic=True, host_blocks=host_blocks, ranks_here=ranks_here)
-    expected = [("model_weights_status", 1), ("prefix_tree_status", 1), ("worker_healthy_live_signal", heartbeats)]
-    expected += [("kv_cache_status", 1)] if host_blocks else []
-    assert FakeSignal.opened == [(*each, 77) for each in expected]
-    assert manager.updates.enter() == 0

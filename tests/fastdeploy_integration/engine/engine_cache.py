@@ -1,0 +1,78 @@
+"""The cache manager that an engine makes and launches, over FAKE modules of FastDeploy."""
+
+import logging
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+
+from fastdeploy_kvcache_v1.fastdeploy_integration import settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+
+from .fake_scheduler import FakeGauge
+
+
+class FakeSignal:
+    """A FAKE IPCSignal that notes who opens what."""
+
+    opened = None
+
+    def __init__(self, name, array, dtype, suffix, create):
+        assert not create
+        self.opened.append((name, len(array), suffix))
+        self.value = array
+
+
+@pytest.fixture
+def fake_fastdeploy(install, monkeypatch, short_tmp_path):
+    """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`."""
+    envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
+    gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
+    modules = {
+        "fastdeploy": {"envs": envs},
+        "fastdeploy.metrics": {},
+        "fastdeploy.metrics.metrics": {
+            "main_process_metrics": SimpleNamespace(**{name: FakeGauge() for name in gauges.split()})
+        },
+        "fastdeploy.inter_communicator": {"IPCSignal": FakeSignal},
+        "fastdeploy.utils": {"llm_logger": logging.getLogger("fake")},
+    }
+    install(modules)
+    monkeypatch.setattr(tempfile, "tempdir", short_tmp_path)
+    monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_, **__: None))
+    monkeypatch.setattr(settings, "export", lambda *_: None)
+    monkeypatch.setattr(FakeSignal, "opened", [])
+    made, listen = [], engine_patches.CopyReports
+    monkeypatch.setattr(engine_patches, "CopyReports", lambda path: made.append(listen(path)) or made[-1])
+    yield envs
+    for reports in made:
+        reports.close()
+
+
+def engine_config(role="mixed", *, dynamic=False, ranks_here=8, **cache):
+    """What an engine's cache manager asks of an `FDConfig`."""
+    policies = {"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru"}
+    sizes = {"total_block_num": 8, "num_cpu_blocks": 4, "host_block_bytes": None, "block_size": 4}
+    switches = {"enable_prefix_caching": True, "enable_output_caching": True, "disable_chunked_mm_input": False}
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(**{**policies, **sizes, **switches, "kvcache_storage_backend": None, **cache}),
+        load_config=SimpleNamespace(dynamic_load_weight=dynamic, load_choices="default_v1"),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=512, splitwise_role=role),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        worker_num_per_node=ranks_here,
+        max_chips_per_node=8,
+    )
+
+
+def launch(manager, port=77):
+    cache = manager._config.cache_config
+    assert manager.launch_cache_manager(cache, 2, "0", "127.0.0.1", port, None, False) == []
+    if manager.updates is not None:
+        manager.updates.stop()
+    return manager
+
+
+def launched(**given):
+    """The cache manager of an engine that has launched its cache service."""
+    return launch(engine_patches.EnginePrefixCache(engine_config(**given)))
