@@ -25,8 +25,9 @@ class FakeSignal:
 
 
 @pytest.fixture
-def fake_fastdeploy(install, monkeypatch, short_tmp_path):
-    """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`."""
+def fake_fastdeploy(install, monkeypatch, short_tmp_path, tmp_path):
+    """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`. `tmp_path` is asked
+    for first: it would lie in the directory for temporary files of this test, which goes."""
     envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
     gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
     modules = {
@@ -41,7 +42,8 @@ def fake_fastdeploy(install, monkeypatch, short_tmp_path):
     install(modules)
     monkeypatch.setattr(tempfile, "tempdir", short_tmp_path)
     monkeypatch.setattr(metrics, "exported", lambda: SimpleNamespace(publish=lambda *_, **__: None))
-    monkeypatch.setattr(settings, "export", lambda *_: None)
+    envs.exported = []
+    monkeypatch.setattr(settings, "export", lambda *given: envs.exported.append(given))
     monkeypatch.setattr(FakeSignal, "opened", [])
     made, listen = [], engine_patches.CopyReports
     monkeypatch.setattr(engine_patches, "CopyReports", lambda path: made.append(listen(path)) or made[-1])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
+from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
@@ -25,6 +26,7 @@ __all__ = ["fake_fastdeploy"]
 
 def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     manager = launched()
+    assert fake_fastdeploy.exported == [(WritePolicy.WRITE_BACK, 2, None)], "workers take no flags"
     assert manager.reports is not None
     assert manager.publisher.reports.latest() == ()
     reporter = CopyReporter(socket_path(77), rank=1)
@@ -301,3 +303,55 @@ def test_a_trace_is_recorded_where_the_environment_says(fake_fastdeploy, monkeyp
     assert manager.traced is not None
     assert f"a trace of the requests is recorded in {manager.publisher.recorder.path}" in caplog.messages
     manager.publisher.recorder.close()
+
+
+def test_after_a_weight_update_every_request_starts_again_once_and_there_is_no_batch_before(store, monkeypatch):
+    manager, done, epochs = stored(monkeypatch), [], iter([None, 1, 1])
+    manager.updates = SimpleNamespace(enter=lambda: next(epochs))
+    manager.transit.forget = lambda: done.append("forget")
+    manager.batch_dropped = lambda: done.append("batch_dropped")
+    manager.release_stored = manager.publisher.publish = lambda *_: None
+    monkeypatch.setattr(engine_patches, "start_again", lambda resources: done.append("start_again"))
+    resources = FakeResourceManager(manager)
+    manager.storage.told.clear()
+    for expected in ([], ["schedule"], ["schedule"]):
+        done.clear()
+        assert engine_patches.schedule(lambda: done.append("schedule") or ([], []), resources, (), {}) == ([], [])
+        assert [each for each in done if each == "schedule"] == expected
+        if manager.storage.told:
+            assert done == ["start_again", "forget", "batch_dropped", "schedule"]
+            assert ("weights_changed",) in manager.storage.told
+            manager.storage.told = []
+
+
+def test_when_fastdeploy_clears_its_data_the_store_forgets_its_requests_and_knows_that_rows_go_on(store, monkeypatch):
+    manager = stored(monkeypatch)
+    manager.storage.told.clear()
+    engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=manager))
+    assert engine_patches.clear_data(lambda: "cleared", engine, (), {}) == "cleared"
+    assert manager.storage.told == [("clear",), ("rows_dropped",), ("cache_reset",)]
+
+
+def test_a_request_that_the_store_holds_has_its_id(store, monkeypatch):
+    manager = stored(monkeypatch)
+    resources = SimpleNamespace(requests={}, lock=threading.Lock(), to_be_aborted_req_id_set=set())
+    manager.storage.holds = lambda request_id: request_id == "held"
+    waits = [manager.held_back.hold(resources, SimpleNamespace(request_id=name)) for name in ("held", "other")]
+    assert waits == [True, False]
+
+
+def test_what_the_queue_says_of_a_batch_is_passed_on(fake_fastdeploy):
+    batch, _ = engine_patches.schedule(lambda: (["task"], []), FakeResourceManager(CarriesNothing(launched())), (), {})
+    assert engine_patches.put_tasks(lambda tasks: "put", None, ((batch, 1),), {}) == "put"
+
+
+class CarriesNothing:
+    """A cache manager whose tasks are no tasks."""
+
+    def __init__(self, manager):
+        self._manager = manager
+        self.send_swaps = lambda *_: None
+        self.transit = SimpleNamespace(recover=lambda _: None, depart=lambda _, tasks: tasks, sent=lambda: None)
+
+    def __getattr__(self, name):
+        return getattr(self._manager, name)

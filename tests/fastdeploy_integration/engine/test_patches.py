@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from types import SimpleNamespace
 
@@ -239,6 +240,35 @@ def test_what_is_served(config, facts):
     assert config_patches.refusals(fd_config(**config), **{**FACTS, **facts}) == []
 
 
+@pytest.fixture
+def postprocess(install, monkeypatch):
+    """FastDeploy has processed its configuration. Returns what `refusals` was asked; `envs` and `layout` are FAKE."""
+    envs = SimpleNamespace(
+        ENABLE_V1_KVCACHE_SCHEDULER=1, FD_ATTENTION_BACKEND="APPEND_ATTN", FD_DISABLE_CHUNKED_PREFILL=False
+    )
+    made = SimpleNamespace(asked=None, envs=envs, refused=[], layout=None, sized=[], platform=None)
+
+    def refusals(config, **facts):
+        made.asked = facts
+        return made.refused
+
+    def run(*, backend=None, host_blocks=0, graphs=None):
+        install({"fastdeploy": {"envs": envs}, "fastdeploy.platforms": {"current_platform": made.platform}})
+        cache = {"kvcache_storage_backend": backend, "kvcache_storage_gib": 1.0, "kvcache_storage_dir": "/unused"}
+        cache |= {"storage_prefetch": "timeout", "sized_by_swap_space": False, "num_cpu_blocks": host_blocks}
+        config, processed = SimpleNamespace(cache_config=SimpleNamespace(**cache), graph_opt_config=graphs), []
+        config_patches.postprocess_config(lambda: processed.append(True), config, (), {})
+        assert processed == [True]
+        assert made.sized[-1:] == [(config, envs.FD_ATTENTION_BACKEND)]
+
+    monkeypatch.setattr(config_patches.overlay, "active", lambda: SimpleNamespace(table="the table"))
+    monkeypatch.setattr(config_patches, "refusals", refusals)
+    monkeypatch.setattr(config_patches, "host_layout", lambda *_: made.layout)
+    monkeypatch.setattr(config_patches, "size_host_tier", lambda *given: made.sized.append(given))
+    made.run = run
+    return made
+
+
 @pytest.mark.parametrize(
     ("is_installed", "flush_only", "roles", "reason"),
     [
@@ -250,32 +280,66 @@ def test_what_is_served(config, facts):
     ],
 )
 def test_attention_store_needs_its_sdk_and_where_data_moves_a_key_and_a_value(
-    install, monkeypatch, is_installed, flush_only, roles, reason
+    postprocess, monkeypatch, is_installed, flush_only, roles, reason
 ):
-    envs = SimpleNamespace(
-        ENABLE_V1_KVCACHE_SCHEDULER=1, FD_ATTENTION_BACKEND="APPEND_ATTN", FD_DISABLE_CHUNKED_PREFILL=False
-    )
-    install({"fastdeploy": {"envs": envs}, "fastdeploy.platforms": {"current_platform": None}})
-    layout = CacheLayout(1, tuple(RoleSpec(role, (1, 8), "uint8") for role in roles))
-    monkeypatch.setattr(config_patches.overlay, "active", lambda: SimpleNamespace(table=None))
-    monkeypatch.setattr(config_patches, "refusals", lambda *_, **__: [])
-    monkeypatch.setattr(config_patches, "host_layout", lambda *_: layout)
+    postprocess.layout = CacheLayout(1, tuple(RoleSpec(role, (1, 8), "uint8") for role in roles))
     if is_installed:
         monkeypatch.syspath_prepend(str(SDK))
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", str(int(flush_only)))
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(
-            kvcache_storage_backend="attention_store",
-            **{"kvcache_storage_gib": 1.0, "kvcache_storage_dir": None, "storage_prefetch": "timeout"},
-            **{"sized_by_swap_space": False, "num_cpu_blocks": 0},
-        ),
-        graph_opt_config=None,
+    with nullcontext() if reason is None else pytest.raises(ConfigError, match=reason):
+        postprocess.run(backend="attention_store")
+
+
+def test_a_configuration_is_refused_with_every_reason(postprocess):
+    postprocess.refused = ["this", "that"]
+    with pytest.raises(ConfigError, match="ENABLE_V1_KVCACHE_MANAGER=1 cannot serve this: this; that"):
+        postprocess.run()
+
+
+@pytest.mark.parametrize(
+    ("envs", "platform", "expected"),
+    [
+        ({}, None, {}),
+        ({"ENABLE_V1_KVCACHE_SCHEDULER": "0"}, None, {"v1_scheduler": False}),
+        ({"FD_ATTENTION_BACKEND": "MLA_ATTN"}, None, {"attention_backend": "MLA_ATTN"}),
+        ({"FD_DISABLE_CHUNKED_PREFILL": True}, None, {"whole_prompts": True}),
+        ({"FD_DISABLE_CHUNKED_PREFILL": True, "FD_DETERMINISTIC_MODE": True}, None, {}),
+        ({"FD_PD_TRANSFER_VIA_STORAGE": 1}, None, {"pd_via_storage": True}),
+        ({}, "is_maca", {"foreign_platform": "maca"}),
+        ({}, "is_cuda", {}),
+    ],
+)
+def test_what_decides_whether_a_configuration_is_refused(postprocess, envs, platform, expected):
+    vars(postprocess.envs).update(envs)
+    postprocess.platform = platform and SimpleNamespace(**{platform: lambda: True, "is_xpu": lambda: False})
+    postprocess.run()
+    usual = {
+        "fastdeploy": "the table",
+        "v1_scheduler": True,
+        "attention_backend": "APPEND_ATTN",
+        "whole_prompts": False,
+    }
+    assert postprocess.asked == {**usual, "foreign_platform": None, "pd_via_storage": False, **expected}
+
+
+@pytest.mark.parametrize(("host_blocks", "is_on"), [(0, True), (1, False)])
+def test_prefills_that_wait_for_layers_are_not_captured(postprocess, caplog, host_blocks, is_on):
+    graphs = SimpleNamespace(cudagraph_only_prefill=True)
+    for _ in range(2):
+        postprocess.run(host_blocks=host_blocks, graphs=graphs)
+    assert graphs.cudagraph_only_prefill is is_on
+    assert [message.partition(":")[0] for message in caplog.messages] == ["cudagraph_only_prefill is switched off"] * (
+        not is_on
     )
-    if reason is None:
-        config_patches.postprocess_config(lambda: None, config, (), {})
-        return
-    with pytest.raises(ConfigError, match=reason):
-        config_patches.postprocess_config(lambda: None, config, (), {})
+    postprocess.run(host_blocks=host_blocks)
+
+
+def test_roles_have_refusals_of_their_own():
+    config = fd_config(role="decode")
+    config.parallel_config.data_parallel_size = 2
+    config.scheduler_config.name, config.router_config = "local", SimpleNamespace(router="127.0.0.1:9000")
+    config.load_config = SimpleNamespace(dynamic_load_weight=False)
+    assert any("data parallelism" in reason for reason in config_patches.refusals(config, **FACTS))
 
 
 @pytest.mark.parametrize(
