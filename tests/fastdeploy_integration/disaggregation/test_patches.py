@@ -7,7 +7,9 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import DECODE_PAUSED, PREFILL_PAUSED, Gate
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from tests.fastdeploy_integration.engine.fake_scheduler import make_adapter
 
@@ -225,3 +227,54 @@ def test_a_full_decode_server_starts_what_has_its_blocks(role, blocks, needed):
     cache = decode_cache() if role == "decode" else make_adapter(20)
     manager = SimpleNamespace(cache_manager=cache)
     assert patches.blocks_to_start(lambda count: count + 10, manager, (blocks,), {}) == needed
+
+
+@pytest.mark.parametrize("given", [((2, "decode"), {}), ((2,), {"splitwise_role": "prefill"}), ((2,), {})])
+def test_the_role_decides_which_cache_manager_a_complete_overlay_makes(monkeypatch, given):
+    required, (args, kwargs) = [], given
+    monkeypatch.setattr(patches.overlay, "active", lambda: SimpleNamespace(require_complete=required.append))
+    for role in patches.CACHES:
+        monkeypatch.setitem(patches.CACHES, role, lambda config, role=role: (role, config))
+    role = kwargs.get("splitwise_role", [*args, "mixed"][1])
+    assert patches.make_cache_manager(None)("config", *args, **kwargs) == (role, "config")
+    assert required == [Where.ENGINE]
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_a_request_of_a_prefill_server_is_matched_when_it_is_put_into_the_batch(is_prefill):
+    cache, started = make_adapter(20, kind=PrefillAdapter) if is_prefill else make_adapter(20), []
+    cache.start = lambda *given: started.append(given)
+    manager = SimpleNamespace(cache_manager=cache, get_prefix_cached_blocks="FastDeploy's match")
+    computes = lambda made, budget: (made, budget)  # noqa: E731
+    assert patches.tokens_to_compute(computes, manager, ("r", 16), {}) == ("r", 16)
+    assert started == ([("r", "FastDeploy's match")] if is_prefill else [])
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("role", ["decode", "mixed"])
+def test_a_decode_engine_takes_what_prefill_sends_by_way_of_its_blocks(install, monkeypatch, role, counts):
+    cache, ended = decode_cache() if role == "decode" else make_adapter(20), []
+    gauge = SimpleNamespace(dec=lambda: ended.append(True))
+    metrics = SimpleNamespace(decode_preallocated_req_num=gauge)
+    install({"fastdeploy.metrics": {}, "fastdeploy.metrics.metrics": {"main_process_metrics": metrics}})
+    table = SimpleNamespace(capabilities=SimpleNamespace(counts_preallocated=counts))
+    monkeypatch.setattr(patches.overlay, "active", lambda: SimpleNamespace(table=table))
+    made = []
+
+    class Tokens:
+        def __init__(self, engine, of, output, on_end):
+            made.append((engine, of, output))
+            self.on_end = on_end
+            self.is_empty, self.take = (lambda ask: ("asked", ask())), (lambda take: ("took", take()))
+            on_end()
+
+    monkeypatch.setattr(patches, "FirstTokens", Tokens)
+    queue = SimpleNamespace(disaggregate_queue_empty=lambda: True, get_disaggregated_tasks=lambda: ["task"])
+    engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache), engine_worker_queue=queue)
+    assert patches.process_in_decode(lambda: "started", engine, (), {}) == "started"
+    told = queue.disaggregate_queue_empty(), queue.get_disaggregated_tasks()
+    if role == "decode":
+        assert told == (("asked", True), ("took", ["task"]))
+        assert (made, ended) == ([(engine, cache, Output)], [True] * counts)
+    else:
+        assert (told, made) == ((True, ["task"]), [])

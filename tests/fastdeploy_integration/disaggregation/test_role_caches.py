@@ -1,5 +1,6 @@
 """The engines of both roles and the sockets to two ranks each, over a FAKE FastDeploy."""
 
+import os
 import time
 from types import SimpleNamespace
 
@@ -9,8 +10,11 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import LOG_DIRECTORY
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, role_caches, settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, place, ranks, role_caches, settings
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_rank import PrefillRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankEnd
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
@@ -69,8 +73,8 @@ def logs(monkeypatch, tmp_path, fake_fastdeploy):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv(storage_channel.SESSION_VARIABLE, "01234567")
     monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
-    place = settings.RankPlace("127.0.0.1", (1, 2), "a model")
-    monkeypatch.setattr(role_caches, "place_of", lambda config: place)
+    here = settings.RankPlace("127.0.0.1", (1, 2), "a model")
+    monkeypatch.setattr(role_caches, "place_of", lambda config: here)
     return tmp_path
 
 
@@ -239,3 +243,82 @@ def test_blocks_that_a_rank_fills_are_not_reset(engine):
     engine.cache.grant(task)
     with pytest.raises(CacheStateError, match=r"here 0.* shares blocks with a peer: pause it"):
         reset(engine)
+
+
+def test_workers_and_fastdeploy_are_told_what_a_role_needs(engine):
+    assert settings.rank_place() == settings.RankPlace("127.0.0.1", (1, 2), "a model")
+    if isinstance(engine.cache, role_caches.PrefillCache):
+        told = [os.environ[name] for name in (role_caches.WAIT_FOR_ANSWER, role_caches.ASK_UNTIL_GRANTED)]
+        assert told == ["1", "0"], "what the user has set is kept, and asking again is ours"
+    assert engine.cache.followers.passes_over(None, None) is False, "requests wait for another server"
+
+
+@prefill
+def test_released_requests_of_prefill_wait_until_a_thread_takes_them(engine):
+    asked = []
+    engine.cache.release_stored(SimpleNamespace(release=asked.append), "FastDeploy's manager")
+    assert asked == ["FastDeploy's manager"]
+
+
+@prefill
+def test_what_is_given_up_at_prefill_is_withdrawn_on_every_rank(engine):
+    for rank in (0, 1):
+        engine.tell(rank, LeaseOpened("a", "request a"))
+    engine.until(lambda: engine.cache.num_shared)
+    engine.cache.give_up(None)
+    engine.until(lambda: engine.commands[0] and engine.commands[1])
+    assert engine.commands == [[WithdrawLease("a", PREFILL_PAUSED)]] * 2
+
+
+@decode
+def test_a_decode_engine_shares_what_waits_what_is_fetched_and_what_is_parked(engine):
+    made = request("a", tokens=2 * BLOCK)
+    made.block_tables = engine.cache.allocate_gpu_blocks(2, "a")
+    engine.cache.grant(made)
+    assert engine.cache.num_shared == 1 + 1
+    engine.cache.recycle_gpu_blocks(made.block_tables, "a")
+    assert engine.cache.num_shared == 0 + 1 + 2
+
+
+@decode
+def test_no_rank_is_told_to_fetch_while_a_batch_is_put_together(engine):
+    engine.cache.take_reports()
+    made = request("a", tokens=BLOCK)
+    made.block_tables = engine.cache.allocate_gpu_blocks(1, "a")
+    engine.cache.grant(made)
+    for _ in range(3):
+        engine.hear()
+    assert engine.cache.carrier(None) == [], "no copies wait"
+    assert engine.commands == [[], []]
+    engine.cache.send_swaps([])
+    engine.until(lambda: engine.commands[0] and engine.commands[1])
+
+
+@decode
+def test_copies_that_wait_ride_on_a_batch_with_an_empty_table(engine):
+    grant = SimpleNamespace(request="granted")
+    engine.cache.copies_wait = lambda: grant
+    manager = SimpleNamespace(_prepare_decode_task=lambda made: SimpleNamespace(of=made, block_tables=[1, 2]))
+    assert engine.cache.carrier(manager) == [SimpleNamespace(of="granted", block_tables=[])]
+
+
+@pytest.mark.parametrize(("ports", "expected"), [(["5", 6], (5, 6)), (None, ())])
+def test_the_place_of_a_server_names_its_weights(monkeypatch, ports, expected):
+    monkeypatch.setattr(place, "model_digest", lambda path: f"digest of {path}")
+    model = SimpleNamespace(model="/m", quantization="wint4")
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(local_rdma_comm_ports=ports), model_config=model, host_ip="10.0.0.1"
+    )
+    assert place.place_of(config) == settings.RankPlace("10.0.0.1", expected, "digest of /m 'wint4'")
+
+
+@pytest.mark.parametrize(("role", "kind"), [("prefill", PrefillRank), ("decode", DecodeRank), ("mixed", None)])
+def test_a_rank_has_the_role_of_its_server(logs, monkeypatch, role, kind):
+    opened = []
+    monkeypatch.setattr(ranks, "RankEnd", lambda *where: opened.append(where))
+    settings.export(settings.RankPlace("127.0.0.1", (1,), "a model"))
+    parallel = SimpleNamespace(local_engine_worker_queue_port="8001", tensor_parallel_rank=1)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(splitwise_role=role), parallel_config=parallel)
+    made = ranks.rank_role(config)
+    assert made is None if kind is None else type(made) is kind
+    assert opened == ([] if kind is None else [(8001, 1)])

@@ -30,6 +30,7 @@ def fake_fastdeploy(install, monkeypatch, short_tmp_path, tmp_path):
     for first: it would lie in the directory for temporary files of this test, which goes."""
     envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
     gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
+    gauges += " hit_req_rate hit_token_rate gpu_hit_token_rate cpu_hit_token_rate"
     modules = {
         "fastdeploy": {"envs": envs},
         "fastdeploy.metrics": {},
