@@ -1,10 +1,13 @@
 """The adapter driven as FastDeploy drives its cache manager, with a FAKE scheduler and a FAKE worker."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError
+from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
 from fastdeploy_kvcache_v1.swap_message import decode
 
 from .by_hand import begin, end
@@ -179,3 +182,40 @@ def test_a_match_that_the_host_keeps_without_scheduling_it_pins_nothing():
     scheduler.add(waiting)
     scheduler.run_dry()
     cache.manager.check_idle()
+
+
+def test_a_reset_leaves_nothing_of_a_request_that_was_matched_or_whose_hashes_were_kept():
+    cache = make_adapter(8, 8)
+    tasks = [FakeTask(name, [1] * 9) for name in "ab"]
+    for task in tasks:
+        cache.request_match_blocks(task, 4)
+    cache.release_block_ids(tasks[0])
+    cache.reset()
+    cache.check()
+    assert len(cache._kept) == 0
+
+
+def test_fastdeploys_gauges_show_the_size_that_profiling_found():
+    cache = make_adapter(8)
+    cache.update_cache_config(SimpleNamespace(total_block_num=np.int32(5)))
+    assert (cache.num_gpu_blocks, cache._gauges.max_gpu_block_num.value) == (5, 5)
+
+
+@pytest.mark.parametrize("part", ["manager", "_kept", "_lent", "_batch"])
+def test_a_check_looks_at_every_part(monkeypatch, part):
+    def found(*_):
+        raise InvariantError("injected")
+
+    cache = make_adapter(8)
+    monkeypatch.setattr(getattr(cache, part), "check", found)
+    with pytest.raises(InvariantError, match="injected"):
+        cache.check()
+
+
+def test_a_host_copy_that_failed_is_of_no_request_that_was_matched_and_not_scheduled():
+    cache, task = make_adapter(8, 40, write_policy="write_back"), FakeTask("x", [1] * 17)
+    serve(FakeScheduler(cache, output_caching=False), [1] * 17, [2] * 25)
+    assert cache.request_match_blocks(task, 4)[1] == 16
+    cache.host_copies_failed([TransferResult(1, *EVICT, 8, 0, 0.0, tuple(range(8)), "injected")])
+    assert task.num_cached_blocks == 0
+    cache.check()

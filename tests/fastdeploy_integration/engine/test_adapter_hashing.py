@@ -3,8 +3,15 @@
 import numpy as np
 import pytest
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.asked_again import AskedAgain
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import give_name, name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter, waiting_requests
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens, multimodal_items
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.kept_hashes import KEPT_HASHES, KeptHashes
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import (
+    TaskTokens,
+    multimodal_items,
+    start_of_cut_item,
+)
 
 from .fake_scheduler import FakeScheduler, FakeTask, Status, make_adapter, serve
 
@@ -179,3 +186,70 @@ def test_the_shape_of_an_item_is_part_of_its_name(grids, expected):
     """FastDeploy hashes bytes: a white image has the hash of another shape with as many pixels."""
     inputs = {**images((0, 2), (2, 2), (4, 2)), "grid_thw": grids}
     assert [item.hash for item in multimodal_items(FakeTask("x", [1] * 9, items=inputs))] == expected
+
+
+@pytest.mark.parametrize("kept", [KeptHashes, lambda: AskedAgain(4)])
+def test_hashes_of_the_latest_requests_are_kept(kept):
+    kept, tasks = kept(), [FakeTask(str(number), [1] * 9) for number in range(KEPT_HASHES + 1)]
+    for task in tasks:
+        task.ic_req_data = None
+        give_name(task)
+        kept.keep(TaskTokens(task, 4))
+    assert len(kept._kept) == KEPT_HASHES
+    first, second, *_, last = (name_of(task) if isinstance(kept, AskedAgain) else task.request_id for task in tasks)
+    assert first not in kept._kept
+    assert {second, last} <= kept._kept.keys()
+    if isinstance(kept, KeptHashes):
+        kept.check()
+        kept.clear()
+        assert kept.take(tasks[-1]) is None
+
+
+def test_hashes_that_were_kept_take_over_what_was_generated_since():
+    kept, task = KeptHashes(), FakeTask("a", [1] * 9)
+    kept.keep(TaskTokens(task, 4))
+    task.output_token_ids += [2] * 4
+    assert kept.look(task).num_tokens == 9
+    taken = kept.take(task)
+    assert (taken.num_tokens, len(taken.hashes), taken.token_ids()) == (13, 3, [1] * 9 + [2] * 4)
+    assert kept.take(task) is None, "kept no longer"
+
+
+@pytest.mark.parametrize(
+    ("change", "is_reusable"),
+    [
+        (lambda task: None, True),
+        (lambda task: task.prompt_token_ids.append(1), False),
+        (lambda task: task.output_token_ids.append(1), True),
+        (lambda task: task.output_token_ids.clear(), False),
+        (lambda task: setattr(task, "multimodal_inputs", images((1, 2))), False),
+    ],
+    ids=["nothing", "a longer prompt", "an output", "an output less", "an image"],
+)
+def test_hashes_are_those_of_a_request_as_long_as_it_only_grows(change, is_reusable):
+    task = FakeTask("a", [1] * 9)
+    task.output_token_ids.append(7)
+    tokens = TaskTokens(task, 4)
+    change(task)
+    assert tokens.is_of(task) is is_reusable
+    assert not tokens.is_of(FakeTask("a", [1] * 9))
+
+
+def test_outputs_that_cannot_be_hashed_end_caching(caplog):
+    task = FakeTask("a", [1] * 9)
+    tokens = TaskTokens(task, 4)
+    task.output_token_ids.append(-1)
+    tokens.catch_up()
+    assert (tokens.hashes, tokens.num_tokens, tokens.num_plain_blocks) == ((), 10, 0)
+    assert "request a is served without the cache, its tokens cannot be hashed" in caplog.text
+    assert tokens.is_of(task), "it is not tried again"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "start"), [(5, 5), (9, 9), (10, 8), (11, 8), (12, 12), (14, 14), (17, 17), (18, 16), (20, 20)]
+)
+def test_a_table_ends_before_an_item_that_it_would_cut(num_tokens, start):
+    """Items cover [9, 12), [14, 15) and [17, 20)."""
+    items = multimodal_items(FakeTask("x", [1] * 30, items=images((9, 3), (12, 0), (14, 1), (17, 3))))
+    assert len(items) == 3, "one covers nothing"
+    assert start_of_cut_item(items, num_tokens, 4) == start

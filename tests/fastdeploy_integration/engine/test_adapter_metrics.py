@@ -2,9 +2,12 @@
 
 from types import SimpleNamespace
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.hit_rates import WINDOW, HitRates
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.hit_rates import WINDOW, HitRates, match_metrics
+from fastdeploy_kvcache_v1.metadata import CacheLevel, MatchedSpan, MatchResult
 
-from .fake_scheduler import FakeScheduler, FakeTask, make_adapter, serve
+from .fake_scheduler import FakeGauge, FakeScheduler, FakeTask, make_adapter, serve
+
+RATES = ["hit_req_rate", "hit_token_rate", "gpu_hit_token_rate", "cpu_hit_token_rate"]
 
 
 def test_match_metrics_tell_the_tiers_apart():
@@ -65,3 +68,23 @@ def test_hit_rates_start_anew_after_a_window():
     for _ in range(WINDOW + 1):
         rates.count(10, device=4, host=0)
     assert (rates.num_requests, rates.num_tokens) == (1, 10)
+
+
+def test_hit_rates_tell_the_tiers_apart_and_count_a_request_that_hit_only_once():
+    gauges = SimpleNamespace(**{name: FakeGauge() for name in RATES})
+    rates = HitRates()
+    rates.publish(gauges)
+    assert [getattr(gauges, name).value for name in RATES] == [0, 0, 0, 0]
+    for device, host in ((4, 4), (0, 1), (0, 0), (1, 0)):
+        rates.count(10, device=device, host=host)
+    rates.publish(gauges)
+    assert [getattr(gauges, name).value for name in RATES] == [3 / 4, 10 / 40, 5 / 40, 5 / 40]
+
+
+def test_a_match_names_what_is_here_and_what_comes_in_the_order_of_the_prompt():
+    spans = (MatchedSpan(2, CacheLevel.DEVICE), MatchedSpan(1, CacheLevel.HOST), MatchedSpan(1, CacheLevel.DEVICE))
+    made = match_metrics(MatchResult("r", spans, 4), [10, 11, 12, 13])
+    assert (made["match_gpu_block_ids"], made["gpu_recv_block_ids"]) == ([10, 11, 13], [12])
+    assert (made["gpu_match_token_num"], made["cpu_match_token_num"]) == (12, 4)
+    others = {name: value for name, value in made.items() if "gpu" not in name and name != "cpu_match_token_num"}
+    assert list(others.values()) == [0, [], 0, 0], f"there is no other tier: {others}"

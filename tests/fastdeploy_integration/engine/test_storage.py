@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import Cop
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import MOST_HELD, EngineStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.metadata import EVICT, PassProgress, SwapStep, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import UseNamespace
@@ -389,3 +390,84 @@ def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(scheduler
         thread.join()
     held = [task for task in tasks if scheduler.storage._held.get("same") is task]
     assert (held, len(scheduler.cache.held_back)) == ([tasks[0]], 1)
+
+
+# ---- what the tier is told
+
+
+class Tier:
+    """Notes what it is told, instead of a tier."""
+
+    needs_token_ids = holds_device_blocks = False
+
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        def tell(*given):
+            self.told.append((name, *given))
+            return False
+
+        return tell
+
+
+class Passes:
+    def __init__(self, told):
+        self.doubt = lambda **how: told.append(("doubt", how))
+        self.reported = lambda rank, progress: told.append(("passes", rank, progress))
+
+
+def told_storage(*, follows_passes):
+    tier = Tier()
+    passes = Passes(tier.told) if follows_passes else None
+    return EngineStorage(tier, FakeLink(), lock=threading.RLock(), find_namespace=namespace, passes=passes), tier.told
+
+
+@pytest.mark.parametrize("follows_passes", [True, False])
+def test_what_may_be_lost_is_doubted_where_passes_are_followed(follows_passes):
+    storage, told = told_storage(follows_passes=follows_passes)
+    storage.batch_lost()
+    storage.rows_dropped()
+    storage.cache_reset()
+    doubts = [("doubt", {}), ("doubt", {"rows_stay": True}), ("cache_reset",), ("doubt", {})]
+    assert told == (doubts if follows_passes else [("cache_reset",)])
+    assert storage.follows_passes is follows_passes
+
+
+@pytest.mark.parametrize("follows_passes", [True, False])
+@pytest.mark.parametrize("unlisted_through", [-1, 0, 5])
+def test_failed_copies_are_told_before_what_has_ended(follows_passes, unlisted_through):
+    storage, told = told_storage(follows_passes=follows_passes)
+    failed, progress = (TransferResult(3, *EVICT, 1, 0, 0.0, (7,), "injected"),), PassProgress(3, 1.0)
+    storage.copies_reported(CopyNews(failed, {0: 4, 1: 2}, unlisted_through, {1: progress}))
+    doubted = [("copies_doubted", unlisted_through)] * (unlisted_through >= 0)
+    ended = [("copies_reported", rank, TransferReport((), 0.0, step)) for rank, step in ((0, 4), (1, 2))]
+    news = [("passes", 1, progress)] * follows_passes
+    assert told == [*doubted, ("copies_reported", 0, TransferReport(failed)), *ended, *news]
+
+
+def test_a_request_that_is_fetched_for_in_the_queue_is_left_when_it_is_scheduled_and_no_other():
+    storage, told = told_storage(follows_passes=False)
+    storage.tier.may_start = lambda request_id: True
+    tasks, step = [FakeTask(name, TOKENS) for name in "abc"], SwapStep(4)
+    assert [storage.hold(task, "tokens") for task in tasks] == [False] * 3
+    for scheduled, left in (([0], "a"), ([0, 1], "b"), ([0, 1], "")):
+        told.clear()
+        storage.batch_scheduled([tasks[number] for number in scheduled], step)
+        assert told == [("step_taken", step), *[("request_left", name) for name in left], ("go_on",)]
+
+
+def test_when_fastdeploy_has_ended_every_request_the_tier_waits_for_none():
+    storage, told = told_storage(follows_passes=False)
+    assert storage.hold(FakeTask("held", TOKENS), "tokens")
+    storage.tier.may_start = lambda request_id: True
+    assert not storage.hold(FakeTask("ahead", TOKENS), "tokens")
+    told.clear()
+    storage.clear()
+    assert told == [("request_left", "held"), ("request_left", "ahead")]
+
+
+def test_other_weights_empty_the_tier_before_anything_is_named_again():
+    storage, told = told_storage(follows_passes=True)
+    storage.weights_changed()
+    assert told == [("cache_reset",), ("forget_namespace",)]

@@ -4,10 +4,12 @@ import asyncio
 import importlib
 import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import OverlayError
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay as overlay_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay, PointState
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where, load_table
 from tests.fastdeploy_integration import fake_fastdeploy
@@ -151,3 +153,44 @@ def test_rows_of_the_other_side_do_not_matter(tmp_path, package):
     made.require_complete(Where.ENGINE)
     with pytest.raises(OverlayError):
         made.require_complete(Where.WORKER)
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """A process in which nothing was started: its FastDeploy, and what was started in it."""
+    made = SimpleNamespace(fastdeploy=SimpleNamespace(has_own_manager=False), started=[], broken=None)
+
+    def start():
+        made.started.append(True)
+        if made.broken:
+            raise made.broken
+
+    monkeypatch.setattr(overlay_module, "_active", None)
+    monkeypatch.setattr(overlay_module, "_refusal", None)
+    monkeypatch.setattr(overlay_module, "installed_fastdeploy", lambda: made.fastdeploy)
+    monkeypatch.setattr(overlay_module, "overlay_for", lambda tree: SimpleNamespace(start=start, tree=tree))
+    return made
+
+
+def test_the_overlay_of_a_process_is_started_once(process):
+    with pytest.raises(OverlayError, match="was not started"):
+        overlay_module.active()
+    first = overlay_module.start()
+    assert first.tree is process.fastdeploy
+    assert overlay_module.start() is overlay_module.active() is first
+    assert process.started == [True]
+
+
+def test_a_start_that_failed_fails_for_ever(process):
+    process.broken = OverlayError("drifted")
+    for reason in ("^drifted", "^the overlay could not be started in this process: drifted"):
+        with pytest.raises(OverlayError, match=reason):
+            overlay_module.start()
+    assert process.started == [True], "something may be patched by now"
+
+
+@pytest.mark.parametrize(("fastdeploy", "warned"), [(None, 0), (SimpleNamespace(has_own_manager=True), 1)])
+def test_where_there_is_nothing_to_patch_nothing_is_started(process, caplog, fastdeploy, warned):
+    process.fastdeploy = fastdeploy
+    assert overlay_module.start() is None
+    assert (process.started, len(caplog.messages)) == ([], warned)
