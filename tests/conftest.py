@@ -2,25 +2,61 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from fastdeploy_kvcache_v1.model import configure_reproducible_math
 
-# Times differ between machines, so tests never assert them; CI tries the same examples every time.
-settings.register_profile("suite", deadline=None, print_blob=True)
-settings.register_profile("ci", parent=settings.get_profile("suite"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "suite")
+from .processes import Guard
+
+# Times differ between machines, so tests never assert them. The same examples every time; new ones belong to the night.
+settings.register_profile("suite", deadline=None, print_blob=True, derandomize=True)
+settings.load_profile("suite")
 
 # The math library must be set up before any test module imports paddle.
 configure_reproducible_math()
 
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--idle-marks", action="store_true", help="fail where a module has the mark `process` for nothing")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Guard(), "guard")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    unfit = [
+        item.nodeid for item in items if item.get_closest_marker("smoke") and not item.get_closest_marker("process")
+    ]
+    if unfit:
+        raise pytest.UsageError(f"`smoke` is for tests that have the mark `process`: {', '.join(unfit)}")
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    config = items[0].config
+    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Every process of pytest-xdist has left out the same tests."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many tests were skipped, and why. A reason ends with the command that gets what is missing."""
+    """How many tests were skipped or left out, and why. A reason ends with the command that gets what is missing."""
     skipped = Counter(
         report.longrepr[2].removeprefix("Skipped: ")
         for report in terminalreporter.stats.get("skipped", [])
@@ -28,3 +64,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     )
     for reason, count in sorted(skipped.items()):
         terminalreporter.write_line(f"skipped {count}: {reason}")
+    config = terminalreporter.config
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        chosen = config.option.markexpr or config.option.keyword
+        terminalreporter.write_line(f'left out {left_out}, not in "{chosen}": ./scripts/test --all runs every test')

@@ -236,6 +236,7 @@ def test_values_that_cannot_be_removed_are_a_problem(storage_doctor, monkeypatch
     assert (status, "a value that was removed is still there" in found) == (1, True)
 
 
+@pytest.mark.process
 @needs_mooncake()
 def test_mooncake_is_tried_out_with_memory_of_others(make_tree, tmp_path, monkeypatch, capsys):
     master = Master(tmp_path)

@@ -13,6 +13,8 @@ from fastdeploy_kvcache_v1.switch import SWITCH
 
 from .fastdeploy_integration import fake_fastdeploy
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 BOOTSTRAP = (ROOT / "fastdeploy_kvcache_v1.pth").read_text(encoding="utf-8")
 

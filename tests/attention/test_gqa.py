@@ -87,6 +87,7 @@ def test_no_blocks_is_refused():
         GQACacheBackend(1, 1, 8, 4, "float32").create_kv_cache(0)
 
 
+@pytest.mark.process
 def test_the_worker_half_imports_without_paddle_and_cupy():
     code = (
         "import sys, fastdeploy_kvcache_v1.worker.cache_controller, fastdeploy_kvcache_v1.attention.gqa as gqa\n"

@@ -166,11 +166,13 @@ def test_broken_trace_names_its_line(tmp_path):
         bench("--trace", path, "--url", "http://127.0.0.1:9")
 
 
+@pytest.mark.process
 def test_a_server_that_cannot_start_says_why():
     with pytest.raises(WorkerDiedError, match="unknown write policy 'never'"), running_server(["--write-policy=never"]):
         pass
 
 
+@pytest.mark.process
 def test_cache_on_and_off_give_the_same_tokens(trace, capsys):
     """The real thing: two servers, one after the other, with a device tier too small for the trace."""
     tiny = ("--num-gpu-blocks-override", "8", "--swap-space", "0.01", "--write-policy", "write_through")

@@ -125,6 +125,7 @@ def test_a_directory_that_is_no_checkout_is_refused(tmp_path):
         run("--fastdeploy", tmp_path, "--page", tmp_path / "page.html")
 
 
+@pytest.mark.process
 def test_the_whole_demo_with_the_random_model(tmp_path, capsys):
     files = {name: tmp_path / name for name in ("page", "picture", "results")}
     assert run("--model", "random", *(word for name, path in files.items() for word in (f"--{name}", path))) == 0

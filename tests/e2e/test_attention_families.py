@@ -5,6 +5,8 @@ import pytest
 
 from tests.e2e.server_process import started
 
+pytestmark = pytest.mark.process
+
 SMALL = ("--block-size", "8", "--num-gpu-blocks-override", "40", "--max-model-len", "300", "--swap-space", "0.05")
 
 

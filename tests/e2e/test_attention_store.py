@@ -11,6 +11,8 @@ from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_unti
 from tests.e2e.test_storage import CACHED, PROMPT, ask, assert_they_share, wait_stored
 from tests.storage.attention_store.stand_in import environment, num_stored, set_faults
 
+pytestmark = pytest.mark.process
+
 WORTH_IT = 16
 """Blocks: a shorter stored prefix is computed instead."""
 

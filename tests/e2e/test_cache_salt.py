@@ -10,6 +10,8 @@ import pytest
 from tests.e2e.server_process import started, wait_until
 from tests.e2e.test_storage import CACHED, PROMPT, end, flags, wait_stored
 
+pytestmark = pytest.mark.process
+
 
 def ask(server, prompt=PROMPT, **fields):
     """Tokens of the answer, and how many of the prompt were cached."""

@@ -15,6 +15,8 @@ from fastdeploy_kvcache_v1.embedded.http.connections import RESERVED_DESCRIPTORS
 from tests.e2e.server_process import OPERATOR, started, wait_until
 from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
+pytestmark = pytest.mark.process
+
 SMALL = ("--block-size", "16", "--num-gpu-blocks-override", "64", "--swap-space", "0.01", "--max-model-len", "1000")
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
 TEMPLATE = "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"

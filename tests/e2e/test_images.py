@@ -11,6 +11,8 @@ from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from tests.e2e.server_process import started
 from tests.embedded.intake.pictures import encoded, noise, part, text
 
+pytestmark = pytest.mark.process
+
 BLOCK = 16
 FLAGS = ("--block-size", str(BLOCK), "--max-model-len", "900")
 COLD = {"skip_reading_prefix_cache": True, "skip_writing_prefix_cache": True}

@@ -8,6 +8,8 @@ from safetensors.numpy import load_file, save_file
 from tests.e2e.server_process import ServerProcess, started
 from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def model(tmp_path):

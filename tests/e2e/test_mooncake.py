@@ -13,7 +13,7 @@ from tests.mooncake_master import Master, needs_mooncake
 from tests.mooncake_peer import PeerProxies, needs_compiler
 from tests.mooncake_peer import environment as behind_proxies
 
-pytestmark = needs_mooncake()
+pytestmark = [pytest.mark.process, needs_mooncake()]
 
 
 def flags(**changes):

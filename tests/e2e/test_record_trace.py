@@ -6,11 +6,15 @@ import random
 import signal
 from contextlib import suppress
 
+import pytest
+
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from tests.e2e.server_process import ServerProcess, started, wait_until
 from tests.e2e.small_disk import SmallDisk, needs_small_disk
+
+pytestmark = pytest.mark.process
 
 SIZE = ("--block-size", "16", "--num-gpu-blocks-override", "70", "--max-model-len", "900", "--swap-space", "0.003")
 POLICY = "write_back"

@@ -19,7 +19,7 @@ from tests.e2e.peer_servers import PATIENCE_S, Cluster, cluster
 from tests.e2e.server_process import ServerProcess, started, wait_until
 from tests.mooncake_master import needs_mooncake
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 """Each starts three or four servers, at times on a machine that is busy with other tests."""
 
 FLAGS = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--max-model-len", "4096")

@@ -19,6 +19,8 @@ import pytest
 from tests.e2e.peer_servers import PATIENCE_S, Cluster, cluster
 from tests.e2e.server_process import ServerProcess, started
 
+pytestmark = pytest.mark.process
+
 NUM_REQUESTS = int(os.environ.get("FASTDEPLOY_KVCACHE_SOAK", "60"))
 NUM_CLIENTS = 8
 NUM_PROMPTS = 24

@@ -11,7 +11,7 @@ from tests.e2e.workload import run_workload
 ROOMY = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "256")
 
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,7 @@ def expected(tmp_path_factory):
         return run_workload(client)
 
 
+@pytest.mark.smoke
 def test_tokens_are_those_of_a_mixed_server(tmp_path, expected):
     """Conversations, streamed and not, twelve at a time."""
     with cluster(tmp_path, *ROOMY) as servers:

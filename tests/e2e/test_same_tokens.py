@@ -4,15 +4,20 @@ import json
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.worker import ops
 from tests.e2e.server_process import started
 from tests.e2e.workload import NUM_REQUESTS, run_workload
+
+pytestmark = pytest.mark.process
 
 SMALL = (
     *("--block-size", "8", "--num-gpu-blocks-override", "120", "--max-model-len", "900"),
     *("--max-num-seqs", "12", "--max-num-batched-tokens", "256"),
 )
 """The longest request alone takes most of the device blocks; each answer grows over several of them."""
+
+OTHER_POLICIES = [policy.value for policy in WritePolicy if policy is not WritePolicy.AUTO]
 
 HOST_TIER = ("--swap-space", "0.02")
 """1310 blocks of 16 KiB."""
@@ -60,7 +65,7 @@ def test_device_tier_alone(tmp_path, expected):
     assert metrics["requests_preempted_total"] > 0
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("policy", [pytest.param("auto", marks=pytest.mark.smoke), *OTHER_POLICIES])
 def test_device_and_host_tier(tmp_path, expected, policy):
     outputs, metrics = run(tmp_path, *SMALL, *HOST_TIER, "--write-policy", policy)
     assert outputs == expected

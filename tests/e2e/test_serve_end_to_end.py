@@ -15,6 +15,8 @@ from fastdeploy_kvcache_v1.embedded.http import server as http_server
 from fastdeploy_kvcache_v1.embedded.worker import client as worker_client
 from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_until
 
+pytestmark = pytest.mark.process
+
 SMALL = ("--block-size", "16", "--num-gpu-blocks-override", "64", "--swap-space", "0.01", "--max-model-len", "2000")
 ENDLESS = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
@@ -48,6 +50,7 @@ def test_ready_line_is_one_line_with_a_request_to_paste(server):
     assert cached[1] >= 64
 
 
+@pytest.mark.smoke
 def test_streams_and_plain_answers_agree(client):
     options = {"model": "random-tiny", "max_tokens": 12, "temperature": 0.7, "seed": 11}
     plain = client.completions.create(prompt="tell me", **options)
@@ -72,6 +75,7 @@ def test_requests_without_seed_differ_and_with_seed_repeat(client):
     assert ask(seed=4) == ask(seed=4)
 
 
+@pytest.mark.smoke
 def test_errors_have_the_types_of_the_client(client):
     with pytest.raises(openai.BadRequestError, match="prompt: must not be empty"):
         client.completions.create(model="random-tiny", prompt="")
@@ -83,6 +87,7 @@ def test_errors_have_the_types_of_the_client(client):
         client.models.retrieve("other")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stream", [True, False])
 def test_disconnect_aborts_the_request_and_frees_its_blocks(server, stream):
     aborted = server.metrics()["requests_ended_total{outcome=aborted}"]
@@ -138,6 +143,7 @@ def test_signal_while_starting_leaves_nothing(tmp_path):
         server.kill()
 
 
+@pytest.mark.smoke
 def test_killed_worker_fails_requests_with_a_reason_and_ends_the_server(tmp_path):
     with started(tmp_path, *SMALL) as running, running.client() as client:
         worker = running.worker
@@ -210,6 +216,7 @@ def test_a_stopped_worker_does_not_keep_its_server(tmp_path):
         running.assert_nothing_left()
 
 
+@pytest.mark.smoke
 def test_the_times_of_an_ordered_end_add_up_to_eight_seconds():
     assert http_server.FORCE_S + worker_client.STOP_TIMEOUT_S <= 8
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.e2e.server_process import started, wait_until
+
+pytestmark = pytest.mark.process
 
 LENGTH = 8010
 """Bytes, and so tokens, of a prompt."""

@@ -15,6 +15,8 @@ from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION
 from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_until
 from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
+pytestmark = pytest.mark.process
+
 PROMPT = [1 + number % 250 for number in range(600)]
 SIZE = ("--block-size", "16", "--num-gpu-blocks-override", "120", "--max-model-len", "900")
 CACHED = 592

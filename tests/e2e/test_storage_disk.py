@@ -3,12 +3,13 @@
 import shutil
 
 import httpx
+import pytest
 
 from tests.e2e.server_process import OPERATOR, started, wait_until
 from tests.e2e.small_disk import SmallDisk, needs_small_disk
 from tests.e2e.test_storage import CACHED, ask, end, flags, prompt
 
-pytestmark = needs_small_disk()
+pytestmark = [pytest.mark.process, needs_small_disk()]
 
 DISK_MIB = 3
 """Two prompts of 37 blocks of 36 KiB fit, and a part of a third one."""

@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess, started, wait_until
 
+pytestmark = pytest.mark.process
+
 SMALL = ("--block-size", "8", "--num-gpu-blocks-override", "40", "--max-model-len", "300", "--swap-space", "0.05")
 TWO = ("--tensor-parallel-size", "2")
 QUESTION = "what does a block cost when two ranks have it? " * 6

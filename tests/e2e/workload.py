@@ -1,4 +1,4 @@
-"""The same 200 requests for every configuration: conversations with shared prefixes, long and short, concurrent."""
+"""The same 64 requests for every configuration: conversations with shared prefixes, long and short, concurrent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from openai import OpenAI
 
-NUM_CONVERSATIONS = 50
+NUM_CONVERSATIONS = 16
 TURNS = 4
 NUM_REQUESTS = NUM_CONVERSATIONS * TURNS
 CONCURRENCY = 12

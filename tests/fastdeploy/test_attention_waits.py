@@ -12,6 +12,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .fastdeploy_trees import HERE, RELEASES, has_dsa_attention, run_inside, tree
 
+pytestmark = pytest.mark.process
+
 LATENT = {"key"}
 KEY_VALUE = {"key", "value"}
 ROLES = {

@@ -6,6 +6,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .fastdeploy_trees import HERE, RELEASES, has_dsa_attention, run_inside
 
+pytestmark = pytest.mark.process
+
 PAIR = [[3, 2, 4, 16]] * 2
 WITH_SCALES = PAIR + [[3, 2, 4]] * 2
 FLAT = ("AppendAttentionBackend", "FlashAttentionBackend", "FlashMaskAttentionBackend")

@@ -6,6 +6,8 @@ from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 
 from .fastdeploy_trees import HERE, RELEASES, run_inside
 
+pytestmark = pytest.mark.process
+
 
 def name(salt=b""):
     hasher = BlockHasher(4, salt=salt)

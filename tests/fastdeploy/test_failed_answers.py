@@ -8,6 +8,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .fastdeploy_trees import HERE, RELEASES, run_inside
 
+pytestmark = pytest.mark.process
+
 FORMS = ("chat/plain", "chat/stream", "completion/plain", "completion/stream")
 TOKENS = [70, 71, 1]
 

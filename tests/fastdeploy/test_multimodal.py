@@ -6,6 +6,8 @@ import pytest
 
 from .fastdeploy_trees import HERE, RELEASES, run_inside
 
+pytestmark = pytest.mark.process
+
 NUM_CASES = 15
 
 

@@ -13,7 +13,7 @@ from .fastdeploy_trees import HERE, RELEASES, run_inside
 
 STEPS = 3000
 
-pytestmark = pytest.mark.timeout(660)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(660)]
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -13,7 +13,7 @@ from .fastdeploy_trees import HERE, RELEASES, run_inside
 STEPS = 500
 BLOCKS_OF_DECODE = 26
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(660)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(660)]
 
 
 @pytest.mark.parametrize("release", [release for release in RELEASES if not release.endswith("-dev")])

@@ -10,7 +10,7 @@ from .cpu_server import BLOCK_SIZE, started, wait_until
 from .server_workload import noise, user
 from .test_server_storage import BLOCKS, CACHED, PROMPT, counts, serving
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
 
 FLAGS = ("--kvcache-storage-backend", "attention_store", "--storage-prefetch", "wait_complete")
 FEW_BLOCKS = ("--num-gpu-blocks-override", "40")

@@ -12,7 +12,7 @@ from .cpu_server import BLOCK_SIZE, started, wait_until
 from .fastdeploy_trees import RELEASES, tree
 from .server_workload import NUM_DOCUMENTS, document, user
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.02", "--write-policy", "write_through")
 ENDLESS = {"max_tokens": 440, "extra_body": {"min_tokens": 440}}

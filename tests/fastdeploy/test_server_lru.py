@@ -15,7 +15,7 @@ from .fastdeploy_trees import RELEASES, tree
 from .lru_reference import LruReference
 from .server_workload import user
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 DEVICE_BLOCKS = 9
 HOST_BLOCKS = 12

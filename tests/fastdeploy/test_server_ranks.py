@@ -12,7 +12,7 @@ from .cpu_server import FLAGS, CpuServer, started, wait_until
 from .fastdeploy_trees import RELEASES
 from .server_workload import NUM_DOCUMENTS, Workload, document
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 TWO = ("--tensor-parallel-size", "2")
 TIERS = ("--num-gpu-blocks-override", "16", "--write-policy", "write_through", "--swap-space", "0.02")

@@ -13,7 +13,7 @@ from .cpu_server import wait_until
 from .role_servers import FORMS, LIMITS, PROMPTS, ask, free_port, hear, num_fetches, servers, stream, wait_idle
 from .server_workload import noise
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 BLOCK = 64
 """Tokens."""

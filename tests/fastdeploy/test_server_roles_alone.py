@@ -16,7 +16,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import janitor
 from .cpu_server import wait_until
 from .role_servers import FORMS, LIMITS, PROMPTS, ask, free_port, hear, num_fetches, servers, wait_idle
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 
 def test_a_cold_burst_for_one_prefill_and_three_decode_servers(release, tmp_path):

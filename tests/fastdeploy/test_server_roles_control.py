@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import
 from .cpu_server import wait_until
 from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 ROLES = ("prefill", "decode")
 SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02", "--write-policy", "write_through")

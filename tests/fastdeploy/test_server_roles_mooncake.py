@@ -8,7 +8,7 @@ from tests.mooncake_master import needs_mooncake
 
 from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900), needs_mooncake()]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900), needs_mooncake()]
 
 SWAPPING = ("--swap-space", "0.02")
 

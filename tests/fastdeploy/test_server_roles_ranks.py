@@ -14,7 +14,7 @@ from tests.fault_proxy import Fault
 from .cpu_server import wait_until
 from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
 
 TWO = ("--tensor-parallel-size", "2")
 SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02", "--write-policy", "write_through")

@@ -7,7 +7,7 @@ import pytest
 from .cpu_server import wait_until
 from .role_servers import LIMITS, PROMPTS, ask, free_port, servers, wait_idle
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 
 def flags(directory):

@@ -11,7 +11,7 @@ from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2, fetch
 from .cpu_server import BLOCK_SIZE, started, wait_until
 from .fastdeploy_trees import tree
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 ORACLE = json.loads((Path(__file__).parents[1] / "oracle" / "smollm2.json").read_text(encoding="utf-8"))
 END = 2

@@ -12,7 +12,7 @@ from tests.mooncake_master import Master, needs_mooncake
 from .cpu_server import BLOCK_SIZE, Answer, started, wait_until
 from .server_workload import noise, user
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
 
 BLOCKS = 6
 PROMPT, OTHER = (user(noise(seed, BLOCKS * BLOCK_SIZE)) for seed in (1, 2))

@@ -18,7 +18,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.supervisor import U
 from .cpu_server import FLAGS, SHARED_MEMORY, START_TIMEOUT_S, CpuServer, started, wait_until
 from .fastdeploy_trees import run_inside, tree
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 BLOCKS = ("--num-gpu-blocks-override", "32")
 

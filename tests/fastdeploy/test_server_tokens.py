@@ -8,7 +8,7 @@ import pytest
 from .cpu_server import BLOCK_SIZE, started, wait_until
 from .server_workload import NUM_CONVERSATIONS, NUM_DOCUMENTS, TURNS, Workload, document, noise, user
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 HOST_TIER = ("--swap-space", "0.02")
 MANY_PREFILLS = ("--max-num-partial-prefills", "4", "--max-long-partial-prefills", "4")  # prompts fetched at once

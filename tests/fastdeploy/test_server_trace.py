@@ -13,7 +13,7 @@ from .cpu_server import BLOCK_SIZE, FLAGS, started, wait_until
 from .fastdeploy_trees import RELEASES, tree
 from .server_workload import noise
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 DEVICE_BLOCKS = 200
 

@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import
 from .cpu_server import started, wait_until
 from .server_workload import NUM_DOCUMENTS, document
 
-pytestmark = [pytest.mark.fastdeploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 NUM_BLOCKS = 24
 FLAGS = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--swap-space", "0.02", "--write-policy", "write_through")

@@ -8,6 +8,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .fastdeploy_trees import HERE, RELEASES, run_inside, tree
 
+pytestmark = pytest.mark.process
+
 SCRIPT = HERE / "drive_store_names.py"
 OTHER_SEED = """
 import os, sys

@@ -8,6 +8,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .fastdeploy_trees import HERE, RELEASES, has_dsa_attention, run_inside
 
+pytestmark = pytest.mark.process
+
 SWAP_BYTES = int(1.5 * 1024**3)
 GQA_BLOCK = 6 * 2 * 4 * 64 * 64 * 2
 LATENT_BLOCK = 6 * 576 * 64 * 2

@@ -9,6 +9,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
 from .fastdeploy_trees import RELEASES, run_inside, tree
 
+pytestmark = pytest.mark.process
+
 ENGINE_MODULES = ("envs", "config", "engine.args_utils", "engine.resource_manager", "engine.common_engine")
 
 SHOW = """

@@ -131,6 +131,7 @@ def tell(worker, *steps):
 # ---- what arrives
 
 
+@pytest.mark.process
 def test_each_ranks_failures_arrive_once_and_in_step_order(path):
     with listening(path) as reports, process(WORKER, path, 0) as first, process(WORKER, path, 1) as second:
         for step in range(0, 40, 2):
@@ -218,6 +219,7 @@ def test_an_engine_that_starts_again_learns_the_totals(path, make_reporter):
         wait_for(lambda: blocks_by_rank(reports) == {0: 9}, "9 blocks")
 
 
+@pytest.mark.process
 def test_an_engine_that_was_killed_leaves_the_worker_and_the_next_engine_alone(path, make_reporter):
     reporter = make_reporter()
     with process(ENGINE, path) as engine:
@@ -232,6 +234,7 @@ def test_an_engine_that_was_killed_leaves_the_worker_and_the_next_engine_alone(p
     assert not path.parent.exists()
 
 
+@pytest.mark.process
 def test_a_worker_that_was_killed_is_followed_by_another(path):
     with listening(path) as reports:
         for steps in ((1, 2, 3), (4,)):

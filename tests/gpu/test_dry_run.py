@@ -16,6 +16,8 @@ import pytest
 from tests.gpu.built import fake_gpu_directory
 from tests.worker.ops.native import ROOT, compile_program
 
+pytestmark = pytest.mark.process
+
 PARTS = ("fastdeploy_kvcache_v1", "tests/gpu", "custom_ops", "scripts")
 
 COMPILER = """#!/bin/bash

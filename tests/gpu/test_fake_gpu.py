@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from tests.gpu.built import fake_gpu_directory, run
+
+pytestmark = pytest.mark.process
 
 SEEDS, STEPS = 15, 200
 """Each way to copy has three seeds."""
 
 
+@pytest.mark.smoke
 def test_the_fake_driver_keeps_its_promises():
     done = run("fake_driver_checks.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok  ") == 16
 
 
+@pytest.mark.smoke
 def test_what_is_filled_right_after_tensors_were_made_stays():
     """Main and draft tensors, 40 orders of the streams, with a fill from outside behind the swap-in and before it."""
     done = run("new_tensors_checks.py", fake_gpu_directory())
@@ -26,6 +32,7 @@ def test_what_is_filled_right_after_tensors_were_made_stays():
     assert done.stdout.count("content was lost in 0 of 40 orders") == 2
 
 
+@pytest.mark.smoke
 def test_no_read_is_wrong_over_thousands_of_steps():
     done = run("simulate", 1, SEEDS, STEPS)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

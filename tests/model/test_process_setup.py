@@ -22,6 +22,7 @@ def run(code, **environment):
     return json.loads(done.stdout)
 
 
+@pytest.mark.process
 def test_what_the_server_process_imports_does_not_load_paddle():
     code = (
         "import json, sys\n"
@@ -42,6 +43,7 @@ CONFIGURE = (
 )
 
 
+@pytest.mark.process
 def test_settings_go_to_the_environment_and_respect_what_is_there():
     done, omp, mkl, block_time, mode, _ = run(CONFIGURE)
     assert (done, omp, mkl, block_time) == (True, "1", "2", "0")

@@ -42,6 +42,7 @@ def test_the_strict_mode_computes_rows_together():
     assert Decoder.load(None, CONFIG).cut is ANY_ROWS
 
 
+@pytest.mark.process
 @needs_avx2
 def test_a_mode_whose_rows_depend_on_each_other_gets_fixed_tiles_and_says_so():
     align, log = run(WHICH_CUT, MKL_CBWR="COMPATIBLE")
@@ -130,6 +131,7 @@ DIGEST = (
 )
 
 
+@pytest.mark.process
 @needs_avx2
 def test_a_second_thread_changes_no_bit():
     (one, threads_of_one), (two, threads_of_two) = (run(DIGEST.format(threads=number))[0] for number in (1, 2))

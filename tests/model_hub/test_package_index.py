@@ -118,6 +118,7 @@ def test_the_environment_counts_more_than_the_files(pip_settings, monkeypatch):
     assert index_urls(PipSettings()) == ["http://c/"]
 
 
+@pytest.mark.process
 def test_pip_itself_tells_what_its_files_say(pip_settings):
     configure(pip_settings, index_url="http://it's/simple", extra_index_url="http://a/\n  http://b/")
     told = real_pip_files()
@@ -125,6 +126,7 @@ def test_pip_itself_tells_what_its_files_say(pip_settings):
     assert told["global.extra-index-url"].split() == ["http://a/", "http://b/"]
 
 
+@pytest.mark.process
 def test_without_pip_the_environment_is_enough(monkeypatch):
     monkeypatch.setattr("sys.executable", "/does/not/exist")
     assert real_pip_files() == {}

@@ -16,6 +16,8 @@ def test_there_are_enough_of_them_and_none_twice():
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 25
 
 
+@pytest.mark.smoke
+@pytest.mark.process
 @pytest.mark.parametrize("name", [mutation.name for mutation in MUTATIONS])
 def test_a_forgotten_wait_is_noticed(name):
     done = run("mutants.py", fake_gpu_directory(), name)

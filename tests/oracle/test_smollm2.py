@@ -96,6 +96,7 @@ def test_greedy_tokens_and_their_lead_are_the_same(decoder, first):
     np.testing.assert_allclose(np.transpose(gaps), [each["gaps"] for each in expected], rtol=0, atol=GAP_TOLERANCE)
 
 
+@pytest.mark.process
 def test_the_server_gives_these_tokens_computed_and_cached(directory, tmp_path):
     """`--model smollm2`, each prompt twice: the second time the longest comes out of the cache."""
     asked = [GENERATIONS[0], max(GENERATIONS, key=lambda each: len(each["ids"]))]

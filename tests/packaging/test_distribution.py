@@ -26,6 +26,8 @@ from fastdeploy_kvcache_v1.traffic.kinds import KINDS
 from tests.storage.values import namespace
 from tests.worker.ops.native import compiler
 
+pytestmark = pytest.mark.process
+
 if sys.version_info >= (3, 11):
     OVERLAY_NEEDS = (wrapt,)
 else:

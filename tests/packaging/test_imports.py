@@ -185,6 +185,7 @@ def modules_after(statement: str) -> set[str]:
     return set(json.loads(done.stdout))
 
 
+@pytest.mark.process
 def test_scheduler_half_loads_no_paddle_cupy_or_fastdeploy():
     modules = [path for path in (PACKAGE / "scheduler").rglob("*.py") if path.name != "__init__.py"]
     names = [".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)) for path in modules]
@@ -194,11 +195,13 @@ def test_scheduler_half_loads_no_paddle_cupy_or_fastdeploy():
     assert ours <= {*SHARED, "scheduler"}
 
 
+@pytest.mark.process
 def test_the_package_itself_loads_nothing():
     before = modules_after("")
     assert modules_after("import fastdeploy_kvcache_v1") - before == {"fastdeploy_kvcache_v1"}
 
 
+@pytest.mark.process
 def test_command_line_help_loads_no_paddle():
     loaded = modules_after("import fastdeploy_kvcache_v1.cli")
     assert {name.split(".")[0] for name in loaded} & FORBIDDEN_IN_SCHEDULER == set()

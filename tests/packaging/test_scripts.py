@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -199,15 +201,6 @@ def test_a_failed_installation_is_tried_again(tmp_path, environ):
         "error: the dependencies in locks/dev.txt were not installed; uv's message is above",
     ]
     assert not (tmp_path / "venv/.fastdeploy-kvcache-stamp").exists()
-
-
-def commands(script: str) -> list[str]:
-    return [line for line in (ROOT / script).read_text().splitlines() if line[0] != "#"]
-
-
-def test_ci_starts_with_what_a_developer_runs():
-    begin = ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "exec 2>&1", ".ci/libraries", 'scripts/test "$@"']
-    assert commands(".ci/run")[:5] == begin
 
 
 @pytest.mark.parametrize("source", ["pyproject.toml", "locks/dev.txt", "locks/uv.txt", "custom_ops/core/copy.cc"])

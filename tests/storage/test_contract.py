@@ -13,7 +13,7 @@ from tests.storage.values import VALUE_BYTES, holds, keys, namespace, register, 
 SLOTS = 16
 
 
-@pytest.fixture(params=["file", pytest.param("mooncake", marks=needs_mooncake())])
+@pytest.fixture(params=["file", pytest.param("mooncake", marks=[pytest.mark.process, needs_mooncake()])])
 def open_store(request, tmp_path, monkeypatch):
     """Opens backends of one store, each with registered memory in `slots`."""
     opened = []

@@ -195,6 +195,7 @@ def test_the_command_writes_so_many_lines(capsys):
     assert lines == lines_of("loop", 7, seed=3, rate=KINDS["loop"].shape.rate, tokens=640, items=2)
 
 
+@pytest.mark.process
 def test_a_reader_that_has_enough_is_no_error():
     command = [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "traffic", "scan", "--requests", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

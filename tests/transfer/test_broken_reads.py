@@ -19,6 +19,8 @@ from tests.transfer.peer import (
 )
 from tests.transfer.reader import EVERYTHING, fields_of, through, whole_blocks
 
+pytestmark = pytest.mark.process
+
 
 class SlowReader:
     """A read through a proxy that lets something through, and then nothing more until it is told to."""

@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.worker import ops
 from tests.gpu.built import run
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("script", "checks"), [("ipc_checks.py", 14), ("ipc_fake_checks.py", 10), ("ipc_desks.py", 3)])
 def test_two_processes_on_one_gpu(script, checks):
     done = run(script)

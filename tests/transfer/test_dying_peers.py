@@ -9,6 +9,8 @@ from tests.transfer import ranks as ask
 from tests.transfer.peer import HOST
 from tests.transfer.ranks import LAYERS, QUICK, DecodeRank, PrefillRank, RankProcess, make_decode, make_prefill, until
 
+pytestmark = pytest.mark.process
+
 SLOTS = [10, 11, 12, 13, 14, 15]
 SOURCES = [0, 1, 2, 3, 4, 5]
 PHASES = ["offered", "part told", "being read", "all read"]

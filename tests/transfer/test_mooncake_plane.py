@@ -31,7 +31,7 @@ from tests.transfer.peer import (
     soon,
 )
 
-pytestmark = needs_mooncake()
+pytestmark = [pytest.mark.process, needs_mooncake()]
 ALL = Spans.of([Span(region, 0, 0, NUM_BLOCKS * BLOCK_BYTES) for region in range(NUM_REGIONS)])
 
 

@@ -58,6 +58,7 @@ def test_a_file_without_an_owner_is_no_owner(tmp_path):
         Visit(str(path))
 
 
+@pytest.mark.process
 def test_a_killed_owner_is_gone_and_its_file_goes_with_the_next_one(tmp_path, owner):
     child = ChildProcess(visitors.serve, tmp_path)
     visit = Visit(child.hello)
@@ -72,6 +73,7 @@ def test_a_killed_owner_is_gone_and_its_file_goes_with_the_next_one(tmp_path, ow
     assert Path(owner.path).exists(), "of one that lives"
 
 
+@pytest.mark.process
 def test_a_killed_visitor_is_not_waited_for(owner, tmp_path):
     child = ChildProcess(visitors.serve, tmp_path, owner.path)
     ends = []

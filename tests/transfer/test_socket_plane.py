@@ -37,6 +37,7 @@ from tests.transfer.ranks import until
 from tests.transfer.reader import EVERYTHING, THEIRS, Ours, fields_of, through, whole_blocks
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_read_fills_its_spans_and_touches_nothing_else(shared_peer, checksums, seed):
@@ -59,6 +60,7 @@ def test_a_read_fills_its_spans_and_touches_nothing_else(shared_peer, checksums,
     assert all(np.array_equal(got, want) for got, want in zip(ours.tensors, expected, strict=True))
 
 
+@pytest.mark.process
 def test_a_read_of_more_than_one_request_arrives_whole(shared_peer, ours):
     """By bytes as by spans: both limits of a request are passed."""
     small = [Span(0, at * 16, at * 16, 16) for at in range(3 * MOST_SPANS)]
@@ -72,12 +74,14 @@ def test_a_read_of_more_than_one_request_arrives_whole(shared_peer, ours):
     assert all(np.array_equal(got, want) for got, want in zip(ours.tensors, THEIRS, strict=True))
 
 
+@pytest.mark.process
 def test_an_empty_read_is_done_at_once(shared_peer, ours):
     with closing(ours.open(shared_peer.address)) as source:
         source.read("all", Spans.of([]), soon())
     assert ours.is_untouched()
 
 
+@pytest.mark.process
 def test_only_blocks_of_an_open_lease_are_readable(shared_peer, ours):
     shared_peer.ask("grant", "some", [3, 4, 9])
     allowed = whole_blocks([3, 4, 9], [0, 1, 2]), Spans.of([Span(0, 3 * BLOCK_BYTES, 0, 2 * BLOCK_BYTES)])
@@ -107,6 +111,7 @@ def test_only_blocks_of_an_open_lease_are_readable(shared_peer, ours):
     assert ours.is_untouched()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "span",
     [
@@ -131,6 +136,7 @@ def test_a_request_outside_of_the_tensors_is_refused(shared_peer, ours, span):
         assert num_bytes == 0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "garbage",
     [b"", b"\x00", b"\xc1" * 40, msgspec.msgpack.encode(["all", True, b"\0" * 23]), msgspec.msgpack.encode([1, 2])],
@@ -145,6 +151,7 @@ def test_garbage_is_refused_and_others_are_served(shared_peer, ours, garbage):
     until(lambda: shared_peer.ask("num_refused") > before)  # counted after the answer was sent
 
 
+@pytest.mark.process
 def test_a_frame_that_is_too_large_is_refused_before_it_is_read(shared_peer, ours):
     with closing(ours.open(shared_peer.address)) as source:
         source._channel.send([struct.pack("<I", MAX_FRAME_BYTES + 1)], soon())
@@ -152,6 +159,7 @@ def test_a_frame_that_is_too_large_is_refused_before_it_is_read(shared_peer, our
             source._channel.receive_bytes(1, soon())
 
 
+@pytest.mark.process
 def test_another_secret_is_refused_on_both_sides(shared_peer):
     other = SocketPlane(HOST, b"another secret of sixteen bytes")
     other.register(rows(canaries()))
@@ -179,6 +187,7 @@ def test_a_server_that_does_not_know_the_secret_is_refused(ours):
         thread.join()
 
 
+@pytest.mark.process
 def test_nothing_is_readable_without_the_secret(shared_peer):
     """The request follows a proof that is wrong; not one byte of a block comes back."""
     _, host, port, _ = fields_of(shared_peer.address)
@@ -207,6 +216,7 @@ def test_a_peer_that_is_not_there_or_does_not_speak_is_an_error_by_the_deadline(
         ours.open(address)
 
 
+@pytest.mark.process
 def test_a_peer_that_restarted_behind_the_same_port_is_another_one(own_peer, ours):
     port = fields_of(own_peer.address)[2]
     source = ours.open(own_peer.address)
@@ -226,6 +236,7 @@ def test_a_peer_that_restarted_behind_the_same_port_is_another_one(own_peer, our
         restarted.kill()
 
 
+@pytest.mark.process
 def test_a_flipped_bit_is_found(shared_peer, ours):
     proxy = FaultProxy(fields_of(shared_peer.address)[2])
     with closing(proxy), closing(ours.open(through(proxy, shared_peer.address))) as source:
@@ -236,6 +247,7 @@ def test_a_flipped_bit_is_found(shared_peer, ours):
         assert proxy.faults_met > 0
 
 
+@pytest.mark.process
 def test_a_reset_connection_is_an_error(shared_peer, ours):
     proxy = FaultProxy(fields_of(shared_peer.address)[2])
     with closing(proxy), closing(ours.open(through(proxy, shared_peer.address))) as source:
@@ -284,6 +296,7 @@ def test_what_cannot_work_is_refused_at_once(ours):
         SocketPlane(HOST, SECRET, port=fields_of(plane.address())[2])
 
 
+@pytest.mark.process
 def test_own_spans_outside_of_the_tensors_are_a_bug_and_send_nothing(shared_peer, ours):
     with closing(ours.open(shared_peer.address)) as source:
         for span in (Span(NUM_REGIONS, 0, 0, 1), Span(0, 0, NUM_BLOCKS * BLOCK_BYTES, 1), Span(0, 0, -1, 1)):

@@ -29,6 +29,8 @@ from fastdeploy_kvcache_v1.errors import ModelError
 from tests.e2e.server_process import wait_until
 from tests.model.model_dirs import byte_level_tokenizer
 
+pytestmark = pytest.mark.process
+
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
 TEMPLATE = (
     "{% if messages[0].content == 'loop' %}" + ENDLESS + "{% endif %}"

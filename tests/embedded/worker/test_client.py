@@ -47,6 +47,7 @@ def test_socket_that_cannot_be_made_is_one_line_and_leaves_nothing(temp_dir, mon
     assert os.listdir(temp_dir) == []
 
 
+@pytest.mark.process
 def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
     """So that a SIGKILL in the long part of the start leaves nothing behind."""
     seen = []
@@ -62,6 +63,7 @@ def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
     assert seen == [("WorkerConnected", 1), ("WorkerReady", 0)]
 
 
+@pytest.mark.process
 def test_unreadable_answer_ends_the_worker_instead_of_hanging_everybody(temp_dir, monkeypatch, caplog):
     client = ProcessWorkerClient(CONFIG)
     try:
@@ -85,6 +87,7 @@ def test_unreadable_answer_ends_the_worker_instead_of_hanging_everybody(temp_dir
         client.close()
 
 
+@pytest.mark.process
 def test_stop_while_the_worker_starts(temp_dir):
     """Looked for between two looks at the sockets, so that it can end the start nowhere else."""
     asked = []
@@ -99,6 +102,7 @@ def test_stop_while_the_worker_starts(temp_dir):
     assert os.listdir(temp_dir) == []
 
 
+@pytest.mark.process
 def test_worker_that_dies_after_it_connected(temp_dir, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", write_fatal_paddle(temp_dir))
     with pytest.raises(WorkerDiedError, match="the worker process exited with status 7 while starting"):
@@ -115,6 +119,7 @@ def test_full_disk_under_the_progress_board_is_one_line(temp_dir, monkeypatch):
     assert os.listdir(temp_dir) == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("timeout_s", [1.0, 0.0])
 def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
     """Without a limit it is told of when somebody kills it."""
@@ -147,6 +152,7 @@ def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
         client.close()
 
 
+@pytest.mark.process
 def test_copy_that_never_ends_is_noticed_while_steps_come_and_go(temp_dir):
     config = replace(CONFIG, num_host_blocks=4, copy_faults='{"hang": {"output": [0]}}')
     client = ProcessWorkerClient(config, timeout_s=1.0)

@@ -19,6 +19,8 @@ from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, Sw
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepTask
 
+pytestmark = pytest.mark.process
+
 CONFIG = WorkerConfig(None, 128, 16, "float32", 8, 0, "warning", tensor_parallel_size=2)
 SHARED = replace(CONFIG, num_host_blocks=8, model_family="mla", shares_host=True)
 """With one host pool for both ranks."""

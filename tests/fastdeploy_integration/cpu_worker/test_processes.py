@@ -157,6 +157,7 @@ def sleeper(**options):
     return subprocess.Popen([sys.executable, "-c", SLEEPER], **options)
 
 
+@pytest.mark.process
 def test_processes_are_found_by_environment_and_by_session(tmp_path):
     marked = sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})
     in_session = sleeper(start_new_session=True)
@@ -174,6 +175,7 @@ def test_processes_are_found_by_environment_and_by_session(tmp_path):
             process.wait()
 
 
+@pytest.mark.process
 def test_processes_that_start_during_the_clean_up_end_too(tmp_path, monkeypatch):
     started = [sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})]
 
@@ -202,6 +204,7 @@ class Vanishing(psutil.Process):
         raise psutil.NoSuchProcess(self.pid)
 
 
+@pytest.mark.process
 def test_a_process_that_ends_by_itself_meanwhile_does_not_end_the_janitor(tmp_path, monkeypatch):
     process = sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})
     monkeypatch.setattr(janitor, "processes_of", lambda run: [Vanishing(each.pid) for each in processes_of(run)])
@@ -223,6 +226,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.process
 def test_shared_memory_with_random_names_goes_with_its_maker(tmp_path):
     """What FastDeploy's large messages are: made, closed, and in nobody's hands until the other side opens them."""
     names = [f"fmq_shm_{uuid.uuid4().hex}" for _ in range(2)]
@@ -246,6 +250,7 @@ def test_shared_memory_with_random_names_goes_with_its_maker(tmp_path):
         wait_until(lambda: not Path("/dev/shm", names[1]).exists())
 
 
+@pytest.mark.process
 def test_a_resource_tracker_that_does_not_end_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(janitor, "TRACKER_TIMEOUT_S", 0.2)
     stuck = subprocess.Popen(
@@ -262,6 +267,7 @@ def test_a_resource_tracker_that_does_not_end_is_killed(tmp_path, monkeypatch):
         stuck.wait()
 
 
+@pytest.mark.process
 def test_the_janitor_works_when_its_input_ends(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
@@ -342,6 +348,7 @@ def test_every_look_for_a_minute_says_that_the_server_is_not_healthy(looks, ends
     assert [illness.is_too_long(is_well, now) for now, is_well in looks] == ends
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("status", "is_wanted"), [(CLEARED, True), (CLEARING, False), (UPDATING, False), (NORMAL, False), (None, False)]
 )
@@ -375,6 +382,7 @@ def test_ready_is_told_when_no_more_processes_appear(monkeypatch, grows_for_s, r
     assert now >= min(grows_for_s + supervisor.SETTLED_S, supervisor.SETTLE_LIMIT_S) - 0.01
 
 
+@pytest.mark.process
 def test_the_ready_line_waits_until_the_processes_are_all_there(monkeypatch, tmp_path, capsys):
     events = []
 

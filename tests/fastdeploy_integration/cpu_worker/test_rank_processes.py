@@ -24,6 +24,7 @@ def own_children():
     return lambda: [child for child in psutil.Process().children() if child not in before]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("status", "told"), [(7, 7), (0, 1)])
 def test_the_end_of_one_rank_is_that_of_all(tmp_path, capfd, own_children, status, told):
     """None ends by itself, so 0 is no success."""
@@ -32,6 +33,7 @@ def test_the_end_of_one_rank_is_that_of_all(tmp_path, capfd, own_children, statu
     assert capfd.readouterr().err == f"worker rank 1 of 3 ended (status {status}): the others are ended, too\n"
 
 
+@pytest.mark.process
 def test_a_killed_rank_is_one_that_ended(tmp_path, capfd, own_children):
     statuses = []
     command = [sys.executable, "-c", f"{TELL}; import time; time.sleep(1000)"]

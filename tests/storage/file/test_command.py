@@ -108,6 +108,7 @@ def test_a_wrong_count_is_corrected(server, storage):
     assert backend._used.read() == FILE_BYTES
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("words", [["prune", "--to-gib", f"{FILE_BYTES / GIB}"], ["verify", "--repair"]], ids=" ".join)
 def test_whatever_deletes_waits_until_nobody_counts(server, storage, words):
     """A child counts while the command starts; what it writes then is corrected."""
@@ -219,6 +220,7 @@ def test_a_server_survives_a_clear_and_stores_again(server, storage, directory):
     assert backend._used.read() == 2 * FILE_BYTES
 
 
+@pytest.mark.process
 def test_servers_that_store_while_the_directory_is_cleared_see_no_error(server, storage, directory):
     """And whatever they read is right."""
     backend = server()

@@ -17,6 +17,7 @@ from tests.storage.file.stores import FILE_BYTES, got, put, used_by
 from tests.storage.values import namespace
 
 
+@pytest.mark.process
 def test_a_directory_that_cannot_be_written_is_read(store, tmp_path):
     """In a child without root's rights, to which nothing is forbidden."""
     put(store(), 1, 2)
@@ -149,6 +150,7 @@ def test_a_directory_of_another_user_is_refused_and_left_as_it_is(tmp_path, monk
     assert list((tmp_path / "kv").iterdir()) == []
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 @pytest.mark.parametrize(
     ("owner", "refusal"),

@@ -243,6 +243,7 @@ def test_a_disk_that_others_have_filled_takes_nothing_and_loses_nothing(store, m
     assert put(backend, 2, 3) == 2
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
 def test_a_small_file_system_under_a_large_capacity_goes_on_with_its_newest_values(tmp_path, store):
     (tmp_path / "disk").mkdir()
@@ -375,6 +376,7 @@ def test_what_is_no_file_is_a_miss_and_is_stored_again(store, tmp_path, make, fi
     assert not make.startswith("link") or other.read_bytes() == b"x"
 
 
+@pytest.mark.process
 def test_a_killed_writer_leaves_nothing_half(store):
     rng = random.Random(5)
     backend = store(capacity=40 * FILE_BYTES)
@@ -421,6 +423,7 @@ def test_what_a_killed_writer_left_is_removed_later(store, tmp_path):
     assert not left.exists()
 
 
+@pytest.mark.process
 def test_two_processes_write_and_evict_at_once(store):
     backend = store(capacity=20 * FILE_BYTES)
 

@@ -13,7 +13,7 @@ from tests.fault_proxy import Fault, FaultProxy
 from tests.mooncake_master import needs_mooncake
 from tests.storage.values import VALUE_BYTES, holds, keys, namespace, register, sealed
 
-pytestmark = needs_mooncake()
+pytestmark = [pytest.mark.process, needs_mooncake()]
 
 LIMIT_S = 60.0
 COUNT = 32

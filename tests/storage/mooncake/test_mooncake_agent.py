@@ -11,7 +11,7 @@ from tests.mooncake_master import needs_mooncake
 from tests.storage.test_agent import HASHES, LIMIT_S, Machine, store
 from tests.storage.values import VALUE_BYTES, namespace, register
 
-pytestmark = needs_mooncake()
+pytestmark = [pytest.mark.process, needs_mooncake()]
 INTO = (4, 5, 6, 7)
 
 

@@ -17,7 +17,7 @@ from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.mooncake_master import SEGMENT_BYTES, needs_mooncake
 from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace, register, sealed, values
 
-pytestmark = needs_mooncake()
+pytestmark = [pytest.mark.process, needs_mooncake()]
 
 MANY = 2500
 """More than the client takes at once."""

@@ -34,6 +34,7 @@ def test_calls_release_the_gil():
     assert not isinstance(ops.COMPILED.library.raw, ctypes.PyDLL)
 
 
+@pytest.mark.process
 def test_without_a_core_numpy_copies_and_a_server_says_so_when_it_has_started():
     """An error of a start is one line, behind nothing."""
     code = (
@@ -47,6 +48,7 @@ def test_without_a_core_numpy_copies_and_a_server_says_so_when_it_has_started():
     assert done.stderr.count("NumPy copies instead") == 1
 
 
+@pytest.mark.process
 def test_a_library_that_does_not_fit_is_refused(tmp_path):
     source = tmp_path / "old.cc"
     source.write_text('extern "C" int kvswap_abi(void) { return 999; }\n')
@@ -61,6 +63,7 @@ def test_a_library_that_does_not_fit_is_refused(tmp_path):
         library.Library(tmp_path / "nothing here.so")
 
 
+@pytest.mark.process
 def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, monkeypatch):
     for variable in ("CXX", "NVCC"):
         monkeypatch.setenv(variable, "/nowhere/compiler")
@@ -96,6 +99,7 @@ def test_what_to_build_can_be_chosen(monkeypatch):
         build.wanted(["metal"])
 
 
+@pytest.mark.process
 def test_the_cuda_part_compiles_and_links_for_sm_80_and_sm_90(tmp_path):
     nvcc = cuda_compiler()
     built = build.build_cuda(tmp_path, archs="80,90")
@@ -112,6 +116,7 @@ def test_the_cuda_part_compiles_and_links_for_sm_80_and_sm_90(tmp_path):
         assert all(arch in listed.stdout for arch in ("sm_80", "sm_90"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("archs", "codes"), [("90-real", ["sm_90"]), ("80,90", ["sm_80", "sm_90", "compute_90"])])
 def test_machine_code_alone_has_no_ptx(tmp_path, monkeypatch, archs, codes):
     """A driver older than the toolkit cannot compile PTX."""
@@ -128,6 +133,7 @@ echo "$*" > "${@: -1}"
     assert re.findall(r"code=(\w+)", asked) == codes
 
 
+@pytest.mark.process
 def test_unknown_architectures_are_left_out(tmp_path):
     nvcc = cuda_compiler()
     assert build.supported_archs(nvcc, "90,12345") == ["90"]
@@ -143,6 +149,7 @@ def test_the_paddle_operators_are_there_where_paddle_is():
     paddle_ops.load()
 
 
+@pytest.mark.process
 def test_operators_of_another_package_are_not_registered_twice():
     pytest.importorskip("paddle")
     if not paddle_ops.LIBRARY.exists():

@@ -11,8 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fastdeploy_kvcache_v1.worker import ops
 from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program, require_core
+
+pytestmark = pytest.mark.process
 
 PROGRAM = """
 import dataclasses, sys

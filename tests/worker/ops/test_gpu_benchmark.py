@@ -12,6 +12,8 @@ import pytest
 
 from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program, require_core
 
+pytestmark = pytest.mark.process
+
 BENCHMARK = """
 import sys
 sys.path.insert(0, "benchmarks")

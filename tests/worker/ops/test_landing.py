@@ -16,6 +16,8 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker.ops import landing
 from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program, require_core
 
+pytestmark = pytest.mark.process
+
 PROGRAM = """
 import ctypes, logging, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)

@@ -185,6 +185,7 @@ def test_host_memory_is_zeroed_aligned_and_given_back_once():
         ops.host_alloc(1 << 60)
 
 
+@pytest.mark.process
 def test_numpy_copies_are_the_word_of_a_started_server_not_of_an_import():
     """A notice in front of an error of start-up would hide it."""
     code = (

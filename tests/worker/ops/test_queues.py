@@ -184,6 +184,7 @@ for _ in range(100):
 """
 
 
+@pytest.mark.process
 def test_a_process_may_end_with_copies_in_its_queues(compiled):
     """The interpreter frees the memory of its objects; nobody may write there any more."""
     done = run_python(EXIT)

@@ -9,6 +9,8 @@ import pytest
 
 from tests.worker.ops.native import CUSTOM_OPS, build, compile_program, run_program
 
+pytestmark = pytest.mark.process
+
 TESTS = CUSTOM_OPS / "tests"
 ADDRESS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 

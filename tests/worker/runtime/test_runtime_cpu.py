@@ -193,6 +193,7 @@ def test_no_thread_exists_before_the_first_work(runtime):
         time.sleep(0.001)
 
 
+@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_gets_a_working_stream(runtime):
     stream = runtime.new_stream("a")

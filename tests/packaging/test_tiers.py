@@ -1,0 +1,128 @@
+"""The two tiers: what `scripts/test` runs, what CI runs, and that the mark between them is kept."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+FIRST_TIER = '-m "not process or smoke"'
+
+CONFTEST = """
+import pytest
+from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_deselected, pytest_terminal_summary
+from tests.processes import Guard
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "process: ")
+    config.addinivalue_line("markers", "smoke: ")
+    config.pluginmanager.register(Guard())
+"""
+
+STARTS = {
+    "subprocess": "subprocess.run(['true'])",
+    "fork": "os.fork() or os._exit(0)",
+    "posix_spawn": "os.posix_spawn('/bin/true', ['true'], {})",
+    "system": "os.system('true')",
+    "multiprocessing, fork": "multiprocessing.get_context('fork').Process(target=int).start()",
+    "multiprocessing, spawn": "multiprocessing.get_context('spawn').Process(target=int).start()",
+    "a thread": "ThreadPoolExecutor().submit(os.system, 'true').exception()",
+    "production code that goes on": "contextlib.suppress(Exception).__enter__(); ignored(subprocess.run, ['true'])",
+}
+"""Ways to start a process, one test each."""
+
+MODULE = """
+import contextlib, multiprocessing, os, subprocess
+from concurrent.futures import ThreadPoolExecutor
+import pytest
+
+def ignored(use, *arguments):
+    with contextlib.suppress(Exception):
+        use(*arguments)
+"""
+
+
+PLAIN = "def test_plain():\n    pass\n"
+STARTED = "def test_started():\n    subprocess.run(['true'])\n"
+MARK = "@pytest.mark.process\n"
+SKIP = "@pytest.mark.skip(reason='it is not here')\n"
+
+
+def run(directory: Path, module: str, *flags: str) -> str:
+    """What pytest says of a module of tests."""
+    (directory / "conftest.py").write_text(CONFTEST)
+    (directory / "test_some.py").write_text(MODULE + module)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "/dev/null", "--rootdir", directory, *flags, "test_some.py"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/bin:/usr/bin"}
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.smoke
+@pytest.mark.process
+def test_no_process_starts_outside_the_mark(tmp_path):
+    tests = [f"def test_{number}():\n    {start}\n" for number, start in enumerate(STARTS.values())]
+    fixture = "@pytest.fixture\ndef child():\n    subprocess.run(['true'])\n\ndef test_fixture(child):\n    pass\n"
+    said = run(tmp_path, "\n".join([*tests, fixture]))
+    for number, way in enumerate(STARTS):
+        assert f"test_some.py::test_{number} - " in said, (way, said)
+    assert "ERROR test_some.py::test_fixture - RuntimeError: mark this test `process`" in said
+
+
+@pytest.mark.process
+def test_with_the_mark_every_one_starts(tmp_path):
+    tests = [f"{MARK}def test_{number}():\n    {start}\n" for number, start in enumerate(STARTS.values())]
+    assert f"{len(STARTS)} passed" in run(tmp_path, "\n".join(tests))
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("module", "is_told"),
+    [(MARK + PLAIN, True), (MARK + PLAIN + MARK + STARTED, False), (MARK + SKIP + PLAIN, False), (PLAIN, False)],
+)
+def test_a_mark_for_nothing_is_an_error_where_all_tests_run(tmp_path, module, is_told):
+    told = "no test of test_some.py starts a process: take its marks away"
+    assert (told in run(tmp_path, module, "--idle-marks")) == is_told
+    assert told not in run(tmp_path, module)
+
+
+@pytest.mark.process
+def test_smoke_is_of_process(tmp_path):
+    assert "`smoke` is for tests that have the mark `process`: " in run(tmp_path, "@pytest.mark.smoke\n" + PLAIN)
+
+
+@pytest.mark.process
+def test_the_last_lines_count_what_was_left_out_and_say_how_to_get_it(tmp_path):
+    said = run(tmp_path, PLAIN + MARK + STARTED, "-m", "not process or smoke")
+    assert 'left out 1, not in "not process or smoke": ./scripts/test --all runs every test\n' in said
+
+
+def commands(script: str) -> list[str]:
+    return [line for line in (ROOT / script).read_text().splitlines() if line[:1] != "#"]
+
+
+def test_ci_runs_every_test_before_anything_else():
+    begin = """set -euo pipefail
+cd "$(dirname "$0")/.."
+exec 2>&1
+.ci/libraries
+if [ $# -gt 0 ]; then
+    scripts/test "$@"
+    exit
+fi
+scripts/test --all
+"""
+    assert "\n".join(commands(".ci/run")).startswith(begin)
+
+
+def test_the_first_tier_is_what_starts_no_process_and_a_smoke_and_arguments_leave_nothing_out():
+    lines = [line.strip() for line in commands("scripts/test")]
+    cases = lines[lines.index('case "$*" in') : lines.index("esac") + 1]
+    assert cases == [
+        'case "$*" in',
+        f'"") set -- {FIRST_TIER} "${{in_two[@]}}" ;;',
+        '--all) set -- --idle-marks "${in_two[@]}" ;;',
+        "esac",
+    ]
