@@ -8,7 +8,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel im
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
-from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
+from fastdeploy_kvcache_v1.transfer.rank_messages import TransferNews
 from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind
 
 from .decode_caches import decode_cache
@@ -65,12 +65,6 @@ class Server:
 
 def decode_item(*outputs):
     return ("decode", list(outputs))
-
-
-def test_only_the_blocks_of_the_prompt_are_fetched():
-    server = Server("r")
-    made = server.preallocate(count=2)
-    assert server.sent == [StartFetch(name_of(made), tuple(made.block_tables[:2]), 0, -1)]
 
 
 def test_a_first_token_waits_for_its_blocks_and_others_pass_it():

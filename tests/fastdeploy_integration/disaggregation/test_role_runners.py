@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED
@@ -19,7 +18,7 @@ from fastdeploy_kvcache_v1.swap_message import encode
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews
-from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
+from fastdeploy_kvcache_v1.transfer.role_info import RankInfo
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, PREEMPTED, other, prefill
 from tests.fastdeploy_integration.cpu_worker.test_runner import BLOCK, PROMPT, Messages, decode_alone, with_swaps
@@ -269,26 +268,11 @@ def test_a_decode_server_without_ranks_is_refused(pair):
     assert pair.told == [("a", "lease 'transfer of a' is offered to no rank of a decode server")]
 
 
-def test_doctor_reaches_both_and_says_whether_they_fit(pair, tmp_path):
-    pytest.importorskip("fastapi")
-    from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
-
-    prefill, decode = str(tmp_path / "prefill.json"), str(tmp_path / "decode.json")
-    for role, channel in (("prefill", pair.offers), ("decode", pair.channel)):
-        info = RoleInfo(role, "socket", HOST, [channel.info])
-        (tmp_path / f"{role}.json").write_bytes(msgspec.json.encode(info))
-    verdicts = list(try_servers([prefill], [decode], SECRET))
-    assert [is_well for is_well, _, _ in verdicts] == [True, True, True], verdicts
-    swapped = [what for is_well, _, what in try_servers([decode], [prefill], SECRET) if not is_well]
-    assert [what.split(":")[0] for what in swapped] == ["its role is decode", "its role is prefill"]
-    other = [is_well for is_well, _, _ in try_servers([prefill], [decode], b"another secret of all")]
-    assert other == [False, False, True]
-    text = (tmp_path / "decode.json").read_text()
-    (tmp_path / "decode.json").write_text(text.replace("the model", "another model"))
-    (unfit,) = [what for is_well, _, what in try_servers([prefill], [decode], SECRET) if not is_well]
-    assert "another model" in unfit
-    (gone,) = try_servers([str(tmp_path / "nowhere")], [], SECRET)
-    assert not gone[0]
+def test_a_rank_tells_where_it_listens_and_what_its_blocks_are(pair):
+    for role, channel in zip(pair.roles, (pair.offers, pair.channel), strict=True):
+        transfers, geometry = role.transfers, channel.info.geometry
+        assert (channel.info.port, channel.info.plane_address) == (transfers.port, transfers.plane_address)
+        assert (geometry.model, geometry.block_size, geometry.tp_size, geometry.tp_rank) == ("the model", BLOCK, 1, 0)
 
 
 def test_a_request_without_a_decode_server_is_computed_and_not_offered(pair, expected):

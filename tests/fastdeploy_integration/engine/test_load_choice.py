@@ -3,9 +3,11 @@ checks that every block that is read holds what it should.
 """
 
 import random
+from functools import partial
 
 import pytest
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCacheAdapter
 from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 
@@ -130,8 +132,8 @@ def test_what_the_batch_loads_for_others_delays_a_copy():
 
 def test_only_what_the_batch_still_computes_hides_a_copy():
     """A batch computes 8 tokens at most, so a copy of 4 tokens may take 8 s."""
-    cache = make_adapter(60, 400, write_policy="write_through")
-    cache._load_choice._max_batched_tokens = 8
+    kind = partial(PrefixCacheAdapter, max_batched_tokens=8)
+    cache = make_adapter(60, 400, write_policy="write_through", kind=kind)
     scheduler = FakeScheduler(cache, budget=8)
     serve(scheduler, PROMPT)
     serve(scheduler, [*range(100, 337)])

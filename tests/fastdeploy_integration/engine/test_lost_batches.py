@@ -7,7 +7,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 
 from .by_hand import begin, end, found
 from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
@@ -19,21 +18,6 @@ def lose_next_batch(scheduler):
     scheduler.worker.receive = lambda batch: ([], [])
     scheduler.step()
     scheduler.worker.receive = received
-
-
-def test_the_attribute_is_taken_off_a_task_that_is_sent_again():
-    cache = make_adapter(8, 40, write_policy="write_through")
-    scheduler = FakeScheduler(cache, budget=8)
-    task = FakeTask("a", [1] * 24)
-    scheduler.add(task)
-    scheduler.step()
-    assert SWAP_ATTRIBUTE not in vars(task)
-    received = scheduler.worker.receive
-    had_copies = []
-    scheduler.worker.receive = lambda batch: had_copies.append(SWAP_ATTRIBUTE in vars(task)) or received(batch)
-    scheduler.step()
-    assert had_copies == [True]  # the blocks of the first chunk go to the host with the second
-    assert SWAP_ATTRIBUTE not in vars(task)
 
 
 def test_a_batch_that_the_host_drops_itself():
