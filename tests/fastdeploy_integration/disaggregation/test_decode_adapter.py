@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import ITEMS, give_name, name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
-from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
+from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
 from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind, Status
 
 from .decode_caches import decode_cache
@@ -549,3 +550,53 @@ def test_a_failed_fetch_leaves_blocks_of_the_host_where_they_are():
     decode.free(task, Status.WAITING)
     assert decode.carrier() is None
     assert decode.granted("d", [*PREFIX, 6]).num_cached_blocks == 3
+
+
+# ---- what is counted, and what is looked at
+
+
+def test_hits_are_counted_by_tier_for_requests_that_read_the_cache():
+    decode = full()
+    rates = decode.cache.hit_rates
+    assert (rates.num_requests, rates.num_device_tokens, rates.num_host_tokens) == (1, 0, 0)
+    swapped_in(decode)
+    assert rates.num_requests == 3
+    assert (rates.num_device_tokens + rates.num_host_tokens, rates.num_host_tokens > 0) == (12, True)
+    on_device = Decode()
+    on_device.served("a", [*PREFIX, 5])
+    on_device.served("b", [*PREFIX, 5], skip_reading_prefix_cache=True)
+    on_device.granted("c", [*PREFIX, 6])
+    rates = on_device.cache.hit_rates
+    assert (rates.num_requests, rates.num_device_tokens, rates.num_host_tokens) == (2, 12, 0)
+
+
+def test_news_of_a_fetch_that_no_rank_owes_does_not_hide_the_next(decode, caplog):
+    task = decode.granted("a", [*PREFIX, 5])
+    news = [FetchResult(name, 1, 1.0) for name in ("unknown", name_of(task))]
+    decode.cache._rank_news = lambda: [(0, TransferNews(fetches=tuple(news)))]
+    decode.cache.take_news()
+    assert decode.take_ready(task)
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("part", ["manager", "grants", "_lent"])
+def test_a_check_looks_at_every_part(decode, monkeypatch, part):
+    def found(*_):
+        raise InvariantError("injected")
+
+    monkeypatch.setattr(getattr(decode.cache, part), "check", found)
+    for check in (decode.cache.check, decode.cache.check_idle):
+        with pytest.raises(InvariantError, match="injected"):
+            check()
+
+
+@pytest.mark.parametrize("left", ["a grant", "parked blocks", "a cached prefix"])
+def test_a_server_is_not_idle_as_long_as_anything_is_left(left):
+    decode = Decode()
+    task = decode.granted("a", [*PREFIX, 5])
+    if left == "parked blocks":
+        decode.free(task, Status.WAITING)
+    elif left == "a cached prefix":
+        decode.run(task)
+    with pytest.raises(InvariantError):
+        decode.cache.check_idle()

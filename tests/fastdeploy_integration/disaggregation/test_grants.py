@@ -4,8 +4,16 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import ABORTED, FAILED, NOT_THERE, Grants, Lost
+from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import grants as grants_module
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import (
+    ABORTED,
+    FAILED,
+    NOT_THERE,
+    TRY_AGAIN_S,
+    Grants,
+    Lost,
+)
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch
@@ -232,3 +240,28 @@ def test_random_lives_give_every_block_back_once():
             give(slots)
         desk.grants.check_idle()
         assert free == set(range(40))
+
+
+def test_a_router_is_told_to_try_again_what_failed_soon(desk):
+    for seconds, again in ((TRY_AGAIN_S - 0.1, True), (TRY_AGAIN_S, False)):
+        made = desk.grant()
+        desk.now += seconds
+        desk.report(made, "it broke")
+        (lost,) = desk.grants.lost(())
+        assert lost.reason.startswith("PD Error: ") is again
+        assert not desk.grants.recycle([3, 4], "r")
+
+
+def test_names_of_the_last_grants_are_known(desk, monkeypatch):
+    monkeypatch.setattr(grants_module, "MOST_NAMES", 2)
+    names = [name_of(desk.grant(str(number), (number,))) for number in range(3)]
+    assert [desk.grants.knew(name) for name in names] == [False, True, True]
+
+
+def test_what_waits_is_counted_and_nothing_that_waits_is_idle(desk):
+    assert (desk.grants.num_waiting, desk.grants.waiting()) == (0, [])
+    made = desk.grant()
+    assert (desk.grants.num_waiting, len(desk.grants.waiting())) == (1, 1)
+    desk.report(made)
+    with pytest.raises(InvariantError):
+        desk.grants.check_idle()

@@ -2,7 +2,6 @@
 checks that every block that is read holds what it should.
 """
 
-import random
 from functools import partial
 
 import pytest
@@ -12,7 +11,6 @@ from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 
 from .fake_scheduler import FakeScheduler, FakeTask, make_adapter
-from .test_adapter_random import prompt
 
 BLOCK = 4
 PROMPT = [*range(1, 42)]
@@ -144,30 +142,3 @@ def test_only_what_the_batch_still_computes_hides_a_copy():
     assert task.prefill_start_index == 4
     scheduler.run_dry()
     assert counters(scheduler).declined_load_tokens == 36, "once, though the rest comes in five batches"
-
-
-@pytest.mark.parametrize("policy", ["auto", "write_through", "write_back"])
-@pytest.mark.parametrize("seed", range(3))
-def test_random_lives_with_random_times(policy, seed):
-    rng = random.Random(f"{policy} {seed}")
-    cache = make_adapter(24, 100, write_policy=policy, shared_prefill_tokens=seed * 4)
-    scheduler = FakeScheduler(cache, chance=lambda: rng.random() < 0.1)
-    for number in range(400):
-        action = rng.random()
-        if action < 0.5 and len(scheduler.waiting) < 8:
-            scheduler.add(FakeTask(f"r{number}", prompt(rng), rng.randrange(1, 20)))
-        elif action < 0.55 and scheduler.running:
-            scheduler.aborting.add(rng.choice(scheduler.running).request_id)
-        elif action < 0.57:
-            scheduler.reset()
-        elif action < 0.7:
-            load = LoadTime(rng.randrange(1, 9), rng.choice([0.01, 1.0, 100.0]) * rng.random())
-            times = Timings((load,), (PrefillTime(rng.randrange(100, 200), 0.0, rng.uniform(1.0, 9.0)),))
-            cache.measured({rng.randrange(2): times})
-        scheduler.step()
-        cache.check()
-    scheduler.run_dry()
-    cache.check()
-    cache.manager.check_idle()
-    assert counters(scheduler).declined_load_tokens > 0
-    assert scheduler.worker.num_swapped_in > 0

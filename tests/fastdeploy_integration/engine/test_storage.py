@@ -159,13 +159,6 @@ def test_a_reset_ends_all_waiting(scheduler):
     assert [task.request_id for task in scheduler.storage.release(scheduler.manager)] == ["a"]
 
 
-def test_what_fastdeploy_has_ended_is_forgotten(scheduler):
-    scheduler.cache.waits_for_storage(FakeTask("a", TOKENS))
-    scheduler.storage.clear()
-    assert scheduler.storage.release(scheduler.manager) == []
-    assert not scheduler.storage.holds("a")
-
-
 def test_released_requests_are_taken_once_in_order_of_arrival(scheduler):
     """As a prefill server does, whose requests do not go to FastDeploy's queue."""
     tasks = [FakeTask(name, TOKENS) for name in "abc"]
