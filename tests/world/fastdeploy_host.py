@@ -304,7 +304,8 @@ class FastDeployHost:
         if task.status is Status.PREEMPTED:
             task.need_prefill_tokens = task.num_total_tokens
         cache, needed = self.cache_manager, -(-task.need_prefill_tokens // self.block_size)
-        if cache.num_cpu_blocks > 0 and not cache.can_allocate_gpu_blocks(needed):
+        is_tiered = cache.num_cpu_blocks > 0 or cache.storage is not None
+        if is_tiered and not cache.can_allocate_gpu_blocks(needed):
             return False
         in_turn = patches.get_prefix_cached_blocks_in_turn if self.is_26 else seats.get_prefix_cached_blocks
         if not in_turn(self._match, self, (task,), {}):
@@ -444,10 +445,14 @@ class FastDeployHost:
             return
         if self.pausing == "aborting" and (self._num_inside or not self.worker.is_idle):
             return
-        held = list(self.cache_manager.held_back._requests)
         self.cache_manager.reset()
-        for task in held:
-            self.world.clients.ended(task.uid, "dropped")
+        known = {task.uid for task in (*self.requests.values(), *self._outside)}
+        for uid in [each for each in self.world.clients.requests if each not in known]:
+            self.world.clients.ended(uid, "dropped")  # they waited outside FastDeploy, for their id or for the store
+        if rng.random() < 0.5:
+            self.world.weights += 1
+            if self.cache_manager.storage is not None:
+                self.cache_manager.storage.weights_changed()
         self.waiting_abort_req_id_set.clear()
         self.pausing = ""
         self.count["resets"] += 1

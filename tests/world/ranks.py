@@ -51,6 +51,7 @@ class Rank:
     def __init__(
         self, number: int, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
         tell: Callable[[int, TransferReport], None], storage: RankStorage | None = None, draft_tokens: int = 0,
+        clock: Callable[[], float] = float,
     ) -> None:  # fmt: skip
         self.number, self.device, self.tags = number, device, tags
         self.block_size, self.num_blocks = block_size, blocks
@@ -61,6 +62,7 @@ class Rank:
             tell_copies=lambda report: tell(number, report),
             storage=storage,
             draft_tokens=draft_tokens,
+            clock=clock,
             keep_host_memory=True,
         )
         self.layers: list[Any] = []

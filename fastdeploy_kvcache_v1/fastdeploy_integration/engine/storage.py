@@ -71,12 +71,15 @@ class EngineStorage:
         self._ahead: set[str] = set()
         """Requests in FastDeploy's queue that blocks are still fetched for."""
 
-    def start(self) -> None:
-        """Listen to the workers' storage threads, and look for the namespace on a thread: requests are served without
-        storage until it is found.
+    def start(self, run: Callable[[Callable[[], None]], None] | None = None) -> None:
+        """Listen to the workers' storage threads, and look for the namespace on a thread, or as `run` does: requests
+        are served without storage until it is found.
         """
         self._link.listen(self._take)
-        threading.Thread(target=self._find, name="kv-storage-name", daemon=True).start()
+        if run is not None:
+            run(self._find)
+        else:
+            threading.Thread(target=self._find, name="kv-storage-name", daemon=True).start()
 
     def start_connected(self) -> None:
         """As `start`, but returns when every rank can use the store, which may take minutes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,6 +75,7 @@ class WorkerCache:
         tell_copies: Callable[[TransferReport], None] = lambda report: None,
         storage: RankStorage | None = None,
         draft_tokens: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_host_blocks = num_host_blocks
         self._make_runtime = make_runtime
@@ -83,7 +85,7 @@ class WorkerCache:
         self._keep_host_memory = keep_host_memory
         self._tell_copies = tell_copies
         self._storage = storage
-        self._passes = PassTracker() if storage is not None and storage.uses_device_tier else None
+        self._passes = PassTracker(clock) if storage is not None and storage.uses_device_tier else None
         self._timer = PrefillTimer() if num_host_blocks else None
         """What it measures decides what is loaded from the host."""
         self._registered: dict[str, tuple[CacheLayout, dict[str, Any], int]] = {}
