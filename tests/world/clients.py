@@ -59,7 +59,7 @@ class Clients:
             self.world.host.abort(request.request_id)
 
     def _request(self, rng: random.Random) -> Request:
-        request = Request(self._count, f"r{self._count}", self._prompt(rng), rng.randrange(1, 20))
+        request = Request(self._count, f"r{self._count}", self._prompt(rng), rng.randrange(1, 13))
         lot = rng.random()
         old = int(rng.random() * 10)
         if lot < 0.1 and self.ids:
@@ -82,9 +82,9 @@ class Clients:
         lot, cut, old = rng.random(), rng.random(), rng.random()
         tail = [rng.randrange(1, 9) for _ in range(rng.randrange(1, 2 * self.block_size))]
         if lot < 0.5 and self.finished:
-            base = self.finished[int(old * len(self.finished))]
+            base = self.finished[int(old * len(self.finished))][: 6 * self.block_size]
         else:
-            base = [int(old * 3) + 1] * (8 * self.block_size)
+            base = [int(old * 3) + 1] * (6 * self.block_size)
         return base[: int(cut * len(base))] + tail
 
     # ---- what the host tells

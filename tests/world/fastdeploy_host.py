@@ -27,7 +27,7 @@ from .clients import Request
 from .memory import WrongError
 from .ranks import RELEASED, Worker
 
-LEAST_BLOCKS = 24
+LEAST_BLOCKS = 16
 """With fewer the longest request does not fit."""
 
 
@@ -385,7 +385,7 @@ class FastDeployHost:
 
     def take_tokens(self, rng: random.Random) -> None:
         message = self.worker.message()
-        for index, (token, uid) in sorted((message or {}).items()):
+        for index, (token, uid, root) in sorted((message or {}).items()):
             task = self.tasks_list[index]
             if self.stop_flags[index] or task is None or task.uid != uid:
                 self.count["stray"] += 1
@@ -395,13 +395,13 @@ class FastDeployHost:
                 else:
                     self.reschedule_preempt_task(task.request_id)
             else:
-                self._take_token(task, token)
+                self._take_token(task, token, root)
 
-    def _take_token(self, task: Task, token: int) -> None:
+    def _take_token(self, task: Task, token: int, root: Any) -> None:
         if task.status is Status.RUNNING_PREFILL:
             task.status = Status.RUNNING_DECODE
         task.output_token_ids.append(token)
-        self.world.clients.token(task.uid, token, self.world.root(task), self.world.tags)
+        self.world.clients.token(task.uid, token, root, self.world.tags)
         if len(task.output_token_ids) == task.max_tokens:
             self.cache_manager.cache_output_blocks(task, self.block_size)
             self.finish(task)

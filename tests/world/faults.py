@@ -17,7 +17,7 @@ class Fault(NamedTuple):
 
 FAULTS = {
     # name: rate, whether it loses something, why
-    "copy to host fails": Fault(0.05, False, "a copy out of the device fails, and its target is garbage"),
+    "copy to host fails": Fault(0.1, False, "a copy out of the device fails, and its target is garbage"),
     "late report": Fault(0.5, False, "a rank's word is on its way"),
     "lost in schedule": Fault(0.02, False, "FastDeploy's schedule raises after it scheduled some"),
     "lost before put": Fault(0.02, False, "what FastDeploy does between schedule and its queue raises"),

@@ -58,7 +58,7 @@ class Prefix:
     """A growing sequence of tokens and its tags. `root`: whose blocks it shares."""
 
     def __init__(self, tags: Tags, root: Hashable) -> None:
-        self._tags = tags
+        self._tags, self.root = tags, root
         self.tokens: list[Hashable] = []
         self.chain = [tags.of(0, root)]
 

@@ -156,14 +156,14 @@ class Worker:
     def run(self) -> None:
         """Submit one pass."""
         self._took = False
-        work, message = [], {index: (RELEASED, uid) for index, uid in self._released.items()}
+        work, message = [], {index: (RELEASED, uid, None) for index, uid in self._released.items()}
         self._released.clear()
         for index, row in list(self.rows.items()):
             if row.computed < row.target <= len(row.table) * self.ranks[0].block_size:
                 work.append((row, row.computed, row.target))
                 row.computed = row.target
                 if row.target == row.num_tokens:
-                    message[index] = (row.prefix.next_token, row.uid)
+                    message[index] = (row.prefix.next_token, row.uid, row.prefix.root)
                     row.prefix.extend([row.prefix.next_token])
                     row.num_tokens = row.target = row.num_tokens + 1
                     if row.num_tokens >= row.limit:
@@ -196,5 +196,6 @@ class Worker:
     def is_idle(self) -> bool:
         return not self.rows and not self._passes and all(rank.device.is_idle for rank in self.ranks)
 
-    def run_devices(self, rng: random.Random, most: int = 40) -> None:
-        rng.choice(self.ranks).device.run_some(rng, most)
+    def run_devices(self, rng: random.Random) -> None:
+        rank, most = rng.choice(self.ranks), rng.choice([4, 40, 200])
+        rank.device.run_some(rng, most)

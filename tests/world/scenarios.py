@@ -26,8 +26,8 @@ from .streams import VirtualDevice
 
 def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "") -> None:
     block_size = rng.choice([2, 4])
-    device = world.size("device", rng.randrange(24, 48), LEAST_BLOCKS)
-    host = world.size("host", rng.choice([12, 40, 200] if backend == "file" else [0, 12, 40, 200]), 0)
+    device = world.size("device", rng.randrange(16, 32), LEAST_BLOCKS)
+    host = world.size("host", rng.choice([8, 20, 60] if backend == "file" else [0, 8, 20, 60]), 0)
     ranks, guess = world.size("ranks", rng.choice([1, 1, 2])), rng.randrange(1, 2 * device)
     policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
     order = rng.choice(["adaptive", "hyperbolic", "lrfu", "lru"])

@@ -1,14 +1,18 @@
 """Fixed seeds of every scenario. `python -m tests.world SCENARIO --seeds 0-999` looks at more of them."""
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 
 from .chooser import numbers, ranges
 from .faults import FAULTS
+from .mutations import MUTATIONS, PACKAGE
 from .scenarios import SCENARIOS
 from .trial import line, shrink, try_run
 from .world import Run
 
-SEEDS = range(60)
+SEEDS = range(20)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
@@ -46,3 +50,10 @@ def test_a_failure_shrinks_to_what_it_needs(monkeypatch):
 @pytest.mark.parametrize("text", ["", "3", "3,7,12-40"])
 def test_tickets_are_written_as_they_are_read(text):
     assert ranges(numbers(text)) == text
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_has_one_place(mutation):
+    source = Path(find_spec(f"{PACKAGE}.{mutation.module}").origin).read_text()
+    assert source.count(mutation.was) == 1
+    compile(source.replace(mutation.was, mutation.now), mutation.module, "exec")
