@@ -12,6 +12,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import (
     SWAP_ATTRIBUTE,
     SwapInbox,
     SwapOutbox,
+    take_off,
     take_running,
 )
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
@@ -60,3 +61,10 @@ def test_what_the_engine_did_not_attach_is_never_decoded(forged, caplog):
     assert SwapInbox().take([first, second]) == [STEP]
     assert vars(second) == {}
     assert "_kvcache_v1_swaps of 1 requests is not from the engine: ignored" in caplog.text
+
+
+def test_a_request_that_comes_in_brings_nothing_under_our_names():
+    request = SimpleNamespace(prompt="p", **{SWAP_ATTRIBUTE: "x", ROWS_ATTRIBUTE: "y"})
+    take_off(request)
+    take_off(request)
+    assert vars(request) == {"prompt": "p"}

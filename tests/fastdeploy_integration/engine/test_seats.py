@@ -93,3 +93,10 @@ def test_what_comes_to_an_end_by_itself_is_left_alone(others):
     seats.let_one_start(manager)
     assert [request.status for request in manager.waiting] == [Status.PREEMPTED] * 2
     assert manager.req_dict == {"a": 0, "b": 1}
+
+
+def test_one_may_start_before_each_schedule(monkeypatch):
+    manager, steps = manager_of([preempted("a")], num_seats=1), []
+    monkeypatch.setattr(seats, "schedule", lambda *given: steps.append(given[1].waiting[0].status) or "scheduled")
+    assert seats.schedule_with_a_seat(None, manager, (), {}) == "scheduled"
+    assert steps == [Status.WAITING]

@@ -8,6 +8,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import storage as storage_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import DeviceStorage, HostStorage, rank_storage
+from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 
 FILE = StorageSettings("file", "/unused")
@@ -71,3 +72,32 @@ def test_the_sdk_is_told_what_fastdeploy_would_tell_it(agents, monkeypatch):
     rank_storage(config(ATTENTION, monkeypatch), device_id=6, on_gpu=True, enter_thread=enter)
     placement = {"device_id": 6, "dp_id": 1, "splitwise_role": "mixed", "default_namespace": "small"}
     assert agents == [{"rank": 3, "placement": placement, "on_gpu": True, "enter_thread": enter}]
+
+
+@pytest.mark.parametrize(("settings", "host_stays"), [(FILE, "as the agent says"), (ATTENTION, True)])
+def test_an_agent_is_given_the_tiers_and_lets_them_go(monkeypatch, short_tmp_path, settings, host_stays):
+    """Where blocks do not go through the host tier, nothing of the store keeps it."""
+    told = []
+    agent = SimpleNamespace(use=lambda *given: told.append(given), let_go=lambda: told.append("let go") or host_stays)
+    for name in ("StorageAgent", "AttentionStoreAgent"):
+        monkeypatch.setattr(storage_module, name, lambda *_, **__: agent)
+    monkeypatch.setattr(storage_module, "SlotMemory", lambda *given: given)
+    monkeypatch.setattr(storage_module.DeviceCaches, "over", lambda rows, **given: (rows, sorted(given)))
+    monkeypatch.setattr("tempfile.tempdir", short_tmp_path)
+    array = SimpleNamespace(data="memory")
+    pool = SimpleNamespace(
+        buffer=SimpleNamespace(array=array, file="file"), slot_bytes=64, memory_of_slot="memory of slot"
+    )
+    controller = SimpleNamespace(
+        host_pool=pool, refilled=lambda *given, **more: (given, more), device_rows="rows", late_writes=None, caches=None
+    )
+    made = rank_storage(config(settings, monkeypatch, host_blocks=4))
+    made.use(controller)
+    assert made.let_go() == host_stays
+    used, let_go = told
+    assert let_go == "let go"
+    if settings is FILE:
+        assert used[:2] == ("memory of slot", ("memory", 64, "file"))
+        assert used[2]("a slot") == (("a slot",), {"level": CacheLevel.HOST})
+    else:
+        assert used == (("rows", ["late_writes", "owner", "refilled"]),)
