@@ -12,7 +12,7 @@ from tests.fastdeploy_integration.worker.worker_caches import content, evict, fi
 @pytest.fixture
 def installed(monkeypatch, make_cache):
     cache = make_cache()
-    monkeypatch.setattr(worker_patches, "_worker_cache", cache)
+    monkeypatch.setattr(worker_patches, "worker_cache", lambda: cache)
     return cache
 
 
@@ -62,7 +62,7 @@ def test_an_idle_worker_is_known_where_no_pass_can_begin_unseen(monkeypatch, ove
     cache = SimpleNamespace(
         report_while_idle=lambda **given: told.append(given), end_forward=lambda **given: told.append(given)
     )
-    monkeypatch.setattr(worker_patches, "_worker_cache", cache)
+    monkeypatch.setattr(worker_patches, "worker_cache", lambda: cache)
     runner = SimpleNamespace(enable_overlap_schedule=overlaps, current_launch_token_num=0)
     assert worker_patches.not_need_stop(lambda: True, runner, (), {}) is True
     assert told == []

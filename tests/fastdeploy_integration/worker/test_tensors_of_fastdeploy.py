@@ -26,7 +26,7 @@ def emptied(install, monkeypatch):
 @pytest.fixture
 def cache(make_cache, monkeypatch):
     made = make_cache((MAIN, DRAFT))
-    monkeypatch.setattr(patches, "_worker_cache", made)
+    monkeypatch.setattr(patches, "worker_cache", lambda: made)
     return made
 
 
