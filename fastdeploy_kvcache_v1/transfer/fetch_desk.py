@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 
 from ..errors import CacheStateError, InvariantError, RemoteReadError
@@ -14,8 +15,8 @@ from .control_link import ControlLink, Inbox, LinkClosed, LinkOpened, Self
 from .digest import target_digest
 from .fetch import Fetch, FetchResult, Part
 from .geometry import source_ranks
-from .link_server import LinkServer
 from .messages import Done, Message, Offer, Ping, Progress, Settled, Withdraw
+from .network import SOCKETS, Network
 from .plane import DataPlane
 from .spans import Chunk, spans_of
 
@@ -30,7 +31,7 @@ class FetchDesk:
     that ends a fetch wait until its reads have stopped; nothing else blocks.
 
     With `regions` (this rank's tensors, CPU only) every fetch ends with a digest that both sides make from their own
-    memory. `clock` is `time.monotonic` outside of tests.
+    memory. `clock` is `time.monotonic` and `network` is `SOCKETS` outside of tests.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FetchDesk:
         *,
         regions: Sequence[BlockRows] = (),
         names_come_once: bool = False,
+        network: Network = SOCKETS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Listens for prefill ranks. Raises `ConfigError` when it cannot.
@@ -54,6 +56,7 @@ class FetchDesk:
         self._plane = plane
         self._hazards = hazards
         self._regions = regions
+        self._network = network
         self._clock = clock
         self._inbox: Inbox = Inbox()
         self._read_ends: SimpleQueue[tuple[ControlLink, ReadEnd]] = SimpleQueue()
@@ -70,7 +73,7 @@ class FetchDesk:
         self._unwanted: dict[str, str] = {}
         """Why, by request: the last `MAX_OFFERS` that ended without their blocks."""
         self.num_refused_offers = 0
-        self._server = LinkServer(host, port, ours, self._inbox)
+        self._server = network.listen(host, port, ours, self._inbox)
 
     @property
     def port(self) -> int:
@@ -176,9 +179,8 @@ class FetchDesk:
 
     def _handle(self, link: ControlLink, message: Message | LinkOpened | LinkClosed) -> None:
         if isinstance(message, LinkOpened):
-            self._readers[link] = BlockReader(
-                self._plane, link.address, self._ours.settings, lambda end: self._read_ends.put((link, end))
-            )
+            on_end = partial(self._has_read, link)
+            self._readers[link] = self._network.reader(self._plane, link.address, self._ours.settings, on_end)
         elif link not in self._readers:
             pass  # on its way when the link was closed here
         elif isinstance(message, LinkClosed):
@@ -233,6 +235,10 @@ class FetchDesk:
             elif (part.link, part.offer.lease) in self._parts:
                 self._forget(part)
                 part.link.send(Done(part.offer.lease, str(error)[:2000]))
+
+    def _has_read(self, link: ControlLink, end: ReadEnd) -> None:
+        """On the reader's thread."""
+        self._read_ends.put((link, end))
 
     def _on_read(self, link: ControlLink, end: ReadEnd) -> None:
         part = self._parts.get((link, end.job.lease))

@@ -12,9 +12,10 @@ from ..errors import CacheStateError, InvariantError, KVCacheError
 from ..worker.hazards import Actor, HazardTable
 from ..worker.ops.rows import BlockRows
 from ..worker.runtime.cpu import CpuEvent
-from .control_link import ControlLink, Inbox, LinkClosed, LinkOpened, Self, greet
+from .control_link import ControlLink, Inbox, LinkClosed, LinkOpened, Self
 from .digest import source_digest
 from .messages import Done, Message, Offer, Ping, Progress, Settled, Withdraw, require_sendable
+from .network import SOCKETS, Network
 from .plane import DataPlane
 from .settings import PeerPort
 from .spans import Chunk, spans_of
@@ -52,7 +53,7 @@ class _Peer:
 class OfferDesk:
     """Owned by the loop that owns the slot table: only its thread calls anything here, and nothing blocks but `close`.
 
-    `clock` is `time.monotonic` outside of tests.
+    `clock` is `time.monotonic` and `network` is `SOCKETS` outside of tests.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class OfferDesk:
         hazards: HazardTable,
         *,
         regions: Sequence[BlockRows] = (),
+        network: Network = SOCKETS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`regions`: this rank's tensors, for decode ranks that ask for a digest."""
@@ -69,6 +71,7 @@ class OfferDesk:
         self._plane = plane
         self._hazards = hazards
         self._regions = regions
+        self._network = network
         self._clock = clock
         self._inbox: Inbox = Inbox()
         self._failed: list[tuple[PeerPort, _Peer, str]] = []  # appended by connecting threads
@@ -165,7 +168,9 @@ class OfferDesk:
         peer = self._peers.get(where)
         if peer is None:
             peer = self._peers[where] = _Peer()
-            thread = threading.Thread(target=self._connect, args=(where, peer), name="kv-transfer-hello", daemon=True)
+            thread = self._network.thread(
+                target=self._connect, args=(where, peer), name="kv-transfer-hello", daemon=True
+            )
             self._connecting.append(thread)
             thread.start()
         if peer.link is None:
@@ -176,7 +181,7 @@ class OfferDesk:
     def _connect(self, where: PeerPort, peer: _Peer) -> None:
         """On a thread of its own: touches nothing but the two queues."""
         try:
-            link = greet(*where, self._ours, self._inbox)
+            link = self._network.greet(*where, self._ours, self._inbox)
         except (KVCacheError, OSError) as error:
             self._failed.append((where, peer, f"no link to {where.host}:{where.port}: {error}"))
             return

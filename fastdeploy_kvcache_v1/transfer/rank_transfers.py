@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import CacheStateError
@@ -12,6 +13,7 @@ from .control_link import Self
 from .fetch import FetchResult
 from .fetch_desk import FetchDesk
 from .layer_progress import LayerProgress
+from .network import SOCKETS, Network
 from .offer_desk import LeaseEnd, OfferDesk
 from .plane import DataPlane
 from .rank_messages import CancelFetch, OpenLease, StartFetch, TransferCommand, TransferNews, WithdrawLease
@@ -50,10 +52,12 @@ class RankTransfers:
         listen: PeerPort | None = None,
         regions: Sequence[BlockRows] = (),
         names_come_once: bool = False,
+        network: Network = SOCKETS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Owns `plane`, whose tensors are registered. `listen`: where prefill ranks connect to, for a decode rank.
-        `regions`: this rank's tensors, where fetches end with a digest. `names_come_once`: see `FetchDesk`. Raises
-        `ConfigError` when it cannot listen.
+        `regions`: this rank's tensors, where fetches end with a digest. `names_come_once`, `network`,
+        `clock`: see `FetchDesk`. Raises `ConfigError` when it cannot listen.
         """
         self.geometry = geometry = ours.geometry
         self.plane_address = b"" if plane.address_is_secret else ours.address
@@ -61,11 +65,19 @@ class RankTransfers:
         self._plane = plane
         self.block_size = geometry.block_size
         """Tokens of a block."""
-        self._offers = OfferDesk(ours, plane, hazards, regions=regions)
+        self._offers = OfferDesk(ours, plane, hazards, regions=regions, network=network, clock=clock)
         self._fetches: FetchDesk | None = None
         if listen is not None:
-            once = names_come_once
-            self._fetches = FetchDesk(ours, plane, hazards, *listen, regions=regions, names_come_once=once)
+            self._fetches = FetchDesk(
+                ours,
+                plane,
+                hazards,
+                *listen,
+                regions=regions,
+                names_come_once=names_come_once,
+                network=network,
+                clock=clock,
+            )
         self._progress = LayerProgress(
             self._tell,
             num_layers=geometry.num_layers,

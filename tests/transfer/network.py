@@ -1,0 +1,325 @@
+"""Connections, reads and their faults in memory: nothing moves until somebody takes one of the `moves`.
+
+No thread, socket or sleep. All of it can be pickled, so that a search can keep a state and go on from it.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+
+from fastdeploy_kvcache_v1.errors import KVCacheError, RemoteReadError
+from fastdeploy_kvcache_v1.transfer import network
+from fastdeploy_kvcache_v1.transfer.block_reader import ReadEnd
+from fastdeploy_kvcache_v1.transfer.control_link import LinkClosed, LinkOpened, Self
+from fastdeploy_kvcache_v1.transfer.geometry import Geometry, require_compatible
+from fastdeploy_kvcache_v1.transfer.grants import Grants
+from fastdeploy_kvcache_v1.transfer.messages import Hello, Ping, Refused, Welcome, decode, encode
+from fastdeploy_kvcache_v1.transfer.plane import DataPlane
+from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
+
+Move = tuple[str, Callable[[], None]]
+
+
+class MemoryPlane(DataPlane):
+    """`tensors` are `[slots, bytes]` arrays. `looks_at_leases`: a peer refuses what is not granted, as sockets do."""
+
+    def __init__(self, name, tensors, *, looks_at_leases=True):
+        self.name, self.tensors, self.looks_at_leases = name, tensors, looks_at_leases
+        self.grants = Grants()
+        self.is_dead = False
+
+    def register(self, regions):
+        pass
+
+    def address(self):
+        return self.name.encode()
+
+    def open(self, address, deadline):
+        raise NotImplementedError
+
+    def grant(self, lease, slots):
+        self.grants.grant(lease, slots)
+
+    def revoke(self, lease):
+        self.grants.revoke(lease)
+
+    def close(self):
+        self.is_dead = True
+
+
+class Link:
+    """One end. As `ControlLink`, with what the peer has sent in `coming`; None there is the end of the link."""
+
+    def __init__(self, name, ours, theirs, inbox):
+        self.name = self.peer = name
+        self.geometry, self.instance = theirs.geometry, theirs.instance
+        self.address = theirs.address if isinstance(theirs, Hello) else b""
+        self.inbox = inbox
+        self.coming = deque()
+        self.wanted = ()
+        self.is_closed = False
+        self.other = None
+
+    def start(self):
+        self.inbox.put((self, LinkOpened()))
+
+    def send(self, message):
+        if not self.is_closed and not self.other.is_closed:
+            self.other.coming.append(encode(message))
+
+    def want(self, leases):
+        self.wanted = leases
+
+    def close(self, reason):
+        if not self.is_closed:
+            self.is_closed = True
+            self.coming.clear()
+            self.inbox.put((self, LinkClosed(reason)))
+            if not self.other.is_closed:
+                self.other.coming.append(None)
+
+    def deliver(self):
+        frame = self.coming.popleft()
+        if frame is None:
+            self.close("the link broke: the peer closed the connection")
+            return
+        try:
+            self.inbox.put((self, decode(frame)))
+        except KVCacheError as error:
+            self.close(f"the link broke: {error}")
+
+
+class Reader:
+    """As `BlockReader`: reads one span of its first job whenever it is told to."""
+
+    def __init__(self, net, plane, address, settings, on_end):
+        self.net, self.plane, self.on_end = net, plane, on_end
+        self.source = net.planes[address.decode()]
+        self.jobs = deque()
+        self.num_read = 0
+        net.readers.append(self)
+
+    def submit(self, job):
+        self.jobs.append(job)
+
+    def cancel(self, lease):
+        if self.jobs and self.jobs[0].lease == lease:
+            self.num_read = 0
+        self.jobs = deque(job for job in self.jobs if job.lease != lease)
+
+    def close(self):
+        self.jobs.clear()
+        self.num_read = 0
+        if self in self.net.readers:
+            self.net.readers.remove(self)
+
+    def step(self):
+        job = self.jobs[0]
+        try:
+            if self.num_read < len(job.spans):
+                self._copy(job.lease, job.spans[self.num_read])
+                self.num_read += 1
+                if self.num_read < len(job.spans):
+                    return
+            self._require_open(job.lease)
+        except RemoteReadError as error:
+            self._end(ReadEnd(job, str(error)))
+        else:
+            self._end(ReadEnd(job, None))
+
+    def fail(self):
+        self._end(ReadEnd(self.jobs[0], "the read failed"))
+
+    def _end(self, end):
+        self.jobs.popleft()
+        self.num_read = 0
+        self.on_end(end)
+
+    def _copy(self, lease, span):
+        self._require_open(lease)
+        region, there, here, count = span
+        theirs, ours = self.source.tensors[region].reshape(-1), self.plane.tensors[region].reshape(-1)
+        slots = range(
+            there // self.source.tensors[region].shape[1], -(-(there + count) // self.source.tensors[region].shape[1])
+        )
+        self.net.reads.append((self.source.name, lease, tuple(slots)))
+        ours[here : here + count] = theirs[there : there + count]
+
+    def _require_open(self, lease):
+        if self.source.is_dead:
+            raise RemoteReadError("the peer is gone")
+        if self.source.looks_at_leases and not self.source.grants.is_open(lease):
+            raise RemoteReadError(f"lease {lease!r} is not open")
+
+
+class Listener:
+    def __init__(self, net, port):
+        self.net, self.port, self.num_refused = net, port, 0
+
+    def close(self):
+        self.net.listeners.pop(self.port, None)
+
+
+class Starting:
+    """As a thread that was started and has not run."""
+
+    def __init__(self, net, target, args):
+        self.net, self.target, self.args = net, target, args
+
+    def start(self):
+        self.net.starting.append(self)
+
+    def is_alive(self):
+        return self in self.net.starting
+
+    def join(self):
+        if self.is_alive():
+            self.run()
+
+    def run(self):
+        self.net.starting.remove(self)
+        self.target(*self.args)
+
+
+class MemoryNetwork:
+    """Every connection of a world. Ranks say where they listen by port; hosts do not matter."""
+
+    def __init__(self):
+        self.listeners = {}
+        self.planes = {}
+        self.starting = []
+        self.links = []
+        self.readers = []
+        self.reads = []
+        """What was read since it was last emptied: plane, lease, slots."""
+
+    def ends(self):
+        """What a desk is given."""
+        return network.Network(self._greet, self._listen, partial(Reader, self), self._thread)
+
+    def plane(self, name, tensors, **settings):
+        made = self.planes[name] = MemoryPlane(name, tensors, **settings)
+        return made
+
+    # ---- what moves
+
+    def moves(self) -> list[Move]:
+        """Everything that can happen next where nothing goes wrong, by name."""
+        return [
+            *((f"connect {number}", each.run) for number, each in enumerate(self.starting)),
+            *((f"deliver {each.name}", each.deliver) for each in self.links if each.coming),
+            *((f"read {number}", each.step) for number, each in enumerate(self.readers) if each.jobs),
+        ]
+
+    def faults(self) -> list[Move]:
+        """Everything that can go wrong next, by name."""
+        found: list[Move] = []
+        for end in self.links:
+            if not end.is_closed and not end.other.is_closed:
+                found.append((f"break {end.name}", partial(end.close, "the link broke")))
+            if end.coming and end.coming[0] is not None:
+                found.append((f"lose {end.name}", end.coming.popleft))
+                found.append((f"double {end.name}", partial(end.coming.insert, 1, end.coming[0])))
+            if len(end.coming) > 1 and None not in list(end.coming)[:2] and end.coming[0] != end.coming[1]:
+                found.append((f"swap {end.name}", partial(_swap, end.coming)))
+        found += [(f"fail read {number}", each.fail) for number, each in enumerate(self.readers) if each.jobs]
+        return found
+
+    def settle(self) -> bool:
+        """Let everything move that can; False where nothing could."""
+        moved = False
+        while moves := self.moves():
+            moves[0][1]()
+            moved = True
+        return moved
+
+    def ping(self):
+        """Every live peer gives a sign."""
+        for end in self.links:
+            if not end.is_closed and not end.other.is_closed:
+                end.other.inbox.put((end.other, Ping(list(end.wanted))))
+
+    # ---- what desks call
+
+    def _thread(self, *, target, args, name, daemon):
+        return Starting(self, target, args)
+
+    def _listen(self, host, port, ours, inbox):
+        listener = Listener(self, port or 1 + len(self.listeners))
+        self.listeners[listener.port] = (listener, ours, inbox)
+        return listener
+
+    def _greet(self, host, port, ours, inbox):
+        if port not in self.listeners:
+            raise ConnectionRefusedError("nobody listens there")
+        listener, theirs, their_inbox = self.listeners[port]
+        hello = decode(encode(Hello(ours.geometry, ours.address, ours.settings.instance)))
+        answer = decode(encode(Welcome(theirs.geometry, theirs.settings.instance)))
+        try:
+            require_compatible(theirs.geometry, hello.geometry)
+        except KVCacheError as error:
+            listener.num_refused += 1
+            raise type(error)(f"the peer refuses: {decode(encode(Refused(str(error)))).reason}") from None
+        number = len(self.links) // 2
+        near, far = (
+            Link(f"to prefill {number}", ours, answer, inbox),
+            Link(f"to decode {number}", theirs, hello, their_inbox),
+        )
+        near.other, far.other = far, near
+        self.links += [near, far]
+        far.start()
+        return near
+
+
+def _swap(coming):
+    coming[0], coming[1] = coming[1], coming[0]
+
+
+# ---- what the copies of a state need: the desks' queues and events are of types that pickle does not know
+
+
+def _keep_items(queue):
+    items = []
+    while not queue.empty():
+        items.append(queue.get())
+    _put_back(queue, items)
+    return SimpleQueue, (), items, None, None, _put_back
+
+
+def _put_back(queue, items):
+    for item in items:
+        queue.put(item)
+
+
+def _keep_end(event):
+    return CpuEvent, (), (event.done(), event.error), None, None, _end_again
+
+
+def _end_again(event, state):
+    if state[0]:
+        event.finish(state[1])
+
+
+_KEPT = []
+"""What never changes is the same object in every state."""
+
+
+def _kept(number):
+    return _KEPT[number]
+
+
+def _keep_itself(thing):
+    if not any(each is thing for each in _KEPT):
+        _KEPT.append(thing)
+    return _kept, (next(number for number, each in enumerate(_KEPT) if each is thing),)
+
+
+copyreg.pickle(SimpleQueue, _keep_items)
+copyreg.pickle(CpuEvent, _keep_end)
+for kind in (Geometry, Self, TransferSettings):
+    copyreg.pickle(kind, _keep_itself)
