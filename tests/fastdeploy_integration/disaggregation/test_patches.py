@@ -56,8 +56,9 @@ def test_a_request_without_a_name_gets_nothing():
     without = request("r")
     without.ic_req_data = None
     assert not manager.preallocate(without)
-    without.ic_req_data = {"kvcache_v1_transfer": 5}
-    assert not manager.preallocate(without)
+    for name in (5, "", "x" * 1000):
+        without.ic_req_data = {"kvcache_v1_transfer": name}
+        assert not manager.preallocate(without)
     assert manager.requests == {}
 
 

@@ -212,6 +212,21 @@ def test_a_lost_task_of_a_request_that_ended_is_not_told_again():
     assert transit.depart(manager, []) == []
 
 
+@pytest.mark.parametrize(("has_them", "is_told"), [(True, True), (False, False), (None, False)])
+def test_a_lost_extension_is_told_again_as_long_as_its_request_has_those_blocks(has_them, is_told):
+    manager, request = FakeResourceManager(make_adapter(12)), FakeTask("a", [1] * 4)
+    request.extend_block_tables = [5]
+    task = SimpleNamespace(task_type=SimpleNamespace(name="EXTEND"), request_id="a", extend_block_tables=[5])
+    if has_them:
+        task.extend_block_tables = request.extend_block_tables
+    if has_them is not None:
+        manager.requests["a"] = request
+    transit = manager.cache.transit
+    transit.depart(manager, [task])
+    transit.recover(manager)
+    assert transit.depart(manager, []) == [task] * is_told
+
+
 def test_a_lost_batch_takes_no_running_request_by_its_id():
     """FastDeploy 2.5 keeps the id of a request that ended while its abortion was on its way."""
     loop = Loop(make_adapter(24))

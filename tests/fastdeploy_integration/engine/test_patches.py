@@ -136,6 +136,7 @@ def test_no_amount_of_memory_is_refused_before_fastdeploy_computes_with_it(amoun
 def test_thresholds_that_cannot_work(threshold):
     with pytest.raises(ConfigError, match="--write-through-threshold must be a whole number of at least 1"):
         settings.write_through_threshold(threshold)
+    assert settings.write_through_threshold(1) == 1
 
 
 def fd_config(

@@ -92,8 +92,8 @@ def test_draft_attention_counts_its_layers_after_the_main_models(installed):
     worker_patches.initialize_draft_forward_meta(
         lambda: setattr(proposer, "forward_meta", SimpleNamespace(step_use_cudagraph=False)), proposer, (), {}
     )
-    getattr(proposer.forward_meta, worker_patches.COUNTER).wait_for_layer(0)
-    assert waited == ["all", 2]
+    getattr(proposer.forward_meta, worker_patches.COUNTER).wait_for_layer(1)
+    assert waited == ["all", 3]
 
 
 def test_half_batches_wait_for_the_layers_of_the_whole_one():
