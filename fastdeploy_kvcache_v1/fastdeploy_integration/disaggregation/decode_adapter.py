@@ -192,14 +192,12 @@ class DecodeAdapter(PrefixCacheAdapter):
                 self._end(task.request_id)
 
     def _end(self, request_id: str) -> int:
-        """The manager lets a request go. Returns how many blocks of its table were the manager's."""
+        """The manager lets a request go that it knows. Returns how many blocks of its table were the manager's."""
         prefix = self._prefixes.pop(request_id, None)
         if prefix is not None:
             self.manager.release(request_id)
             return prefix.num_blocks
-        record = self._records.get(request_id)
-        if record is None:
-            return 0
+        record = self._records[request_id]
         task = record.tokens.task
         if task.status.name == "FINISHED" and self.caches_outputs:
             self.cache_output_blocks(task, self._block_size)

@@ -83,6 +83,9 @@ def test_the_end_of_the_leader_in_the_batch_ends_the_wait():
     assert cache.waits_for_prefill(follower, [])
     cache.release_block_ids(leader)
     assert not cache.waits_for_prefill(follower, [])
+    cache.check()
+    cache.batch_sent()
+    assert cache.num_uncached_tokens(follower) == 9
 
 
 @pytest.mark.parametrize("end", ["batch_sent", "batch_lost", "reset"])
