@@ -449,7 +449,7 @@ class FastDeployHost:
         known = {task.uid for task in (*self.requests.values(), *self._outside)}
         for uid in [each for each in self.world.clients.requests if each not in known]:
             self.world.clients.ended(uid, "dropped")  # they waited outside FastDeploy, for their id or for the store
-        if rng.random() < 0.5:
+        if rng.random() < 0.3:
             self.world.weights += 1
             if self.cache_manager.storage is not None:
                 self.cache_manager.storage.weights_changed()
@@ -505,7 +505,7 @@ class FastDeployHost:
     def events(self) -> list[Any]:
         """Weights and events; those of at least 5 go on by themselves."""
         return [
-            (0.4, self.pause),
+            (0.4 if self.cache_manager.storage is None else 1.0, self.pause),
             (0.3, self.resize),
             (5, self.go_on_pausing),
             (16, self.schedule),

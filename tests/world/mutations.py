@@ -145,12 +145,6 @@ ROWS = [
     ),
     ("a load does not wait for copies", TARGET, "return self._copies.have_ended(step)", "return True"),
     (
-        "a failed copy is stored",
-        COPIES,
-        "                self._open[result.step] = ()\n        self._ended",
-        "                pass\n        self._ended",
-    ),
-    (
         "a pass that began later counts",
         f"{ENGINE}.rank_passes",
         "each.step >= step and each.at >= since for",

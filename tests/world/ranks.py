@@ -24,6 +24,9 @@ from .memory import UNWRITTEN, Prefix, Tags, WrongError
 from .streams import VirtualDevice
 
 LAYERS = 2
+OWN_NOTHING = 1 << 40
+"""A position that no row reaches."""
+
 RELEASED = "released"
 """Instead of a token: the row is gone, as its request was preempted or aborted."""
 
@@ -34,6 +37,8 @@ class Row:
         self.table: list[int] = []
         self.computed = self.target = task.prefill_start_index
         self.num_tokens = len(prefix.tokens)
+        self.own_from = task.prefill_start_index if task.skip_writing_prefix_cache else OWN_NOTHING
+        """What it computes from here on nobody else may find."""
         self.limit = len(task.prompt_token_ids) + task.max_tokens
         """Tokens in all."""
 
@@ -78,9 +83,9 @@ class Rank:
         """For new weights: what was computed is lost."""
         self.cache.unregister(MAIN)
 
-    def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None]) -> None:
-        """Of each row the positions that the pass computes."""
-        counter = self.cache.begin_forward(layer_by_layer=True)
+    def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None], *, is_graph: bool) -> None:
+        """Of each row the positions that the pass computes. A graph waits for all layers at once."""
+        counter = self.cache.begin_forward(layer_by_layer=not is_graph)
         plan = [self._places(row, start, end) for row, start, end in work]
         stream = self.device.compute_stream
         for layer in range(LAYERS if work else 0):
@@ -94,6 +99,7 @@ class Rank:
         positions = np.arange(end)
         slots = np.array(row.table, np.int64)[positions // self.block_size]
         tags = np.array(row.prefix.chain[1 : end + 1], np.int64)
+        tags[row.own_from :] += (row.uid + 1) * OWN_NOTHING
         return row, slots * self.block_size + positions % self.block_size, tags, start
 
     def _attend(self, layer: Any, number: int, plan: Sequence[tuple[Row, Any, Any, int]]) -> None:
@@ -180,7 +186,7 @@ class Worker:
             step.num_running -= 1
 
         for rank in self.ranks:
-            rank.submit(work, finished)
+            rank.submit(work, finished, is_graph=self.num_passes % 3 == 0)
 
     def message(self) -> dict[int, Any] | None:
         """Of the oldest pass, when it has ended."""
