@@ -13,10 +13,13 @@ from .trial import line, shrink, try_run
 from .world import Run
 
 SEEDS = range(20)
+KEPT = [
+    # scenario, seed: found something once
+    ("fastdeploy26 attention_store", 37),
+]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("scenario", "seed"), [*((each, seed) for each in SCENARIOS for seed in SEEDS), *KEPT])
 def test_no_law_is_broken(scenario, seed):
     run = Run(scenario, seed, range(500))
     result = try_run(run)

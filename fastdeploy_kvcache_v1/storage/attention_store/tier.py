@@ -34,7 +34,14 @@ class AttentionStoreTier(StorageTier):
         self._num_wanted = -(-num_tokens // self._manager.config.block_size)
 
     def _make_target(self) -> Target:
-        return DeviceTarget(self._manager, self._link, self.counters, self._are_slots_quiet, self._spare)
+        return DeviceTarget(
+            self._manager,
+            self._link,
+            self.counters,
+            self._are_slots_quiet,
+            self._spare,
+            last_told=lambda: self._copies.last_told,
+        )
 
     def _make_stores(self) -> StoreSide:
         if self._settings.flush_only:

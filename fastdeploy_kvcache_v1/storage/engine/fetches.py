@@ -212,6 +212,8 @@ class Fetches:
         for piece in [piece for piece in self._quarantine if piece.quiet_at <= now]:
             self._quarantine.remove(piece)
             self._complete(piece)
+        if self._held and self._target.room() < 0:
+            self._give_back()
         while self._held and self._may_fill(self._held[0]):
             self._send(self._held.popleft())
         self._begin_pieces()
@@ -245,10 +247,25 @@ class Fetches:
         return min((seconds for seconds in left if seconds > 0), default=min(left, default=None))
 
     def lent_since(self) -> float | None:
-        """When the oldest device slots were lent that the store may fill; None for no such slots."""
+        """When the oldest device slots were lent that the store may fill; None for no such slots. Who waits for them
+        must not keep back the batch that they wait for.
+        """
         if self._target.level is not CacheLevel.DEVICE:
             return None
-        return next((piece.begun_at for piece in self._pieces.values()), None)
+        waits = self._target.waits_for_batch
+        return next((piece.begun_at for piece in self._pieces.values() if not waits(piece.after_step)), None)
+
+    def _give_back(self) -> None:
+        """Requests are short of slots, and without them there is no batch: those that wait for it are not lent then."""
+        for piece in [each for each in self._held if self._target.waits_for_batch(each.after_step)]:
+            self._held.remove(piece)
+            self._loading.difference_update(piece.hashes)
+            del self._pieces[piece.load_id]
+            self._manager.complete_load(piece.load_id, 0)
+            fetch = piece.fetch
+            fetch.num_under_way -= 1
+            fetch.num_lent -= len(piece.slots)
+            fetch.next = fetch.end = min(fetch.next, piece.begin)
 
     def _begin_pieces(self) -> None:
         """Of a later request only if all that earlier ones lack has room beside it: it might push them out."""

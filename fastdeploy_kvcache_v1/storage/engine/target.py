@@ -47,6 +47,10 @@ class Target(ABC):
     def may_fill(self, step: int, since: float) -> bool:
         """What used slots that were lent `after_step` `step` (see `LoadSlots`), at the time `since`, has ended."""
 
+    def waits_for_batch(self, step: int) -> bool:
+        """Whether slots that were lent `after_step` `step` stay so until the workers are sent one more batch."""
+        return False
+
     @abstractmethod
     def query(self, query_id: str, prefix: Prefix, begin: int) -> None:
         """Ask how many blocks of `prefix` are stored, from block `begin` on. Answered by one `QueryDone`."""

@@ -147,6 +147,32 @@ def test_a_preempted_request_waits_until_the_store_gave_its_blocks_back(schedule
     assert len(calls) == 2 * asked
 
 
+def test_slots_that_wait_for_a_batch_keep_none_back():
+    """The batch that takes the open copies away is that of the request which would wait for the slots."""
+    scheduler = AttentionScheduler(make_adapter(32, 16, write_policy="write_through"), Calm())
+    serve(scheduler, "first", TOKENS)
+    steps(scheduler)
+    scheduler.reset()
+    serve(scheduler, "other", [7] * 17)  # its last blocks are copied with the next batch
+    task = FakeTask("again", TOKENS, 2)
+    scheduler.manager.requests["again"] = task
+    assert scheduler.cache.waits_for_storage(task)
+
+    def loading():
+        for _ in range(20):
+            scheduler.now += 0.5
+            scheduler._end_some()
+            scheduler._answer_some()
+            scheduler._report()
+            scheduler.storage.release(scheduler.manager)
+        return scheduler.cache.manager.stats().device_loading_blocks
+
+    assert loading() == 4
+    assert not scheduler.storage.tier.holds_device_blocks
+    scheduler.waiting.append(FakeTask("large", [5] * 31 * 4))
+    assert loading() == 0
+
+
 def test_rows_that_compute_on_after_clear_data_are_waited_for(scheduler):
     """FastDeploy forgets its requests and tells no worker."""
     serve(scheduler, "first", TOKENS)
