@@ -1,56 +1,63 @@
-"""The data path under random delays: what attention reads is right, and nobody touches a slot while it is written.
+"""The data path whatever stream runs first: what attention reads is right.
 
-Random steps go to a controller whose copy and compute streams are threads that run at random speeds. A sequential
-model says what every slot holds after each step; the compute thread compares what it reads with it, byte for byte.
-Every access records when it begins and ends, so that two conflicting ones at a time are seen even if the bytes happen
-to be right. To show that this test sees what it should, every rule of the hazard table is then taken away once.
+Random steps go to a controller whose streams a seed runs, operation by operation, as far as their waits allow. A
+sequential model says what every slot holds after each step, and each pass compares what it reads with it, byte for
+byte. To show that this sees what it should, every rule of the hazard table is then taken away once.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from fastdeploy_kvcache_v1.worker.hazards import Actor, Dependency, Hazard, HazardTable
 from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
 from tests.worker.worker_fakes import Rig
+from tests.world.clock import Clock
+from tests.world.streams import VirtualDevice
 
-pytestmark = pytest.mark.usefixtures("cpu_ops")
-
-
-def threaded_path(seed: int, pause: Callable[[Actor], None], *, unknown_slots: bool) -> DataPath:
-    """Copies and compute on threads of their own."""
-    runtime = CpuRuntime(threaded_compute=True)
-    rig = Rig(runtime, device=DEVICE_SLOTS, host=HOST_SLOTS)
-    return DataPath(seed, rig, pause, runtime.compute_stream.submit, unknown_slots=unknown_slots)
+STREAMS = {Actor.COMPUTE: "compute", Actor.INPUT: "kv-input", Actor.OUTPUT: "kv-output"}
 
 
-def random_pauses(seed: int) -> Callable[[Actor], None]:
-    """Mostly none, sometimes up to 0.4 ms, on every stream."""
-    source = random.Random(seed)
+class Device(VirtualDevice):
+    """After each step it runs some operations; those of a `slowest` stream come where no other one can run."""
 
-    def pause(actor: Actor) -> None:
-        if source.random() < 0.15:
-            time.sleep(source.random() * 0.0004)
+    def __init__(self, seed: int, slowest: Actor | None = None) -> None:
+        super().__init__(Clock())
+        self.random, self.slowest = random.Random(seed), slowest and STREAMS[slowest]
 
-    return pause
+    def go_on(self) -> None:
+        if self.slowest is None:
+            self.run_some(self.random, 30)
+            return
+        while any(stream.run() for stream in self.streams if stream.name != self.slowest):
+            pass
+        for stream in self.streams:
+            if stream.name == self.slowest and self.random.random() < 0.5:
+                stream.run()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_steps_read_right_and_never_overlap(seed: int) -> None:
-    path = threaded_path(seed, random_pauses(seed), unknown_slots=True)
-    with path.instrumented():
-        results = [result for number in range(1, 3001) for result in path.step_and_look(number)]
-        path.settle()
-    assert path.recorder.faults == []
-    assert len(results) > 2000
+def path_over(device: Device, *, unknown_slots: bool) -> DataPath:
+    rig = Rig(device, device=DEVICE_SLOTS, host=HOST_SLOTS)
+    for slot in range(HOST_SLOTS):
+        rig.controller.host_pool.block(slot)[:] = 0
+    return DataPath(7, rig, device.compute_stream.submit, unknown_slots=unknown_slots)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps_read_right_whatever_stream_runs_first(seed: int) -> None:
+    device = Device(seed)
+    path, results = path_over(device, unknown_slots=True), []
+    for number in range(1, 601):
+        results += path.step_and_look(number)
+        device.go_on()
+    path.settle()
+    assert path.faults == []
+    assert len(results) > 350
     assert all(result.ok for result in results)
-    assert path.recorder.accesses > 8000
     path.rig.close()
 
 
@@ -71,27 +78,17 @@ RULES: list[Rule] = [
 ]
 
 
-def slow(slowest: Actor) -> Callable[[Actor], None]:
-    """The earlier use is slow, everybody else is fast: who does not wait is early for certain."""
-
-    def pause(actor: Actor) -> None:
-        if actor is slowest:
-            time.sleep(0.002)
-
-    return pause
-
-
-def run_until_fault(path: DataPath, steps: int) -> list[str]:
-    with path.instrumented():
-        for number in range(1, steps + 1):
-            path.step()
-            if number % 20 == 0:
-                path.settle()
-                if path.recorder.faults:
-                    break
-        path.settle()
-    path.rig.close()
-    return path.recorder.faults
+def faults_in(device: Device, steps: int) -> list[str]:
+    path = path_over(device, unknown_slots=False)
+    for number in range(1, steps + 1):
+        path.step()
+        device.go_on()
+        if number % 20 == 0:
+            path.settle()
+            path.verify_everything()
+            if path.faults:
+                break
+    return path.faults
 
 
 @pytest.mark.parametrize(
@@ -111,19 +108,16 @@ def test_dropping_a_rule_is_detected(rule: Rule, monkeypatch: pytest.MonkeyPatch
                 yield dependency
 
     monkeypatch.setattr(HazardTable, "conflicts", without_the_rule)
-    path = threaded_path(7, slow(earlier), unknown_slots=False)
-    assert run_until_fault(path, 5000), f"{dropped} waits were dropped and nobody noticed"
+    assert faults_in(Device(7, slowest=earlier), 2000), f"{dropped} waits were dropped and nobody noticed"
     assert dropped > 0
 
 
 def test_not_waiting_for_layers_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerDoneCounter, "wait_for_layer", lambda self, layer, timeout=None: None)
-    path = threaded_path(7, slow(Actor.INPUT), unknown_slots=False)
-    assert run_until_fault(path, 5000)
+    assert faults_in(Device(7, slowest=Actor.INPUT), 2000)
 
 
-@pytest.mark.parametrize("slowest", list(Actor))
+@pytest.mark.parametrize("slowest", list(STREAMS))
 def test_all_rules_together_hold_with_one_slow_stream(slowest: Actor) -> None:
     """The same steps and speeds as above, with nothing taken away."""
-    path = threaded_path(7, slow(slowest), unknown_slots=False)
-    assert run_until_fault(path, 100) == []
+    assert faults_in(Device(7, slowest), 300) == []
