@@ -286,19 +286,23 @@ def test_another_thread_asks_for_its_own_room():
     assert len(answers[1]) == 1
 
 
-def test_without_prefix_caching_every_prompt_is_fetched_whole():
-    decode = Decode(enable_prefix_caching=False)
-    for request_id in ("a", "b"):
-        assert decode.served(request_id, [*PREFIX, 5]).first_block == 0
-    assert len(decode.cache.gpu_free_block_list) == 20
+@pytest.mark.parametrize(
+    ("first", "second", "num_found"),
+    [
+        ({}, {}, 3),
+        ({"cache_salt": "one"}, {"cache_salt": "one"}, 3),
+        ({"cache_salt": "one"}, {"cache_salt": "two"}, 0),
+        ({"cache_salt": "one"}, {}, 0),
+        ({"skip_writing_prefix_cache": True}, {}, 0),
+        ({}, {"skip_reading_prefix_cache": True}, 0),
+    ],
+)
+@pytest.mark.parametrize("caching", [True, False])
+def test_who_shares_a_prefix(first, second, num_found, caching):
+    decode = Decode(enable_prefix_caching=caching)
+    decode.served("a", [*PREFIX, 5], **first)
+    assert decode.served("b", [*PREFIX, 5], **second).first_block == num_found * caching
     decode.cache.check_idle()
-
-
-def test_tenants_share_nothing(decode):
-    decode.served("a", [*PREFIX, 5], cache_salt="one")
-    assert decode.served("b", [*PREFIX, 5], cache_salt="two").first_block == 0
-    assert decode.served("c", [*PREFIX, 5]).first_block == 0
-    assert decode.served("d", [*PREFIX, 5], cache_salt="one").first_block == 3
 
 
 def image(content, grid):
@@ -341,12 +345,6 @@ def test_a_request_whose_images_prefill_cannot_name_is_served_without_the_cache(
         assert decode.fetch(task).first_block == 0
         decode.run(task)
         decode.free(task)
-
-
-def test_a_request_may_stay_out_of_the_cache(decode):
-    decode.served("a", [*PREFIX, 5], skip_writing_prefix_cache=True)
-    assert decode.served("b", [*PREFIX, 5], skip_reading_prefix_cache=True).first_block == 0
-    assert decode.served("c", [*PREFIX, 5]).first_block == 3
 
 
 @pytest.mark.parametrize(

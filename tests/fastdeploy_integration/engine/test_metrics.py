@@ -121,21 +121,6 @@ def test_the_ways_of_copying_are_shown_until_others_take_their_place(publisher, 
     }
 
 
-def test_copies_are_told_apart_by_rank_and_direction(samples):
-    exported = metrics.Exported(Source.COPIES)
-    published = [{}, {}]
-    ranks = [RankCopies(), RankCopies()]
-    ranks[0].add(TransferReport((TransferResult(0, *EVICT, 2, 4096, 0.5),)))
-    for rank, copies in enumerate(ranks):
-        for _ in range(2):
-            exported.publish(Source.COPIES, copies, published[rank], rank=str(rank))
-    shown = samples()
-    for rank, blocks in ((0, 2), (1, 0)):
-        assert shown["swap_blocks_total", ("direction", "out"), ("rank", str(rank))] == blocks
-        assert shown["swap_blocks_total", ("direction", "in"), ("rank", str(rank))] == 0
-    assert shown["swap_bytes_total", ("direction", "out"), ("rank", "0")] == 4096
-
-
 def test_latencies_of_the_store_are_a_histogram_by_operation(samples, monkeypatch):
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr(prometheus_client, "Histogram", partial(prometheus_client.Histogram, registry=registry))
