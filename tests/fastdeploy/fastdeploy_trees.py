@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import checkout_variable, known_releases, table_for
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import checkout_variable, known_releases
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -26,8 +26,12 @@ def tree(release):
     return Path(directory).resolve()
 
 
-def has_dsa_attention(release):
-    return any(row.qualname == "Indexer.forward" for row in table_for(release).rows)
+RUN_TESTS = """
+import os, sys, pytest
+code = pytest.main(sys.argv[1:])
+sys.stdout.flush()
+os._exit(code)  # FastDeploy leaves threads behind
+"""
 
 
 def run_inside(release, tmp_path, *arguments, manager=True, expect=0):
@@ -51,3 +55,20 @@ def run_inside(release, tmp_path, *arguments, manager=True, expect=0):
     )
     assert done.returncode == expect, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout + done.stderr
+
+
+def run_tests_inside(release, tmp_path, name):
+    """Run the tests of inside/`name`.py with FastDeploy `release` importable; returns what pytest prints."""
+    options = (
+        "-q",
+        "-c",
+        ROOT / "pyproject.toml",
+        "--rootdir",
+        ROOT,
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "filterwarnings=",
+    )
+    options += ("-o", "consider_namespace_packages=true")  # else tests/fastdeploy passes for fastdeploy
+    return run_inside(release, tmp_path, "-c", RUN_TESTS, *options, HERE / "inside" / f"{name}.py")

@@ -1,24 +1,26 @@
-"""Run inside a FastDeploy process without a GPU: the real `Attention.forward`, `Indexer.forward` and forward metas of
-draft models, over the real attention backends. Kernels are FAKE: they say which cache tensors they are given.
+"""Every attention backend of FastDeploy for a GPU waits for a layer before it reads it, and reads that layer only.
+
+`Attention.forward`, `Indexer.forward`, the backends and the forward metas of draft models are real. Kernels are FAKE:
+they say which cache tensors they are given.
 """
 
+import ast
 import builtins
 import importlib
-import json
+import re
 import sys
+from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from unittest.mock import MagicMock
 
-from fastdeploy_kvcache_v1 import plugin
+import paddle
+import pytest
 
-plugin.activate()
-
-import paddle  # noqa: E402
-
-from fastdeploy.model_executor.layers.attention.attention import Attention  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches  # noqa: E402
-from tests.fastdeploy.drive_backends import FIELDS, backend_classes, import_worker_modules  # noqa: E402
+import fastdeploy
+from fastdeploy.model_executor.layers.attention.attention import Attention
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches
+from tests.fastdeploy.inside.backends import FIELDS, backend_classes, import_worker_modules
 
 NUM_LAYERS = 3
 LAYER = 1
@@ -96,7 +98,7 @@ class FakeModule(ModuleType):
 def is_kernel(value):
     """Is it one that FastDeploy imported, could not import here, or that is FAKE already?"""
     module = getattr(value, "__module__", None) or ""
-    is_fake = module in ("tests.fastdeploy.drive_backends", __name__)
+    is_fake = module in ("tests.fastdeploy.inside.backends", __name__)
     return value is None or (isinstance(value, FunctionType) and (is_fake or ".attention.ops" in module))
 
 
@@ -162,10 +164,6 @@ def quant_types(name):
     return (None,) if name in ("MLAAttentionBackend", "PlasAttentionBackend") else (None, "int8", "block_wise_fp8")
 
 
-def show(case, events):
-    print("EVENTS", json.dumps([*case, events.seen]))
-
-
 def run_backend(name, backend_class, quant_type, phase):
     events = Events()
     fake_kernels(backend_class, events)
@@ -174,7 +172,7 @@ def run_backend(name, backend_class, quant_type, phase):
     meta = make_meta(backend, Caches(events, tensors), phase)
     setattr(meta, worker_patches.COUNTER, events)
     attend(make_layer(LAYER, quant_type), meta, phase)
-    show([name, quant_type, phase], events)
+    return events.seen
 
 
 class Stop(Exception):
@@ -191,13 +189,12 @@ def run_indexer(backend_class):
     layer = MagicMock(layer_id=LAYER, wq_b=MagicMock(side_effect=Stop))
     (row,) = (row for row in overlay.active().table.rows if row.qualname == "Indexer.forward")
     inputs = row.signature.count(",") - 1  # without self and the forward meta
-    try:
+    with pytest.raises(Stop):
         indexer.forward(layer, meta, *[None] * inputs)
-    except Stop:
-        show(["Indexer", "uint8", "prefill"], events)
+    return events.seen
 
 
-def run_draft(proposer_class, backend_class):
+def run_draft(proposer_class, backend_class, *, is_dummy):
     """The proposer makes a forward meta as it does for each draft step; its layers count from 0 again."""
     events = Events()
     fake_kernels(backend_class, events)
@@ -217,35 +214,134 @@ def run_draft(proposer_class, backend_class):
         draft_model_use_cudagraph=False,
     )
     worker_patches._worker_cache = SimpleNamespace(current_counter=events, num_main_layers=MAIN_LAYERS)
-    for is_dummy in (False, True):
-        events.seen.clear()
-        proposer._initialize_forward_meta(is_dummy_run=is_dummy)
-        proposer.forward_meta.rotary_embs = SimpleNamespace(shape=[2, 1, 16, 1, 32])
-        proposer.forward_meta.max_len_tensor_cpu = paddle.to_tensor([1, 0, 4, 0, 0, 4])
-        attend(make_layer(0, None), proposer.forward_meta, "decode")
-        show(["MTPProposer", None, "dummy" if is_dummy else "draft"], events)
+    proposer._initialize_forward_meta(is_dummy_run=is_dummy)
+    proposer.forward_meta.rotary_embs = SimpleNamespace(shape=[2, 1, 16, 1, 32])
+    proposer.forward_meta.max_len_tensor_cpu = paddle.to_tensor([1, 0, 4, 0, 0, 4])
+    attend(make_layer(0, None), proposer.forward_meta, "decode")
+    return events.seen
 
 
-def main():
-    classes = backend_classes()
-    _, proposer_class = import_worker_modules()
+LATENT, KEY_VALUE = {"key"}, {"key", "value"}
+ROLES = {
+    "AppendAttentionBackend": KEY_VALUE,
+    "FlashAttentionBackend": KEY_VALUE,
+    "FlashMaskAttentionBackend": KEY_VALUE,
+    "PlasAttentionBackend": KEY_VALUE,
+    "MLAAttentionBackend": LATENT,
+    "DSAAttentionBackend": LATENT,
+    "Indexer": {"indexer"},
+}
+SCALED = {"key", "value", "key_scale", "value_scale"}
+REFUSED = {"NATIVE_ATTN": "PaddleNativeAttnBackend"}
+"""At start, before there is a backend. PLAS_ATTN is refused as well, for what it keeps elsewhere."""
+OTHER_PLATFORMS = ("xpu", "hpu", "gcu", "metax", "iluvatar", "dcu", "maca")
+
+
+@pytest.fixture(scope="module")
+def worker_modules():
+    return import_worker_modules()
+
+
+@pytest.fixture(scope="module")
+def cases(worker_modules):
+    """What happens, by backend, quantization and phase. A backend of another platform calls Paddle itself."""
+    classes = {name: each for name, each in backend_classes().items() if name != "BlockAttentionBackend"}
+    seen = {
+        (name, quant_type, phase): run_backend(name, backend_class, quant_type, phase)
+        for name, backend_class in classes.items()
+        for quant_type in quant_types(name)
+        for phase in ("prefill", "decode")
+    }
+    if "DSAAttentionBackend" in classes:
+        seen["Indexer", "uint8", "prefill"] = run_indexer(classes["DSAAttentionBackend"])
+    return seen
+
+
+def role_and_layer(tensor):
+    kind, layer = re.fullmatch(r"(\w+)_(\d+)_rank0\.device0", tensor).groups()
+    return kind.replace("_cache_scales", "_scale").replace("_caches", ""), int(layer)
+
+
+def tensors_of(events):
+    return {role_and_layer(tensor) for kind, *given in events for tensor in given[kind == "kernel" :]}
+
+
+def has_dsa_attention():
+    return "DSAAttentionBackend" in backend_classes()
+
+
+def test_a_layer_is_waited_for_before_it_is_read_and_no_other_is_read(cases):
+    for case, (first, *others) in cases.items():
+        name, quant_type, _ = case
+        assert first == ["wait", LAYER], case
+        expected = {(role, LAYER) for role in (SCALED if quant_type == "block_wise_fp8" else ROLES[name])}
+        is_served = overlay.active().table.capabilities.flash_block_wise_fp8
+        if not is_served and quant_type == "block_wise_fp8" and name.startswith("Flash"):
+            assert tensors_of(others) != expected, "refused at start, so it must be wrong"
+        else:
+            assert tensors_of(others) == expected, case
+    assert {name for name, _, _ in cases} == set(ROLES) - (
+        set() if has_dsa_attention() else {"DSAAttentionBackend", "Indexer"}
+    )
+
+
+def test_kernels_get_keys_before_values(cases):
+    for case, events in cases.items():
+        for name, *given in (event[1:] for event in events if event[0] == "kernel"):
+            roles = [role_and_layer(tensor)[0] for tensor in given]
+            assert roles == sorted(roles, key=["key", "value", "key_scale", "value_scale"].index), (case, name)
+
+
+def test_the_prefill_of_latent_attention_reads_no_cached_prefix(cases):
+    """Why MLA and DSA are refused with prefix caching or chunks: if a release reads it, the refusal can go."""
+    for (name, _, phase), events in cases.items():
+        kernels = {event[1] for event in events if event[0] == "kernel"}
+        if phase == "prefill" and name in ("MLAAttentionBackend", "DSAAttentionBackend"):
+            assert kernels in ({"prefill_mla_write_cache"}, {"dsk_attn_write_cache"}), name
+        elif name == "MLAAttentionBackend":
+            assert "multi_head_latent_attention" in kernels
+
+
+def test_draft_layers_count_on_after_the_main_models(worker_modules):
+    backend, (_, proposer) = backend_classes()["AppendAttentionBackend"], worker_modules
+    first, *others = run_draft(proposer, backend, is_dummy=False)
+    assert first == ["wait", MAIN_LAYERS]
+    assert {layer for _, layer in tensors_of(others)} == {MAIN_LAYERS}
+    assert "wait" not in {event[0] for event in run_draft(proposer, backend, is_dummy=True)}
+
+
+def test_every_backend_for_a_gpu_is_driven_or_refused(cases):
     selectable = importlib.import_module("fastdeploy.platforms.base")._Backend.__members__
-    cuda = importlib.import_module("fastdeploy.platforms.cuda").CUDAPlatform
+    cuda, offered = importlib.import_module("fastdeploy.platforms.cuda").CUDAPlatform, {}
     for name, member in selectable.items():
         try:
-            print("SELECTABLE", name, cuda.get_attention_backend_cls(member).rpartition(".")[2])
+            offered[name] = cuda.get_attention_backend_cls(member).rpartition(".")[2]
         except ValueError:
-            print("SELECTABLE", name, "refused")
-    for name, backend_class in classes.items():
-        if name == "BlockAttentionBackend":  # of another platform; it calls an operator of Paddle
             continue
-        for quant_type in quant_types(name):
-            for phase in ("prefill", "decode"):
-                run_backend(name, backend_class, quant_type, phase)
-    if "DSAAttentionBackend" in classes:
-        run_indexer(classes["DSAAttentionBackend"])
-    run_draft(proposer_class, classes["AppendAttentionBackend"])
+    driven = {name for name, _, _ in cases}
+    assert {name: backend for name, backend in offered.items() if backend not in driven} == REFUSED
+    assert ("DSA_ATTN" in offered) == has_dsa_attention()
 
 
-if __name__ == "__main__":
-    main()
+def cache_readers(path):
+    """Functions in a file that index `.caches`, and those that call `attn_backend.forward`."""
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(function, ast.FunctionDef):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("meta.caches"):
+                    yield "reads", path.stem, function.name
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attn_backend.forward"):
+                    yield "calls", path.stem, function.name
+
+
+def test_nothing_else_of_a_gpu_worker_reads_the_cache():
+    """Attention backends, which only `Attention.forward` calls, and the indexer: both wait."""
+    root = Path(fastdeploy.__file__).parent
+    files = [path for folder in ("model_executor", "worker", "spec_decode") for path in (root / folder).rglob("*.py")]
+    foreign = ("layers/backends/", *OTHER_PLATFORMS)
+    own = [path for path in files if not any(name in path.relative_to(root).as_posix() for name in foreign)]
+    found = {(what, stem, name) for path in own for what, stem, name in cache_readers(path)}
+    backends = {entry for entry in found if entry[0] == "reads" and re.fullmatch(r"\w+_att\w+_backend", entry[1])}
+    indexer = {("reads", "deepseek_v3", "forward")} if has_dsa_attention() else set()
+    assert found - backends == {("calls", "attention", "forward"), *indexer}
+    assert len({stem for _, stem, _ in backends}) >= 6

@@ -1,21 +1,18 @@
-"""Run inside a FastDeploy process: what its API server's own classes answer to what an engine says of a request."""
+"""A client of FastDeploy's servers hears that its request failed: what the API server's own classes answer, in every
+form, to what an engine says of a request.
+"""
 
 import asyncio
 import json
 import os
-import sys
-import tempfile
 import time
-from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 os.environ["ZMQ_SEND_BATCH_DATA"] = "0"
 
-from fastdeploy_kvcache_v1 import plugin
-
-plugin.activate()
-
-from fastdeploy.engine.request import (  # noqa: E402
+from fastdeploy.engine.request import (
     CompletionOutput,
     ControlResponse,
     PoolingOutput,
@@ -23,18 +20,14 @@ from fastdeploy.engine.request import (  # noqa: E402
     RequestMetrics,
     RequestOutput,
 )
-from fastdeploy.entrypoints.openai.protocol import (  # noqa: E402
-    ChatCompletionRequest,
-    CompletionRequest,
-    ErrorResponse,
-)
-from fastdeploy.entrypoints.openai.serving_chat import OpenAIServingChat  # noqa: E402
-from fastdeploy.entrypoints.openai.serving_completion import OpenAIServingCompletion  # noqa: E402
-from fastdeploy.entrypoints.openai.utils import DealerConnectionManager  # noqa: E402
-from fastdeploy.input.text_processor import DataProcessor  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model  # noqa: E402
+from fastdeploy.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ErrorResponse
+from fastdeploy.entrypoints.openai.serving_chat import OpenAIServingChat
+from fastdeploy.entrypoints.openai.serving_completion import OpenAIServingCompletion
+from fastdeploy.entrypoints.openai.utils import DealerConnectionManager
+from fastdeploy.input.text_processor import DataProcessor
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 
-MODEL = write_random_model(Path(tempfile.mkdtemp()) / "model")
 PROMPT = list(range(40, 50))
 END = 1
 
@@ -86,7 +79,12 @@ class Semaphore:
         return self.free
 
 
-def engine_client(scene):
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    return DataProcessor(str(write_random_model(tmp_path_factory.mktemp("answers") / "model")))
+
+
+def engine_client(scene, processor=None):
     manager = DealerConnectionManager(os.getpid())
     manager._get_least_loaded_connection = lambda: Dealer(manager, scene)
 
@@ -98,15 +96,16 @@ def engine_client(scene):
         is_master=True,
         semaphore=Semaphore(),
         connection_manager=manager,
-        data_processor=DataProcessor(str(MODEL)),
+        data_processor=processor,
         format_and_add_data=format_and_add_data,
         check_model_weight_status=lambda: False,
         ori_vocab_size=300,
     )
 
 
-async def answer(kind, scene, *, streams):
-    client = engine_client(scene)
+async def answer(scene, form, processor):
+    client, (kind, way) = engine_client(SCENES[scene], processor), form.split("/")
+    streams = way == "stream"
     options = {"model": "m", "stream": streams, "return_token_ids": True}
     if kind == "chat":
         serving = OpenAIServingChat(client, None, 0, None, -1, None)
@@ -143,40 +142,59 @@ def streamed(events):
     return shown
 
 
-async def control():
-    """The answer to a control request comes the same way, and FastDeploy looks at its error itself."""
-    manager = engine_client(lambda name: [[ControlResponse(name, 500, "no").to_dict()]]).connection_manager
-    dealer, queue = await manager.get_connection("control")
-    dealer.write([b"", b"control"])
-    return (await queue.get())[0]["error_message"]
+FORMS = ("chat/plain", "chat/stream", "completion/plain", "completion/stream")
+in_every_form = pytest.mark.parametrize("form", FORMS)
 
 
-async def pooled(name):
-    """An embedding or a reward, as FastDeploy's token processor makes it: with its defaults."""
+@in_every_form
+@pytest.mark.parametrize("scene", ["failed", "aborted", "again"])
+def test_a_request_that_fails_before_its_first_token_is_answered_with_its_error(scene, form, processor):
+    shown = asyncio.run(answer(scene, form, processor))
+    assert shown["tokens"] == []
+    assert "its blocks did not arrive" in shown["error"]
+    assert "NoneType" not in shown["error"]
+    assert ("PD Error" in shown["error"]) == (scene == "again"), "the router of 2.6 tries these again"
+
+
+@in_every_form
+@pytest.mark.parametrize("scene", ["begun", "at-once"])
+def test_one_that_fails_later_says_so_beside_the_tokens_that_it_has(scene, form, processor):
+    shown = asyncio.run(answer(scene, form, processor))
+    if overlay.active().table.capabilities.reschedules and form.endswith("plain"):
+        assert shown == {"finish": "pd_reschedule", "tokens": [70]}, "the router goes on from there"
+    else:
+        assert "its blocks did not arrive" in shown["error"]
+
+
+@in_every_form
+def test_nothing_changes_for_one_that_is_well(form, processor):
+    shown = asyncio.run(answer("well", form, processor))
+    assert "error" not in shown
+    assert shown["finish"] == "stop"
+    assert shown["tokens"] in ([70, 71, END], [70, 71])
+
+
+async def only_answer(name, output):
+    """As the API server reads it from its connection, before any of its classes for completions."""
+    manager = engine_client(lambda _: [[output.to_dict()]]).connection_manager
+    dealer, queue = await manager.get_connection(name.rsplit("_", 1)[0])
+    dealer.write([b"", name.encode()])
+    return (await queue.get())[0]
+
+
+def test_the_error_of_a_control_request_is_left_to_fastdeploy():
+    told = asyncio.run(only_answer("control", ControlResponse("control", 500, "no")))
+    assert told["error_message"] == "no"
+
+
+@pytest.mark.parametrize("name", ["embd-1_0", "reward-1_0"])
+def test_embeddings_and_rewards_are_answered(name):
+    """As FastDeploy's token processor makes them: with its defaults."""
     output = PoolingRequestOutput(
-        request_id=f"{name}_0",
+        request_id=name,
         finished=True,
         metrics=RequestMetrics(arrival_time=time.time()),
         prompt_token_ids=PROMPT,
         outputs=PoolingOutput(data=[0.5]),
     )
-    manager = engine_client(lambda _: [[output.to_dict()]]).connection_manager
-    dealer, queue = await manager.get_connection(name)
-    dealer.write([b"", f"{name}_0".encode()])
-    return (await queue.get())[0]["outputs"]["data"]
-
-
-async def main():
-    for name, scene in SCENES.items():
-        for kind in ("chat", "completion"):
-            for streams in (False, True):
-                shown = await answer(kind, scene, streams=streams)
-                print("ANSWER", f"{name}/{kind}/{'stream' if streams else 'plain'}", json.dumps(shown))
-    print("CONTROL", await control())
-    for name in ("embd-1", "reward-1"):
-        print("POOLED", name, await pooled(name))
-
-
-asyncio.run(main())
-sys.stdout.flush()
-os._exit(0)
+    assert asyncio.run(only_answer(name, output))["outputs"]["data"] == [0.5]

@@ -1,23 +1,19 @@
-"""Run inside a FastDeploy process without a GPU: its real attention backends and, over FAKE custom ops, its real model
-runner and proposer classes. Only what allocates is run; no kernel is.
+"""create_kv_cache on FastDeploy's real attention backends; every worker row applied to the real classes; over FAKE
+custom ops, what its real model runner and proposer allocate. No kernel is run.
 """
 
 import importlib
 import importlib.util
-import os
 from types import ModuleType, SimpleNamespace
 
-from fastdeploy_kvcache_v1 import plugin
+import paddle
+import pytest
 
-plugin.activate()
-
-import paddle  # noqa: E402
-
-import fastdeploy  # noqa: E402, F401
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where  # noqa: E402
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches  # noqa: E402
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime  # noqa: E402
+import fastdeploy  # noqa: F401
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
+from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches as worker_patches
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 
 ATTENTION = "fastdeploy.model_executor.layers.attention"
 FIELDS = {
@@ -29,7 +25,6 @@ FIELDS = {
     "index_head_dim": 128,
     "quant_block_size": 128,
 }
-QUANT_TYPES = (None, "int8", "float8_e4m3fn", "block_wise_fp8", "int8_zp", "int4_zp", "float8_e4m3fn_zp")
 
 
 def backend_classes():
@@ -54,22 +49,37 @@ def make(backend_class):
     return backend
 
 
-def show_layouts():
-    for name, backend_class in backend_classes().items():
-        for quant_type in ("uint8",) if name == "DSAAttentionBackend" else QUANT_TYPES:
-            try:
-                tensors = make(backend_class).create_kv_cache(3, 2, dtype="float32", quant_type=quant_type, device=4)
-            except ValueError as error:
-                print("LAYOUT", name, quant_type, "refused", error)
-                continue
-            assert not any(tensor.numpy().any() for tensor in tensors.values())
-            print(
-                "LAYOUT",
-                name,
-                quant_type,
-                len(tensors),
-                [list(each.shape) for each in tensors.values()][: len(tensors) // 2],
-            )
+FLAT = ("AppendAttentionBackend", "FlashAttentionBackend", "FlashMaskAttentionBackend")
+OTHERS = ("PlasAttentionBackend", "BlockAttentionBackend")
+PAIR = [[3, 2, 4, 16]] * 2
+LAYOUTS = [
+    *(
+        (name, quant_type, PAIR)
+        for name in FLAT + OTHERS
+        for quant_type in (None, "int8", "float8_e4m3fn", "int8_zp", "float8_e4m3fn_zp")
+    ),
+    *((name, "block_wise_fp8", PAIR + [[3, 2, 4]] * 2) for name in FLAT + OTHERS),
+    ("AppendAttentionBackend", "int4_zp", [[3, 2, 4, 8]] * 2),
+    ("MLAAttentionBackend", None, [[3, 1, 4, 576]]),
+    ("DSAAttentionBackend", "uint8", [[3, 1, 4, 656], [3, 4, 132]]),
+]
+"""Backend, quantization, shapes of the tensors of a layer with 3 blocks."""
+
+
+@pytest.mark.parametrize(("name", "quant_type", "shapes"), LAYOUTS)
+def test_tensors_of_every_backend_and_quantization(name, quant_type, shapes):
+    if name not in backend_classes():
+        pytest.skip(f"this release has no {name}")
+    tensors = make(backend_classes()[name]).create_kv_cache(3, 2, dtype="float32", quant_type=quant_type, device=4)
+    assert [list(each.shape) for each in tensors.values()] == shapes * 2
+    assert not any(tensor.numpy().any() for tensor in tensors.values())
+
+
+def test_latent_attention_is_refused_with_scales():
+    with pytest.raises(ValueError, match="block_wise_fp8"):
+        make(backend_classes()["MLAAttentionBackend"]).create_kv_cache(
+            3, 2, dtype="float32", quant_type="block_wise_fp8"
+        )
 
 
 class FakeOps(ModuleType):
@@ -95,9 +105,21 @@ def import_worker_modules():
     return runner, proposer
 
 
-def run_initialization(runner_class, proposer_class):
-    """FastDeploy's order at start and at a weight update, with swap space and a draft model."""
-    paddle.device.cuda.empty_cache = lambda: None
+@pytest.fixture
+def classes(monkeypatch):
+    monkeypatch.setattr(paddle.device.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(worker_patches, "_current_gpu", CpuRuntime)
+    return import_worker_modules()
+
+
+def test_every_row_is_applied_to_the_real_classes(classes):
+    overlay.active().require_complete(Where.WORKER)
+    states = {row.target: state.name for row, state in overlay.active().states().items()}
+    assert states == {row.target: "APPLIED" for row in overlay.active().table.rows}
+
+
+def make_runner_and_proposer(runner_class, proposer_class):
+    """With swap space and a draft model."""
     common = {
         "quant_config": None,
         "local_rank": 1,
@@ -107,14 +129,13 @@ def run_initialization(runner_class, proposer_class):
         "forward_meta": None,
     }
     runner = object.__new__(runner_class)
-    signal = SimpleNamespace(value=[0, 0])
     vars(runner).update(
         common,
         num_gpu_blocks=6,
         model_config=SimpleNamespace(dtype="float32", num_hidden_layers=2),
         share_inputs={},
         cache_kvs_map={},
-        cache_ready_signal=signal,
+        cache_ready_signal=SimpleNamespace(value=[0, 0]),
     )
     proposer = object.__new__(proposer_class)
     vars(proposer).update(
@@ -134,20 +155,36 @@ def run_initialization(runner_class, proposer_class):
         parallel_config=SimpleNamespace(local_engine_worker_queue_port=1, tensor_parallel_rank=0),
     )
     worker_patches.init_runner(lambda **_: None, None, (), {"fd_config": config})
-    cache = worker_patches.worker_cache()
+    return runner, proposer
+
+
+@pytest.mark.parametrize(("clearing", "num_tiers"), [("0", 1), ("1", 2)])
+def test_the_runner_makes_and_drops_its_tensors_in_both_orders(classes, clearing, num_tiers, monkeypatch):
+    """As at start and at a weight update. Host memory stays allocated unless FastDeploy is told to clear it."""
+    monkeypatch.setenv("FD_ENABLE_SWAP_SPACE_CLEARING", clearing)
+    allocate, sizes = CpuRuntime.allocate_host, []
+
+    def counted(self, nbytes, *, shared):
+        sizes.append(nbytes)
+        return allocate(self, nbytes, shared=shared)
+
+    monkeypatch.setattr(CpuRuntime, "allocate_host", counted)
+    runner, proposer = make_runner_and_proposer(*classes)
+    cache, signal = worker_patches.worker_cache(), runner.cache_ready_signal
     runner.initialize_kv_cache(profile=True)
     proposer.initialize_kv_cache(main_model_num_blocks=6, profile=True)
     proposer.clear_mtp_cache(profile=True)
     runner.clear_cache(profile=True)
     assert signal.value == [0, 0]
     assert not cache.has_host_tier
-    for order in ("start", "update"):
-        steps = [runner.initialize_kv_cache, lambda: proposer.initialize_kv_cache(main_model_num_blocks=6)]
-        for step in steps if order == "start" else reversed(steps):
+    names = [f"{kind}_caches_{layer}_rank1.device3" for layer in range(3) for kind in ("key", "value")]
+    steps = [runner.initialize_kv_cache, lambda: proposer.initialize_kv_cache(main_model_num_blocks=6)]
+    for in_order in (steps, reversed(steps)):
+        for step in in_order:
             step()
         assert cache.has_host_tier
         assert signal.value == [0, 1]
-        print("NAMES", order, *runner.cache_kvs_map, *proposer.cache_kvs_map)
+        assert [*runner.cache_kvs_map, *proposer.cache_kvs_map] == names
         assert [list(each.shape) for each in runner.share_inputs["caches"]] == [[6, 2, 4, 16]] * 4
         assert [list(each.shape) for each in proposer.model_inputs["caches"]] == [[9, 2, 4, 16]] * 2
         proposer.clear_mtp_cache()
@@ -155,34 +192,4 @@ def run_initialization(runner_class, proposer_class):
         assert not cache.has_host_tier
         assert not runner.cache_kvs_map
         assert "caches" not in runner.share_inputs
-    print("INITIALIZED")
-
-
-def count_host_allocations(classes):
-    """What FD_ENABLE_SWAP_SPACE_CLEARING says about host memory while the tensors are put away."""
-    allocate = CpuRuntime.allocate_host
-    for clearing in ("0", "1"):
-        os.environ["FD_ENABLE_SWAP_SPACE_CLEARING"] = clearing
-        sizes = []
-
-        def counted(self, nbytes, *, shared, sizes=sizes):
-            sizes.append(nbytes)
-            return allocate(self, nbytes, shared=shared)
-
-        CpuRuntime.allocate_host = counted
-        run_initialization(*classes)
-        print("HOST_MEMORY", clearing, *sizes)
-
-
-def main():
-    show_layouts()
-    classes = import_worker_modules()
-    overlay.active().require_complete(Where.WORKER)
-    for row, state in overlay.active().states().items():
-        print("ROW", row.target, state.name)
-    worker_patches._current_gpu = CpuRuntime
-    count_host_allocations(classes)
-
-
-if __name__ == "__main__":
-    main()
+    assert sizes == [5 * 3 * 2 * 2 * 4 * 16 * 4] * num_tiers

@@ -1,0 +1,130 @@
+"""Cache fields reach the hashes through FastDeploy's own API models and requests, whichever way a request takes."""
+
+import json
+import pickle
+
+import pytest
+from pydantic import ValidationError
+
+import fastdeploy  # noqa: F401  (first: its modules import each other in a circle)
+from fastdeploy.engine.request import Request
+from fastdeploy.entrypoints.openai.protocol import BatchRequestInput, ChatCompletionRequest, CompletionRequest
+from fastdeploy_kvcache_v1.fastdeploy_integration.cache_identity import FIELDS
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import TaskTokens
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE, SWAP_ATTRIBUTE
+from fastdeploy_kvcache_v1.metadata import CacheAccess
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+
+TOKENS = list(range(10))
+MESSAGES = [{"role": "user", "content": "x"}]
+BODIES = {
+    "completion": (CompletionRequest, {"prompt": TOKENS}),
+    "chat": (ChatCompletionRequest, {"messages": MESSAGES}),
+}
+both = pytest.mark.parametrize(("model", "given"), BODIES.values(), ids=BODIES)
+ALL = CacheAccess()
+
+
+def identity(request):
+    """The name of the last whole block, and what the request may do."""
+    tokens = TaskTokens(request, 4)
+    return (tokens.hashes[-1] if tokens.hashes else None), tokens.access
+
+
+def name(salt=b""):
+    hasher = BlockHasher(4, salt=salt)
+    hasher.extend(TOKENS)
+    return hasher.hashes[-1]
+
+
+def engine_request(body):
+    """As the API server sends it, and the engine reads it."""
+    prompt = () if isinstance(body, ChatCompletionRequest) else (TOKENS,)
+    sent = body.to_dict_for_infer("r_0", *prompt)
+    sent.update(prompt_token_ids=TOKENS, messages=None)
+    return Request.from_dict(json.loads(json.dumps(sent)))
+
+
+@both
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, (name(), ALL)),
+        (dict.fromkeys(FIELDS), (name(), ALL)),
+        ({"cache_salt": "s"}, (name(b"s"), ALL)),
+        ({"cache_salt": "t"}, (name(b"t"), ALL)),
+        ({"skip_reading_prefix_cache": True}, (name(), CacheAccess(reads=False))),
+        ({"skip_writing_prefix_cache": True, "skip_reading_prefix_cache": False}, (name(), CacheAccess(writes=False))),
+    ],
+)
+def test_every_field_of_both_endpoints_arrives(model, given, fields, expected):
+    assert identity(engine_request(model.model_validate({**given, **fields}))) == expected
+
+
+@both
+@pytest.mark.parametrize(
+    ("field", "value"), [*(("cache_salt", salt) for salt in ("", 7, "x" * 1025)), ("skip_reading_prefix_cache", "?")]
+)
+def test_what_is_wrong_is_refused_by_the_api(model, given, field, value):
+    with pytest.raises(ValidationError) as refusal:
+        model.model_validate({**given, field: value})
+    assert refusal.value.errors()[0]["loc"][0] == field
+
+
+def copied_object():
+    made = Request.from_generic_request(CompletionRequest(prompt=TOKENS, cache_salt="s"), request_id="r_0")
+    made.prompt_token_ids = TOKENS
+    return made
+
+
+def line_of_a_batch():
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions"}
+    line["body"] = {"messages": MESSAGES, "cache_salt": "s"}
+    return engine_request(BatchRequestInput.model_validate(line).body)
+
+
+def salted():
+    return engine_request(CompletionRequest(prompt=TOKENS, cache_salt="s", skip_writing_prefix_cache=True))
+
+
+@pytest.mark.parametrize(
+    ("way", "access"),
+    {
+        "metadata": (
+            lambda: engine_request(ChatCompletionRequest(messages=MESSAGES, metadata={"cache_salt": "s"})),
+            ALL,
+        ),
+        "suffix": (lambda: engine_request(CompletionRequest(prompt=TOKENS, suffix={"cache_salt": "s"})), ALL),
+        "object": (copied_object, ALL),
+        "batch": (line_of_a_batch, ALL),
+        "pickle": (lambda: pickle.loads(pickle.dumps(salted())), CacheAccess(writes=False)),
+        "dict": (lambda: Request.from_dict(salted().to_dict()), CacheAccess(writes=False)),
+    }.values(),
+)
+def test_no_other_way_loses_the_salt(way, access):
+    """Ways around the model of the API: obsolete ones, a request that is copied, sent, or made by other classes."""
+    assert identity(way()) == (name(b"s"), access)
+
+
+def test_a_wrong_salt_that_no_model_checks_is_served_without_the_cache():
+    request = engine_request(ChatCompletionRequest(messages=MESSAGES, metadata={"cache_salt": 7}))
+    assert identity(request) == (None, ALL)
+
+
+def test_a_request_without_the_fields_sends_none():
+    assert not set(FIELDS) & engine_request(CompletionRequest(prompt=TOKENS)).to_dict().keys()
+
+
+@pytest.mark.parametrize("value", ["x", [2, 0, -1, []], [[0, 1]], {"x": 1}, 7, None, True])
+@pytest.mark.parametrize("kind", BODIES)
+def test_no_body_puts_anything_on_a_request_that_the_engine_attaches(kind, value):
+    """As the worker gets it."""
+    given = {SWAP_ATTRIBUTE: value, ROWS_ATTRIBUTE: value, "other": 1}
+    if kind == "chat":
+        body = ChatCompletionRequest(messages=MESSAGES, metadata=given)
+    else:
+        body = CompletionRequest(prompt=TOKENS, suffix=given)
+    request = pickle.loads(pickle.dumps(Request.from_generic_request(body, request_id="r_0")))
+    assert request.other == 1, "the host takes metadata over: else this shows nothing"
+    assert not hasattr(request, SWAP_ATTRIBUTE)
+    assert not hasattr(request, ROWS_ATTRIBUTE)
