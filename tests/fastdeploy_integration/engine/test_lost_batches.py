@@ -293,6 +293,35 @@ def test_a_request_is_not_complete_while_its_prompt_is_on_its_way():
     cache.check()
 
 
+# ---- at a decode server, whose requests cannot be computed again
+
+
+def test_a_request_that_a_lost_batch_begins_leaves_a_decode_server_and_its_client_is_told():
+    """FastDeploy answers when it sends the task. Computed here it would be without a client."""
+    loop = Loop(make_adapter(24))
+    manager, first, other = loop.manager, FakeTask("a", [1] * 8), FakeTask("b", [2] * 8, 50)
+    manager.cache.preempted_leave, manager.req_dict = True, {"a": 0, "b": 1}
+    manager.add(other)
+    loop.step()
+    manager.add(first)
+    loop.step(put=broken)
+    seat = first.idx
+    assert (Kind.PREEMPTED, "a") in kinds(loop.step())
+    assert (manager.running, list(manager.requests), manager.req_dict) == ([other], ["b"], {"b": 1})
+    assert (manager.tasks_list[seat], manager.stop_flags[seat], first.block_tables) == (None, True, [])
+    assert not manager.to_be_rescheduled_request_id_set
+    assert not manager.waiting
+
+
+def test_the_worker_of_a_decode_server_is_told_again_of_a_preemption_that_was_lost():
+    """FastDeploy has forgotten the request, whose row writes to blocks that others have now."""
+    manager = FakeResourceManager(make_adapter(24))
+    manager.cache.preempted_leave = True
+    manager.cache.transit.depart(manager, [task := Control(Kind.PREEMPTED, FakeTask("a", [1] * 8))])
+    manager.cache.transit.recover(manager)
+    assert manager.cache.transit.depart(manager, []) == [task]
+
+
 # ---- two requests of one id
 
 
