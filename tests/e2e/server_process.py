@@ -25,6 +25,8 @@ from fastdeploy_kvcache_v1.metric_table import PREFIX
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 60.0
+IDLE_TIMEOUT_S = 5.0
+"""Far below a lease's 60 s: what ends by a time-out alone is seen."""
 SERVE = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve", "--embedded")
 OPERATOR = {"X-KVCache-Operator": "1"}
 
@@ -115,7 +117,7 @@ class ServerProcess:
 
     def wait_idle(self) -> dict[str, object]:
         """Until no request is known; the report of the leak check that is then made."""
-        wait_until(lambda: self.check().get("idle") is not False, "an idle server")
+        wait_until(lambda: self.check().get("idle") is not False, "an idle server", IDLE_TIMEOUT_S)
         return self.check()
 
     def metrics(self) -> dict[str, float]:

@@ -62,6 +62,7 @@ def make_transfers(
             # Both sides compare a digest of their memory, over the control link. A plane's own checksum finds accidents
             # at once; who changes bytes on the data connection can change it as well.
             regions=regions if config.checksums else (),
+            names_come_once=True,  # each is a UUID
         )
     except BaseException:
         plane.close()

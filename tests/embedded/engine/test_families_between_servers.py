@@ -20,6 +20,7 @@ from tests.transfer.forging_proxy import ForgingProxy
 
 SECRET = b"sixteen bytes or more"
 HERE = PeerPort("127.0.0.1", 0)
+SETTINGS = TransferSettings(secret=SECRET)
 
 
 class Side:
@@ -56,8 +57,7 @@ class Side:
 class Pair:
     """A prefill and a decode server; the answer over HTTP is a call."""
 
-    def __init__(self, family, *, mtp=False, **options):
-        settings = TransferSettings(secret=SECRET)
+    def __init__(self, family, *, mtp=False, settings=SETTINGS, **options):
         self.offered = OfferedPrefills()
         self.remote = RemotePrefills(self, [HERE], settings, block_size=BLOCK, vocab_size=10**6)
         self.prefill = Side(
@@ -182,4 +182,24 @@ def test_bytes_that_change_or_break_off_on_the_way_are_computed_again_and_never_
     assert pair.run(others)
     assert totals.arrived == len(others)
     proxy.close()
+    pair.close()
+
+
+def test_a_lease_whose_offer_comes_after_the_abort_ends_by_an_event():
+    """No lease ends by time here."""
+    pair = Pair("gqa", settings=TransferSettings(secret=SECRET, lease_s=1e6))
+    generation = pair.decode.engine.harness.generation("r", list(range(1, 40)), 4, Recorder(), SamplingParams(0.0))
+    generation.prefill_url = "http://prefill"
+    pair.decode.core.submit(generation)
+    while not pair.asked:
+        pair.decode.turn()
+    while not pair.asked["r"].ended:
+        pair.prefill.turn()
+    assert not pair.prefill.core.peers.is_idle, "a lease is open"
+    pair.decode.core.abort("r")
+    deadline = time.monotonic() + 20
+    while not pair.is_idle:
+        pair.prefill.turn()
+        pair.decode.turn()
+        assert time.monotonic() < deadline, "the lease stays open"
     pair.close()
