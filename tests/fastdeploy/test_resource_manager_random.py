@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(660)]
         (10, "write_through_selective", 1, 3),
         (80, "write_through", 1, 6),
         (80, "write_back", 1, 6),
+        (80, "auto", 1, 6),
         (0, "write_through", 0, 3),
     ],
 )

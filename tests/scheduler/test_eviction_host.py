@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.policies import tables
@@ -101,7 +102,7 @@ def test_a_run_whose_copy_is_open_is_not_joined_with_one_whose_copy_is_done() ->
     assert on_host(cache, "ab") == [True, True]
 
 
-@pytest.mark.parametrize("policy", ["write_back", "write_through", "write_through_selective"])
+@pytest.mark.parametrize("policy", [policy.value for policy in WritePolicy])
 def test_nothing_is_copied_that_has_no_room(policy: str) -> None:
     cache = manager(2, 0, policy)
     for text in ("ab!", "cd!", "cd!", "cd!", "ab!"):

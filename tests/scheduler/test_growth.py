@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, NoSpace, TransferResult
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
@@ -72,12 +73,7 @@ def play(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
     cache.finish(name)
 
 
-POLICIES = [
-    ("write_back", 0),
-    ("write_back", 3000),
-    ("write_through", 3000),
-    ("write_through_selective", 3000),
-]
+POLICIES = [("write_back", 0), *((policy.value, 3000) for policy in WritePolicy)]
 
 
 @pytest.mark.parametrize(("policy", "host"), POLICIES)

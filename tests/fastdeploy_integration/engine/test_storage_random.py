@@ -6,13 +6,15 @@ import random
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import WritePolicy
+
 from .attention_scheduler import AttentionScheduler
 from .fake_scheduler import FakeTask
 from .storage_scheduler import StorageScheduler
 from .test_adapter_random import profiled_adapter, prompt
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("policy", [policy.value for policy in WritePolicy])
 @pytest.mark.parametrize("prefetch", ["wait_complete", "timeout", "best_effort"])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_wrong_block_whatever_is_late_lost_or_failed(policy, prefetch, seed):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import Batch
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import (
@@ -53,7 +54,7 @@ def live(rng, policy, *, updates, patience):
 
 
 @pytest.mark.parametrize("patience", [10_000, 40])
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize("policy", [policy.value for policy in WritePolicy])
 def test_updates_while_requests_run_and_arrive(policy, patience):
     """Nobody reads a block that was not computed since, no token changes, every request ends."""
     rng = random.Random(f"{policy} {patience}")
