@@ -1,14 +1,12 @@
 """Real servers over the stand-in of the vendor's SDK: what one computed, the other one does not compute again."""
 
 import json
-import signal
-import time
 
 import httpx
 import pytest
 
 from tests.e2e.server_process import OPERATOR, ServerProcess, started, wait_until
-from tests.e2e.test_storage import CACHED, PROMPT, ask, assert_they_share, wait_stored
+from tests.e2e.test_storage import CACHED, PROMPT, ask, wait_stored
 from tests.storage.attention_store.stand_in import environment, num_stored, set_faults
 
 pytestmark = pytest.mark.process
@@ -48,27 +46,6 @@ def answered(tmp_path, store):
     return tokens
 
 
-def test_a_restarted_server_does_not_compute_again_what_is_stored(tmp_path, store, answered):
-    with serve(tmp_path / "second", store) as server:
-        assert ask(server) == (answered, CACHED)
-        assert server.metrics()["storage_blocks_total{direction=load}"] == CACHED / 16
-        end(server)
-
-
-def test_two_servers_share_what_they_compute(tmp_path, store):
-    with serve(tmp_path / "one", store) as one, serve(tmp_path / "two", store) as two:
-        assert_they_share(one, two)
-        end(one)
-        end(two)
-
-
-@pytest.mark.parametrize("change", [("--cache-dtype", "bfloat16"), ("--block-size", "32")])
-def test_servers_with_other_blocks_do_not_meet(tmp_path, store, answered, change):
-    with serve(tmp_path / "second", store, *change) as server:
-        assert ask(server)[1] == 0
-        end(server)
-
-
 def fresh(server):
     """The device tier is empty, and the store is asked again."""
     httpx.post(f"{server.url}/reset_prefix_cache", headers=OPERATOR, timeout=30.0).raise_for_status()
@@ -85,7 +62,7 @@ def test_faults_cost_hits_and_no_token(tmp_path, store, answered):
             ({"match": {"answer": -1, "times": 1}}, 0),
             ({"write": {"short": 3}}, CACHED),
             ({"write": {"error": "no space", "times": 1}}, CACHED),
-            ({"read": {"error": "timed out", "late_s": 20.0, "times": 1}}, 0),
+            ({"read": {"error": "timed out", "late_s": 4.0, "times": 1}}, 0),
         ):
             fresh(server)
             if "match" in faults:  # a write asks, too, and would meet the fault in place of the request
@@ -108,29 +85,6 @@ def test_a_store_that_hangs_hangs_no_request_and_not_the_end_of_the_server(tmp_p
         server.assert_nothing_left()
 
 
-def test_a_killed_worker_leaves_a_store_that_works(tmp_path, store):
-    with serve(tmp_path / "first", store) as server:
-        tokens, _ = ask(server)
-        wait_until(lambda: num_stored(store) >= WORTH_IT, "stored blocks")
-        server.worker.send_signal(signal.SIGKILL)
-        assert server.wait_exit() == 1
-    with serve(tmp_path / "second", store) as server:
-        again, cached = ask(server)
-        assert again == tokens
-        assert 16 * WORTH_IT <= cached <= CACHED
-        end(server)
-
-
-def test_the_start_waits_until_the_store_is_ready(tmp_path, store):
-    set_faults(store, match={"error": "cuda memory not ready", "times": 1})
-    begin = time.monotonic()
-    with serve(tmp_path / "first", store) as server:
-        assert time.monotonic() - begin > 4
-        ask(server)
-        wait_stored(server)
-        end(server)
-
-
 def refused(path, environment, *flags):
     """The one line that a server says which does not start."""
     server = ServerProcess(path, *FLAGS, *flags, environment=environment)
@@ -146,10 +100,6 @@ def test_a_store_that_cannot_be_used_is_one_line_at_the_start(tmp_path, store):
     set_faults(store, match={"error": "licence expired"})
     line = refused(tmp_path / "server", environment(store))
     assert "the attention store cannot be used: licence expired" in line
-
-
-def test_without_the_sdk_the_server_says_what_is_missing(tmp_path):
-    assert "needs the package attentionstore_sdk, which is not installed" in refused(tmp_path / "server", {})
 
 
 def index_of(store):
