@@ -14,6 +14,7 @@ from .processes import Guard
 
 # Times differ between machines, so tests never assert them. The same examples every time; new ones belong to the night.
 settings.register_profile("suite", deadline=None, print_blob=True, derandomize=True)
+settings.register_profile("night", parent=settings.get_profile("suite"), derandomize=False, database=None)
 settings.load_profile("suite")
 
 # The math library must be set up before any test module imports paddle.
@@ -25,18 +26,39 @@ LEFT_OUT = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--idle-marks", action="store_true", help="fail where a module has the mark `process` for nothing")
 
+    parser.addoption("--new-seeds", type=int, metavar="N", help="random tests alone, with other seeds: scripts/night")
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.new_seeds:
+        settings.load_profile("night")
     config.pluginmanager.register(Guard(), "guard")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that is parametrized by `seed` gets others."""
+    shift = 1000 * (metafunc.config.option.new_seeds or 0)
+    marks = metafunc.definition.own_markers
+    for place, mark in enumerate(marks):
+        if shift and mark.name == "parametrize" and mark.args[0] == "seed":
+            marks[place] = pytest.mark.parametrize("seed", [seed + shift for seed in mark.args[1]]).mark
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.new_seeds:
+        items[:] = [item for item in items if is_random(item)]
     unfit = [
         item.nodeid for item in items if item.get_closest_marker("smoke") and not item.get_closest_marker("process")
     ]
     if unfit:
         raise pytest.UsageError(f"`smoke` is for tests that have the mark `process`: {', '.join(unfit)}")
+
+
+def is_random(item: pytest.Item) -> bool:
+    is_seeded = "seed" in getattr(getattr(item, "callspec", None), "params", ())
+    return is_seeded or getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -65,6 +87,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason, count in sorted(skipped.items()):
         terminalreporter.write_line(f"skipped {count}: {reason}")
     config = terminalreporter.config
-    if left_out := config.stash.get(LEFT_OUT, 0):
-        chosen = config.option.markexpr or config.option.keyword
+    if config.option.markexpr and (left_out := config.stash.get(LEFT_OUT, 0)):
+        chosen = config.option.markexpr
         terminalreporter.write_line(f'left out {left_out}, not in "{chosen}": ./scripts/test --all runs every test')
+    if seed := config.option.new_seeds:
+        for report in terminalreporter.stats.get("failed", []):
+            terminalreporter.write_line(f"replay: ./scripts/night {seed} '{report.nodeid}'")

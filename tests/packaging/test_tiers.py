@@ -12,7 +12,8 @@ FIRST_TIER = '-m "not process or smoke"'
 
 CONFTEST = """
 import pytest
-from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_deselected, pytest_terminal_summary
+from tests.conftest import pytest_addoption, pytest_collection_modifyitems, pytest_deselected, pytest_generate_tests
+from tests.conftest import pytest_terminal_summary
 from tests.processes import Guard
 
 def pytest_configure(config):
@@ -97,6 +98,22 @@ def test_smoke_is_of_process(tmp_path):
 def test_the_last_lines_count_what_was_left_out_and_say_how_to_get_it(tmp_path):
     said = run(tmp_path, PLAIN + MARK + STARTED, "-m", "not process or smoke")
     assert 'left out 1, not in "not process or smoke": ./scripts/test --all runs every test\n' in said
+
+
+RANDOM = """
+@pytest.mark.parametrize("seed", range(2))
+def test_life(seed):
+    assert seed < 2
+"""
+
+
+@pytest.mark.process
+def test_the_night_has_other_seeds_for_random_tests_alone_and_says_how_to_replay_one(tmp_path):
+    assert "3 passed" in run(tmp_path, PLAIN + RANDOM)
+    said = run(tmp_path, PLAIN + RANDOM, "--new-seeds", "7")
+    assert "2 failed" in said
+    assert "passed" not in said
+    assert "replay: ./scripts/night 7 'test_some.py::test_life[7001]'\n" in said
 
 
 def commands(script: str) -> list[str]:
