@@ -87,6 +87,14 @@ def test_no_blocks_is_refused():
         GQACacheBackend(1, 1, 8, 4, "float32").create_kv_cache(0)
 
 
+def test_tensors_are_named_from_the_first_layer_on():
+    """As a draft model's layers, which follow the main model's."""
+    made = GQACacheBackend(2, 1, 8, 4, "float32").create_kv_cache(1, rank=3, device=5, first_layer=7)
+    layers = [f"{role}_caches_{layer}_rank3.device5" for layer in (7, 8) for role in ("key", "value")]
+    assert list(made) == layers
+    assert [tuple(tensor.shape) for tensor in made.values()] == [(1, 1, 4, 8)] * 4
+
+
 @pytest.mark.process
 def test_the_worker_half_imports_without_paddle_and_cupy():
     code = (

@@ -64,6 +64,7 @@ def test_a_round_trip_over_the_host(rig):
     assert rig.controller.take_results() == []
     assert rig.controller.num_unreported_copies == 0
     assert min(first.seconds, second.seconds) > 0
+    assert rig.controller.copy_progress().ended == 2
 
 
 def test_blocks_go_out_and_back_between_trailers(gates):

@@ -74,6 +74,8 @@ def test_node_of_a_pci_device(tmp_path):
     devices = tmp_path / "bus/pci/devices"
     write(devices / "0000:af:00.0/numa_node", "1\n")
     write(devices / "0000:b0:00.0/numa_node", "-1\n")
+    write(devices / "0000:b1:00.0/numa_node", "0\n")
+    assert node_of_pci_device("0000:B1:00.0", tmp_path) == 0
     assert node_of_pci_device("0000:AF:00.0", tmp_path) == 1
     assert node_of_pci_device("0000:B0:00.0", tmp_path) is None
     assert node_of_pci_device("0000:C0:00.0", tmp_path) is None
