@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 
@@ -99,3 +100,14 @@ def test_bad_sizes_and_damage_are_seen(pool):
     with pytest.raises(InvariantError, match="its layout says"):
         pool.check()
     pool.num_blocks = whole
+
+
+@pytest.mark.parametrize(("first", "pitch"), [(1, 0), (0, 1)])
+def test_check_sees_rows_that_are_elsewhere(first, pitch):
+    pool = HostPool(NumpyBackend(1).layout, 2, CpuRuntime())
+    ((key, value),) = pool.layers
+    moved = dataclasses.replace(value, address=value.address + first, pitch=value.pitch + pitch)
+    pool._layers = ((key, moved),)
+    with pytest.raises(InvariantError, match="host rows start at"):
+        pool.check()
+    pool.free()

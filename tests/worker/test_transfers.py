@@ -9,11 +9,14 @@ from fastdeploy_kvcache_v1.errors import (
     LayerSwapTimeoutError,
     TransferError,
 )
-from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import CopyRun
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
 from tests.worker.worker_fakes import LIMIT_S, Gates, Rig, evict, swap_in
+from tests.world.clock import Clock
+from tests.world.streams import VirtualDevice
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
 
@@ -200,6 +203,45 @@ def test_a_dropped_counter_is_covered_before_compute(rig, gates, reads):
     current.wait_all()
     rig.controller.before_compute(None, None)
     rig.controller.after_compute(None, None)
+
+
+def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
+    device = VirtualDevice(Clock())
+    rig, written = Rig(device), []
+    rig.write_all(0, 10)
+    rig.controller.submit_swap_tasks(SwapStep.of(1, evict((0,), (2,)), NO_SWAP_IN), overwritten=SlotSet.of([0]))
+    compute, output = device.streams
+
+    def write(layer):
+        rig.write(layer, 0, 20)
+        written.append(len(output.waiting))
+
+    waits = rig.controller.before_compute([], [0], by_layer=True)
+    assert waits.num_layers == rig.layout.num_layers
+    for layer in range(waits.num_layers):
+        waits.wait_for_layer(layer)
+        compute.submit(write, layer)
+    rig.controller.after_compute([], [0])
+    while not device.is_idle:
+        while compute.run():
+            pass
+        output.run()
+    first, second, third = written
+    assert first > second > third, "the copies of later layers were still to come"
+    rig.controller.submit_swap_tasks(SwapStep.of(2, NO_EVICT, swap_in((2,), (1,))))
+    rig.controller.drain(LIMIT_S)
+    assert rig.holds_all(1, 10)
+    assert rig.holds_all(0, 20)
+    assert rig.controller.copy_progress().ended == 2
+    rig.close()
+
+
+def test_a_copy_that_runs_has_not_ended(rig, gates):
+    open_gate = gates.close(INPUT)
+    rig.submit(into=swap_in((0,), (4,)))
+    arrived(gates)
+    assert rig.controller.copy_progress() == (0, 1, False)
+    open_gate()
 
 
 def test_compute_may_not_write_what_is_being_swapped_in(rig):
