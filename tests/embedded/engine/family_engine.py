@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import socket
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +22,7 @@ from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.host_share import HostShare
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.shadow import Harness
+from tests.worker.chosen_runtime import ChosenRuntime
 
 BLOCK = 8
 
@@ -76,7 +76,9 @@ def rank_decoders(family: str, mtp: bool, size: int) -> list[tuple[Ranks, Decode
 
 
 class FamilyEngine:
-    """One server without its processes; with `size` worker ranks. Copies take a moment, each its own."""
+    """One server without its processes; with `size` worker ranks. Copies end when a chooser says so; where ranks
+    share a host pool, which has threads of its own, they end when they are done.
+    """
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class FamilyEngine:
         self.harness.scheduler.load_costs.blocks_to_load = lambda num_host_blocks, *args, **options: num_host_blocks
         self.random = random.Random(seed)
         self.runtimes = list(runtimes) or [
-            CpuRuntime(delay=lambda stream: time.sleep(self.random.random() * 0.0005)) for _ in range(size)
+            CpuRuntime() if self.shares_host else ChosenRuntime(seed + rank) for rank in range(size)
         ]
         model, dtype = model_of(family, mtp=mtp).shard(size), FAMILIES[family][1]
         self.shares = host_shares(size) if self.shares_host else [None] * size
@@ -133,6 +135,7 @@ class FamilyEngine:
                 controller,
                 caches,
                 block_size=BLOCK,
+                on_progress=getattr(runtime, "turn", lambda: None),
                 forward_with_drafts=DraftingDecoder(decoder).forward if mtp else None,
                 ranks=ranks,
             )
@@ -191,6 +194,8 @@ class FamilyEngine:
     def settle(self) -> None:
         """Until every copy is told, those of the ranks in any order."""
         for rank in self.random.sample(range(len(self.runners)), len(self.runners)):
+            if isinstance(self.runtimes[rank], ChosenRuntime):
+                self.runtimes[rank].quiet()
             self.controllers[rank].drain(30)
             self.harness.core.on_report(self.runners[rank].take_report(), rank)
 

@@ -1,16 +1,15 @@
 """Drafts change no token: where requests end, where room or budget is short, and when copies fail under them."""
 
 import random
-import time
 from functools import cache
 
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.engine.family_engine import FamilyEngine
 from tests.embedded.shadow import Harness, Recorder
+from tests.worker.chosen_runtime import ChosenRuntime
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [40 + (7 * at) % 50 for at in range(30)]
@@ -126,19 +125,6 @@ def test_a_guess_pushes_nobody_out():
     assert harness.num_preemptions == 0
 
 
-class Faults:
-    """Some copies fail, some are late, most take a moment."""
-
-    def __init__(self, seed):
-        self._random = random.Random(seed)
-
-    def __call__(self, stream):
-        draw = self._random.random()
-        if draw < 0.03:
-            raise RuntimeError("injected")
-        time.sleep(0.15 if draw > 0.98 else draw * 0.001)
-
-
 @cache
 def prompts(seed):
     """Prompts and output lengths; many begin alike, some continue others."""
@@ -175,9 +161,8 @@ def test_no_overlap_of_events_changes_a_token(policy, size):
         policy=policy,
         num_device_blocks=14,
         num_host_blocks=60,
-        runtimes=[CpuRuntime(delay=Faults(seed + 100 * rank)) for rank in range(size)],
+        runtimes=[ChosenRuntime(seed + 100 * rank, fail=0.03, late=0.02) for rank in range(size)],
         size=size,
-        layer_timeout_s=0.05,
     )
     waiting = dict(enumerate(prompts(seed)))
     recorders, gone = {}, set()
