@@ -17,9 +17,11 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.metric_table import PREFIX
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,16 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
     while not condition():
         assert time.monotonic() < deadline, f"still waiting for: {what}"
         time.sleep(0.02)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one line that a server says which does not start; in this process, because it ends before it has others."""
+    assert cli.main(["serve", "--embedded", "--model", "random", "--port", "0", *flags]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("fastdeploy-kvcache: error: ")
+    assert said.err.count("\n") == 1, said.err
+    return said.err
 
 
 class ServerProcess:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from tests.e2e.server_process import ServerProcess, started, wait_until
+from tests.e2e.server_process import refusal, started, wait_until
 from tests.e2e.test_storage import CACHED, SIZE, ask, assert_they_share, end, wait_stored
 from tests.fault_proxy import Fault, FaultProxy
 from tests.mooncake_master import Master, needs_mooncake
@@ -143,11 +143,6 @@ def test_a_failing_peer_costs_hits_and_no_token(tmp_path, start, master):
         peer.close()
 
 
-def test_a_setting_that_is_missing_is_one_line_at_the_start(tmp_path):
-    server = ServerProcess(tmp_path / "server", *flags(), environment={"MOONCAKE_MASTER_SERVER_ADDR": ""})
-    try:
-        assert server.wait_exit() == 2
-        assert server.stderr.count("\n") == 1
-        assert "mooncake needs metadata_server" in server.stderr
-    finally:
-        server.kill()
+def test_a_setting_that_is_missing_is_one_line_at_the_start(capsys, monkeypatch):
+    monkeypatch.setenv("MOONCAKE_MASTER_SERVER_ADDR", "")
+    assert "mooncake needs metadata_server" in refusal(capsys, *flags())

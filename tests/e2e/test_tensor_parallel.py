@@ -7,7 +7,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.server_process import ServerProcess, started, wait_until
+from tests.e2e.server_process import refusal, started, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -81,12 +81,6 @@ def test_a_killed_rank_ends_the_server_with_one_line_that_names_it(tmp_path):
         server.assert_nothing_left()
 
 
-def test_what_cannot_be_split_is_refused_in_one_line(tmp_path):
-    server = ServerProcess(tmp_path / "server", "--tensor-parallel-size", "3")
-    try:
-        assert server.wait_exit() == 2
-        wrong = "--tensor-parallel-size 3 must divide the model's num_heads 8 and num_kv_heads 4"
-        assert server.stderr == f"fastdeploy-kvcache: error: {wrong}\n"
-        server.assert_nothing_left()
-    finally:
-        server.kill()
+def test_what_cannot_be_split_is_refused_in_one_line(capsys):
+    wrong = "--tensor-parallel-size 3 must divide the model's num_heads 8 and num_kv_heads 4"
+    assert refusal(capsys, "--tensor-parallel-size", "3") == f"fastdeploy-kvcache: error: {wrong}\n"
