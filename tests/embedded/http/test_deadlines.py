@@ -20,7 +20,7 @@ from fastdeploy_kvcache_v1.embedded.http.server import HttpServer
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 
 CONFIG = ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, KVCacheConfig(8), "float32", 0, "warning")
-SHORT_S = 0.2
+SHORT_S = 0.1
 
 
 class StubEngine:
@@ -112,31 +112,7 @@ def test_headers_that_do_not_come_are_answered_with_408(connect, short_headers, 
     client.sendall(sent)
     text = everything(client)
     assert text.startswith(b"HTTP/1.1 408 ")
-    assert b"the headers of the request did not arrive within 0.2 s" in text
-
-
-def test_single_bytes_do_not_put_the_deadline_off(connect, short_headers):
-    client = connect()
-    client.settimeout(0.05)
-    answer = b""
-    for byte in b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 1000:
-        try:
-            client.sendall(bytes([byte]))
-            answer = client.recv(100)
-            break
-        except TimeoutError:
-            continue
-        except OSError:
-            break
-    assert answer.startswith(b"HTTP/1.1 408 ")
-
-
-def test_the_second_request_of_a_connection_has_the_deadline_too(connect, short_headers):
-    client = connect()
-    client.sendall(b"POST /body HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\nab")
-    assert one_answer(client, b"\r\n\r\n2").startswith(b"HTTP/1.1 200 ")
-    client.sendall(b"GET /slow HT")
-    assert everything(client).startswith(b"HTTP/1.1 408 ")
+    assert b"the headers of the request did not arrive within 0.1 s" in text
 
 
 def test_neither_a_slow_body_nor_a_slow_answer_is_a_late_header(connect, short_headers, app):

@@ -106,12 +106,6 @@ def test_bad_prompt_token_ids_are_one_clear_line(server, ids, message):
         assert message in error["message"]
 
 
-def test_an_empty_list_of_prompt_token_ids_counts_as_not_given(server):
-    text = bytes(expected_outputs(HELLO, 8)).decode()
-    assert server.complete(prompt="hello", prompt_token_ids=[]).json()["choices"][0]["text"] == text
-    assert server.client.post("/v1/completions", json={"prompt_token_ids": []}).status_code == 400
-
-
 def test_returned_token_ids_stand_where_clients_of_both_servers_look(server):
     outputs = expected_outputs(HELLO, 8)
     choice = server.complete(prompt="hello", return_token_ids=True).json()["choices"][0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import struct
 import zlib
 
@@ -43,12 +42,10 @@ def claims(width, height):
     ("size", "shape"),
     [
         ((16, 16), (1, 1)),
-        ((1, 1), (1, 1)),
         ((17, 16), (1, 2)),
         ((64, 32), (2, 4)),
         ((128, 128), (8, 8)),
         ((1280, 640), (4, 8)),
-        ((2048, 3), (1, 8)),
         ((3, 2048), (8, 1)),
         ((2048, 2048), (8, 8)),
     ],
@@ -58,16 +55,6 @@ def test_an_image_has_a_placeholder_for_each_patch(size, shape):
     assert (image.rows, image.columns) == shape
     assert len(image.pixels) == image.num_tokens * PATCH_BYTES
     assert image.pixels[:3] == b"\xff\x00\x00"
-
-
-@pytest.mark.parametrize("mode", ["L", "P", "RGBA", "1", "LA"])
-def test_any_mode_of_colour_is_seen_as_rgb(mode):
-    assert read_image(encoded(noise(20, 20).convert(mode))).num_tokens == 4
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "WEBP"])
-def test_other_formats(kind):
-    assert read_image(encoded(noise(33, 20), kind)).num_tokens == 6
 
 
 def test_equal_pixels_are_one_image_whatever_the_file():
@@ -117,6 +104,7 @@ def test_images_survive_the_way_out_of_the_intake_process():
         (data_url(b"no picture"), "that can be read"),
         (data_url(b"<svg/>", "svg+xml"), "that can be read"),
         (data_url(claims(16, 16)), "that can be read"),
+        (encoded(noise(16, 16), "GIF"), "PNG, JPEG, WEBP"),
     ],
 )
 def test_what_is_no_image_is_one_line(url, message):
@@ -124,16 +112,6 @@ def test_what_is_no_image_is_one_line(url, message):
     assert found.startswith("messages: ")
     assert message in found
     assert "\n" not in found
-
-
-def test_a_damaged_file_is_refused():
-    file = io.BytesIO()
-    noise(60, 60).save(file, "PNG")
-    assert "that can be read" in refusal(chat(part(data_url(file.getvalue()[:-2000]))), Endpoint.CHAT)
-
-
-def test_a_format_that_is_not_listed_is_not_even_tried():
-    assert "PNG, JPEG, WEBP" in refusal(chat(part(encoded(noise(16, 16), "GIF"))), Endpoint.CHAT)
 
 
 @pytest.mark.parametrize(

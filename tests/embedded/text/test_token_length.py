@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from fastdeploy_kvcache_v1.embedded.text.token_length import TokenLength, token_length
 from tests.model.model_dirs import byte_fallback_tokenizer, byte_level_tokenizer
@@ -41,18 +41,6 @@ def test_no_text_that_fits_is_refused(kind, text):
     assert not length.exceeds(text.encode(), num_tokens)
 
 
-def test_characters_that_become_one_are_allowed_for():
-    """Three signs of three bytes each are one syllable of three bytes."""
-    tokenizer = Tokenizer(
-        models.BPE(vocab={sign: ord(sign) for sign in pre_tokenizers.ByteLevel.alphabet()}, merges=[])
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.normalizer = normalizers.NFC()
-    text = "\u1100\u1161\u11a8" * 10
-    assert len(tokenizer.encode(text).ids) == 30
-    assert not token_length(tokenizer).exceeds(text.encode(), 30)
-
-
 def test_a_text_that_cannot_fit_is_refused():
     length = token_length(byte_level_tokenizer())
     assert length == TokenLength(longest=len("<|bos|>"))
@@ -64,40 +52,3 @@ def test_bytes_that_vanish_do_not_count():
     length = token_length(without_a_byte())
     assert length.vanishing == b"\0"
     assert not length.exceeds(b"x" + b"\0" * 1000, 10)
-
-
-def stripping():
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
-    return tokenizer
-
-
-def truncating():
-    tokenizer = byte_level_tokenizer()
-    tokenizer.enable_truncation(4)
-    return tokenizer
-
-
-def splitting():
-    tokenizer = byte_level_tokenizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        stripping(),
-        truncating(),
-        splitting(),
-        with_normalizer(normalizers.Strip()),
-        with_normalizer(normalizers.Replace("  ", "▁"[:0])),
-        Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")),
-        Tokenizer(models.BPE(vocab={"a": 0}, merges=[])),
-    ],
-    ids=["strip token", "truncation", "split", "strip", "replace", "words", "no bytes"],
-)
-def test_where_any_length_may_vanish_there_is_no_bound(tokenizer):
-    assert token_length(tokenizer) is None
