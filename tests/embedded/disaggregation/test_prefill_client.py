@@ -48,9 +48,10 @@ class Server:
 
 
 @pytest.fixture
-def client():
-    """`client.answers` has what arrives."""
-    made = PrefillClient(TransferSettings(secret=b"sixteen bytes or more", silence_s=2.0, handshake_s=2.0))
+def client(request):
+    """`client.answers` has what arrives. The parameter: how long a server may be silent."""
+    silence_s = getattr(request, "param", 10.0)
+    made = PrefillClient(TransferSettings(secret=b"sixteen bytes or more", ping_s=0.01, silence_s=silence_s))
     made.answers = queue.SimpleQueue()
     made.start(lambda *answer: made.answers.put(answer))
     yield made
@@ -76,8 +77,6 @@ def test_an_answer_comes_after_signs_of_life(client):
 @pytest.mark.parametrize(
     ("said", "closes", "error"),
     [
-        (b"", False, "gave no sign for too long"),
-        (OK + chunk(b"{}\n"), False, "gave no sign for too long"),
         (OK + chunk(b"{}\n"), True, "cannot be asked"),
         (OK + chunk(b"{}\n") + b"0\r\n\r\n", False, "ended its answer too early"),
         (OK + chunk(b'{"error":"no room"}\n'), False, "no room"),
@@ -93,6 +92,13 @@ def test_whatever_else_a_server_says_is_an_error_in_one_line(client, said, close
     assert name == "r"
     assert error in found
     assert "\n" not in found
+
+
+@pytest.mark.parametrize("client", [0.05], indirect=True)
+@pytest.mark.parametrize("said", [b"", OK + chunk(b"{}\n")])
+def test_a_server_that_falls_silent_has_failed(client, said):
+    ask(client, Server(said).url)
+    assert "gave no sign for too long" in answer(client)[1]
 
 
 def test_a_server_that_is_not_there_is_an_error(client):

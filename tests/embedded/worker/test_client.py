@@ -28,26 +28,24 @@ def temp_dir(monkeypatch):
         yield path
 
 
-def test_full_disk_is_one_line(temp_dir, monkeypatch):
-    def no_space(**options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), temp_dir)
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "message"),
+    [
+        (tempfile, "mkdtemp", OSError, "cannot make a temporary directory: "),
+        (zmq.Socket, "bind", zmq.ZMQError, "cannot make a socket in "),
+        (rank_process, "make_page", OSError, "cannot write to "),
+    ],
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(temp_dir, monkeypatch, owner, name, error, message):
+    def no_space(*arguments, **options):
+        raise error(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tempfile, "mkdtemp", no_space)
-    with pytest.raises(ConfigError, match=r"cannot make a temporary directory: .*No space left on device"):
-        ProcessWorkerClient(CONFIG)
-
-
-def test_socket_that_cannot_be_made_is_one_line_and_leaves_nothing(temp_dir, monkeypatch):
-    def no_space(self, address):
-        raise zmq.ZMQError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(zmq.Socket, "bind", no_space)
-    with pytest.raises(ConfigError, match=r"cannot make a socket in .*No space left on device"):
+    monkeypatch.setattr(owner, name, no_space)
+    with pytest.raises(ConfigError, match=f"{message}.*No space left on device"):
         ProcessWorkerClient(CONFIG)
     assert os.listdir(temp_dir) == []
 
 
-@pytest.mark.process
 def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
     """So that a SIGKILL in the long part of the start leaves nothing behind."""
     seen = []
@@ -109,17 +107,6 @@ def test_worker_that_dies_after_it_connected(temp_dir, monkeypatch):
         ProcessWorkerClient(CONFIG)
 
 
-def test_full_disk_under_the_progress_board_is_one_line(temp_dir, monkeypatch):
-    def no_space(directory):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
-
-    monkeypatch.setattr(rank_process, "make_page", no_space)
-    with pytest.raises(ConfigError, match=r"cannot write to .*No space left on device"):
-        ProcessWorkerClient(CONFIG)
-    assert os.listdir(temp_dir) == []
-
-
-@pytest.mark.process
 @pytest.mark.parametrize("timeout_s", [1.0, 0.0])
 def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
     """Without a limit it is told of when somebody kills it."""
