@@ -93,86 +93,90 @@ class Asking:
         return self.tokens
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_prefill_server_that_dies_or_stops_costs_no_token_and_no_block(tmp_path, expected, number):
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill server and two decode servers for faults in turn: each leaves all of them alive and idle."""
+    with cluster(tmp_path_factory.mktemp("cluster"), *FLAGS, num_decode=2) as started_once:
+        yield started_once
+
+
+def bring_back(servers: Cluster, name: str, number: int) -> None:
+    """The server that was sent `number`; behind the same port."""
+    dead = servers.servers[name]
+    if number == signal.SIGSTOP:
+        send(dead, signal.SIGCONT)
+    else:
+        servers.start(name, "--port", dead.url.rpartition(":")[2]).wait_ready(PATIENCE_S)
+    servers.wait_alive(*servers.servers)
+
+
+@pytest.mark.parametrize(("number", "seed"), [(signal.SIGKILL, 10), (signal.SIGSTOP, 20)])
+def test_a_prefill_server_that_dies_or_stops_costs_no_token_and_no_block(servers, expected, number, seed):
     """In the middle of a prompt; then without it, and with one that starts again behind the same ports."""
-    with cluster(tmp_path, *FLAGS, num_prefill=1) as servers:
-        asking = Asking(servers, 1, LONG)
-        wait_until(lambda: fetching(servers), "a fetch")
-        dead = servers.servers["prefill0"]
-        send(dead, number)
-        assert asking.result() == expected(1, LONG), asking.error
-        assert servers.total("decode", "prompts_recomputed_total") == 1
-        servers.wait_alive("decode0")
-        with servers.router.client() as client:
-            assert ask(client, 2) == expected(2), "without a prefill server the decode server computes it"
-        if number == signal.SIGSTOP:
-            send(dead, signal.SIGCONT)
-        else:
-            port = dead.url.rpartition(":")[2]
-            servers.start("prefill0", "--port", port).wait_ready(PATIENCE_S)
-        servers.wait_alive("prefill0", "decode0")
-        before = servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}")
-        with servers.router.client() as client:
-            assert ask(client, 3) == expected(3)
-        assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") == before + 1
-        servers.assert_idle()
+    recomputed = servers.total("decode", "prompts_recomputed_total")
+    asking = Asking(servers, seed, LONG)
+    wait_until(lambda: fetching(servers), "a fetch")
+    send(servers.servers["prefill0"], number)
+    assert asking.result() == expected(seed, LONG), asking.error
+    assert servers.total("decode", "prompts_recomputed_total") == recomputed + 1
+    servers.wait_alive("decode0", "decode1")
+    with servers.router.client() as client:
+        assert ask(client, seed + 1) == expected(seed + 1), "without a prefill server a decode server computes it"
+    bring_back(servers, "prefill0", number)
+    arrived = servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}")
+    with servers.router.client() as client:
+        assert ask(client, seed + 2) == expected(seed + 2)
+    assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") == arrived + 1
+    servers.assert_idle()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_decode_server_that_dies_or_stops_leaves_nothing_at_the_prefill_server(tmp_path, expected, number):
+@pytest.mark.parametrize(("number", "seed"), [(signal.SIGKILL, 30), (signal.SIGSTOP, 40)])
+def test_a_decode_server_that_dies_or_stops_leaves_nothing_at_the_prefill_server(servers, expected, number, seed):
     """Its request goes to the other decode server; its leases end."""
-    with cluster(tmp_path, *FLAGS, num_decode=2) as servers:
-        asking = Asking(servers, 1, LONG)
-        wait_until(lambda: fetching(servers), "a fetch")
-        (name,) = [
-            name
-            for name, each in servers.servers.items()
-            if name.startswith("decode") and each.metrics()["transfer_open{side=decode}"]
-        ]
-        dead = servers.servers.pop(name)
-        send(dead, number)
-        assert asking.result() == expected(1, LONG), asking.error
-        wait_until(
-            lambda: servers.total("prefill", "transfer_open{side=prefill}") == 0, "the prefill server's leases to end"
-        )
-        if number == signal.SIGSTOP:
-            servers.servers[name] = dead
-            send(dead, signal.SIGCONT)
-            servers.wait_alive(*servers.servers)
-        with servers.router.client() as client:
-            assert ask(client, 2) == expected(2)
-        servers.assert_idle()
+    asking = Asking(servers, seed, LONG)
+    wait_until(lambda: fetching(servers), "a fetch")
+    (name,) = [
+        name
+        for name, each in servers.servers.items()
+        if name.startswith("decode") and each.metrics()["transfer_open{side=decode}"]
+    ]
+    send(servers.servers[name], number)
+    assert asking.result() == expected(seed, LONG), asking.error
+    wait_until(
+        lambda: servers.total("prefill", "transfer_open{side=prefill}") == 0, "the prefill server's leases to end"
+    )
+    bring_back(servers, name, number)
+    with servers.router.client() as client:
+        assert ask(client, seed + 1) == expected(seed + 1)
+    servers.assert_idle()
 
 
-def test_clients_that_leave_get_everything_back_on_both_sides(tmp_path, expected):
-    with cluster(tmp_path, *FLAGS) as servers:
-        with servers.router.client() as client, ThreadPoolExecutor(8) as pool:
+def test_clients_that_leave_get_everything_back_on_both_sides(servers, expected):
+    with servers.router.client() as client, ThreadPoolExecutor(8) as pool:
 
-            def leave(seed: int) -> None:
-                with contextlib.suppress(httpx.TimeoutException):
-                    httpx.post(
-                        f"{servers.router.url}/v1/completions",
-                        json={"prompt": prompt_of(seed, 600), "max_tokens": 200, "ignore_eos": True},
-                        timeout=httpx.Timeout(0.02 + seed % 8 * 0.1, connect=20.0),
-                    )
+        def leave(seed: int) -> None:
+            with contextlib.suppress(httpx.TimeoutException):
+                httpx.post(
+                    f"{servers.router.url}/v1/completions",
+                    json={"prompt": prompt_of(seed, 600), "max_tokens": 200, "ignore_eos": True},
+                    timeout=httpx.Timeout(0.02 + seed % 8 * 0.1, connect=20.0),
+                )
 
-            list(pool.map(leave, range(100, 132)))
-            assert ask(client, 1) == expected(1)
-        servers.assert_idle()
+        list(pool.map(leave, range(100, 132)))
+        assert ask(client, 50) == expected(50)
+    servers.assert_idle()
 
 
-def test_a_router_that_is_killed_leaves_nothing(tmp_path, expected):
-    with cluster(tmp_path, *FLAGS) as servers:
-        asking = Asking(servers, 1, LONG)
-        wait_until(lambda: fetching(servers), "a fetch")
-        servers.router.kill()
-        assert asking.result() is None
-        servers.assert_idle()
-        servers.start_router()
-        with servers.router.client() as client:
-            assert ask(client, 1, LONG) == expected(1, LONG)
-        servers.assert_idle()
+def test_a_router_that_is_killed_leaves_nothing(servers, expected):
+    asking = Asking(servers, 60, LONG)
+    wait_until(lambda: fetching(servers), "a fetch")
+    servers.router.kill()
+    assert asking.result() is None
+    servers.assert_idle()
+    servers.start_router()
+    with servers.router.client() as client:
+        assert ask(client, 60, LONG) == expected(60, LONG)
+    servers.assert_idle()
 
 
 def test_three_decode_servers_share_one_prefill_server_in_a_cold_burst(tmp_path, expected):
@@ -187,21 +191,20 @@ def test_three_decode_servers_share_one_prefill_server_in_a_cold_burst(tmp_path,
         servers.stop()
 
 
-def test_requests_that_no_router_sent_are_refused_or_served_here(tmp_path, expected):
-    with cluster(tmp_path, *FLAGS) as servers:
-        prefill, decode = servers.servers["prefill0"], servers.servers["decode0"]
-        body = {"prompt": prompt_of(1), "max_tokens": 2}
-        header = {"X-KVCache-Prefill": "http://127.0.0.1:9", "X-KVCache-Proof": "0" * 64}
-        for server, status in ((decode, 403), (prefill, 400)):
-            answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=header, timeout=60)
-            assert answer.status_code == status
-            assert "X-KVCache-Prefill" in answer.json()["error"]["message"]
-        answer = httpx.post(f"{prefill.url}/kvcache/prefill", json={}, headers=header, timeout=60)
-        assert answer.status_code == 403
-        assert "same secret" in answer.json()["error"]["message"]
-        with decode.client() as client:
-            assert ask(client, 1) == expected(1)
-        servers.assert_idle()
+def test_requests_that_no_router_sent_are_refused_or_served_here(servers, expected):
+    prefill, decode = servers.servers["prefill0"], servers.servers["decode0"]
+    body = {"prompt": prompt_of(70), "max_tokens": 2}
+    header = {"X-KVCache-Prefill": "http://127.0.0.1:9", "X-KVCache-Proof": "0" * 64}
+    for server, status in ((decode, 403), (prefill, 400)):
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=header, timeout=60)
+        assert answer.status_code == status
+        assert "X-KVCache-Prefill" in answer.json()["error"]["message"]
+    answer = httpx.post(f"{prefill.url}/kvcache/prefill", json={}, headers=header, timeout=60)
+    assert answer.status_code == 403
+    assert "same secret" in answer.json()["error"]["message"]
+    with decode.client() as client:
+        assert ask(client, 70) == expected(70)
+    servers.assert_idle()
 
 
 def doctor(servers: Cluster, *flags: str) -> str:
