@@ -27,6 +27,9 @@ from .clients import Request
 from .memory import WrongError
 from .ranks import RELEASED, Worker
 
+PAUSE_S = 5.0
+"""How long 2.5 waits for workers to confirm what it preempted: for ever where a batch that said so was lost."""
+
 LEAST_BLOCKS = 16
 """With fewer the longest request does not fit."""
 
@@ -156,7 +159,7 @@ class FastDeployHost:
             scheduler_config=SimpleNamespace(max_num_batched_tokens=budget, splitwise_role="mixed"),
             speculative_config=SimpleNamespace(num_speculative_tokens=0),
         )
-        self.pausing = ""
+        self.pausing, self._paused_at = "", 0.0
         self.count: Counter[str] = Counter()
         self._outside: deque[Task] = deque()
         """Requests that come while the engine is paused."""
@@ -433,7 +436,7 @@ class FastDeployHost:
                 self.world.clients.aborted.add(task.request_id)
                 self.abort(task.request_id)
         elif not self.queue.exist_tasks():
-            self.pausing = "paused"
+            self.pausing, self._paused_at = "paused", self.world.clock()
             tasks = preempted_all(self)
             if tasks:
                 self.queue.put_tasks((tasks, len(tasks)))
@@ -442,7 +445,10 @@ class FastDeployHost:
         if not self.pausing or self.queue.exist_tasks():
             return
         if self.pausing == "paused" and self.to_be_rescheduled_request_id_set:
-            return
+            if self.world.clock() - self._paused_at < PAUSE_S:
+                return
+            if not any(self.count[loss] for loss in LOSSES):
+                raise WrongError("a pause ends by its time-out, and no batch was lost")
         if self.pausing == "aborting" and (self._num_inside or not self.worker.is_idle):
             return
         self.cache_manager.reset()

@@ -118,7 +118,7 @@ class AttentionScheduler(StorageScheduler):
         tier = AttentionStoreTier(self.cache.manager, settings, None, self.store, clock=self._clock, passes=passes)
         storage = EngineStorage(tier, link, lock=self.cache._lock, find_namespace=namespace, passes=passes)
         self.worker.receive = partial(self._receive_later, self.worker.receive)
-        self.num_passes_between = self.num_lost = self.num_aborted = 0
+        self.num_lost = 0
         self.loses = lambda: False
         """Asked before each batch."""
         self._is_scheduling = False
@@ -129,7 +129,6 @@ class AttentionScheduler(StorageScheduler):
         for _ in range(int(6 * self.rng.random()) - 2):
             self._go_on_meanwhile()
             self._take_tokens(self.worker.step())
-            self.num_passes_between += 1
         self._go_on_meanwhile()
         if self._is_scheduling and self.loses():
             raise BatchLostError(tasks)
@@ -190,10 +189,6 @@ class AttentionScheduler(StorageScheduler):
         self._tell_again()
         super().reset()
 
-    def lose_batch(self):
-        self._tell_again()
-        super().lose_batch()
-
     def _tell_again(self):
         again, self._again = self._again, []
         for request_id in self.worker.receive(again)[0]:
@@ -206,7 +201,6 @@ class AttentionScheduler(StorageScheduler):
         for task in batch:
             if task.task_type is Kind.ABORT:  # its blocks are free, and the worker goes on with it
                 self.manager.requests.pop(task.request_id, None)
-                self.num_aborted += 1
         is_abortion = any(task.task_type is Kind.ABORT for task in batch)
         if self._is_scheduling and (self.loses() or (is_abortion and self.rng.random() < 0.45)):  # `schedule` raises
             raise BatchLostError(batch)

@@ -12,7 +12,7 @@ from tests.embedded.shadow_store import ShadowStore
 from tests.fastdeploy_integration.worker.fake_worker import GARBAGE, FakeWorker
 from tests.storage.values import namespace
 
-from .fake_scheduler import FakeScheduler, Status
+from .fake_scheduler import FakeScheduler
 
 
 class SlowWorker(FakeWorker):
@@ -114,22 +114,6 @@ class StorageScheduler(FakeScheduler):
     def finish(self, task):
         super().finish(task)
         del self.manager.requests[task.request_id]
-
-    def lose_batch(self):
-        """FastDeploy drops a batch on its way, and with it every request starts again."""
-        received, self.worker.receive = self.worker.receive, lambda batch: ([], [])
-        super().step()
-        self.worker.receive = received
-        self.worker.rows.clear()
-        for task in list(self.running):
-            self._end(task)
-        self.waiting.clear()
-        for task in self.manager.requests.values():
-            if not self.storage.holds(task.request_id):
-                task.status, task.num_cached_blocks, task.num_computed_tokens = Status.WAITING, 0, 0
-                task.need_prefill_tokens = task.num_total_tokens
-                self.waiting.append(task)
-        self.cache.batch_dropped()
 
     def run_dry(self, limit=4000):
         while self.manager.requests:
