@@ -138,7 +138,6 @@ def test_bad_completions_are_one_clear_line(server, body, param, message):
         ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url must be a data URL"),
         ([{"role": "martian", "content": "x"}], "unknown message role 'martian'"),
         ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "tool_calls is not supported"),
-        ([{"role": "assistant", "content": "x", "function_call": {"name": "f"}}], "function_call is not supported"),
     ],
 )
 def test_bad_chats_are_one_clear_line(server, messages, message):
@@ -153,8 +152,8 @@ def test_bad_chats_are_one_clear_line(server, messages, message):
         ("{bad", "the request body is not valid JSON"),
         ("[1]", "the request body must be a JSON object"),
         ('{"prompt": "x", "temperature": NaN}', "temperature"),
-        ("", "the request body is not valid JSON"),
         (b"\xff", "the request body is not valid JSON"),
+        (b"[" * 10**6, "recursion limit exceeded"),
     ],
 )
 def test_malformed_bodies(server, content, message):
@@ -203,13 +202,6 @@ def test_messages_do_not_repeat_a_whole_request():
             response = server.complete(prompt="x", **body)
             assert response.status_code == status
             assert len(error_of(response)["message"]) == 1003
-
-
-def test_deeply_nested_body_is_one_clear_line(server):
-    headers = {"content-type": "application/json"}
-    response = server.client.post("/v1/completions", content=b"[" * 10**6, headers=headers)
-    assert response.status_code == 400
-    assert error_of(response)["message"]
 
 
 @pytest.mark.parametrize("value", [10**9, 10**30])
@@ -332,9 +324,3 @@ def test_a_large_body_is_read_beside_the_event_loop(server, monkeypatch, path):
         headers = {"content-type": "application/json"}
         assert server.client.post(f"/v1/{path}", content=body.ljust(size), headers=headers).status_code == 200
     assert read == [SMALL_BODY + 1]
-
-
-def test_bad_big_prompts_are_still_one_clear_line(server):
-    response = server.complete(prompt=[1] * SMALL_BODY + [BYTE_VOCAB_SIZE])
-    assert response.status_code == 400
-    assert "token ids must lie in" in error_of(response)["message"]
