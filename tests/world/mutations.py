@@ -37,20 +37,12 @@ ROWS = [
     # name, module, was, now
     # ---- scheduler
     (
-        "what a step reads is lent at once",
-        TIERING,
-        "return open_step if is_read else open_step - 1",
-        "return open_step - 1",
-    ),
-    ("a run that was cut is not searched", TOLD, "                run = run.parent", "                break"),
-    (
         "a match reaches the last token",
         REQUESTS,
         "max(0, sequence.num_tokens - 1) // self._block_size)\n        limit = limit if",
         "sequence.num_tokens // self._block_size)\n        limit = limit if",
     ),
     ("a store's reads are not counted", STORES, "                self._residency.begin_reading(read, reader)\n", ""),
-    ("an open copy is stored", TIERING, "run.host is not None and run.open is None and", "run.host is not None and"),
     ("the pool shrinks under a copy", TIERING, "(above - evictable) | to_copy | read", "(above - evictable) | read"),
     (
         "what does not write is found",
@@ -143,19 +135,6 @@ ROWS = [
         "if self._last_filled.get(slot) == step)",
         "if slot in self._last_filled)",
     ),
-    ("a load does not wait for copies", TARGET, "return self._copies.have_ended(step)", "return True"),
-    (
-        "a pass that began later counts",
-        f"{ENGINE}.rank_passes",
-        "each.step >= step and each.at >= since for",
-        "each.step >= step for",
-    ),
-    (
-        "a doubt is over with the lost step",
-        f"{ENGINE}.rank_passes",
-        "-1 if is_lasting else self._told + 1",
-        "-1 if is_lasting else self._told",
-    ),
     (
         "blocks keep their name when weights change",
         f"{ENGINE}.storage",
@@ -164,34 +143,10 @@ ROWS = [
     ),
     # ---- hosts and the adapter
     (
-        "a lost batch leaves no hole",
-        ADAPTER,
-        "self._records[request_id].has_hole = True",
-        "self._records[request_id].has_hole = False",
-    ),
-    (
-        "the sampled token is cached",
-        ADAPTER,
-        "self._hand_over(task, record, (record.tokens.num_tokens - 1) // self._block_size)\n            self._commit",
-        "self._hand_over(task, record, record.tokens.num_tokens // self._block_size)\n            self._commit",
-    ),
-    (
         "a lost order is not told again",
         LOST,
         '            if task.task_type.name != "PREFILL":\n                again.append(task)',
         '            if task.task_type.name != "PREFILL":\n                pass',
-    ),
-    (
-        "a table of a lost batch is told though it changed",
-        LOST,
-        "return request is not None and request.block_tables is task.block_tables",
-        "return request is not None",
-    ),
-    (
-        "a record is found by its id",
-        ADAPTER,
-        "return record if record is not None and record.tokens.task is task else None",
-        "return record",
     ),
     (
         "an unconfirmed id is free",
@@ -206,6 +161,58 @@ ROWS = [
         "            if False:\n",
     ),
     (
+        "a lost prefill runs on",
+        LOST,
+        "                again += _preempt(manager, task, leaves=preempted_leave)",
+        "                _preempt(manager, task, leaves=preempted_leave)",
+    ),
+    # ---- not found by 40 seeds of every scenario: the world has no event yet that meets them, or another net holds
+    (
+        "what a step reads is lent at once",
+        TIERING,
+        "return open_step if is_read else open_step - 1",
+        "return open_step - 1",
+    ),
+    ("a run that was cut is not searched", TOLD, "                run = run.parent", "                break"),
+    ("an open copy is stored", TIERING, "run.host is not None and run.open is None and", "run.host is not None and"),
+    ("a load does not wait for copies", TARGET, "return self._copies.have_ended(step)", "return True"),
+    (
+        "a pass that began later counts",
+        f"{ENGINE}.rank_passes",
+        "each.step >= step and each.at >= since for",
+        "each.step >= step for",
+    ),
+    (
+        "a doubt is over with the lost step",
+        f"{ENGINE}.rank_passes",
+        "-1 if is_lasting else self._told + 1",
+        "-1 if is_lasting else self._told",
+    ),
+    (
+        "a lost batch leaves no hole",
+        ADAPTER,
+        "self._records[request_id].has_hole = True",
+        "self._records[request_id].has_hole = False",
+    ),
+    (
+        "the sampled token is cached",
+        ADAPTER,
+        "self._hand_over(task, record, (record.tokens.num_tokens - 1) // self._block_size)\n            self._commit",
+        "self._hand_over(task, record, record.tokens.num_tokens // self._block_size)\n            self._commit",
+    ),
+    (
+        "a table of a lost batch is told though it changed",
+        LOST,
+        "return request is not None and request.block_tables is task.block_tables",
+        "return request is not None",
+    ),
+    (
+        "a record is found by its id",
+        ADAPTER,
+        "return record if record is not None and record.tokens.task is task else None",
+        "return record",
+    ),
+    (
         "a failure is told after a match",
         ADAPTER,
         "                self._prefixes_lost(self.manager.transfer_failed(result))",
@@ -216,12 +223,6 @@ ROWS = [
         ADAPTER,
         "        for task in self._batch.matched():\n            self._roll_back(task)",
         "        pass",
-    ),
-    (
-        "a lost prefill runs on",
-        LOST,
-        "                again += _preempt(manager, task, leaves=preempted_leave)",
-        "                _preempt(manager, task, leaves=preempted_leave)",
     ),
 ]
 MUTATIONS = [Mutation(*row) for row in ROWS]
