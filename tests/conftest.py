@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import tests.night
 from fastdeploy_kvcache_v1.model import configure_reproducible_math
 
 from .processes import Guard
@@ -32,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.new_seeds:
         settings.load_profile("night")
+        tests.night.is_night = True
     config.pluginmanager.register(Guard(), "guard")
 
 

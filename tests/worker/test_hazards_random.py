@@ -8,6 +8,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.worker.hazards import Actor, HazardTable
 from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
+from tests.night import worth_it
 from tests.worker.slot_by_slot import SlotBySlot
 from tests.worker.test_hazards import FakeEvent
 
@@ -71,8 +72,7 @@ def test_every_answer_is_that_of_the_rules_slot_by_slot(seed, num_slots):
         assert table.failed(range(num_slots)) == model.failed()
         failures_seen += bool(model.failed())
         table.check()
-    assert waits_seen > 5
-    assert failures_seen > 5
+    worth_it(min(waits_seen, failures_seen) > 5)
 
 
 class CountedEvent(FakeEvent):

@@ -9,6 +9,7 @@ from tests.embedded.engine.attention_server import AttentionStoreServer, namespa
 from tests.embedded.engine.cores import random_requests
 from tests.embedded.shadow import expected_outputs
 from tests.embedded.token_shadow_store import LATE_S
+from tests.night import worth_it
 
 PROMPT = list(range(30))
 OTHER = [60 + token for token in range(32)]
@@ -265,4 +266,4 @@ def test_random_loads_stores_and_failures_change_no_token(prefetch, host, seed):
 
         server.live(random_requests(seed, 120), rng, salts=[b"", b"", b"", b"tenant"], watch=watch)
         loaded += server.manager.stats().counters.loaded_blocks
-    assert loaded > 20, "the run is only worth something if it went through what it is for"
+    worth_it(loaded > 20)

@@ -8,6 +8,7 @@ from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from tests.embedded.engine.cores import random_requests, small
 from tests.embedded.shadow import Harness, expected_outputs
+from tests.night import worth_it
 
 POLICIES = list(WritePolicy)
 
@@ -30,9 +31,8 @@ def test_random_load_with_a_far_too_small_device_tier(policy, seed):
     assert {name: recorder.tokens for name, recorder in recorders.items()} == expected
     counters = harness.core.counters
     assert counters.finished == 80
-    assert counters.copies[0].swap_in.blocks > 0
-    assert counters.copies[0].swap_out.blocks > 0
-    assert harness.num_preemptions > 0
+    copies = counters.copies[0]
+    worth_it(min(copies.swap_in.blocks, copies.swap_out.blocks, harness.num_preemptions) > 0)
 
 
 def abort_one(harness, rng, names, recorders, gone):
