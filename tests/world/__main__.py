@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from .chooser import numbers
 from .scenarios import SCENARIOS
@@ -11,7 +12,7 @@ from .trial import line, shrink, try_run
 from .world import Run
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.world")
     parser.add_argument("scenario", choices=sorted(SCENARIOS))
     parser.add_argument("--seed", type=int, default=None)
@@ -22,7 +23,7 @@ def main() -> int:
     parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="instead of the drawn one")
     parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--shrink", action="store_true", help="of the first seed that fails")
-    chosen = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     tickets = numbers(chosen.tickets) if chosen.tickets else range(chosen.events)
     off = frozenset(filter(None, chosen.off.split(",")))
     sizes = {name: int(size) for name, size in (each.split("=") for each in chosen.size)}

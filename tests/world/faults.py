@@ -10,23 +10,21 @@ from typing import NamedTuple
 
 class Fault(NamedTuple):
     rate: float
-    loses: bool
-    """Something may stay until a time-out."""
     why: str
 
 
 FAULTS = {
-    # name: rate, whether it loses something, why
-    "copy to host fails": Fault(0.1, False, "a copy out of the device fails, and its target is garbage"),
-    "late report": Fault(0.5, False, "a rank's word is on its way"),
-    "lost in schedule": Fault(0.02, False, "FastDeploy's schedule raises after it scheduled some"),
-    "lost before put": Fault(0.02, False, "what FastDeploy does between schedule and its queue raises"),
-    "lost in put": Fault(0.02, False, "the queue raises before it has the batch"),
-    "lost after put": Fault(0.02, False, "the queue raises though it has the batch"),
-    "store fails": Fault(0.1, False, "a call of the store fails, and garbage is written"),
-    "store loses": Fault(0.05, False, "values vanish from the store"),
-    "store lies": Fault(0.05, False, "a value has other bytes; its digest tells"),
-    "store is full": Fault(0.1, False, "nothing more is stored"),
+    # name: rate, why
+    "copy to host fails": Fault(0.1, "a copy out of the device fails, and its target is garbage"),
+    "late report": Fault(0.5, "a rank's word is on its way"),
+    "lost in schedule": Fault(0.02, "FastDeploy's schedule raises after it scheduled some"),
+    "lost before put": Fault(0.02, "what FastDeploy does between schedule and its queue raises"),
+    "lost in put": Fault(0.02, "the queue raises before it has the batch"),
+    "lost after put": Fault(0.02, "the queue raises though it has the batch"),
+    "store fails": Fault(0.1, "a call of the store fails, and garbage is written"),
+    "store loses": Fault(0.05, "values vanish from the store"),
+    "store lies": Fault(0.05, "a value has other bytes; its digest tells"),
+    "store is full": Fault(0.1, "nothing more is stored"),
 }
 
 

@@ -1,13 +1,16 @@
 """Fixed seeds of every scenario. `python -m tests.world SCENARIO --seeds 0-999` looks at more of them."""
 
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from .__main__ import main
 from .chooser import numbers, ranges
 from .faults import FAULTS
 from .mutations import MUTATIONS, PACKAGE
+from .ranks import Worker
 from .scenarios import SCENARIOS
 from .trial import line, shrink, try_run
 from .world import Run
@@ -42,12 +45,20 @@ def test_what_is_left_out_does_not_change_what_others_choose():
 
 
 def test_a_failure_shrinks_to_what_it_needs(monkeypatch):
-    from .ranks import Worker
-
     monkeypatch.setattr(Worker, "_prefill", lambda worker, task: 1 / 0)
     smallest = shrink(Run("fastdeploy26", 0, range(200)))
     assert len(smallest.tickets) <= 2
     assert smallest.off == frozenset(FAULTS)
+
+
+def test_the_printed_line_replays_the_failure(monkeypatch, capsys):
+    monkeypatch.setattr(Worker, "_prefill", lambda worker, task: 1 / 0)
+    run = Run("fastdeploy26 file", 0, (3, *range(20, 90)), frozenset({"store lies", "late report"}), {"ranks": 2}, 1)
+    expected = try_run(run)
+    assert main(shlex.split(line(run))[3:]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == expected.error
+    assert printed[2:] == expected.trace
 
 
 @pytest.mark.parametrize("text", ["", "3", "3,7,12-40"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import traceback
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ def line(run: Run) -> str:
     """The command that replays it."""
     tickets = ranges(run.tickets)
     whole = tickets == f"0-{len(run.tickets) - 1}"
-    parts = [f"python -m tests.world {run.scenario} --seed {run.seed}"]
+    parts = [f"python -m tests.world {shlex.quote(run.scenario)} --seed {run.seed}"]
     parts += [f"--events {len(run.tickets)}"] if whole else [f"--tickets {tickets}"]
     parts += [f"--off '{','.join(sorted(run.off))}'"] if run.off else []
     parts += [f"--size {name}={size}" for name, size in sorted(run.sizes.items())]
