@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE,
@@ -26,59 +26,90 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.BitOr: ast.BitAnd,
     ast.BitAnd: ast.BitOr,
 }
+CONSTRUCTORS = {"__init__", "__post_init__", "__new__"}
 
 
-class Mutant(NamedTuple):
-    """One change. `source` is the whole changed module."""
+@dataclass(frozen=True)
+class Mutant:
+    """One change of a module's text: bytes `begin` to `end`, which are `was`, become `now`."""
 
     line: int
     was: str
     now: str
-    source: str
+    function: str
+    """Its dotted name: of a module's function, or of a class's method. What is inside it belongs to it."""
+    first: int
+    """The line of its `def`, or of its first decorator."""
+    statement: tuple[int, int]
+    """The lines of the statement around the place: a test that runs one of these reaches it."""
+    begin: int
+    end: int
+
+    def applied_to(self, source: str) -> str:
+        whole = source.encode()
+        return (whole[: self.begin] + self.now.encode() + whole[self.end :]).decode()
 
 
 def mutants(source: str) -> Iterator[Mutant]:
     """Every change of `source` that this module knows, in the order of the lines.
 
-    Left alone: annotations, messages (`raise`, `assert`), docstrings, imports, and the module's own constants.
+    Left alone: annotations, messages (`raise`, `assert`, log lines, texts with values in them), docstrings, imports,
+    and the module's own constants.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]
-    starts = [sum(map(len, lines[:number])) for number in range(len(lines))]
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
     whole = source.encode()
-    changes = sorted(_changes(ast.parse(source)), key=lambda change: (change[0].lineno, change[0].col_offset))
-    for node, now in changes:
-        begin = starts[node.lineno - 1] + node.col_offset
-        end = starts[node.end_lineno - 1] + node.end_col_offset
-        changed = whole[:begin] + now.encode() + whole[end:]
-        yield Mutant(node.lineno, whole[begin:end].decode(), now, changed.decode())
+    found = []
+    for name, function in _functions(ast.parse(source).body):
+        first = min([function.lineno, *(decorator.lineno for decorator in function.decorator_list)])
+        for node, now, statement in _of_all(function.body, function.name in CONSTRUCTORS):
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            was = whole[begin:end].decode()
+            found.append(Mutant(node.lineno, was, now, name, first, statement, begin, end))
+    return iter(sorted(found, key=lambda mutant: mutant.begin))
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Nodes, and the text that takes their place."""
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-    inner = {id(child) for node in functions for child in ast.walk(node) if child is not node}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and id(node) not in inner:
-            for statement in node.body:
-                yield from _of(statement)
+def _functions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """The functions of a module and the methods of its classes, with their dotted names."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield prefix + statement.name, statement
+            case ast.ClassDef():
+                yield from _functions(statement.body, f"{prefix}{statement.name}.")
+            case ast.If() | ast.Try():
+                yield from _functions([*statement.body, *statement.orelse], prefix)
 
 
-def _of(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
+Place = tuple["ast.expr | ast.stmt", str, tuple[int, int]]
+
+
+def _of_all(body: list[ast.stmt], constructs: bool) -> Iterator[Place]:
+    for statement in body:
+        yield from _of(statement, statement, constructs)
+
+
+def _of(node: ast.AST, statement: ast.stmt, constructs: bool) -> Iterator[Place]:
     """The changes of a node and of what is in it."""
-    if isinstance(node, ast.Raise | ast.Assert):
+    if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr) or _is_log_line(node):
         return
+    if isinstance(node, ast.stmt):
+        statement = node
     if isinstance(node, ast.expr | ast.stmt):
-        now = _changed(node)
+        now = _changed(node, constructs)
         if now is not None:
-            yield node, now
+            yield node, now, (statement.lineno, (node if hasattr(statement, "body") else statement).end_lineno)
     for field, value in ast.iter_fields(node):
         if field not in {"annotation", "returns"}:
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST):
-                    yield from _of(child)
+                    yield from _of(child, statement, constructs)
 
 
-def _changed(node: ast.expr | ast.stmt) -> str | None:
+def _changed(node: ast.expr | ast.stmt, constructs: bool) -> str | None:
     """What `node` becomes; None where there is nothing to change."""
     match node:
         case ast.Compare(ops=[operator, *rest]) if type(operator) in OPERATORS:
@@ -97,7 +128,13 @@ def _changed(node: ast.expr | ast.stmt) -> str | None:
             changed = ast.Constant(node.value + 1)
         case ast.IfExp():
             changed = ast.IfExp(node.test, node.orelse, node.body)
-        case ast.Expr(value=ast.Call()):
+        case ast.Slice(upper=ast.expr()):
+            return ast.unparse(ast.Slice(node.lower, None, node.step))
+        case ast.Slice(lower=ast.expr()):
+            return ast.unparse(ast.Slice(None, None, node.step))
+        case ast.Expr(value=ast.Call() | ast.Await()) | ast.Delete():
+            return "pass"
+        case ast.Assign(targets=[ast.Attribute()]) if not constructs:
             return "pass"
         case ast.Return(value=ast.expr()) if not _is_none(node.value):
             return "return None"
@@ -113,3 +150,10 @@ def _changed(node: ast.expr | ast.stmt) -> str | None:
 
 def _is_none(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_log_line(node: ast.AST) -> bool:
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger")))):
+            return True
+    return False

@@ -1,106 +1,181 @@
-"""Mutation testing of the scheduler half: changes its modules one place at a time and runs its tests on each change.
+"""Mutation testing: changes the package one place at a time and runs the tests that reach the place.
 
-`scripts/mutate [MODULE ...]`; a module is a file name without `.py`. Prints a line per survivor, a change that no test
-noticed, then a table. Each is a missing test, an equal program, or a matter of speed: docs/mutation.md judges them.
+`scripts/mutate --help` and docs/mutation.md tell more.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import shutil
+import json
+import random
+import subprocess
 import sys
-import tempfile
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import hypothesis  # noqa: F401  loaded once here, not in each child
-import numpy  # noqa: F401
-import pytest
-from mutants import mutants
+from tests.mutation import report
+from tests.mutation.children import run_all
+from tests.mutation.driver import PACKAGE, ROOT, Place, Question, Verdict, ask, places_of
 
-ROOT = Path(__file__).resolve().parents[2]
-SCHEDULER = "fastdeploy_kvcache_v1/scheduler"
-TREE = ("fastdeploy_kvcache_v1", "tests", "pyproject.toml")
-TEST_SECONDS, RUN_SECONDS = 120, 1200
-"""How long one test may take, and all of them: a change that loops is noticed, too."""
+LAST_COMMITS = 20
+"""What counts as changed where no tag and no other branch tells."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/mutate", description="Mutation testing of the scheduler half.")
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="file names without .py (default: all)")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="try only every N-th change of a module")
-    arguments = parser.parse_args()
-    known = {path.stem: path for path in sorted((ROOT / SCHEDULER).rglob("*.py")) if path.stem != "__init__"}
-    for name in arguments.modules:
-        if name not in known:
-            parser.error(f"{SCHEDULER} has no module {name}: choose among {', '.join(known)}")
-    results = {}
-    with tempfile.TemporaryDirectory() as directory:
-        tree = copy_of_the_tree(Path(directory))
-        if not survives(tree, tests_for("")):
-            raise SystemExit("error: the tests of the scheduler half fail without any change: run scripts/test first")
-        for name in arguments.modules or known:
-            results[name] = try_module(tree, known[name].relative_to(ROOT), arguments.every)
-    print("\n| module | changes | survivors |\n|---|---|---|")
-    for name, (tried, survivors) in results.items():
-        print(f"| `{name}` | {tried} | {survivors} |")
+    arguments = parse()
+    modules = changed_modules() if arguments.changed else [m for name in arguments.names for m in modules_of(name)]
+    by_folder: defaultdict[str, list[Place]] = defaultdict(list)
+    for module in dict.fromkeys(modules):
+        by_folder[folder_of(module)] += places_of(module)
+    if not by_folder:
+        print("no module of the package changed: nothing to mutate")
+        return 0
+    rng = random.Random(arguments.seed)
+    end = time.monotonic() + arguments.seconds / len(by_folder)
+    rows, survivors, shares = {}, 0, []
+    if arguments.matrix:
+        arguments.matrix.write_text("")
+    for folder, places in by_folder.items():
+        chosen = chosen_of(places, arguments, rng)
+        print(f"{folder}: {len(chosen)} of {len(places)} places", flush=True)
+        known = report.judgements(folder)
+
+        def ended(verdict: Verdict, known: dict[str, str] = known) -> None:
+            if not verdict.killers:
+                reason = known.get(verdict.place.key) or ("" if verdict.reached else "NOT REACHED")
+                print(f"{verdict.place}{reason and '  # ' + reason}", flush=True)
+
+        question = Question(
+            chosen,
+            tests_of(folder),
+            tuple(arguments.also),
+            matrix=arguments.matrix is not None,
+            jobs=arguments.jobs,
+            processes=arguments.processes,
+            deadline=(lambda end=end: time.monotonic() > end) if arguments.seconds != float("inf") else lambda: False,
+            ended=ended,
+        )
+        verdicts = verdicts_of(question)
+        end += arguments.seconds / len(by_folder)
+        rows[folder] = report.row(folder, len(places), verdicts)
+        shares.append(report.percent_killed(folder, verdicts))
+        survivors += sum(not verdict.killers and verdict.place.key not in known for verdict in verdicts)
+        if arguments.matrix:
+            with arguments.matrix.open("a") as matrix:
+                matrix.writelines(map(json_line, verdicts))
+    print("\n" + report.HEADER + "\n".join(rows.values()))
+    if arguments.report:
+        report.write(rows)
+    if arguments.floor and min(shares) < arguments.floor:
+        print(f"FAILED: fewer than {arguments.floor} % of the changes were noticed; the survivors are above")
+        return 1
     return 0
 
 
-def copy_of_the_tree(directory: Path) -> Path:
-    for part in TREE:
-        source = ROOT / part
-        if source.is_dir():
-            shutil.copytree(source, directory / part, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-        else:
-            shutil.copy(source, directory / part)
-    return directory
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/mutate",
+        description="Changes a place of the package and runs the tests that reach it. Prints what no test notices.",
+    )
+    parser.add_argument("names", nargs="*", metavar="FOLDER_OR_MODULE", help="scheduler, scheduler/run.py, cli.py ...")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="try every N-th place")
+    parser.add_argument("--sample", type=int, metavar="N", help="try N places of each folder, the same ones each day")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="another sample")
+    parser.add_argument("--also", nargs="+", default=[], metavar="TESTS", help="ask these where all others pass")
+    parser.add_argument(
+        "--processes", action="store_true", help="run tests that start processes, too (no child sees the change)"
+    )
+    parser.add_argument(
+        "--matrix", type=Path, metavar="FILE", help="run all tests that reach a place; JSON lines of who kills what"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="children at a time")
+    parser.add_argument("--report", action="store_true", help="write the table of docs/mutation.md")
+    parser.add_argument("--changed", action="store_true", help="modules that changed since the last tag or main")
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="N", help="start nothing after so long")
+    parser.add_argument("--floor", type=float, metavar="PERCENT", help="exit status 1 where a folder has fewer killed")
+    arguments = parser.parse_args()
+    if bool(arguments.names) == arguments.changed:
+        parser.error("name folders and modules, or say --changed")
+    return arguments
 
 
-def tests_for(module: str) -> list[str]:
-    """All tests of the scheduler half, those of the module first: they end most mutants soonest."""
-    tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests/scheduler").rglob("test_*.py"))
-    return sorted(tests, key=lambda test: (Path(test).stem != f"test_{module}", "machine" in test or "random" in test))
+def modules_of(name: str) -> list[Path]:
+    """The modules that a folder, a path, or a file name without `.py` means."""
+    path = PACKAGE / name.removeprefix(f"{PACKAGE.name}/").rstrip("/")
+    if path.is_dir():
+        found = sorted(path.rglob("*.py"))
+    else:
+        found = [path.with_suffix(".py")] if path.with_suffix(".py").exists() else sorted(PACKAGE.rglob(f"{name}.py"))
+    if not found:
+        raise SystemExit(f"error: the package has no folder and no module {name}")
+    return found
 
 
-def try_module(tree: Path, module: Path, every: int) -> tuple[int, int]:
-    """How many changes were tried, and how many survived; prints these."""
-    path = tree / module
-    original = path.read_text(encoding="utf-8")
-    tried = list(mutants(original))[::every]
-    survivors = 0
-    for mutant in tried:
-        path.write_text(mutant.source, encoding="utf-8")
-        if survives(tree, tests_for(module.stem)):
-            survivors += 1
-            line = original.splitlines()[mutant.line - 1].strip()
-            was, now = (" ".join(text.split()) for text in (mutant.was, mutant.now))
-            print(f"{module}:{mutant.line}: `{was}` -> `{now}` in `{line}`", flush=True)
-    path.write_text(original, encoding="utf-8")
-    return len(tried), survivors
+def folder_of(module: Path) -> str:
+    """The folder below the package; `.` for the package itself."""
+    parts = module.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "."
 
 
-def survives(tree: Path, tests: Sequence[str]) -> bool:
-    """Whether all tests pass. A child of this process runs them, which has loaded pytest, NumPy and Hypothesis."""
-    child = multiprocessing.get_context("fork").Process(target=run_tests, args=(tree, tests))
-    child.start()
-    child.join(RUN_SECONDS)
-    child.kill()
-    child.join()
-    return child.exitcode == 0
+def tests_of(folder: str) -> list[str]:
+    """The folder's tests; those of the package's own modules lie in tests/ itself."""
+    if folder == ".":
+        return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
+    if not (ROOT / "tests" / folder).is_dir():
+        raise SystemExit(f"error: there is no tests/{folder}")
+    return [f"tests/{folder}"]
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> None:
-    os.chdir(tree)
-    sys.path[:] = [str(tree), *(entry for entry in sys.path if Path(entry).resolve() != ROOT)]
-    sys.dont_write_bytecode = True
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", f"--timeout={TEST_SECONDS}"]
-    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # Hypothesis was loaded before pytest saw it
-    os._exit(int(pytest.main([*options, *tests]) != pytest.ExitCode.OK))
+def changed_modules() -> list[Path]:
+    changed = [ROOT / path for path in git("diff", "--name-only", base(), "--", PACKAGE.name).splitlines()]
+    return [path for path in changed if path.suffix == ".py" and path.exists()]
+
+
+def base() -> str:
+    """The last tag; else where this branch left main; else some commits ago, or as far as a shallow clone goes back."""
+    head = git("rev-parse", "HEAD")
+    for command in (["describe", "--tags", "--abbrev=0", "HEAD^"], ["merge-base", "HEAD", "origin/main"]):
+        found = git(*command)
+        if found and git("rev-parse", f"{found}^{{commit}}") != head:
+            return found
+    return git("rev-list", "--first-parent", f"--max-count={LAST_COMMITS}", "HEAD").split()[-1]
+
+
+def git(*command: str) -> str:
+    """What git says; empty where it fails."""
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def chosen_of(places: list[Place], arguments: argparse.Namespace, rng: random.Random) -> list[Place]:
+    places = places[:: arguments.every]
+    if arguments.sample and arguments.sample < len(places):
+        places = [places[number] for number in sorted(rng.sample(range(len(places)), arguments.sample))]
+    if arguments.seconds != float("inf"):
+        rng.shuffle(places)  # where the time is over, the sample is smaller but no less random
+    return places
+
+
+def verdicts_of(question: Question) -> Sequence[Verdict]:
+    """Asks in a child of its own: a folder's tests load much."""
+    tell: Callable[[Question, object], list[Verdict]] = lambda question, _: ask(question)  # noqa: E731
+    (ended,) = run_all(iter([(question, float("inf"))]), tell, 1, quiet=False)
+    if not ended.finished:
+        raise SystemExit(1)
+    verdicts: list[Verdict] = ended.result
+    return verdicts
+
+
+def json_line(verdict: Verdict) -> str:
+    place = verdict.place
+    said = {
+        "place": f"{place.module}:{place.mutant.line}",
+        "key": place.key,
+        "asked": verdict.reached,
+        "killers": verdict.killers,
+    }
+    return json.dumps(said) + "\n"
 
 
 if __name__ == "__main__":

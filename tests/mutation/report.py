@@ -1,0 +1,55 @@
+"""The table in docs/mutation.md, and what is known about survivors.
+
+A judged survivor stands in `judged/FOLDER.txt`: the line that `scripts/mutate` printed, without its line number, and
+below it, indented, why no test need notice it (`equal: ...`, `speed: ...`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.mutation.driver import ROOT, Verdict
+
+DOCUMENT = ROOT / "docs/mutation.md"
+JUDGED = Path(__file__).with_name("judged")
+HEADER = "| folder | places | tried | killed | judged | survivors |\n|---|---|---|---|---|---|\n"
+
+
+def judgements(folder: str) -> dict[str, str]:
+    """Why each survivor of the folder may survive, by its key."""
+    path = JUDGED / f"{folder}.txt"
+    known, key = {}, ""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        if line.startswith(" "):
+            known[key] = line.strip()
+        elif line and not line.startswith("#"):
+            key = line
+    return known
+
+
+def row(folder: str, places: int, verdicts: Sequence[Verdict]) -> str:
+    """A line of the table. `killed` is a share of those that a test could notice: the judged ones are left out."""
+    known = judgements(folder)
+    survivors = [verdict for verdict in verdicts if not verdict.killers]
+    judged = sum(verdict.place.key in known for verdict in survivors)
+    killed = len(verdicts) - len(survivors)
+    share = f"{killed} ({percent_killed(folder, verdicts):.0f} %)"
+    return f"| `{folder}` | {places} | {len(verdicts)} | {share} | {judged} | {len(survivors) - judged} |"
+
+
+def percent_killed(folder: str, verdicts: Sequence[Verdict]) -> float:
+    known = judgements(folder)
+    counted = [verdict for verdict in verdicts if verdict.killers or verdict.place.key not in known]
+    return 100 * sum(bool(verdict.killers) for verdict in counted) / max(1, len(counted))
+
+
+def write(rows: dict[str, str]) -> None:
+    """Replaces these folders' lines of the table, and leaves the others."""
+    before, begin, rest = DOCUMENT.read_text(encoding="utf-8").partition(HEADER)
+    if not begin:
+        raise SystemExit(f"error: {DOCUMENT} has no table that begins with:\n{HEADER}")
+    table, _, after = rest.partition("\n\n")
+    known = {line.split("`")[1]: line for line in table.splitlines()} | rows
+    lines = "\n".join(known[folder] for folder in sorted(known))
+    DOCUMENT.write_text(f"{before}{HEADER}{lines}\n\n{after.lstrip()}", encoding="utf-8")
