@@ -15,6 +15,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import stat
 import threading
 import time
@@ -169,10 +170,15 @@ def remove_abandoned(directory: Path) -> None:
     """Delete what processes that ended have left half written."""
     limit = time.time() - ABANDONED_S
     temporary = directory / TEMPORARY
-    if temporary.is_symlink():
-        return
-    with contextlib.suppress(OSError), os.scandir(temporary) as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_mtime < limit:
-                    os.unlink(entry.path)
+    with contextlib.suppress(OSError):
+        if temporary.is_symlink():
+            return
+        with os.scandir(temporary) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime >= limit:
+                        continue
+                    if entry.is_dir(follow_symlinks=False):  # it lay in the place of a value
+                        shutil.rmtree(entry.path)
+                    else:
+                        os.unlink(entry.path)

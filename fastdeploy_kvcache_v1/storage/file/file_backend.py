@@ -112,17 +112,30 @@ class FileBackend(StorageBackend):
 
     def put(self, keys: Sequence[StoreKey], buffers: Sequence[memoryview]) -> int:
         if self._used is None:  # a full disk may have room again
-            self._used = open_directory(self.directory, self._namespace)
+            try:
+                self._used = open_directory(self.directory, self._namespace)
+            except ConfigError as error:
+                raise StorageError(str(error)) from error
         if self._used is None:
             raise StorageError(f"{self.directory} cannot be written to")
         missing = [(key, buffer) for key, buffer in zip(keys, buffers, strict=True) if not self._is_stored(key)]
         if not missing:
             return 0
-        sizes = [on_disk(len(buffer)) for _, buffer in missing]
-        written = 0
         self._make_what_was_deleted()
         try:
-            self._make_room(sum(sizes))
+            self._put(missing)
+        except OSError as error:
+            raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
+        return len(missing)
+
+    def _put(self, missing: Sequence[tuple[StoreKey, memoryview]]) -> None:
+        """Reserve the bytes of all, and give back those that were not written."""
+        assert self._used is not None
+        sizes = [on_disk(len(buffer)) for _, buffer in missing]
+        written = 0
+        total = self._used.add(sum(sizes))
+        try:
+            self._make_room(sum(sizes), total)
             for (key, buffer), size in zip(missing, sizes, strict=True):
                 try:
                     self._write(key, buffer)
@@ -132,12 +145,9 @@ class FileBackend(StorageBackend):
                     self._write_to_full_disk(key, buffer, sum(sizes) - written, written)
                 written += size
             self.touch([key for key, _ in missing])  # the last block of a prefix is the first to go
-        except OSError as error:
-            raise StorageError(f"cannot write to {self.directory}: {error.strerror}") from error
         finally:
             with contextlib.suppress(OSError):
                 self._used.add(written - sum(sizes))
-        return len(missing)
 
     def touch(self, keys: Sequence[StoreKey]) -> None:
         if self._used is None:
@@ -274,10 +284,9 @@ class FileBackend(StorageBackend):
 
     # ---- capacity
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Reserve `num_bytes`, deleting the values that were not used for longest if they are more than there is."""
+    def _make_room(self, num_bytes: int, total: int) -> None:
+        """For `num_bytes` that make it `total`: if that is too much, the values go that were not used for longest."""
         assert self._used is not None
-        total = self._used.add(num_bytes)
         limit = min(self.capacity_bytes, total - num_bytes + _free_bytes(self.directory))
         if total <= limit:
             return
@@ -316,8 +325,7 @@ class FileBackend(StorageBackend):
         """Reserve `num_bytes`, which are counted already, within `limit`."""
         assert self._used is not None
         kept = max(0, int(limit * KEPT_SHARE) - num_bytes)
-        delete_values(self.directory, self._used, lambda _, stored: stored > kept)
-        self._used.add(num_bytes)
+        delete_values(self.directory, self._used, lambda _, stored: stored > kept, reserved=num_bytes)
 
     def _say_disk_is_full(self, limit: int) -> None:
         if not self._has_said_full:

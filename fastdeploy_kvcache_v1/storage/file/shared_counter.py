@@ -50,10 +50,10 @@ class SharedCounter:
         A file that was deleted is made again, at 0.
         """
         with self._lock:
-            if self._depth == 0:
-                self._acquire()
             self._depth += 1
             try:
+                if self._depth == 1:
+                    self._acquire()
                 yield
             finally:
                 self._depth -= 1

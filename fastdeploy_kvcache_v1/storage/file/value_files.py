@@ -90,8 +90,11 @@ def on_disk(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
-def delete_values(directory: Path, used: SharedCounter, is_unwanted: Callable[[StoredFile, int], bool]) -> Deletion:
-    """Delete every value that `is_unwanted`, and set `used` to the bytes of the others. Raises `OSError`.
+def delete_values(
+    directory: Path, used: SharedCounter, is_unwanted: Callable[[StoredFile, int], bool], *, reserved: int = 0
+) -> Deletion:
+    """Delete every value that `is_unwanted`, and set `used` to the bytes of the others, and those that are `reserved`.
+    Raises `OSError`.
 
     It is asked about each value, least recently used first, with the bytes that are still stored. `used` is locked
     meanwhile, so servers that store wait. O(n log n) for n values.
@@ -106,7 +109,7 @@ def delete_values(directory: Path, used: SharedCounter, is_unwanted: Callable[[S
                     os.unlink(file.path)
                 deleted += 1
                 left -= file.num_bytes
-        used.write(left)
+        used.write(left + reserved)
     return Deletion(deleted, num_bytes - left, len(files) - deleted, left)
 
 

@@ -87,9 +87,9 @@ def test_a_value_is_stored_although_directories_vanish_before_it_is_written(stor
     backend = store()
     make_room = backend._make_room
 
-    def clear_and_make_room(num_bytes):
+    def clear_and_make_room(*given):
         remove_tree(backend.directory, deleted)
-        make_room(num_bytes)
+        make_room(*given)
 
     monkeypatch.setattr(backend, "_make_room", clear_and_make_room)
     assert put(backend, 1) == got(backend, 1) == 1
