@@ -19,32 +19,12 @@ from tests.storage.file.stores import FILE_BYTES, age, found_in, got, put, used_
 from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace
 
 
-def test_values_come_back_as_far_as_they_are_stored(store):
-    backend = store()
-    assert put(backend, 1, 2, 3, 5) == 4
-    assert backend.count_stored(keys(1, 2, 3, 4, 5)) == 3
-    assert got(backend, 1, 2, 3, 4, 5) == 3
-    assert got(backend, 4) == 0
-    assert backend.count_stored([]) == got(backend) == put(backend) == 0
-
-
 def test_a_value_is_written_once(store):
     backend = store()
     assert put(backend, 1, 2) == 2
     assert put(backend, 2, 3) == 1
     assert found_in(backend) == (3, 3 * FILE_BYTES)
     assert used_by(backend) == 3 * FILE_BYTES
-
-
-def test_another_process_or_a_restart_finds_what_was_stored(store):
-    put(store(), 1, 2)
-    assert got(store(), 1, 2) == 2
-
-
-def test_namespaces_never_meet(store):
-    put(store(), 1)
-    assert got(store(weight_epoch="1"), 1) == 0
-    assert found_in(store(weight_epoch="1")) == (1, FILE_BYTES), "of another namespace"
 
 
 @pytest.mark.parametrize("size", [0, VALUE_BYTES - 1, VALUE_BYTES + 1])
