@@ -46,6 +46,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(temp_dir, monkeypatch, owner
     assert os.listdir(temp_dir) == []
 
 
+@pytest.mark.process
 def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
     """So that a SIGKILL in the long part of the start leaves nothing behind."""
     seen = []
@@ -107,6 +108,7 @@ def test_worker_that_dies_after_it_connected(temp_dir, monkeypatch):
         ProcessWorkerClient(CONFIG)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("timeout_s", [1.0, 0.0])
 def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
     """Without a limit it is told of when somebody kills it."""
