@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.slot_array import SlotArray
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, Implementation, plan_runs, tensor_rows
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns, Implementation, plan_runs, tensor_rows
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
 
@@ -39,6 +39,13 @@ def test_neighbours_become_one_run():
     assert plan_runs((4, 5, 7), (1, 2, 3), num_sources=8, num_targets=8) == [CopyRun(4, 1, 2), CopyRun(7, 3, 1)]
     assert plan_runs((4, 4), (1, 2), num_sources=8, num_targets=8) == [CopyRun(4, 1, 1), CopyRun(4, 2, 1)]
     assert plan_runs((), (), num_sources=0, num_targets=0) == []
+
+
+def test_runs_that_were_not_planned_name_their_rows_too():
+    runs = CopyRuns.of([CopyRun(4, 1, 3), CopyRun(9, 7, 2)])
+    assert (runs.sources.tolist(), runs.targets.tolist()) == ([4, 5, 6, 9, 10], [1, 2, 3, 7, 8])
+    assert (runs[1:].sources.tolist(), runs[1:].targets.tolist()) == ([9, 10], [7, 8])
+    assert CopyRuns.of([]).sources.tolist() == []
 
 
 @given(copies)

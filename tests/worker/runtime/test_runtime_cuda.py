@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, TransferError
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.hazards import Actor
@@ -222,6 +222,16 @@ def test_a_host_wait_can_time_out(gpu, rig):
     gpu.run_all()
     rig.controller.drain(0.001)
     rig.close()
+
+
+def test_a_runtime_that_is_closed_has_closed_its_streams(gpu):
+    runtime = CudaRuntime(compute_handle=COMPUTE)
+    stream, done = runtime.new_stream("a"), []
+    stream.submit(gpu.launch, stream.handle, done.append, 1)
+    runtime.close()
+    assert (stream.closed, done) == (True, [1])
+    with pytest.raises(CacheStateError, match="stream a is closed"):
+        stream.submit(done.append, 2)
 
 
 def test_host_memory_is_page_locked_as_long_as_it_is_used(gpu, rig, monkeypatch):
