@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
-from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, HazardTable
+from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, HazardTable, _Use
 from fastdeploy_kvcache_v1.worker.runtime import Event
 
 IN, OUT, COMPUTE, REMOTE = Actor
@@ -217,6 +217,23 @@ def test_check_sees_a_foreign_slot():
     table = HazardTable("device", 4)
     table.after(IN, FakeEvent(), writes=(9,))
     with pytest.raises(InvariantError, match="slot 9 of 4"):
+        table.check()
+
+
+@pytest.mark.parametrize(
+    ("uses", "message"),
+    [
+        # actor, bitmaps of slots that are read and written
+        ([(IN, 0, 1), (OUT, 0, 1)], r"slots \[0\] have two last uses"),
+        ([(IN, 6, 0), (IN, 2, 0)], r"slots \[1\] have two last uses"),
+        ([(IN, 1, 0), (OUT, 0, 1)], "a reader from before a write"),
+        ([(IN, 0, 0)], "a use of no slot"),
+    ],
+)
+def test_check_sees_what_no_order_of_uses_leaves(uses, message):
+    table = HazardTable("device", 4)
+    table._uses = [_Use(actor, FakeEvent(), reads, writes) for actor, reads, writes in uses]
+    with pytest.raises(InvariantError, match=message):
         table.check()
 
 

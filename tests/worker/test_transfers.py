@@ -217,7 +217,7 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
         written.append(len(output.waiting))
 
     waits = rig.controller.before_compute([], [0], by_layer=True)
-    assert waits.num_layers == rig.layout.num_layers
+    assert (waits.num_layers, waits.target_slots) == (rig.layout.num_layers, SlotSet())
     for layer in range(waits.num_layers):
         waits.wait_for_layer(layer)
         compute.submit(write, layer)

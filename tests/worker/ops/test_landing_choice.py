@@ -53,3 +53,17 @@ def test_without_files_and_nvml_the_driver_release_is_unknown(monkeypatch):
     monkeypatch.setattr(landing, "RELEASE_FILES", ())
     monkeypatch.setattr(landing.ctypes, "CDLL", no_library)
     assert landing.driver_release() == ""
+
+
+def test_where_no_path_is_left_copies_go_by_runs_and_each_other_one_says_why():
+    landed = landing.Landing(("kernel", "staged"), {"batch": "it lost a block"})
+    paths = {(path.direction, path.name): path.left for path in landed.paths({"staged"})}
+    later = "it was refused by the driver after it had been tried"
+    assert paths == {
+        ("in", "kernel"): later,
+        ("in", "batch"): "it lost a block",
+        ("in", "runs"): "",
+        ("out", "kernel"): later,
+        ("out", "staged"): "",
+        ("out", "batch"): "it lost a block",
+    }

@@ -234,6 +234,11 @@ def test_a_runtime_that_is_closed_has_closed_its_streams(gpu):
         stream.submit(done.append, 2)
 
 
+def test_a_stream_of_a_thread_is_on_its_device_and_waits_for_no_other_one(gpu):
+    stream = cuda.stream_on(3, "peer")
+    assert gpu.log == [("device", 3), ("stream", stream.handle, "non-blocking")]
+
+
 def test_host_memory_is_page_locked_as_long_as_it_is_used(gpu, rig, monkeypatch):
     assert list(gpu.registered.values()) == [rig.controller.host_pool.nbytes]
     rig.close()
