@@ -28,8 +28,10 @@ class Request:
 
 
 class Clients:
-    def __init__(self, world: Any, *, block_size: int, most: int = 12, images: bool = False) -> None:
+    def __init__(self, world: Any, *, block_size: int, most: int = 12, images: bool = False, kinds: int = 3) -> None:
         self.world, self.block_size, self.most, self.images = world, block_size, most, images
+        self.kinds = kinds
+        """Of prompts."""
         self.requests: dict[int, Request] = {}
         """That live, by number."""
         self.ids: list[str] = []
@@ -84,7 +86,7 @@ class Clients:
         if lot < 0.5 and self.finished:
             base = self.finished[int(old * len(self.finished))][: 6 * self.block_size]
         else:
-            base = [int(old * 3) + 1] * (6 * self.block_size)
+            base = [int(old * self.kinds) + 1] * (6 * self.block_size)
         return base[: int(cut * len(base))] + tail
 
     # ---- what the host tells

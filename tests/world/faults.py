@@ -25,6 +25,11 @@ FAULTS = {
     "store loses": Fault(0.05, "values vanish from the store"),
     "store lies": Fault(0.05, "a value has other bytes; its digest tells"),
     "store is full": Fault(0.1, "nothing more is stored"),
+    "copy to device fails": Fault(0.4, "a copy into the device fails, and its target is garbage"),
+    "fetch breaks": Fault(0.1, "a decode server's read breaks"),
+    "lease breaks": Fault(0.05, "a prefill server loses its peer"),
+    "answer breaks": Fault(0.05, "the connection on which a first token is awaited breaks"),
+    "answer is lost": Fault(0.05, "a first token never comes, and nothing says so: a time-out ends it"),
 }
 
 

@@ -10,16 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
+from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import EngineStorage
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings
+from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 
 from .clients import Clients
+from .embedded_host import EmbeddedHost, Engine, EngineRank
 from .fastdeploy_host import LEAST_BLOCKS, EngineCache, FastDeployHost
 from .ranks import Rank, Worker
 from .reports import Reports
+from .roles import HERE, Peer, Roles
 from .store import RankMemory, Store, TokenStore, namespace
 from .streams import VirtualDevice
 
@@ -72,6 +78,59 @@ def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, 
     world.others += [store, TierWatch(tier)]
 
 
+def embedded(world: Any, rng: random.Random, *, backend: str = "", has_roles: bool = False) -> None:
+    block_size = rng.choice([2, 4])
+    seats, budget = rng.randrange(2, 7), rng.choice([8, 24, 64])
+    world.clients = Clients(world, block_size=block_size, most=3 * seats, kinds=8)
+    if not has_roles:
+        engine = make_engine(world, rng, "", block_size, backend=backend, seats=seats, budget=budget)
+        world.host = EmbeddedHost(world, engine)
+        return
+    asker, patience = SimpleNamespace(), 10.0 if "answer is lost" in world.faults.on else 1e9
+    settings = TransferSettings(secret=bytes(16), silence_s=patience, wait_s=patience)
+    remote = RemotePrefills(asker, [HERE], settings, block_size=block_size, vocab_size=264, clock=world.clock)
+    decode = make_engine(world, rng, "", block_size, kind=Peer, remote=remote, seats=seats, budget=budget)
+    offered = OfferedPrefills(1)
+    prefill = make_engine(world, rng, "prefill ", block_size, kind=Peer, offered=offered, seats=seats, budget=budget)
+    world.host = Roles(world, prefill, decode)
+    asker.ask, asker.drop = world.host.ask, world.host.drop
+
+
+def make_engine(
+    world: Any, rng: random.Random, of: str, block_size: int, *, kind: type[Engine] = Engine, backend: str = "",
+    **options: Any,
+) -> Engine:  # fmt: skip
+    device = world.size(f"{of}device", rng.randrange(16, 28), LEAST_BLOCKS)
+    host = world.size(f"{of}host", rng.choice([8, 20, 60] if backend else [0, 8, 20, 60]), 0)
+    policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
+    shared = rng.choice([0, block_size, 256])
+    config = KVCacheConfig(
+        device, host, block_size, policy, threshold, shared_prefill_tokens=shared, max_queued_events=0
+    )
+    manager, copies = CacheManager(config), world.chooser.source(f"{of}copies")
+
+    def copy_fails(stream: str) -> bool:
+        direction = {"kv-output": "host", "kv-input": "device"}.get(stream)
+        return direction is not None and world.faults.strike(f"copy to {direction} fails", copies)
+
+    memory = RankMemory(on_device=False) if backend else None
+    rank = EngineRank(
+        VirtualDevice(world.clock, copy_fails), blocks=device, host_blocks=host, block_size=block_size,
+        tags=world.tags, memory=memory,
+    )  # fmt: skip
+    tier = None
+    if memory is not None:
+        settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
+        store = Store(world, [memory])
+        store.namespace = namespace().digest
+        tier = StorageTier(manager, settings, namespace(), store, clock=world.clock)
+        world.others += [store, TierWatch(tier)]
+    engine = kind(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0]), **options)
+    if memory is not None:
+        store.listen(engine.core.on_storage)
+    return engine
+
+
 class TierWatch:
     """Idle when no slot is lent to the store."""
 
@@ -91,4 +150,7 @@ SCENARIOS: dict[str, Callable[[Any, random.Random], None]] = {
     "fastdeploy25 file": partial(fastdeploy, release=25, backend="file"),
     "fastdeploy26 file": partial(fastdeploy, release=26, backend="file"),
     "fastdeploy26 attention_store": partial(fastdeploy, release=26, backend="attention_store"),
+    "embedded": embedded,
+    "embedded file": partial(embedded, backend="file"),
+    "embedded roles": partial(embedded, has_roles=True),
 }

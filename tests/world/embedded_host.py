@@ -1,0 +1,308 @@
+"""The embedded server's engine: the real core, scheduler and step runner, over a virtual device and a model in tags.
+
+`step`, the worker's turn and the arrival of its answer are turns of the world, so anything may happen between them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
+from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
+from fastdeploy_kvcache_v1.embedded.engine.peer_requests import PeerRequests
+from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
+from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
+from fastdeploy_kvcache_v1.errors import TransferError
+from fastdeploy_kvcache_v1.metadata import CacheAccess
+from fastdeploy_kvcache_v1.model.sampler import SamplingParams
+from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
+from fastdeploy_kvcache_v1.model.step_runner import StepRunner
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+
+from .clients import Request
+from .memory import UNWRITTEN, VOCABULARY, Prefix, Tags, WrongError, next_token
+from .ranks import LAYERS, OWN_NOTHING, Rank
+from .streams import VirtualDevice
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class _Given(AttentionCacheBackend):
+    """The layout of tensors that are there."""
+
+    def __init__(self, layout: CacheLayout) -> None:
+        self._layout = layout
+
+    @property
+    def layout(self) -> CacheLayout:
+        return self._layout
+
+
+class EngineRank(Rank):
+    """The worker: its only rank, which keeps nothing of a request but what its model computes."""
+
+    def __init__(
+        self, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags, memory: Any = None
+    ) -> None:
+        self.number, self.device, self.tags = 0, device, tags
+        self.block_size, self.num_blocks = block_size, blocks
+        self.layers = [np.full((blocks, block_size), UNWRITTEN, np.int64) for _ in range(LAYERS)]
+        layout = CacheLayout(LAYERS, (RoleSpec("key", (1, block_size, 2), "float32"),))
+        self.controller = CacheController(_Given(layout), runtime=device)
+        self.controller.attach_kv_cache({str(n): each for n, each in enumerate(self.layers)}, blocks, host_blocks)
+        if memory is not None:
+            memory.use(self.controller)
+        self.runner = StepRunner(self._forward, self.controller, self.layers, block_size=block_size)
+        self.marks_own = True
+        """What a request computes that writes nothing differs from what others find."""
+        self.generations: dict[str, Generation] = {}
+        """Of the batch, by request."""
+        self._rows: dict[str, Any] = {}
+        self._tasks: dict[int, StepTask] = {}
+
+    def run(self, batch: BatchRequest) -> StepResult:
+        self._tasks = {id(task.block_table): task for task in batch.requests}
+        result = self.runner.run(batch)
+        return replace(result, report=replace(result.report, exposed_wait_s=0.0))  # of a real clock
+
+    def _forward(self, slices: Any, caches: Any, before_layer: Any) -> list[Any]:
+        tasks = [self._tasks[id(each.block_table)] for each in slices]
+        assert all(task.token_ids for task in tasks), "nothing is computed of a request"
+        work = [(self._row(task), task.start, task.start + len(task.token_ids)) for task in tasks]
+        plan, void = [self._places(row, start, end) for row, start, end in work], []
+        try:
+            for number, layer in enumerate(self.layers):
+                before_layer(number)
+                self.device.compute_stream.submit(self._attend_unless, void, layer, number, plan)
+        except TransferError:
+            void.append("what was submitted reads blocks that did not arrive")
+            raise
+        for row, _, end in work:
+            row.computed = end
+        scores = np.eye(VOCABULARY + 1, dtype=np.float32)
+        return [
+            scores[next_token(row.prefix.chain[end])] if task.needs_logits else None
+            for task, (row, _, end) in zip(tasks, work, strict=True)
+        ]
+
+    def _attend_unless(self, void: list[str], layer: Any, number: int, plan: Any) -> None:
+        """It writes in any case."""
+        if not void:
+            self._attend(layer, number, plan)
+            return
+        for _, places, tags, start in plan:
+            layer.reshape(-1)[places[start:]] = tags[start:] * LAYERS + number
+
+    def _row(self, task: StepTask) -> Any:
+        row, generation = self._rows.get(task.request_id), self.generations[task.request_id]
+        if row is None or row.generation is not generation or row.computed != task.start:
+            request = generation.sink.args[0]  # type: ignore[attr-defined]
+            own_from = task.start if self.marks_own and not generation.hasher.access.writes else OWN_NOTHING
+            row = self._rows[task.request_id] = SimpleNamespace(
+                uid=request.uid, generation=generation, own_from=own_from, computed=task.start,
+                prefix=Prefix(self.tags, (0, request.salt)),
+            )  # fmt: skip
+        end = task.start + len(task.token_ids)
+        row.prefix.extend(generation.tokens[len(row.prefix.tokens) : end])
+        row.table = [int(slot) for slot in task.block_table]
+        return row
+
+
+class Engine:
+    """One server's engine thread and worker: a batch goes there, and its answer comes back when the device has it."""
+
+    def __init__(
+        self, world: Any, manager: CacheManager, rank: EngineRank, *, seats: int, budget: int,
+        storage: Any = None, remote: Any = None, offered: Any = None, pace: float = 1.0,
+    ) -> None:  # fmt: skip
+        """`pace`: how slowly it believes to compute, and so whether it loads."""
+        self.world, self.manager, self.rank = world, manager, rank
+        self.block_size = manager.config.block_size
+        self.scheduler = Scheduler(
+            manager,
+            block_size=self.block_size,
+            max_num_seqs=seats,
+            max_num_batched_tokens=budget,
+            may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
+            is_remote=lambda generation, found: remote is not None and remote.wants(generation, found),
+        )
+        peers = PeerRequests(manager, self.scheduler, remote=remote, offered=offered)
+        self._sent: list[tuple[BatchRequest, dict[str, Generation]]] = []
+        """With the requests that it names: their names may be those of others when it is taken."""
+        self.core = EngineCore(
+            manager, self.scheduler, self._send, storage=storage, peers=peers,
+            clock=lambda: world.clock() * pace,
+        )  # fmt: skip
+        self._answer: tuple[BatchRequest, StepResult] | None = None
+        self._has_ended = False
+
+    def generation(self, name: str, request: Request, sink: Any, *, max_tokens: int, **options: Any) -> Generation:
+        salt, access = request.salt or "", CacheAccess(request.reads, request.writes)
+        hasher = BlockHasher(self.block_size, salt=salt.encode(), access=access)
+        hasher.extend(request.prompt)
+        asked = GenerationRequest(name, tuple(request.prompt), max_tokens, GREEDY, cache_salt=salt, **options)
+        return Generation(asked, hasher, TextStream(ByteTokenizer().detokenizer(), ()), partial(sink, request))
+
+    def _send(self, batch: BatchRequest) -> None:
+        running = {each.request_id: each for each in self.scheduler.running}
+        self._sent.append((batch, {task.request_id: running[task.request_id] for task in batch.requests}))
+
+    # ---- events
+
+    @property
+    def events(self) -> list[Any]:
+        return [(0.3, self.reset), (40, self.turn), (20, self.run_device)]
+
+    parts = ("step", "take", "run_device", "answer", "report")
+
+    def turn(self, rng: random.Random) -> None:
+        """Some of what it does, in the order of a step, up to three times."""
+        for part in self.parts * rng.randrange(1, 4):
+            if rng.random() < 0.6:
+                getattr(self, part)(rng)
+
+    def step(self, rng: random.Random) -> None:
+        self.core.step()
+
+    def take(self, rng: random.Random) -> None:
+        """The worker takes the batch and submits all of it."""
+        if not self._sent or self._answer is not None:
+            return
+        (batch, self.rank.generations), self._has_ended = self._sent.pop(), False
+        self.world.log("batch", *(f"{task.request_id}@{task.start}+{len(task.token_ids)}" for task in batch.requests))
+        self.handle(batch.transfers)
+        self._answer = batch, self.rank.run(batch)
+
+        def end() -> None:
+            self._has_ended = True
+
+        self.rank.device.compute_stream.submit(end)
+
+    def handle(self, commands: Any) -> None:
+        """Of peers; there are none."""
+        assert not commands
+
+    def answer(self, rng: random.Random) -> None:
+        if self._answer is not None and self._has_ended:
+            (batch, result), self._answer = self._answer, None
+            self.computed(batch, result)
+            self.core.on_step_result(result)
+
+    def computed(self, batch: BatchRequest, result: StepResult) -> None:
+        """A pass has ended on the device."""
+
+    def report(self, rng: random.Random) -> None:
+        """An idle worker tells of its copies."""
+        if (
+            not self.world.faults.strike("late report", rng)
+            and self._answer is None
+            and self.rank.runner.has_open_copies
+        ):
+            self.core.on_report(replace(self.rank.runner.take_report(), exposed_wait_s=0.0))
+
+    def run_device(self, rng: random.Random) -> None:
+        self.rank.device.run_some(rng, rng.choice([4, 40, 200]))
+
+    def reset(self, rng: random.Random) -> None:
+        self.core.reset_cache()
+
+    @property
+    def is_idle(self) -> bool:
+        is_still = not self._sent and self._answer is None and not self.rank.runner.has_open_copies
+        return is_still and self.core.is_idle and self.core.peers.is_idle and self.rank.device.is_idle
+
+
+class EmbeddedHost:
+    """What clients and the world see of a server."""
+
+    pausing = ""
+
+    def __init__(self, world: Any, engine: Engine) -> None:
+        self.world, self.engine, self.worker = world, engine, engine
+        self.block_size = engine.block_size
+        self.count: Counter[str] = Counter()
+        self.live: dict[str, Request] = {}
+        """By the engine's name."""
+
+    def name(self, request: Request) -> str:
+        return request.request_id
+
+    def add(self, request: Request) -> None:
+        self._submit(request)
+
+    def _submit(self, request: Request, prefill_url: str | None = None) -> None:
+        generation = self.engine.generation(self.name(request), request, self._hear, max_tokens=request.max_tokens)
+        generation.prefill_url = prefill_url
+        self.engine.core.submit(generation)
+        if request.uid in self.world.clients.requests:
+            self.live[self.name(request)] = request
+
+    def _hear(self, request: Request, event: Delta | Failure) -> None:
+        if isinstance(event, Failure):
+            self._fail(request, event)
+            return
+        for token in event.token_ids:
+            self.world.clients.token(request.uid, token, (0, request.salt), self.world.tags)
+        if event.finish_reason is not None:
+            self._end(request, "finished")
+
+    def _fail(self, request: Request, failure: Failure) -> None:
+        if failure.status == 409 and self.name(request) in self.live:
+            self.world.clients.ended(request.uid, "refused")
+        elif failure.status == 500 and "copy" in failure.message and self.world.faults.count["copy to device fails"]:
+            self._end(request, "failed")
+        else:
+            raise WrongError(f"{request.request_id} fails: {failure}")
+
+    def _end(self, request: Request, how: str) -> None:
+        del self.live[self.name(request)]
+        self.world.clients.ended(request.uid, how)
+
+    def abort(self, request_id: str) -> None:
+        for name, request in list(self.live.items()):
+            if request.request_id == request_id:
+                self.engine.core.abort(name)
+                self._end(request, "aborted")
+
+    @property
+    def events(self) -> list[Any]:
+        return self.engine.events
+
+    @property
+    def waiting(self) -> Any:
+        return self.engine.scheduler.waiting
+
+    @property
+    def running(self) -> Any:
+        return self.engine.scheduler.running
+
+    @property
+    def progress(self) -> Any:
+        return self.engine.core.counters.steps, sum(self.world.clients.num_ended.values())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.live
+
+    def free_stuck(self) -> bool:
+        return False
+
+    def check(self) -> None:
+        self.engine.core.check()
+
+    def check_idle(self) -> None:
+        if not self.engine.core.check()["idle"]:
+            raise WrongError("the engine is not idle")
+        self.count["swapped in"] = self.engine.manager.stats().counters.swap_in_blocks

@@ -1,0 +1,232 @@
+"""A prefill and a decode server: two engines; between them jobs, answers, leases, fetches and news, each on its way.
+
+A slot that is being fetched holds anything until its fetch has ended, and a block that is offered is read at the last
+moment: an engine that gives slots away too early, or uses them too early, changes tokens. What lies below the engines
+(desks, links) is told by what it must do: a fetch ends once, after it no byte arrives, and its lease ends with it.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from fastdeploy_kvcache_v1.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure
+from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer, PrefillJob
+from fastdeploy_kvcache_v1.metadata import CacheLevel
+from fastdeploy_kvcache_v1.model.step import StepResult
+from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
+from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
+from fastdeploy_kvcache_v1.transfer.rank_messages import (
+    CancelFetch,
+    OpenLease,
+    StartFetch,
+    TransferNews,
+    WithdrawLease,
+)
+from fastdeploy_kvcache_v1.transfer.settings import PeerPort
+
+from .clients import Request
+from .embedded_host import EmbeddedHost, Engine
+from .memory import GARBAGE
+
+HERE = PeerPort("127.0.0.1", 1)
+URL = "http://prefill"
+
+
+class Peer(Engine):
+    """An engine whose worker reads from, or is read by, another one."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.news: list[TransferNews] = []
+        self.roles: Any = None
+
+    def handle(self, commands: Any) -> None:
+        for command in commands:
+            self.world.log(type(command).__name__, command[0])
+            {
+                OpenLease: self.roles.open_lease,
+                WithdrawLease: lambda each: self.roles.end_lease(each.lease, each.reason),
+                StartFetch: self.roles.start_fetch,
+                CancelFetch: lambda each: self.roles.end_fetch(each.request_id, each.reason),
+            }[type(command)](command)
+
+    def computed(self, batch: BatchRequest, result: StepResult) -> None:
+        for task in batch.requests:
+            lease = self.roles.leases.get(task.request_id)
+            is_whole = lease is not None and task.start + len(task.token_ids) == lease.num_tokens
+            if self is self.roles.prefill and is_whole and task.request_id not in result.retry:
+                self.roles.complete.add(task.request_id)
+
+    parts = (*Engine.parts, "tell_news")
+
+    def tell_news(self, rng: random.Random) -> None:
+        if self.news:
+            self.core.on_transfer_news(self.news.pop(0), 0)
+
+    @property
+    def is_idle(self) -> bool:
+        return super().is_idle and not self.news
+
+
+class Roles(EmbeddedHost):
+    """`engine` is the decode server. It asks the prefill server for most prompts."""
+
+    def __init__(self, world: Any, prefill: Peer, decode: Peer) -> None:
+        super().__init__(world, decode)
+        self.prefill, self.decode = prefill, decode
+        prefill.roles = decode.roles = self
+        self._asked: dict[str, tuple[PrefillJob, Request]] = {}
+        """Jobs on their way."""
+        self._awaited: dict[str, list[Any]] = {}
+        """By job that has arrived: events of the prefill server."""
+        self._dropped: set[str] = set()
+        self.leases: dict[str, OpenLease] = {}
+        self.complete: set[str] = set()
+        self.fetches: dict[str, StartFetch] = {}
+        self._ended: set[str] = set()
+        """Fetches that ended before their lease was opened. A name is used once."""
+        for rank in (prefill.rank, decode.rank):
+            rank.marks_own = False  # what one of them marks the other one reads
+
+    def name(self, request: Request) -> str:
+        return f"{request.request_id}.{request.uid}"
+
+    def add(self, request: Request) -> None:
+        self._submit(request, URL if len(request.prompt) % 5 else None)
+
+    @property
+    def events(self) -> list[Any]:
+        return [*self.decode.events, *self.prefill.events, (30, self.between)]
+
+    def between(self, rng: random.Random) -> None:
+        """Some of what is on its way arrives."""
+        for part in rng.sample([self.deliver, self.answer, self.arrive, self.scribble, self.break_lease], 3):
+            part(rng)
+
+    # ---- jobs and answers, which go over HTTP
+
+    def ask(self, url: str, job: PrefillJob) -> None:
+        self._asked[job.request_id] = job, self.live[job.request_id]
+
+    def drop(self, request_id: str) -> None:
+        self._dropped.add(request_id)
+
+    def deliver(self, rng: random.Random) -> None:
+        at = rng.random()
+        if not self._asked:
+            return
+        name = list(self._asked)[int(at * len(self._asked))]
+        _, request = self._asked.pop(name)
+        self._awaited[name] = []
+        self.prefill.core.submit(self.prefill.generation(name, request, self._heard, max_tokens=1, offered_to=(HERE,)))
+
+    def _heard(self, request: Request, event: Delta | Failure) -> None:
+        self._awaited[self.name(request)].append(event)
+
+    def answer(self, rng: random.Random) -> None:
+        at, breaks = rng.random(), self.world.faults.strike("answer breaks", rng)
+        is_lost = self.world.faults.strike("answer is lost", rng)
+        if not self._awaited:
+            return
+        name = list(self._awaited)[int(at * len(self._awaited))]
+        events = self._awaited[name]
+        if not events and name not in self._dropped and not breaks:
+            return
+        if not events:
+            self.prefill.core.abort(name)
+        del self._awaited[name]
+        if name in self._dropped or (is_lost and events and isinstance(events[0], Delta)):
+            return
+        if not events or breaks:
+            told: Any = "connection reset"
+        else:
+            told = events[0].message if isinstance(events[0], Failure) else PrefillAnswer(events[0].token_ids[0], 0)
+        self.world.log("answer", name, told)
+        self.decode.core.on_prefill_answer(name, told)
+
+    # ---- leases and fetches, which the workers know
+
+    def open_lease(self, command: OpenLease) -> None:
+        self.leases[command.lease] = command
+        if command.lease in self._ended:
+            self.end_lease(command.lease, "the decode server reads no more")
+
+    def end_lease(self, lease: str, error: str | None) -> None:
+        """The decode server hears of one that fails."""
+        if self.leases.pop(lease, None) is None:
+            return
+        self.complete.discard(lease)
+        self.prefill.news.append(TransferNews(leases=(LeaseEnd(lease, lease, error),)))
+        if error is not None:
+            self.end_fetch(lease, error)
+
+    def break_lease(self, rng: random.Random) -> None:
+        at = rng.random()
+        if self.world.faults.strike("lease breaks", rng) and self.leases:
+            self.end_lease(list(self.leases)[int(at * len(self.leases))], "the decode server is gone")
+
+    def start_fetch(self, command: StartFetch) -> None:
+        taken = {slot for each in self.fetches.values() for slot in each.slots}
+        assert taken.isdisjoint(command.slots), "two fetches fill one slot"
+        self.fetches[command.request_id] = command
+
+    def end_fetch(self, name: str, error: str | None) -> None:
+        fetch = self.fetches.pop(name, None)
+        if fetch is None:
+            return
+        self._ended.add(name)
+        failed = () if error is None else fetch.slots
+        self.decode.news.append(TransferNews(fetches=(FetchResult(name, 100, 1.0, failed, error),)))
+        self.end_lease(name, error)
+
+    def _fetch(self, at: float) -> StartFetch | None:
+        return list(self.fetches.values())[int(at * len(self.fetches))] if self.fetches else None
+
+    def _fill(self, slot: int, source: int | None) -> None:
+        """A byte arrives when no copy reads the slot, and is read when it is computed."""
+        for rank in (self.prefill.rank, self.decode.rank):
+            rank.device.run_until(lambda device=rank.device: device.is_idle)
+        for layer, other in zip(self.decode.rank.layers, self.prefill.rank.layers, strict=True):
+            layer[slot] = GARBAGE if source is None else other[source]
+
+    def scribble(self, rng: random.Random) -> None:
+        """A part arrives."""
+        fetch, at = self._fetch(rng.random()), rng.random()
+        if fetch is not None and fetch.request_id in self.leases:
+            self._fill(fetch.slots[int(at * len(fetch.slots))], None)
+
+    def arrive(self, rng: random.Random) -> None:
+        """The rest of a fetch arrives, or it breaks."""
+        fetch, breaks = self._fetch(rng.random()), self.world.faults.strike("fetch breaks", rng)
+        if fetch is None:
+            return
+        name, lease = fetch.request_id, self.leases.get(fetch.request_id)
+        if breaks:
+            self.end_fetch(name, "connection reset")
+        elif lease is not None and name in self.complete:
+            for source, target in zip(lease.slots[fetch.first_block :], fetch.slots, strict=True):
+                self._fill(target, source)
+            self.decode.rank.controller.refilled(list(fetch.slots), CacheLevel.DEVICE)
+            self.count["fetched"] += len(fetch.slots)
+            self.end_fetch(name, None)
+
+    # ---- the end
+
+    @property
+    def progress(self) -> Any:
+        return super().progress, self.prefill.core.counters.steps, len(self._asked), len(self._awaited)
+
+    @property
+    def is_idle(self) -> bool:
+        return super().is_idle and self.prefill.is_idle and not (self._asked or self._awaited or self.fetches)
+
+    def check(self) -> None:
+        super().check()
+        self.prefill.core.check()
+
+    def check_idle(self) -> None:
+        super().check_idle()
+        assert self.prefill.core.check()["idle"]
+        assert not self.leases
