@@ -32,7 +32,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 
 from .clients import Request
-from .memory import UNWRITTEN, VOCABULARY, Prefix, Tags, WrongError, next_token
+from .memory import GARBAGE, UNWRITTEN, VOCABULARY, Prefix, Tags, WrongError, next_token
 from .ranks import LAYERS, OWN_NOTHING, Rank
 from .streams import VirtualDevice
 
@@ -98,12 +98,12 @@ class EngineRank(Rank):
         ]
 
     def _attend_unless(self, void: list[str], layer: Any, number: int, plan: Any) -> None:
-        """It writes in any case."""
+        """It writes in any case: what is computed of garbage is garbage."""
         if not void:
             self._attend(layer, number, plan)
             return
-        for _, places, tags, start in plan:
-            layer.reshape(-1)[places[start:]] = tags[start:] * LAYERS + number
+        for _, places, _, start in plan:
+            layer.reshape(-1)[places[start:]] = GARBAGE
 
     def _row(self, task: StepTask) -> Any:
         row, generation = self._rows.get(task.request_id), self.generations[task.request_id]

@@ -31,10 +31,37 @@ HAZARDS, TRANSFERS = "worker.hazards", "worker.transfer_manager"
 ENGINE, WORKER = "fastdeploy_integration.engine", "fastdeploy_integration.worker"
 TABLES, CACHE, TRACKER = f"{WORKER}.running_tables", f"{WORKER}.worker_cache", f"{WORKER}.pass_tracker"
 COPIES, TARGET = "storage.engine.open_copies", "storage.engine.target"
+PEERS, REMOTE = "embedded.engine.peer_requests", "embedded.engine.remote_prefills"
 ADAPTER, LOST, SAME_ID = f"{ENGINE}.adapter", f"{ENGINE}.lost_batches", f"{ENGINE}.same_id"
 
 ROWS = [
     # name, module, was, now
+    # ---- the embedded engine and its roles
+    (
+        "a fetching request that ends gives its slots back",
+        PEERS,
+        "        if generation.state is State.FETCHING:\n            assert",
+        "        if False:\n            assert",
+    ),
+    (
+        "what another server reads is given away",
+        PEERS,
+        "        self._scheduler.set_aside(generation)\n        self._computed[generation.request_id] = generation\n"
+        "        return True",
+        "        return False",
+    ),
+    (
+        "a request goes on before its fetch has ended",
+        REMOTE,
+        "        if known is None or known.end is None:\n            return",
+        "        if known is None:\n            return",
+    ),
+    (
+        "without a first token nothing computes it",
+        REMOTE,
+        "            num_computed = num_prompt if known.answer is not None else num_prompt - 1",
+        "            num_computed = num_prompt",
+    ),
     # ---- scheduler
     (
         "a match reaches the last token",
