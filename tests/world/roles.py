@@ -8,6 +8,7 @@ moment: an engine that gives slots away too early, or uses them too early, chang
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
@@ -39,7 +40,8 @@ class Peer(Engine):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self.news: list[TransferNews] = []
+        self.news: list[tuple[int, TransferNews]] = []
+        """By rank, each in order."""
         self.roles: Any = None
 
     def handle(self, commands: Any) -> None:
@@ -62,8 +64,12 @@ class Peer(Engine):
     parts = (*Engine.parts, "tell_news")
 
     def tell_news(self, rng: random.Random) -> None:
+        at = rng.random()
         if self.news:
-            self.core.on_transfer_news(self.news.pop(0), 0)
+            rank, _ = self.news[int(at * len(self.news))]
+            news = next(each for each in self.news if each[0] == rank)
+            self.news.remove(news)
+            self.core.on_transfer_news(news[1], rank)
 
     @property
     def is_idle(self) -> bool:
@@ -73,9 +79,10 @@ class Peer(Engine):
 class Roles(EmbeddedHost):
     """`engine` is the decode server. It asks the prefill server for most prompts."""
 
-    def __init__(self, world: Any, prefill: Peer, decode: Peer) -> None:
+    def __init__(self, world: Any, prefill: Peer, decode: Peer, num_ranks: int) -> None:
+        """`num_ranks`: of each, which report for themselves; bytes move when the last one has all of them."""
         super().__init__(world, decode)
-        self.prefill, self.decode = prefill, decode
+        self.prefill, self.decode, self.num_ranks = prefill, decode, num_ranks
         prefill.roles = decode.roles = self
         self._asked: dict[str, tuple[PrefillJob, Request]] = {}
         """Jobs on their way."""
@@ -85,8 +92,11 @@ class Roles(EmbeddedHost):
         self.leases: dict[str, OpenLease] = {}
         self.complete: set[str] = set()
         self.fetches: dict[str, StartFetch] = {}
-        self._ended: set[str] = set()
-        """Fetches that ended before their lease was opened. A name is used once."""
+        self._lease_left: dict[str, set[int]] = {}
+        self._fetch_left: dict[str, set[int]] = {}
+        """Ranks that have not ended it. A name is used once, so an ended fetch ends the lease that is opened later."""
+        self._failing: set[str] = set()
+        """Fetches that failed on a rank."""
         for rank in (prefill.rank, decode.rank):
             rank.marks_own = False  # what one of them marks the other one reads
 
@@ -150,36 +160,47 @@ class Roles(EmbeddedHost):
 
     def open_lease(self, command: OpenLease) -> None:
         self.leases[command.lease] = command
-        if command.lease in self._ended:
-            self.end_lease(command.lease, "the decode server reads no more")
+        self._lease_left[command.lease] = set(range(self.num_ranks))
+        for rank in set(range(self.num_ranks)) - self._fetch_left.get(command.lease, set(range(self.num_ranks))):
+            self.end_lease(command.lease, "the decode server reads no more", rank)
 
-    def end_lease(self, lease: str, error: str | None) -> None:
-        """The decode server hears of one that fails."""
-        if self.leases.pop(lease, None) is None:
-            return
-        self.complete.discard(lease)
-        self.prefill.news.append(TransferNews(leases=(LeaseEnd(lease, lease, error),)))
-        if error is not None:
-            self.end_fetch(lease, error)
+    def end_lease(self, lease: str, error: str | None, rank: int | None = None) -> None:
+        """On one rank, or on all that are left. The decode server hears of one that fails."""
+        for each in self._take(self._lease_left, lease, rank):
+            self.prefill.news.append((each, TransferNews(leases=(LeaseEnd(lease, lease, error),))))
+            if not self._lease_left[lease]:
+                del self.leases[lease]
+                self.complete.discard(lease)
+            if error is not None:
+                self.end_fetch(lease, error, each)
 
     def break_lease(self, rng: random.Random) -> None:
-        at = rng.random()
+        at, rank = rng.random(), rng.randrange(self.num_ranks)
         if self.world.faults.strike("lease breaks", rng) and self.leases:
-            self.end_lease(list(self.leases)[int(at * len(self.leases))], "the decode server is gone")
+            self.end_lease(list(self.leases)[int(at * len(self.leases))], "the decode server is gone", rank)
 
     def start_fetch(self, command: StartFetch) -> None:
         taken = {slot for each in self.fetches.values() for slot in each.slots}
         assert taken.isdisjoint(command.slots), "two fetches fill one slot"
         self.fetches[command.request_id] = command
+        self._fetch_left[command.request_id] = set(range(self.num_ranks))
 
-    def end_fetch(self, name: str, error: str | None) -> None:
-        fetch = self.fetches.pop(name, None)
-        if fetch is None:
-            return
-        self._ended.add(name)
-        failed = () if error is None else fetch.slots
-        self.decode.news.append(TransferNews(fetches=(FetchResult(name, 100, 1.0, failed, error),)))
-        self.end_lease(name, error)
+    def end_fetch(self, name: str, error: str | None, rank: int | None = None) -> None:
+        for each in self._take(self._fetch_left, name, rank):
+            if error is not None:
+                self._failing.add(name)
+            fetch = self.fetches[name]
+            if not self._fetch_left[name]:
+                del self.fetches[name]
+            failed = () if error is None else fetch.slots
+            self.decode.news.append((each, TransferNews(fetches=(FetchResult(name, 100, 1.0, failed, error),))))
+            self.end_lease(name, error, each)
+
+    def _take(self, left: dict[str, set[int]], name: str, rank: int | None) -> Iterator[int]:
+        for each in range(self.num_ranks) if rank is None else [rank]:
+            if each in left.get(name, ()):
+                left[name].remove(each)
+                yield each
 
     def _fetch(self, at: float) -> StartFetch | None:
         return list(self.fetches.values())[int(at * len(self.fetches))] if self.fetches else None
@@ -198,19 +219,21 @@ class Roles(EmbeddedHost):
             self._fill(fetch.slots[int(at * len(fetch.slots))], None)
 
     def arrive(self, rng: random.Random) -> None:
-        """The rest of a fetch arrives, or it breaks."""
+        """The rest of a fetch arrives on a rank, or it breaks there."""
         fetch, breaks = self._fetch(rng.random()), self.world.faults.strike("fetch breaks", rng)
+        rank = rng.randrange(self.num_ranks)
         if fetch is None:
             return
         name, lease = fetch.request_id, self.leases.get(fetch.request_id)
         if breaks:
-            self.end_fetch(name, "connection reset")
+            self.end_fetch(name, "connection reset", rank)
         elif lease is not None and name in self.complete:
-            for source, target in zip(lease.slots[fetch.first_block :], fetch.slots, strict=True):
-                self._fill(target, source)
-            self.decode.rank.controller.refilled(list(fetch.slots), CacheLevel.DEVICE)
-            self.count["fetched"] += len(fetch.slots)
-            self.end_fetch(name, None)
+            if self._fetch_left[name] == {rank} and name not in self._failing:
+                for source, target in zip(lease.slots[fetch.first_block :], fetch.slots, strict=True):
+                    self._fill(target, source)
+                self.decode.rank.controller.refilled(list(fetch.slots), CacheLevel.DEVICE)
+                self.count["fetched"] += len(fetch.slots)
+            self.end_fetch(name, None, rank)
 
     # ---- the end
 

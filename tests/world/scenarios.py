@@ -88,17 +88,18 @@ def embedded(world: Any, rng: random.Random, *, backend: str = "", has_roles: bo
         return
     asker, patience = SimpleNamespace(), 10.0 if "answer is lost" in world.faults.on else 1e9
     settings = TransferSettings(secret=bytes(16), silence_s=patience, wait_s=patience)
-    remote = RemotePrefills(asker, [HERE], settings, block_size=block_size, vocab_size=264, clock=world.clock)
-    decode = make_engine(world, rng, "", block_size, kind=Peer, remote=remote, seats=seats, budget=budget)
-    offered = OfferedPrefills(1)
-    prefill = make_engine(world, rng, "prefill ", block_size, kind=Peer, offered=offered, seats=seats, budget=budget)
-    world.host = Roles(world, prefill, decode)
+    ranks, values = world.size("ranks", rng.choice([1, 1, 3])), {}
+    remote = RemotePrefills(asker, [HERE] * ranks, settings, block_size=block_size, vocab_size=264, clock=world.clock)
+    both = {"kind": Peer, "backend": backend, "seats": seats, "budget": budget, "values": values}
+    decode = make_engine(world, rng, "", block_size, remote=remote, **both)
+    prefill = make_engine(world, rng, "prefill ", block_size, offered=OfferedPrefills(ranks), **both)
+    world.host = Roles(world, prefill, decode, ranks)
     asker.ask, asker.drop = world.host.ask, world.host.drop
 
 
 def make_engine(
     world: Any, rng: random.Random, of: str, block_size: int, *, kind: type[Engine] = Engine, backend: str = "",
-    **options: Any,
+    values: Any = None, **options: Any,
 ) -> Engine:  # fmt: skip
     device = world.size(f"{of}device", rng.randrange(16, 28), LEAST_BLOCKS)
     host = world.size(f"{of}host", rng.choice([8, 20, 60] if backend else [0, 8, 20, 60]), 0)
@@ -122,7 +123,7 @@ def make_engine(
     if memory is not None:
         settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
         store = Store(world, [memory])
-        store.namespace = namespace().digest
+        store.namespace, store.values = namespace().digest, store.values if values is None else values
         tier = StorageTier(manager, settings, namespace(), store, clock=world.clock)
         world.others += [store, TierWatch(tier)]
     engine = kind(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0]), **options)
@@ -153,4 +154,5 @@ SCENARIOS: dict[str, Callable[[Any, random.Random], None]] = {
     "embedded": embedded,
     "embedded file": partial(embedded, backend="file"),
     "embedded roles": partial(embedded, has_roles=True),
+    "embedded roles file": partial(embedded, has_roles=True, backend="file"),
 }
