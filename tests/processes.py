@@ -38,6 +38,8 @@ class Guard:
         _posixsubprocess.fork_exec = guarded
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if "'lscpu'" in repr(arguments):  # Paddle's first operation asks for the processor
+            return
         test = self._test
         if event not in STARTS or test is None or os.getpid() != self._pid:
             return
