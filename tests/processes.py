@@ -38,10 +38,10 @@ class Guard:
         _posixsubprocess.fork_exec = guarded
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
-        if "'lscpu'" in repr(arguments):  # Paddle's first operation asks for the processor
-            return
         test = self._test
         if event not in STARTS or test is None or os.getpid() != self._pid:
+            return
+        if event == "subprocess.Popen" and arguments[0] == "lscpu":  # what Paddle asks at its first operation
             return
         if test.get_closest_marker("process"):
             self._idle_modules[module_of(test)] = False
