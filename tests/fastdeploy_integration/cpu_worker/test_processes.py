@@ -183,6 +183,8 @@ def test_processes_that_start_during_the_clean_up_end_too(tmp_path, monkeypatch)
         found = processes_of(run_directory)
         if len(started) < 6:
             started.append(sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)}))
+            # The kernel shows it a moment after `Popen` has returned.
+            wait_until(lambda: RUN_DIRECTORY in psutil.Process(started[-1].pid).environ())
         return found
 
     monkeypatch.setattr(janitor, "processes_of", look_and_start_another)
