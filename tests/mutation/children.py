@@ -75,7 +75,9 @@ def _live(task: Any, directory: Path, function: Callable[[Any, Callable[[Any], N
         os.environ["TMPDIR"] = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.tempdir = str(directory)
         data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (int(data.split()[1]) * 1024 + MEMORY, hard))
+        wanted = int(data.split()[1]) * 1024 + MEMORY
+        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         tell(function(task, tell))
         done = 0

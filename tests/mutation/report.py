@@ -7,6 +7,7 @@ below it, indented, why no test need notice it (`equal: ...`, `speed: ...`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from tests.mutation.driver import ROOT, Verdict
@@ -49,7 +50,7 @@ def write(rows: dict[str, str]) -> None:
     before, begin, rest = DOCUMENT.read_text(encoding="utf-8").partition(HEADER)
     if not begin:
         raise SystemExit(f"error: {DOCUMENT} has no table that begins with:\n{HEADER}")
-    table, _, after = rest.partition("\n\n")
-    known = {line.split("`")[1]: line for line in table.splitlines()} | rows
-    lines = "\n".join(known[folder] for folder in sorted(known))
-    DOCUMENT.write_text(f"{before}{HEADER}{lines}\n\n{after.lstrip()}", encoding="utf-8")
+    table = list(takewhile(lambda line: line.startswith("|"), rest.splitlines(keepends=True)))
+    known = {line.split("`")[1]: line for line in table} | {folder: f"{line}\n" for folder, line in rows.items()}
+    lines, after = "".join(known[folder] for folder in sorted(known)), rest[len("".join(table)) :]
+    DOCUMENT.write_text(f"{before}{HEADER}{lines}{after}", encoding="utf-8")
