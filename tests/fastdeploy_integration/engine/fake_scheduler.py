@@ -13,13 +13,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCacheAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.followers import Followers
 from tests.fastdeploy_integration.worker.fake_worker import FakeWorker
-
-
-class Kind(enum.Enum):
-    PREFILL = 0
-    DECODE = 1
-    PREEMPTED = 2
-    ABORT = 4
+from tests.world.fastdeploy_host import Kind
 
 
 class Status(enum.Enum):
