@@ -1,0 +1,227 @@
+"""Two requests that share a prefix, a few blocks, two ranks, and every event that can happen to them next.
+
+Real is the cache manager. `small_scope` searches all orders of these events.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.metadata import CacheLevel, NoSpace, SwapStep, TransferResult
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
+
+PROMPTS = {"a": (0, 1, 9), "b": (0, 2, 9)}
+"""Blocks are of one token; the last token is the sampled one, which is never computed here."""
+COMPUTED = 2
+STEPS_AHEAD = 2
+"""That the scheduler may be ahead of a rank."""
+GARBAGE = "garbage"
+
+Event = tuple[Any, ...]
+
+
+class Scope(NamedTuple):
+    policy: WritePolicy
+    device: int
+    begun: str = ""
+    """Events before the search begins, in the words in which a broken law is told."""
+    host: int = 2
+    faults: int = 1
+
+
+class Life:
+    """A request from its match on."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.tags = name, ["".join(map(str, PROMPTS[name][:end])) for end in range(1, COMPUTED + 1)]
+        self.hasher = BlockHasher(1)
+        self.hasher.extend(PROMPTS[name])
+        self.is_live, self.is_admitted = True, False
+        self.allocated = self.told = self.committed = 0
+        """Blocks: in its table, computed when the steps taken have been run, and committed."""
+        self.rows: dict[int, int] = {}
+        """How many are computed, by step."""
+
+
+class Rank:
+    """What its slots hold, and the steps that it has not run: copies, then (request, its slots, how many it reads)."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.device, self.host = [""] * scope.device, [""] * scope.host
+        self.orders: deque[tuple[SwapStep, list[tuple[Life, list[int], int]]]] = deque()
+
+
+class World:
+    def __init__(self, scope: Scope) -> None:
+        sizes = {"num_device_blocks": scope.device, "num_host_blocks": scope.host, "block_size": 1}
+        self.manager = CacheManager(KVCacheConfig(write_policy=scope.policy, eviction_policy="lru", **sizes))
+        self.ranks = Rank(scope), Rank(scope)
+        self.lives: dict[str, Life] = {}
+        self.preempted: set[str] = set()
+        self.faults_left = scope.faults
+        self.backed_up: dict[int, frozenset[int]] = {}
+        """Host slots that a step was the last to fill, on all ranks as far as is known."""
+        self.stored: list[tuple[int, str]] = []
+        """Host slots that a store reads, and what they hold."""
+        lives = [Life(name) for name in PROMPTS]
+        self.tags = {block: tag for life in lives for block, tag in zip(life.hasher.hashes, life.tags, strict=False)}
+
+    @property
+    def pending(self) -> list[int]:
+        """Steps that not every rank has run."""
+        return sorted({step.step for rank in self.ranks for step, _ in rank.orders})
+
+    def computed(self, life: Life) -> int:
+        return max((end for step, end in life.rows.items() if step not in self.pending), default=0)
+
+    # ---- what can happen next
+
+    def events(self) -> Iterator[Event]:
+        for name in PROMPTS:
+            life = self.lives.get(name)
+            if life is None:
+                yield "match", name
+                continue
+            yield from (("allocate", name, count) for count in range(life.allocated + 1, COMPUTED + 1))
+            if self.computed(life) > life.committed:
+                yield "commit", name
+            yield from (("end", name, how) for how in ("finish", "preempt"))
+            if not self.manager._requests[name].has_committed:
+                yield "end", name, "release"
+        if all(len(rank.orders) < STEPS_AHEAD for rank in self.ranks):
+            yield ("take",)
+        for number, rank in enumerate(self.ranks):
+            if rank.orders:
+                yield "run", number
+                step = rank.orders[0][0]
+                for copies in (step.evict, step.swap_in) if self.faults_left else ():
+                    each = [(slot,) for slot in copies.target_slots]
+                    for slots in dict.fromkeys([*each, copies.target_slots] if each else []):
+                        yield "run", number, copies.target.name, *slots
+        if self.stored:
+            yield ("end_store",)
+        else:
+            yield from (("store", step) for step in self.backed_up if step not in self.pending)
+        yield from (("reset", how) for how in ("gently", "by_force"))
+
+    def do(self, event: Event) -> None:
+        getattr(self, f"_{event[0]}")(*event[1:])
+        for rank, (slot, held) in itertools.product(self.ranks, self.stored):
+            assert rank.host[slot] == held, "a slot was filled while a store reads it"
+            assert slot not in self.manager._host_pool._free, "a slot is free while a store reads it"
+
+    def _match(self, name: str) -> None:
+        life = self.lives[name] = Life(name)
+        self.manager.match_prefix(name, life.hasher, resumed=name in self.preempted)
+        self.preempted.discard(name)
+
+    def _allocate(self, name: str, count: int) -> None:
+        life = self.lives[name]
+        found = len(self.manager.nodes(name))
+        if isinstance(self.manager.allocate(name, max(count, found)), NoSpace):
+            return
+        if not life.is_admitted:
+            life.is_admitted, life.told, life.committed = True, found, found
+        life.allocated = max(count, found)
+
+    def _commit(self, name: str) -> None:
+        life = self.lives[name]
+        life.committed = self.computed(life)
+        self.manager.commit(name, life.committed)
+
+    def _end(self, name: str, how: str) -> None:
+        getattr(self.manager, how)(name)
+        self.lives.pop(name).is_live = False
+        self.preempted |= {name} if how == "preempt" else set()
+
+    def _take(self) -> None:
+        step, rows = self.manager.take_swap_step(), []
+        for life in self.lives.values():
+            if life.is_admitted and (life.allocated > life.told or not life.rows):
+                rows.append((life, self.manager.block_table(life.name), life.told))
+                life.told = life.rows[step.step] = life.allocated
+        filled = frozenset(step.evict.target_slots)
+        kept = {number: slots - filled for number, slots in self.backed_up.items()} | {step.step: filled}
+        self.backed_up = {number: slots for number, slots in kept.items() if slots}
+        for rank in self.ranks if step.evict or step.swap_in or rows else ():
+            rank.orders.append((step, rows))
+
+    def _run(self, number: int, tier: str = "", *failing: int) -> None:
+        """A rank runs its next step, some copies of which may fail: the engine hears of it, then the pass goes on."""
+        self.faults_left -= bool(failing)
+        rank = self.ranks[number]
+        step, rows = rank.orders.popleft()
+        for copies, source, target in ((step.evict, rank.device, rank.host), (step.swap_in, rank.host, rank.device)):
+            read = [source[slot] for slot in copies.source_slots]
+            for slot, held in zip(copies.target_slots, read, strict=True):
+                target[slot] = GARBAGE if copies.target.name == tier and slot in failing else held
+            if failed := tuple(slot for slot in copies.target_slots if target[slot] == GARBAGE):
+                if copies.target is CacheLevel.HOST:
+                    self.backed_up.pop(step.step, None)
+                result = TransferResult(step.step, copies.source, copies.target, len(failed), 0, 0.0, failed, "failed")
+                for name in self.manager.transfer_failed(result):
+                    self._end(name, "preempt")
+        for life, slots, begin in rows:
+            held = [rank.device[slot] for slot in slots[:begin]]
+            is_right = held == life.tags[:begin]
+            assert is_right or (GARBAGE in held and not life.is_live), f"{life.name} reads {held}"
+            for slot, tag in list(zip(slots, life.tags, strict=False))[begin:]:
+                rank.device[slot] = tag if is_right else GARBAGE
+
+    def _store(self, step: int) -> None:
+        source = self.manager.begin_store("store", step, self.backed_up.pop(step))
+        self.stored = [(slot, self.tags[block]) for block, slot in zip(source.hashes, source.slots, strict=True)]
+
+    def _end_store(self) -> None:
+        self.manager.end_store("store")
+        self.stored = []
+
+    def _reset(self, how: str) -> None:
+        """Weights change: what was computed until now is old, and so is what those compute that go on."""
+        self.manager.reset_cache(force=how == "by_force")
+        self.backed_up = {}
+        for rank in self.ranks:
+            rank.device, rank.host = _old(rank.device), _old(rank.host)
+        self.stored = list(zip([slot for slot, _ in self.stored], _old([held for _, held in self.stored]), strict=True))
+        under_way = [life for rank in self.ranks for _, rows in rank.orders for life, _, _ in rows]
+        for life in {*self.lives.values(), *under_way}:
+            life.tags = _old(life.tags) if life.is_admitted else life.tags
+        if how == "by_force":  # nothing runs any more
+            self.lives = {}
+            for rank in self.ranks:
+                rank.orders.clear()
+
+    def drain(self) -> None:
+        """Ranks run what they were told, then everything ends: all is idle, and what can be found is what it says."""
+        self._run_all()
+        for name in list(self.lives):
+            self.do(("end", name, "finish"))
+        self.do(("take",))
+        self._run_all()
+        if self.stored:
+            self.do(("end_store",))
+        self.manager.check_idle()
+        stats = self.manager.stats()
+        assert stats.host_free_blocks + stats.host_cached_blocks == stats.host_blocks, "host slots leaked"
+        for run, rank in itertools.product(self.manager._tree.runs(), self.ranks):
+            for slots, memory in ((run.device_slots, rank.device), (run.host_slots, rank.host)):
+                held, named = [memory[slot] for slot in slots], [self.tags[block] for block in run.hashes]
+                assert held in ([], named), f"{held} can be found as {named}"
+
+    def _run_all(self) -> None:
+        for number, rank in enumerate(self.ranks):
+            for _ in range(len(rank.orders)):
+                self.do(("run", number))
+        for life in self.lives.values():
+            for rank in self.ranks if life.rows else ():
+                held = [rank.device[slot] for slot in self.manager.block_table(life.name)[: life.told]]
+                assert held == life.tags[: life.told], f"{life.name} holds {held}"
+
+
+def _old(tags: Sequence[str]) -> list[str]:
+    return [tag if tag in ("", GARBAGE) else "old " + tag.removeprefix("old ") for tag in tags]
