@@ -165,6 +165,7 @@ def test_an_unequal_cache_is_refused_and_the_lease_ends_with_the_reason(ranks):
     until(lambda: prefill.done, prefill, decode)
     assert "the model is 'm' here and 'other' on the peer" in prefill.done[0].error
     assert decode.desk.num_links == 0
+    until(lambda: decode.desk._server.num_refused, prefill, decode)  # it counts when it has answered
     assert decode.desk._server.num_refused == 1
 
 
