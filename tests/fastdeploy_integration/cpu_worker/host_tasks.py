@@ -22,6 +22,8 @@ def prefill(row, name, prompt, blocks, *, start=0, end=None, outputs=(), **sampl
         prefill_end_index=end,
         block_tables=list(blocks),
         eos_token_ids=[1],
+        ic_req_data=None,
+        disaggregate_info=None,
         **{"max_tokens": 20, "temperature": 1, "top_k": 1, "seed": 3, **sampling},
     )
 

@@ -2,65 +2,23 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import ModelError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED, NO_TOKEN, RELEASED
 
-from .host_tasks import ABORT, other, prefill
-from .test_runner import (
-    BLOCK,
-    PROMPT,
-    decode_alone,
-    expected,  # noqa: F401  # a fixture
-    make_runner,  # noqa: F401  # a fixture
-    model,  # noqa: F401  # a fixture
-    run,
-    with_swaps,
-)
-
-LONG = PROMPT[:16] + list(range(50, 66))
-"""Four blocks; PROMPT has the first two."""
-
-
-def fail_next_pass(runner):
-    """Halfway: the blocks hold something, and not what they should."""
-    forward = runner._decoder.forward
-
-    def failing(sequences, caches, before_layer):
-        runner._decoder.forward = forward
-        forward(sequences, caches, before_layer)
-        for cache in caches:
-            for sequence in sequences:
-                first, end = sequence.start // BLOCK, -(-(sequence.start + len(sequence.token_ids)) // BLOCK)
-                for slot in list(sequence.block_table)[first:end]:
-                    cache[int(slot)] = 7.0
-        raise ModelError("the pass broke")
-
-    runner._decoder.forward = failing
+from .host_tasks import ABORT, PREEMPTED, other, prefill
+from .runners import LONG, PROMPT, decode_alone, fail_next_pass, run, tokens, with_swaps
 
 
 @pytest.fixture
-def runner(make_runner):  # noqa: F811
+def runner(make_runner):
     return make_runner()
 
 
-def tokens(said):
-    return [token for token in said if token >= 0]
-
-
-def test_who_was_given_blocks_of_a_failed_pass_computes_them(runner, expected):  # noqa: F811
-    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
-    fail_next_pass(runner)
-    assert run(runner, 1) == [FAILED]
-    runner.insert_tasks([prefill(0, "b", PROMPT, [0, 1, 8, 9, 10], start=16)])  # matched: two blocks of a
-    assert tokens(run(runner, 8))[:6] == expected
-
-
-def test_who_reads_more_of_them_later_computes_the_rest(runner, model, expected):  # noqa: F811
+def test_who_reads_more_of_a_failed_pass_later_computes_the_rest(runner, model, expected):
     """The first reader repairs two of the four blocks: the others stay as they are."""
     runner.insert_tasks([prefill(0, "a", LONG, range(5))])
     fail_next_pass(runner)
     assert run(runner, 1) == [FAILED]
-    runner.insert_tasks([prefill(0, "b", PROMPT, [0, 1, 8, 9, 10], start=16)])
+    runner.insert_tasks([prefill(0, "b", PROMPT, [0, 1, 8, 9, 10], start=16)])  # matched: two blocks of a
     assert tokens(run(runner, 8))[:6] == expected
     runner.insert_tasks([other(ABORT, 0, "b")])
     run(runner, 1)
@@ -68,7 +26,7 @@ def test_who_reads_more_of_them_later_computes_the_rest(runner, model, expected)
     assert tokens(run(runner, 4))[:2] == decode_alone(model, LONG, 2)
 
 
-def test_only_the_chunk_that_failed_is_computed_again(runner, model):  # noqa: F811
+def test_only_the_chunk_that_failed_is_computed_again(runner, model):
     runner.insert_tasks([prefill(0, "a", LONG, range(2), end=16)])
     run(runner, 1)
     runner.insert_tasks([prefill(0, "a", LONG, range(5), start=16)])
@@ -80,20 +38,19 @@ def test_only_the_chunk_that_failed_is_computed_again(runner, model):  # noqa: F
     assert runner._controller.failed_slots(range(16)) == []
 
 
-def test_a_decoding_row_whose_block_is_spoiled_under_it_goes_on(runner, expected):  # noqa: F811
+def test_a_decoding_row_whose_block_is_spoiled_under_it_goes_on(runner, expected):
     """FastDeploy computes the last block of a prompt again that is cached as a whole."""
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
-    said = run(runner, 2)
+    assert run(runner, 2) == expected[:2]
     runner.insert_tasks([prefill(1, "b", PROMPT[:16], [0, 1, 9], start=8)])
     fail_next_pass(runner)
     runner.execute(2)
     assert runner.messages[-1][0] == [FAILED, FAILED], "they share the pass"
     runner.insert_tasks([prefill(0, "c", PROMPT, [0, 1, 12, 13, 14], start=16)])
-    assert said == expected[:2]
     assert tokens(run(runner, 8))[:6] == expected
 
 
-def test_what_was_not_computed_does_not_reach_the_host(make_runner, expected):  # noqa: F811
+def test_what_was_not_computed_does_not_reach_the_host(make_runner):
     reports = []
     runner = make_runner(tell_copies=reports.append)
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
@@ -105,3 +62,55 @@ def test_what_was_not_computed_does_not_reach_the_host(make_runner, expected):  
         runner.execute(1)
     copies = [result for report in reports for result in report.transfers]
     assert [(result.step, result.ok) for result in copies] == [(0, False)]
+
+
+# ---- a chunk fails, and FastDeploy has sent the next one before it can know
+
+
+def first_chunk_fails(runner, prompt, *others):
+    runner.insert_tasks([prefill(0, "a", prompt, range(2), end=16), *others])
+    fail_next_pass(runner)
+
+
+def test_a_request_ends_once_nothing_of_it_is_on_its_way(runner, expected):
+    first_chunk_fails(runner, LONG)
+    assert run(runner, 1) == [NO_TOKEN]
+    assert not runner.not_need_stop()
+    runner.insert_tasks([prefill(0, "a", LONG, range(5), start=16)])
+    assert run(runner, 1) == [FAILED]
+    assert not runner.not_need_stop()
+    runner.insert_tasks([prefill(0, "a", PROMPT, [0, 1, 7, 8], start=16)])  # comes again, and finds blocks of the first
+    assert tokens(run(runner, 5)) == expected[:4]
+
+
+def test_nobody_reads_a_chunk_that_was_not_computed(runner, model, expected):
+    """Another request has repaired the chunk that failed when the next one comes, which stays undone."""
+    first_chunk_fails(runner, LONG)
+    run(runner, 1)
+    runner.insert_tasks([prefill(1, "b", PROMPT, [0, 1, 7, 8], start=16)])
+    assert tokens(run(runner, 3, rows=3, row=1)) == expected[:2]
+    runner.insert_tasks([prefill(0, "a", LONG, range(5), start=16), prefill(2, "c", LONG, [0, 1, 2, 9, 10], start=24)])
+    assert runner._controller.failed_slots(range(16)) == [2, 3], "and no more: what b computed is read"
+    assert tokens(run(runner, 3, rows=3, row=2)) == decode_alone(model, LONG, 2)
+
+
+@pytest.mark.parametrize("kind", [PREEMPTED, ABORT])
+def test_a_failed_request_that_is_taken_back_is_released_and_starts_anew(runner, expected, kind):
+    first_chunk_fails(runner, PROMPT)
+    run(runner, 1)
+    runner.insert_tasks([other(kind, 0, "a")])
+    assert run(runner, 1) == [RELEASED]
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(2), end=16)])
+    run(runner, 1)
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(4), start=16)])
+    assert run(runner, 4) == expected[:4]
+
+
+def test_a_pass_that_breaks_in_the_middle_of_a_prompt_stops_no_other_row(runner, expected):
+    """All requests of the pass fail; the next ones are well."""
+    first_chunk_fails(runner, LONG, prefill(1, "b", LONG[1:], range(8, 13)))
+    runner.execute(2)
+    assert runner.messages[-1][0] == [NO_TOKEN, FAILED]
+    runner.insert_tasks([prefill(1, "c", PROMPT, range(8, 12))])
+    runner.execute(2)
+    assert runner.messages[-1][0] == [NO_TOKEN, expected[0]]

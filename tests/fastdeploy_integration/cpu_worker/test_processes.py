@@ -103,27 +103,15 @@ ESTATE = Estate("/tmp/run", 8000, (8001, 8002))
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("names", "are_ours"),
     [
-        "8000.socket",
-        "router_8000.ipc",
-        "response_8000_w123.pull",
-        "cache_ready_signal.8001",
-        "fd_lock_gpu_cache_lock.8001",
-        "fmq_ctrl_w2e_rank0_8001.ipc",
-        "fmq_ctrl_c2e_rank0_8002.ipc",
-        "fd_task_queue_8002.sock",
+        ("8000.socket router_8000.ipc response_8000_w123.pull cache_ready_signal.8001 fd_lock_gpu_cache_lock.8001", True),
+        ("fmq_ctrl_w2e_rank0_8001.ipc fmq_ctrl_c2e_rank0_8002.ipc fd_task_queue_8002.sock", True),
+        ("18000.socket router_80001.ipc cache_ready_signal.18001 psm_8001 fmq_shm_8001 8003.socket", False),
     ],
 )
-def test_files_of_this_server(name):
-    assert ESTATE.owns(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["18000.socket", "router_80001.ipc", "cache_ready_signal.18001", "psm_8001", "fmq_shm_8001", "8003.socket"]
-)
-def test_files_of_others(name):
-    assert not ESTATE.owns(name)
+def test_files_of_this_server(names, are_ours):
+    assert [ESTATE.owns(name) for name in names.split()] == [are_ours] * len(names.split())
 
 
 def test_estate_survives_the_command_line():
@@ -153,48 +141,50 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-def sleeper(**options):
-    return subprocess.Popen([sys.executable, "-c", SLEEPER], **options)
+@pytest.fixture
+def start():
+    """Processes of this server's run where a directory is given; killed at the end."""
+    started = []
+
+    def start(command, run=None, **options):
+        environment = os.environ if run is None else {**os.environ, RUN_DIRECTORY: str(run)}
+        process = subprocess.Popen([sys.executable, "-c", *command], env=environment, **options)
+        started.append(process)
+        if run is not None:  # the kernel shows it a moment after `Popen` has returned
+            wait_until(lambda: psutil.Process(process.pid).environ().get(RUN_DIRECTORY) == str(run))
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.process
-def test_processes_are_found_by_environment_and_by_session(tmp_path):
-    marked = sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})
-    in_session = sleeper(start_new_session=True)
-    stranger = sleeper()
+def test_processes_are_found_by_environment_and_by_session(tmp_path, start):
+    marked, stranger = start([SLEEPER], tmp_path), start([SLEEPER])
+    in_session = start([SLEEPER], start_new_session=True)
     (tmp_path / SESSION_FILE).write_text(str(in_session.pid))
-    try:
-        assert {process.pid for process in processes_of(str(tmp_path))} == {marked.pid, in_session.pid}
-        assert end_processes(str(tmp_path)) == 2
-        assert not psutil.pid_exists(marked.pid)
-        assert not psutil.pid_exists(in_session.pid)
-        assert stranger.poll() is None
-    finally:
-        for process in (marked, in_session, stranger):
-            process.kill()
-            process.wait()
+    assert {process.pid for process in processes_of(str(tmp_path))} == {marked.pid, in_session.pid}
+    assert end_processes(str(tmp_path)) == 2
+    assert not psutil.pid_exists(marked.pid)
+    assert not psutil.pid_exists(in_session.pid)
+    assert stranger.poll() is None
 
 
 @pytest.mark.process
-def test_processes_that_start_during_the_clean_up_end_too(tmp_path, monkeypatch):
-    started = [sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})]
+def test_processes_that_start_during_the_clean_up_end_too(tmp_path, monkeypatch, start):
+    started = [start([SLEEPER], tmp_path)]
 
     def look_and_start_another(run_directory):
         found = processes_of(run_directory)
         if len(started) < 6:
-            started.append(sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)}))
-            # The kernel shows it a moment after `Popen` has returned.
-            wait_until(lambda: RUN_DIRECTORY in psutil.Process(started[-1].pid).environ())
+            started.append(start([SLEEPER], tmp_path))
         return found
 
     monkeypatch.setattr(janitor, "processes_of", look_and_start_another)
-    try:
-        assert end_processes(str(tmp_path)) == 6
-        assert not any(psutil.pid_exists(process.pid) for process in started)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    assert end_processes(str(tmp_path)) == 6
+    assert not any(psutil.pid_exists(process.pid) for process in started)
 
 
 class Vanishing(psutil.Process):
@@ -207,16 +197,12 @@ class Vanishing(psutil.Process):
 
 
 @pytest.mark.process
-def test_a_process_that_ends_by_itself_meanwhile_does_not_end_the_janitor(tmp_path, monkeypatch):
-    process = sleeper(env={**os.environ, RUN_DIRECTORY: str(tmp_path)})
+def test_a_process_that_ends_by_itself_meanwhile_does_not_end_the_janitor(tmp_path, monkeypatch, start):
+    start([SLEEPER], tmp_path)
     monkeypatch.setattr(janitor, "processes_of", lambda run: [Vanishing(each.pid) for each in processes_of(run)])
     monkeypatch.setattr(psutil, "wait_procs", lambda processes, timeout: None)
-    try:
-        end_processes(str(tmp_path))
-        wait_until(lambda: processes_of(str(tmp_path)) == [])
-    finally:
-        process.kill()
-        process.wait()
+    end_processes(str(tmp_path))
+    wait_until(lambda: processes_of(str(tmp_path)) == [])
 
 
 FORGETFUL = """
@@ -229,63 +215,42 @@ time.sleep(600)
 
 
 @pytest.mark.process
-def test_shared_memory_with_random_names_goes_with_its_maker(tmp_path):
+def test_shared_memory_with_random_names_goes_with_its_maker(tmp_path, start):
     """What FastDeploy's large messages are: made, closed, and in nobody's hands until the other side opens them."""
-    names = [f"fmq_shm_{uuid.uuid4().hex}" for _ in range(2)]
-    environments = [{**os.environ, RUN_DIRECTORY: str(tmp_path / "run")}, dict(os.environ)]
+    names, run = [f"fmq_shm_{uuid.uuid4().hex}" for _ in range(2)], str(tmp_path / "run")
     makers = [
-        subprocess.Popen([sys.executable, "-c", FORGETFUL, name], env=environment, stdout=subprocess.PIPE)
-        for name, environment in zip(names, environments, strict=True)
+        start([FORGETFUL, name], owner, stdout=subprocess.PIPE) for name, owner in zip(names, (run, None), strict=True)
     ]
-    try:
-        assert [maker.stdout.readline() for maker in makers] == [b"made\n"] * 2
-        trackers = [process.pid for process in processes_of(str(tmp_path / "run")) if process.pid != makers[0].pid]
-        assert end_processes(str(tmp_path / "run")) == 1, "the tracker ended by itself"
-        assert [Path("/dev/shm", name).exists() for name in names] == [False, True]
-        assert len(trackers) == 1
-        assert makers[1].poll() is None
-    finally:
-        for maker in makers:
-            maker.kill()
-            maker.wait()
-            maker.stdout.close()
-        wait_until(lambda: not Path("/dev/shm", names[1]).exists())
+    for maker in makers:
+        with maker.stdout as told:
+            assert told.readline() == b"made\n"
+    trackers = [process.pid for process in processes_of(run) if process.pid != makers[0].pid]
+    assert len(trackers) == 1
+    assert end_processes(run) == 1, "the tracker ended by itself"
+    assert [Path("/dev/shm", name).exists() for name in names] == [False, True]
+    assert makers[1].poll() is None
+    makers[1].kill()
+    wait_until(lambda: not Path("/dev/shm", names[1]).exists())
 
 
 @pytest.mark.process
-def test_a_resource_tracker_that_does_not_end_is_killed(tmp_path, monkeypatch):
+def test_a_resource_tracker_that_does_not_end_is_killed(tmp_path, monkeypatch, start):
     monkeypatch.setattr(janitor, "TRACKER_TIMEOUT_S", 0.2)
-    stuck = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(600)", janitor.TRACKER],
-        env={**os.environ, RUN_DIRECTORY: str(tmp_path)},
-    )
-    try:
-        # The kernel shows it a moment after `Popen` has returned.
-        wait_until(lambda: RUN_DIRECTORY in psutil.Process(stuck.pid).environ())
-        assert end_processes(str(tmp_path)) == 1
-        assert not psutil.pid_exists(stuck.pid)
-    finally:
-        stuck.kill()
-        stuck.wait()
+    stuck = start(["import time; time.sleep(600)", janitor.TRACKER], tmp_path)
+    assert end_processes(str(tmp_path)) == 1
+    assert not psutil.pid_exists(stuck.pid)
 
 
 @pytest.mark.process
-def test_the_janitor_works_when_its_input_ends(tmp_path):
+def test_the_janitor_works_when_its_input_ends(tmp_path, start):
     run = tmp_path / "run"
     run.mkdir()
-    victim = sleeper(env={**os.environ, RUN_DIRECTORY: str(run)})
-    module = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor"
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, Estate(str(run), 1, (2, 3)).dumps()], stdin=subprocess.PIPE
-    )
-    try:
-        process.stdin.close()
-        assert process.wait(30) == 0
-        assert victim.wait(10) == -signal.SIGKILL
-        assert not run.exists()
-    finally:
-        victim.kill()
-        victim.wait()
+    victim, line = start([SLEEPER], run), Estate(str(run), 1, (2, 3)).dumps()
+    process = start([f"from {janitor.__name__} import main; main()", line], stdin=subprocess.PIPE)
+    process.stdin.close()
+    assert process.wait(30) == 0
+    assert victim.wait(10) == -signal.SIGKILL
+    assert not run.exists()
 
 
 @pytest.fixture

@@ -1,108 +1,90 @@
-"""The runner with the real model, caches and copies; the host is a few tasks. The reference is the decoder alone."""
+"""The runner, on one rank and on two; the host is a few tasks. The reference is the decoder alone."""
 
 import json
-from pathlib import Path
+import threading
+from copy import deepcopy
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import TransferError
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import runner as runner_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED, RELEASED
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import (
     write_random_model,
     write_random_weights,
 )
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import CpuModelRunner, RunnerConfig, stats_file
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import stats_file
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
-from fastdeploy_kvcache_v1.model.config import load_model_config
-from fastdeploy_kvcache_v1.swap_message import encode
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.embedded.engine.family_engine import rank_group
+from tests.model.test_ranks import on_all
 
 from .host_tasks import ABORT, DECODE, other, prefill
-
-BLOCK = 8
-PROMPT = list(range(20, 20 + 21))
+from .runners import PROMPT, decode_alone, run, start_runner, swap_out_and_in, tokens, with_swaps
 
 
-class Messages:
-    """Takes the place of the socket to the engine."""
+class Group:
+    """All ranks, each step at the same time, as FastDeploy's event loop drives them. Rank 0 tells the tokens."""
 
-    def __init__(self):
-        self.sent = []
+    def __init__(self, model, directory, num_ranks, copy_faults=""):
+        self.ranks, self.reports = rank_group(num_ranks), [[] for _ in range(num_ranks)]
+        self.runners = on_all(self.ranks, lambda rank: self._start(model, directory, rank, copy_faults))
+        self.messages = self.runners[0].messages
 
-    def send(self, rows, *, running):
-        self.sent.append((list(rows), running))
+    def _start(self, model, directory, rank, copy_faults):
+        told = self.reports[rank.rank].append
+        sends = rank.rank == 0
+        return start_runner(model, directory, copy_faults=copy_faults, ranks=rank, tell_copies=told, sends=sends)
 
+    def each(self, action):
+        outcomes = on_all(self.runners, action)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return outcomes
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_random_model(tmp_path_factory.mktemp("model"))
+    def insert_tasks(self, tasks):
+        for runner in self.runners:
+            runner.insert_tasks(deepcopy(tasks))  # each process has its own
+
+    def execute(self, num_rows):
+        self.each(lambda runner: runner.execute(num_rows))
+
+    def finish_copies(self):
+        self.each(lambda runner: runner._controller.drain(30))
+
+    def of_reports(self, field):
+        return [[each for report in reports for each in getattr(report, field)] for reports in self.reports]
+
+    def close(self):
+        self.finish_copies()
+        for runner in self.runners:
+            runner.drop_caches()
+            runner._controller.free()
+        for rank in self.ranks if len(self.ranks) > 1 else ():
+            rank.close()
 
 
 @pytest.fixture
-def make_runner(model, tmp_path):
-    runners = []
+def make_group(model, tmp_path):
+    groups = []
 
-    def make(copy_faults="", path=model, tell_copies=lambda report: None, storage=None, **options):
-        config = RunnerConfig(
-            Path(path), BLOCK, num_host_blocks=8, cache_dtype="float32", copy_faults=copy_faults, **options
-        )
-        runner = CpuModelRunner(config, Messages(), stats_directory=tmp_path, tell_copies=tell_copies, storage=storage)
-        runner.load_weights()
-        runner.create_caches(16)
-        runner.messages = runner._sender.sent
-        runners.append(runner)
-        return runner
+    def make(num_ranks=2, copy_faults=""):
+        groups.append(Group(model, tmp_path, num_ranks, copy_faults))
+        return groups[-1]
 
     yield make
-    for runner in runners:
-        runner.drop_caches()
-        runner._controller.free()  # what it keeps
+    for group in groups:
+        group.close()
 
 
-def decode_alone(model, prompt, count):
-    """Greedy continuation by the decoder, nothing cached."""
-    import paddle
-
-    from fastdeploy_kvcache_v1.model.decoder import Decoder
-    from fastdeploy_kvcache_v1.model.plan import SequenceSlice
-
-    config = load_model_config(model)
-    decoder = Decoder.load(model, config)
-    tokens = list(prompt)
-    for _ in range(count):
-        shape = [16, config.num_kv_heads, BLOCK, config.head_dim]
-        caches = [paddle.zeros(shape) for _ in range(2 * config.num_layers)]
-        (logits,) = decoder.forward([SequenceSlice(np.array(tokens), 0, range(16))], caches)
-        tokens.append(int(logits.argmax()))
-    return tokens[len(prompt) :]
-
-
-@pytest.fixture(scope="module")
-def expected(model):
-    return decode_alone(model, PROMPT, 6)
-
-
-def run(runner, steps, rows=1):
-    first = len(runner.messages)
-    for _ in range(steps):
-        runner.execute(rows)
-    return [message[0][0] for message in runner.messages[first:]]
-
-
-def with_swaps(task, number, *, evict=((), ()), swap_in=((), ()), previous=-1):
-    step = SwapStep.of(number, CacheSwapMetadata(*EVICT, *evict), CacheSwapMetadata(*SWAP_IN, *swap_in))
-    setattr(task, SWAP_ATTRIBUTE, encode(step, previous))
-    return task
-
-
-def test_whole_prompt(make_runner, expected):
-    runner = make_runner()
-    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
-    assert run(runner, 6) == expected
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_tokens_are_those_of_the_decoder_alone_and_told_once(make_group, expected, num_ranks):
+    group = make_group(num_ranks)
+    group.insert_tasks([prefill(0, "a", PROMPT, range(5))])
+    assert run(group, 6) == expected
+    assert len(group.messages) == 6
 
 
 def test_chunks_a_longer_table_and_an_abort(make_runner, expected):
@@ -118,38 +100,6 @@ def test_chunks_a_longer_table_and_an_abort(make_runner, expected):
     runner.insert_tasks([other(ABORT, 0, "a")])
     assert run(runner, 1) == [RELEASED]
     assert runner.messages[-1] == ([RELEASED], False)
-
-
-def swap_out_and_in(runner):
-    """Compute, back the two full blocks up, lose them, and read them back into other sequences for another request."""
-    runner.insert_tasks([prefill(0, "a", PROMPT, [0, 1, 2])])
-    run(runner, 1)
-    runner.insert_tasks([with_swaps(other(ABORT, 0, "a"), 0, evict=((0, 1), (3, 4)))])
-    run(runner, 1)
-    runner.insert_tasks([prefill(0, "b", [50] * 24, [0, 1, 2])])
-    run(runner, 1)
-    runner.insert_tasks([other(ABORT, 0, "b")])
-    run(runner, 1)
-    task = prefill(0, "c", PROMPT, [7, 5, 6, 8], start=16)
-    runner.insert_tasks([with_swaps(task, 1, swap_in=((3, 4), (7, 5)), previous=0)])
-
-
-def test_blocks_go_to_the_host_and_back(make_runner, expected, tmp_path):
-    runner = make_runner()
-    swap_out_and_in(runner)
-    assert run(runner, 6) == expected
-    while runner.not_need_stop() and runner._steps.has_open_copies:
-        runner.execute(1)
-    copies = json.loads((tmp_path / stats_file(0)).read_text())
-    assert [(copies[way]["blocks"], copies[way]["failures"]) for way in ("swap_out", "swap_in")] == [(2, 0), (2, 0)]
-
-
-@pytest.mark.parametrize("faults", ['{"fail": {"input": "all"}}', '{"fail": {"output": "all"}}', '{"max_delay_ms": 5}'])
-def test_a_failed_copy_costs_a_step_but_no_token(make_runner, expected, faults):
-    runner = make_runner(faults)
-    swap_out_and_in(runner)
-    said = run(runner, 8)
-    assert [token for token in said if token >= 0][:6] == expected
 
 
 def test_a_sequence_that_cannot_be_computed_is_given_up(make_runner):
@@ -240,16 +190,6 @@ def test_passes_that_compute_prompts_are_timed(make_runner):
     assert timed[0].seconds > 0
 
 
-def test_one_rank_times_passes_that_load_too(make_runner):
-    """It knows how long it waited for its copies."""
-    reports = []
-    runner = make_runner(tell_copies=reports.append)
-    swap_out_and_in(runner)
-    run(runner, 2)
-    timed = [prefill.num_tokens for report in reports for prefill in report.prefills]
-    assert timed == [len(PROMPT), 24, len(PROMPT) - 16]
-
-
 def test_storage_of_device_blocks_hears_of_passes(make_runner):
     reports = []
     storage = SimpleNamespace(
@@ -258,9 +198,7 @@ def test_storage_of_device_blocks_hears_of_passes(make_runner):
     runner = make_runner(tell_copies=reports.append, storage=storage)
     assert not runner.not_need_stop()
     assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (-1, True)
-    task = prefill(0, "a", PROMPT, range(4))
-    setattr(task, SWAP_ATTRIBUTE, encode(SwapStep(0), -1))
-    runner.insert_tasks([task])
+    runner.insert_tasks([with_swaps(prefill(0, "a", PROMPT, range(4)), 0)])
     assert runner.not_need_stop()
     runner.execute(1)
     assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (0, False), "the row goes on"
@@ -268,3 +206,67 @@ def test_storage_of_device_blocks_hears_of_passes(make_runner):
     runner.execute(1)
     assert not runner.not_need_stop()
     assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (0, True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_blocks_go_to_the_host_and_back(make_group, expected, tmp_path, num_ranks):
+    group = make_group(num_ranks)
+    swap_out_and_in(group)
+    assert run(group, 6) == expected
+    group.finish_copies()
+    run(group, 1)
+    for rank in range(num_ranks):
+        copies = json.loads((tmp_path / stats_file(rank)).read_text())
+        assert [(copies[way]["blocks"], copies[way]["failures"]) for way in ("swap_out", "swap_in")] == [(2, 0), (2, 0)]
+
+
+@pytest.mark.parametrize(("num_ranks", "loads"), [(1, [len(PROMPT) - 16]), (2, [])])
+def test_a_pass_that_loads_is_timed_where_the_one_rank_knows_how_long_it_waited(make_group, num_ranks, loads):
+    """Of several, one may have waited for another that waited for its copies."""
+    group = make_group(num_ranks)
+    swap_out_and_in(group)
+    run(group, 2)
+    for prefills in group.of_reports("prefills"):
+        assert [each.num_tokens for each in prefills] == [len(PROMPT), 24, *loads]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "faults", "num_failed"),
+    [
+        (1, '{"fail": {"input": "all"}}', [1]),
+        (1, '{"fail": {"output": "all"}}', [2]),
+        (1, '{"max_delay_ms": 5}', [0]),
+        (2, '{"ranks": [0], "fail": {"input": [0]}}', [1, 0]),
+        (2, '{"ranks": [1], "fail": {"input": [0]}}', [0, 1]),
+    ],
+)
+def test_a_failed_copy_costs_a_step_but_no_token(make_group, expected, num_ranks, faults, num_failed):
+    """One that fails on one rank is computed again on all."""
+    group = make_group(num_ranks, faults)
+    swap_out_and_in(group)
+    assert tokens(run(group, 8))[:6] == expected
+    assert [sum(not each.ok for each in copies) for copies in group.of_reports("transfers")] == num_failed
+
+
+@pytest.mark.parametrize("open_on", [0, 1])
+def test_ranks_agree_whether_there_is_anything_to_do(make_group, monkeypatch, open_on):
+    """Copies end at different times; FastDeploy's idle ranks meet at another barrier than busy ones."""
+    may_end = threading.Event()
+
+    def make_runtime(faults, rank):
+        return CpuRuntime(delay=lambda stream: rank != open_on or may_end.wait(60))
+
+    monkeypatch.setattr(runner_module, "make_runtime", make_runtime)
+    group = make_group()
+    group.insert_tasks([prefill(0, "a", PROMPT, [0, 1, 2])])
+    run(group, 1)
+    group.insert_tasks([with_swaps(other(ABORT, 0, "a"), 0, evict=((0, 1), (3, 4)))])
+    run(group, 1)
+    group.runners[1 - open_on]._controller.drain(30)
+    run(group, 1)  # which reports the copy on the rank that has ended it
+    assert [runner._steps.has_open_copies for runner in group.runners] == [open_on == 0, open_on == 1]
+    assert group.each(lambda runner: runner.not_need_stop()) == [True, True]
+    may_end.set()
+    group.runners[open_on]._controller.drain(30)
+    run(group, 1)
+    assert group.each(lambda runner: runner.not_need_stop()) == [False, False]

@@ -6,45 +6,42 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
+from tests.fastdeploy_integration.cpu_worker.runners import run
 from tests.transfer.peer import HOST
-
-from .test_role_runners import Pair, continued, expected, model, tokens_of  # noqa: F401  fixtures
 
 
 @pytest.fixture
-def pair(model, tmp_path):  # noqa: F811
+def pair(make_pair):
     with socket.create_server((HOST, 0)) as listener:
         port = listener.getsockname()[1]
-    made = Pair(model, tmp_path, port=port)
-    yield made
-    made.close()
+    return make_pair(port=port)
 
 
-def transfer(pair, expected, name="a"):  # noqa: F811
+def transfer(pair, expected, name="a"):
     """One whole request."""
     pair.told.clear()
     pair.channel.news.clear()
-    pair.fetch([3, 1, 8], name)
+    pair.fetch(name=name)
     pair.prefill.insert_tasks([pair.prefill_task(name)])
-    first = tokens_of(pair.prefill, 1)
+    first = run(pair.prefill, 1)
     assert pair.settled() == ((name, None), None)
     pair.decode.insert_tasks([])
-    assert continued(pair, first[0], [3, 1, 8, 11]) == expected[1:]
+    assert pair.continued(*first) == expected[1:]
     pair.decode.clear_requests()
     pair.prefill.clear_requests()
 
 
 @pytest.mark.parametrize("sleeper", ["prefill", "decode"])
-def test_a_transfer_ends_before_the_memory_goes_and_the_next_one_is_right(pair, expected, sleeper):  # noqa: F811
+def test_a_transfer_ends_before_the_memory_goes_and_the_next_one_is_right(pair, expected, sleeper):
     transfer(pair, expected)
     runner, role = (pair.prefill, pair.roles[0]) if sleeper == "prefill" else (pair.decode, pair.roles[1])
     before, port = role.transfers.plane_address, pair.roles[1].transfers.port
     pair.told.clear()
     pair.channel.news.clear()
-    pair.fetch([3, 1, 8], "b")
+    pair.fetch(name="b")
     pair.prefill.insert_tasks([pair.prefill_task("b", start=0, end=8)])
-    tokens_of(pair.prefill, 1)
-    pair.until(lambda: pair.roles[1].transfers._fetches.num_offers)
+    run(pair.prefill, 1)
+    pair.offered()
     runner.drop_caches()
     assert not role.is_in_use
     (_, error), fetch_error = pair.settled()
@@ -60,7 +57,7 @@ def test_a_transfer_ends_before_the_memory_goes_and_the_next_one_is_right(pair, 
     pair.check_idle()
 
 
-def test_a_wakeup_that_cannot_listen_can_be_tried_again(pair, expected):  # noqa: F811
+def test_a_wakeup_that_cannot_listen_can_be_tried_again(pair, expected):
     port = pair.roles[1].transfers.port
     pair.decode.drop_caches()
     with socket.create_server((HOST, port)):
@@ -81,11 +78,11 @@ def test_a_request_that_comes_to_a_sleeping_prefill_rank_fails(pair):
 
 
 def test_a_lease_ends_when_the_engine_says_so(pair):
-    pair.fetch([3, 1, 8])
+    pair.fetch()
     pair.fetch([4], "b")
     pair.prefill.insert_tasks([pair.prefill_task(start=0, end=8)])
-    tokens_of(pair.prefill, 1)
-    pair.until(lambda: pair.roles[1].transfers._fetches.num_offers)
+    run(pair.prefill, 1)
+    pair.offered()
     pair.leases.withdraw_all(PREFILL_PAUSED)
     (name, error), fetch_error = pair.settled()
     assert (name, error) == ("a", PREFILL_PAUSED)
