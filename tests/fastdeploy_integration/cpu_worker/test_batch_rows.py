@@ -42,10 +42,34 @@ def step(table, *sampled, rows=1):
     return table.end_step(rows, runnable, dict(zip(wanting, sampled, strict=True)))
 
 
-def test_prefill_then_decode(table):
+@pytest.mark.parametrize(
+    ("given", "steps", "goes_on"),
+    [
+        # a sequence, what its steps sample (None: nothing) and say, whether it is still there
+        ({"prompt": [1, 2, 3]}, [(10, 10), (11, 11)], True),
+        ({"prompt": [1]}, [(98, 98)], False),
+        ({"prompt": [1], "max_tokens": 2}, [(7, 7), (8, END)], False),
+        ({"prompt": [1], "outputs": [7, 7], "max_tokens": 3}, [(8, END)], False),  # it was preempted
+        ({"prompt": [1], "stop_sequences": ((5, 6), ())}, [(5, 5), (6, 6), (None, END)], False),
+        (
+            {"prompt": [5], "stop_sequences": ((5, 6), (8,)), "min_tokens": 3},  # in the prompt, or too early
+            [(6, 6), (8, 8), (6, 6), (8, 8), (None, END)],
+            False,
+        ),
+    ],
+)
+def test_each_step_says_its_token_until_the_sequence_ends(table, given, steps, goes_on):
+    table.start(0, sequence(**given))
+    for sampled, said in steps:
+        assert table.has_work
+        assert step(table, *([] if sampled is None else [sampled])) == [said]
+    assert bool(table.sequences) == table.has_work == goes_on
+
+
+def test_a_step_computes_the_token_of_the_one_before(table):
     table.start(0, sequence([1, 2, 3]))
-    assert step(table, 10) == [10]
-    assert step(table, 11) == [11]
+    step(table, 10)
+    step(table, 11)
     assert table.sequences[0].tokens == [1, 2, 3, 10, 11]
     assert (table.sequences[0].computed, table.sequences[0].target) == (4, 5)
 
@@ -58,50 +82,12 @@ def test_a_chunk_says_nothing_and_waits_for_the_next_one(table):
     assert step(table, 5) == [5]
 
 
-def test_an_end_token_frees_the_row(table):
-    table.start(0, sequence([1]))
-    assert step(table, 98) == [98]
-    assert not table.sequences
-    assert not table.has_work
-
-
-def test_the_last_token_becomes_the_end_token(table):
-    table.start(0, sequence([1], max_tokens=2))
-    assert step(table, 7) == [7]
-    assert step(table, 8) == [END]
-    assert not table.sequences
-
-
-def test_outputs_before_a_preemption_count(table):
-    table.start(0, sequence([1], outputs=[7, 7], max_tokens=3))
-    assert step(table, 8) == [END]
-
-
 def test_an_end_token_may_come_only_after_min_tokens(table):
     table.start(0, sequence([1], min_tokens=2))
-    assert not table.sequences[0].may_end
-    step(table, 5)
-    assert not table.sequences[0].may_end
-    step(table, 5)
+    for _ in range(2):
+        assert not table.sequences[0].may_end
+        step(table, 5)
     assert table.sequences[0].may_end
-
-
-def test_a_stop_sequence_ends_one_step_later_without_computing(table):
-    table.start(0, sequence([1], stop_sequences=((5, 6), ())))
-    assert step(table, 5) == [5]
-    assert step(table, 6) == [6]
-    assert table.has_work
-    assert step(table) == [END]
-    assert not table.sequences
-
-
-def test_a_stop_sequence_in_the_prompt_or_too_early_does_not_count(table):
-    table.start(0, sequence([5], stop_sequences=((5, 6), (8,)), min_tokens=3))
-    assert step(table, 6) == [6]
-    assert step(table, 8) == [8]
-    assert step(table, 6) == [6]
-    assert step(table, 8) == [8]
-    assert table.sequences[0].closing
 
 
 def test_without_a_block_for_the_next_token_the_row_waits(table):

@@ -105,8 +105,9 @@ ESTATE = Estate("/tmp/run", 8000, (8001, 8002))
 @pytest.mark.parametrize(
     ("names", "are_ours"),
     [
-        ("8000.socket router_8000.ipc response_8000_w123.pull cache_ready_signal.8001 fd_lock_gpu_cache_lock.8001", True),
-        ("fmq_ctrl_w2e_rank0_8001.ipc fmq_ctrl_c2e_rank0_8002.ipc fd_task_queue_8002.sock", True),
+        ("8000.socket router_8000.ipc response_8000_w123.pull cache_ready_signal.8001", True),
+        ("fd_lock_gpu_cache_lock.8001 fmq_ctrl_w2e_rank0_8001.ipc fmq_ctrl_c2e_rank0_8002.ipc", True),
+        ("fd_task_queue_8002.sock", True),
         ("18000.socket router_80001.ipc cache_ready_signal.18001 psm_8001 fmq_shm_8001 8003.socket", False),
     ],
 )

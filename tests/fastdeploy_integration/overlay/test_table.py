@@ -1,19 +1,26 @@
-"""Syntax of patch tables, and the tables we ship."""
+"""Patch tables: their syntax, what one inherits from another, and the tables that we ship."""
 
 import importlib
 import inspect
+from dataclasses import asdict
+from functools import partial
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import OverlayError
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Kind, known_releases, load_table, table_for
 from tests.fastdeploy_integration import fake_fastdeploy
 
-GOOD = fake_fastdeploy.row("fakefd", "Engine.schedule", "wrap_schedule", signature="(self)")
+SCHEDULE = fake_fastdeploy.row("fakefd", "Engine.schedule", "wrap_schedule", signature="(self)")
+HELPER = fake_fastdeploy.row("fakefd", "Engine.helper", "wrap_helper", signature="(flag=False)")
+WAIT = fake_fastdeploy.row("fakefd", "Engine.wait", "wrap_wait", signature="(self, request_id, executors=None)")
 
 
-def load(tmp_path, *rows):
-    return load_table(fake_fastdeploy.write_table(tmp_path, list(rows)))
+@pytest.fixture
+def write(tmp_path):
+    return partial(fake_fastdeploy.write_table, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -26,23 +33,17 @@ def load(tmp_path, *rows):
         ({"signature": ""}, "wrap and replace need `signature`"),
         ({"kind": "extend"}, "extend needs `adds`"),
         ({"colour": "red"}, "unknown colour"),
+        *(({field: None}, f"no {field}") for field in ("kind", "ours", "where", "why")),
     ],
 )
-def test_bad_rows_are_named(tmp_path, change, message):
-    with pytest.raises(OverlayError, match=message) as caught:
-        load(tmp_path, {**GOOD, **change})
-    assert "patch table fake-9.1.toml: " in str(caught.value)
-
-
-@pytest.mark.parametrize("field", ["kind", "ours", "where", "why"])
-def test_missing_fields_are_named(tmp_path, field):
-    with pytest.raises(OverlayError, match=f"no {field}"):
-        load(tmp_path, {key: value for key, value in GOOD.items() if key != field})
-
-
-def test_unknown_release():
-    with pytest.raises(OverlayError, match=r"FastDeploy 1.0 is not supported .*2.5, 2.6.*unset"):
-        table_for("1.0")
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_a_bad_row_and_its_table_are_named(write, is_inherited, change, message):
+    row = {field: value for field, value in {**SCHEDULE, **change}.items() if value is not None}
+    path = write([row], release="9.1")
+    if is_inherited:
+        path = write([], release="9.2", inherits="9.1")
+    with pytest.raises(OverlayError, match=rf"^patch table fake-9\.1\.toml: .*{message}"):
+        load_table(path)
 
 
 def test_not_a_table(tmp_path):
@@ -52,14 +53,126 @@ def test_not_a_table(tmp_path):
         load_table(path)
 
 
-@pytest.mark.parametrize("release", known_releases())
-def test_our_tables_name_functions_that_exist(release):
-    table = table_for(release)
+def qualnames(table):
+    return [row.qualname for row in table.rows]
+
+
+def test_a_table_inherits_every_row_and_capability_it_does_not_mention(write):
+    write([SCHEDULE, HELPER], release="9.1", capabilities={"flash_block_wise_fp8": True, "reschedules": True})
+    table = load_table(write([], release="9.2", inherits="9.1", commit="def", capabilities={"reschedules": False}))
+    assert (table.release, table.commit) == ("9.2", "def")
+    assert qualnames(table) == ["Engine.schedule", "Engine.helper"]
+    assert table.capabilities == Capabilities(flash_block_wise_fp8=True)
+
+
+def test_a_row_with_an_inherited_target_takes_its_place_and_others_are_added(write):
+    write([SCHEDULE, HELPER], release="9.1")
+    changed = {**SCHEDULE, "signature": "(self, budget)"}
+    table = load_table(write([WAIT, changed], release="9.2", inherits="9.1"))
+    assert qualnames(table) == ["Engine.schedule", "Engine.helper", "Engine.wait"]
+    assert table.rows[0].signature == "(self, budget)"
+
+
+def test_a_removed_row_is_gone_and_a_later_release_can_bring_it_back(write):
+    write([SCHEDULE, HELPER], release="9.1")
+    middle = write([], release="9.2", inherits="9.1", removes=[SCHEDULE["target"]])
+    last = write([SCHEDULE], release="9.3", inherits="9.2", capabilities={"flash_block_wise_fp8": True})
+    assert qualnames(load_table(middle)) == ["Engine.helper"]
+    assert load_table(middle).capabilities == Capabilities()
+    assert qualnames(load_table(last)) == ["Engine.helper", "Engine.schedule"]
+    assert load_table(last).capabilities == Capabilities(flash_block_wise_fp8=True)
+
+
+def test_what_names_leave_out_is_inherited_and_added_to(write):
+    write([SCHEDULE], release="9.1", not_in_names={"fakefd:Engine": ["port"]})
+    table = load_table(write([], release="9.2", inherits="9.1", not_in_names={"fakefd:Engine": ["host"]}))
+    assert table.not_in_names == {"fakefd:Engine": {"port", "host"}}
+
+
+@pytest.mark.parametrize("names", [["port"], ["host", "host"]])
+def test_what_names_leave_out_is_said_once(write, names):
+    write([SCHEDULE], release="9.1", not_in_names={"fakefd:Engine": ["port"]})
+    with pytest.raises(OverlayError, match=rf"fake-9.2.toml: not_in_names: fakefd:Engine has {names[0]} twice"):
+        load_table(write([], release="9.2", inherits="9.1", not_in_names={"fakefd:Engine": names}))
+
+
+@pytest.mark.parametrize(
+    ("patches", "section", "message"),
+    [
+        ([], {"removes": [HELPER["target"]]}, "removes fakefd.engine:Engine.helper, which it does not inherit"),
+        ([SCHEDULE], {"removes": [SCHEDULE["target"]]}, "removes fakefd.engine:Engine.schedule and has a row for it"),
+        ([SCHEDULE], {}, "repeats the row of 9.1 for fakefd.engine:Engine.schedule"),
+        ([], {"removes": [SCHEDULE["target"]]}, "no rows"),
+        ([], {"inherits": "9.0"}, "inherits '9.0', but there is no fake-9.0.toml beside it"),
+        ([], {"inherit": "9.1"}, "unknown inherit"),
+        ([], {"capabilities": {"flash": True}}, "unknown capability flash: choose from flash_block_wise_fp8"),
+        ([], {"capabilities": {"flash_block_wise_fp8": 1}}, "true or false, got flash_block_wise_fp8 = 1"),
+        ([HELPER, HELPER], {}, "two rows for fakefd.engine:Engine.helper"),
+    ],
+)
+def test_a_table_that_contradicts_what_it_inherits_is_one_clear_error(write, patches, section, message):
+    write([SCHEDULE], release="9.1")
+    path = write(patches, release="9.2", **{"inherits": "9.1", **section})
+    with pytest.raises(OverlayError, match=r"patch table fake-9\.2\.toml: ") as caught:
+        load_table(path)
+    assert message in str(caught.value)
+
+
+def test_a_cycle_names_its_releases(write):
+    write([SCHEDULE], release="9.1", inherits="9.3")
+    write([], release="9.2", inherits="9.1")
+    path = write([], release="9.3", inherits="9.2")
+    with pytest.raises(OverlayError, match=r"it inherits from itself: 9\.3 -> 9\.2 -> 9\.1 -> 9\.3"):
+        load_table(path)
+
+
+def test_a_copied_table_that_still_says_its_old_release_is_refused(write, tmp_path):
+    copied = tmp_path / "fake-9.2.toml"
+    write([SCHEDULE], release="9.1").rename(copied)
+    with pytest.raises(OverlayError, match=r"its name must end with -9\.1\.toml, because it says release '9\.1'"):
+        load_table(copied)
+
+
+@pytest.mark.parametrize(
+    ("release", "capabilities"),
+    [
+        ("2.5", {"acknowledged_cache_info"}),
+        ("2.6", {"flash_block_wise_fp8", "disables_chunked_prefill", "counts_preallocated", "reschedules"}),
+        ("2.6-dev", {"flash_block_wise_fp8", "disables_chunked_prefill", "acknowledged_cache_info"}),
+    ],
+)
+def test_what_our_releases_can(release, capabilities):
+    assert {name for name, can in asdict(table_for(release).capabilities).items() if can} == capabilities
+
+
+@pytest.mark.parametrize(
+    ("find", "message"),
+    [
+        (table_for, r"FastDeploy 1\.0 is not supported .*2.5, 2.6.*unset"),
+        (activation.table_for, r"FastDeploy 1\.0 is not known to the CPU worker: install one of 2\.5, 2\.6"),
+    ],
+)
+def test_an_unknown_release_names_those_that_work(find, message):
+    with pytest.raises(OverlayError, match=message):
+        find("1.0")
+
+
+OURS = [(table_for, each) for each in known_releases()]
+OURS += [(activation.table_for, each) for each in known_releases(activation.TABLE_NAME)]
+
+
+@pytest.mark.parametrize(("find", "release"), OURS)
+def test_our_tables_name_functions_that_exist(find, release):
+    table = find(release)
     assert table.release == release
     for row in table.rows:
         module, _, name = row.ours.partition(":")
         assert module.startswith("fastdeploy_kvcache_v1.fastdeploy_integration.")
-        function = getattr(importlib.import_module(module), name)
-        parameters = list(inspect.signature(function).parameters)
-        assert len(parameters) == (4 if row.kind is Kind.WRAP else 1), row.ours
+        given = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+        expected = ["wrapped", "instance", "args", "kwargs"] if row.kind is Kind.WRAP else given[:1]
+        assert given == expected != [], row.ours
         assert row.why.endswith(".")
+
+
+def test_tables_of_the_cpu_worker_are_no_releases_of_the_overlay():
+    assert not [release for release in known_releases() if "cpu" in release]
