@@ -1,4 +1,4 @@
-"""Runs the tests that ask for it once with the NumPy twins and once with the compiled core."""
+"""Which copies and which device a test runs on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from collections.abc import Iterator
 import pytest
 
 from fastdeploy_kvcache_v1.worker import ops
+from tests.gpu.stand_in.in_process import PythonDriver, cupy_in_process
 from tests.worker.ops.native import require_core
 
 with contextlib.suppress(ImportError):
     import paddle  # noqa: F401  its first import starts a process, which no test may
+
+
+@contextlib.contextmanager
+def installed(platform: str, table: dict[tuple[str, str], ops.Implementation]) -> Iterator[None]:
+    """The implementations of `table` answer on `platform`."""
+    previous = [(*key, ops.install(*key, table[key])) for key in ops.TWINS if key[1] == platform]
+    yield
+    for entry in previous:
+        ops.install(*entry)
 
 
 @pytest.fixture(params=["numpy", "compiled"])
@@ -22,16 +32,14 @@ def cpu_ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     else:
         monkeypatch.setattr(ops, "COMPILED", None)
         table = ops.TWINS
-    previous = [(*key, ops.install(*key, table[key])) for key in ops.TWINS if key[1] == "cpu"]
-    yield request.param
-    for entry in previous:
-        ops.install(*entry)
+    with installed("cpu", table):
+        yield request.param
 
 
 @pytest.fixture
-def cupy_ops() -> Iterator[None]:
-    """CuPy behind every CUDA op, also where a driver is: these tests play the GPU themselves."""
-    previous = [(*key, ops.install(*key, ops.TWINS[key])) for key in ops.TWINS if key[1] == "cuda"]
-    yield
-    for entry in previous:
-        ops.install(*entry)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PythonDriver]:
+    """A GPU in this process, on which nothing has landed. CuPy copies, also where a driver is."""
+    monkeypatch.setattr(ops, "_landed", None)
+    monkeypatch.setattr(ops, "COMPILED", None)
+    with installed("cuda", ops.TWINS), cupy_in_process() as driver:
+        yield driver

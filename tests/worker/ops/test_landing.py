@@ -1,305 +1,406 @@
-"""Which copy paths are trusted: each fault of a path, in a process of its own over the fake driver, and what is left.
+"""Which copy paths are trusted: each fault of a path, and what is left. The core is a fake one, as is the GPU.
 
-The kernel is the real one's body, compiled for the CPU.
+`tests/gpu/suite.py` lands on the real core, over the asynchronous driver or on a GPU.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
+import types
 
+import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.worker.ops import landing
-from tests.worker.ops.native import CUSTOM_OPS, ROOT, compile_program, require_core
-
-pytestmark = pytest.mark.process
-
-PROGRAM = """
-import ctypes, logging, sys
-logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
-import cupy
-import numpy as np
+from fastdeploy_kvcache_v1.errors import ConfigError, TransferError
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import landing, calibration
+from fastdeploy_kvcache_v1.worker.ops import calibration, landing
+from fastdeploy_kvcache_v1.worker.ops.compiled import Path
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
-from tests.worker.ops.fake_cuda import fake_cuda
+from tests.gpu.stand_in.in_process import COMPUTE, OUT_OF_MEMORY
+from tests.worker.ops.fake_core import FakeCore, HangsError, InlineThread
+from tests.world.clock import Clock
 
-landing.RELEASE_FILES = ()
-fake = fake_cuda()
-kernel = ctypes.CDLL(str(ops.COMPILED.library.path.with_name("_core_cuda.so")))
-"""
-
-KERNEL = """
-#include "%s/cuda/kernel.h"
-using namespace kvswap::cuda;
-int fault = 0;  // 1: other bytes arrive, 2: this GPU has no code for it
-extern "C" __attribute__((visibility("default"))) void set_fault(int value) { fault = value; }
-extern "C" __attribute__((visibility("default"))) int kvswap_kernel_abi() { return kKernelAbi; }
-extern "C" __attribute__((visibility("default"))) int kvswap_kernel_launch(const KernelArguments* arguments, int groups,
-                                                                          int, void*) {
-  if (fault == 2) return 209;
-  const int warps = groups * kKernelWarps;
-  for (int i = fault; i < warps; ++i)
-    for (int lane = 0; lane < kLanes; ++lane) copy_rows(*arguments, {i, warps, lane});
-  return 0;
-}
-"""
+GOOD_RELEASE = "580.65.06"
 
 
-@pytest.fixture(scope="module")
-def machine(tmp_path_factory) -> dict[str, str]:
-    """The environment of a machine with CuPy, a driver and the copy kernel."""
-    require_core()
-    directory = tmp_path_factory.mktemp("machine")
-    unwanted = shutil.ignore_patterns("_core_cuda.so", "_paddle_ops.so", "__pycache__")
-    package = directory / "fastdeploy_kvcache_v1"
-    shutil.copytree(ROOT / "fastdeploy_kvcache_v1", package, ignore=unwanted)
-    shutil.copy(ROOT / "tests/worker/ops/cupy_stand_in.py", directory / "cupy.py")
-    compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], directory / "libcuda.so.1", "-fPIC", "-shared")
-    compile_program([CUSTOM_OPS / "tests/fake_nvml.cc"], directory / "libnvidia-ml.so.1", "-fPIC", "-shared")
-    (directory / "kernel.cc").write_text(KERNEL % CUSTOM_OPS)
-    compile_program([directory / "kernel.cc"], package / "worker/ops/_core_cuda.so", "-fPIC", "-shared", "-O2")
-    return {**os.environ, "PYTHONPATH": f"{directory}:{ROOT}", "LD_LIBRARY_PATH": str(directory)}
+@pytest.fixture
+def core(gpu, monkeypatch, caplog):
+    """The compiled core of a machine with a GPU, on which nothing has landed yet."""
+    caplog.set_level("INFO")
+    clock = Clock()
+    timers = types.SimpleNamespace(monotonic=clock, sleep=lambda seconds: clock.advance(0.01))
+    monkeypatch.setattr(landing, "time", timers)
+    monkeypatch.setattr(landing, "threading", types.SimpleNamespace(Thread=InlineThread))
+    monkeypatch.setattr(landing, "driver_release", lambda: GOOD_RELEASE)
+    monkeypatch.setattr(landing, "_given_up", [])
+    monkeypatch.delenv(landing.CHOICE, raising=False)
+    made = FakeCore(gpu)
+    monkeypatch.setattr(ops, "COMPILED", made)
+    for op in ("swap_cache_per_layer", "swap_cache_all_layers"):
+        ops.install(op, "cuda", ops.Implementation("compiled", getattr(made, op)))
+    return made
 
 
-def land(machine: dict[str, str], body: str, nbytes: int = 5 << 20, **environment: str) -> str:
-    """Run `body` with the runtime that landed on a pool of `nbytes`; its output."""
-    before, _, after = body.partition("LAND\n")
-    run = f"pool = CudaRuntime(compute_handle=1000).allocate_host({nbytes})\nlanding_ = ops.landed()\n"
-    show = "print('live', *landing_.live, sep=' ')\nassert not pool.array.any()\n"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + before + run + show + after],
-        env={**machine, **environment},
-        cwd=machine["LD_LIBRARY_PATH"],
-        capture_output=True,
-        text=True,
-        timeout=200,
+def land(nbytes=5 << 20):
+    runtime = CudaRuntime(compute_handle=COMPUTE)
+    pool = runtime.allocate_host(nbytes)
+    assert not pool.array.any(), "its bytes are zero again"
+    runtime.free_host(pool)
+    return ops.landed()
+
+
+def told(caplog, level="WARNING"):
+    return [record.getMessage() for record in caplog.records if record.levelname == level]
+
+
+def copies_right():
+    """By whatever is live now."""
+    memory, target = np.arange(4096).astype(np.uint8).reshape(8, 512), np.zeros((8, 512), np.uint8)
+    source_rows = (ops.BlockRows(memory.ctypes.data, 8, 512, 512),)
+    target_rows = (ops.BlockRows(target.ctypes.data, 8, 512, 512, on_gpu=True),)
+    ops.swap_cache_per_layer(target_rows, source_rows, [ops.CopyRun(0, 4, 1), ops.CopyRun(5, 1, 2)], stream=COMPUTE)
+    ops.COMPILED.gpu.run_all()
+    return (target[4] == memory[0]).all() and (target[1:3] == memory[5:7]).all() and not target[0].any()
+
+
+def test_every_path_lives_where_nothing_is_wrong(core, caplog):
+    landed = land()
+    assert (landed.live, landed.left) == (("kernel", "staged", "batch", "runs"), {})
+    assert told(caplog) == []
+    assert told(caplog, "INFO")[-1].startswith(
+        "copies between GPU and host: kernel, staged, batch, runs; constants measured here: H2D call_ns "
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert copies_right()
+    assert core.staging[1] == landing.STAGING_BYTES
+    (kept,) = core.gpu.memory.values()
+    assert kept.nbytes - 256 == landing.STAGING_BYTES
+    assert core.gpu.registered == {}
+    core.faults["batch"] = 1
+    assert land() is landed, "once per process"
 
 
-COPY = """
-memory = np.arange(4096, dtype=np.uint8).reshape(8, 512)
-target = np.zeros((8, 512), np.uint8)
-source_rows = (ops.BlockRows(memory.ctypes.data, 8, 512, 512),)
-target_rows = (ops.BlockRows(target.ctypes.data, 8, 512, 512, on_gpu=True),)
-ops.swap_cache_per_layer(target_rows, source_rows, [ops.CopyRun(0, 4, 1), ops.CopyRun(5, 1, 2)], stream=0x7700)
-assert (target[4] == memory[0]).all() and (target[1:3] == memory[5:7]).all() and not target[0].any()
-"""
-
-
-def test_every_path_lives_where_nothing_is_wrong(machine):
-    measured = """
-assert landing_.measured and not landing_.left, landing_
-assert set(landing_.costs) == {"H2D", "D2H"}
-assert all(number > 0 for each in landing_.costs.values() for number in each.values())
-runtime_again = CudaRuntime(compute_handle=1000)
-fake.batch_fault = 1
-runtime_again.allocate_host(1 << 20)
-assert ops.landed() is landing_, "once per process"
-"""
-    output = land(machine, f"LAND\n{measured}{COPY}")
-    assert "live kernel staged batch runs" in output
-    assert "GPU and host: kernel, staged, batch, runs; constants measured here: H2D call_ns" in output
-    assert "WARNING" not in output
-
-
-SHOW = """
-for path in ops.copy_paths("cuda"):
-    print(path.direction, path.name, path.left or "lives")
-"""
-
-
-def test_a_worker_tells_which_paths_live_in_which_direction_and_why_others_do_not(machine):
-    output = land(machine, f"assert not ops.copy_paths('cuda')\nfake.batch_fault = 1\nLAND\n{SHOW}")
-    for line in ("in kernel lives", "in runs lives", "out kernel lives", "out staged lives", "out runs lives"):
-        assert line in output.splitlines(), output
-    for direction in ("in", "out"):
-        assert f"\n{direction} batch a block came back with other bytes\n" in output
-    assert "\nin staged" not in output, "it gathers on the device"
-
-
-def test_a_path_that_fails_after_it_was_tried_is_told(machine):
-    output = land(machine, f"LAND\nkernel.set_fault(2)\n{COPY}{SHOW}", FASTDEPLOY_KVCACHE_CUDA_PATH="kernel")
-    for direction in ("in", "out"):
-        assert f"\n{direction} kernel it was refused by the driver after it had been tried\n" in output
-        assert f"\n{direction} batch FASTDEPLOY_KVCACHE_CUDA_PATH says so\n" in output
-        assert f"\n{direction} runs lives\n" in output, "the last resort"
-
-
-SOON = "landing.TIME_LIMIT_S = 2\n"
+NO_COPY = "a copy of one block was not done within 10 s"
 FAULTS = {
-    "a batch loses a block": ("fake.batch_fault = 1", "kernel staged runs", "batch: a block came back with other"),
-    "a batch never returns": (
-        f"{SOON}fake.batch_fault = 2",
-        "kernel staged runs",
-        "batch: a driver call did not return",
-    ),
-    "batches fail": ("fake.batch_result = 1", "kernel staged runs", "batch: TransferError: cuMemcpyBatchAsync: CUDA"),
-    "batches are not supported": ("fake.batch_result = 801", "kernel staged runs", "batch: ConfigError: this GPU does"),
-    "a copy is never done": (
-        f"{SOON}query = lambda event: 600 if fake.batches else 0\ncupy.cuda.runtime.eventQuery = query",
-        "kernel staged",
-        "batch: a copy of one block was not done within",
-    ),
-    "the kernel loses a piece": ("kernel.set_fault(1)", "batch runs", "kernel: a block came back with other bytes"),
-    "no code for this GPU": (
-        "kernel.set_fault(2)",
-        "batch runs",
-        "kernel: ConfigError: this GPU cannot run the copy kernel (CUDA error 209): build it for this GPU",
-    ),
-    "everything is wrong": ("fake.count_only = 1\nkernel.set_fault(1)", "cupy", "runs: a block came back with other"),
+    # what happens: path, fault, paths that live, why that one does not
+    "a block is lost": ("batch", 1, "kernel staged runs", "a block came back with other bytes"),
+    "it never returns": ("batch", HangsError(), "kernel staged runs", "a driver call did not return within 20 s"),
+    "it fails": ("batch", TransferError("CUDA 1\nmore"), "kernel staged runs", "TransferError: CUDA 1"),
+    "the GPU never makes it": ("batch", "stuck", "kernel staged runs", NO_COPY),
+    "plain copies lose a block": ("runs", 1, "kernel staged batch", "a block came back with other bytes"),
+    "the kernel loses a block": ("kernel", 1, "batch runs", "a block came back with other bytes"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_path_that_cannot_be_trusted_is_left(machine, fault):
-    how, live, reason = FAULTS[fault]
-    output = land(machine, f"{how}\nLAND\nfake.count_only = 0\n{COPY}{SHOW}")
-    assert f"live {live}\n" in output
-    shown = [line.split()[1] for line in output.splitlines() if line.startswith("out ") and line.endswith(" lives")]
-    assert shown == live.split()
-    lines = [line for line in output.splitlines() if line.startswith("WARNING") and reason in line]
-    assert len(lines) == 1, output
-    assert lines[0].startswith("WARNING copies between GPU and host do without the path ")
+def test_a_path_that_cannot_be_trusted_is_left(core, caplog, fault):
+    path, what, live, reason = FAULTS[fault]
+    if what == "stuck":
+        core.stuck.add(path)
+    else:
+        core.faults[path] = what
+    landed = land()
+    assert landed.live == tuple(live.split())
+    assert landed.left[path] == reason
+    assert f"copies between GPU and host do without the path {path}: {reason}" in told(caplog)
+    assert core.cuda_paths == {Path[name.upper()] for name in landed.live}
+    assert f"(not {'; '.join(f'{name}: {why}' for name, why in landed.left.items())})" in landed.describe()
+    assert copies_right() or path == "runs"
 
 
-BREAKS = """
-query = cupy.cuda.runtime.eventQuery
-cupy.cuda.runtime.eventQuery = lambda event: 700 if fake.batches else query(event)
-def broken(address):
-    if fake.batches: raise cupy.cuda.runtime.CUDARuntimeError("cudaErrorIllegalAddress")
-cupy.cuda.runtime.hostUnregister = broken
-try:
-    CudaRuntime(compute_handle=1000).allocate_host(5 << 20)
-except Exception as error:
-    print(f"{type(error).__name__}: {error}")
-    sys.exit()
-"""
+def test_where_no_path_works_cupy_copies(core, caplog):
+    core.faults |= dict.fromkeys(("kernel", "batch", "runs"), 1)
+    landed = land()
+    assert (landed.live, landed.works, landed.measured) == (("cupy",), False, False)
+    assert set(landed.left) == {"kernel", "staged", "batch", "runs"}
+    assert ops.live()["swap_cache_per_layer.cuda"] == ops.live()["swap_cache_all_layers.cuda"] == "cupy"
+    assert copies_right()
+    assert {path.name for path in ops.copy_paths("cuda") if not path.left} == {"cupy"}
+
+
+def test_a_worker_tells_which_paths_live_in_which_direction_and_why_others_do_not(core):
+    assert ops.copy_paths("cuda") == ()
+    core.faults["batch"] = 1
+    land()
+    lost, later = "a block came back with other bytes", "it was refused by the driver after it had been tried"
+    expected = {("in", "kernel"): "", ("in", "runs"): "", ("in", "batch"): lost}
+    expected |= {("out", name): reason for (_, name), reason in expected.items()} | {("out", "staged"): ""}
+    assert {(path.direction, path.name): path.left for path in ops.copy_paths("cuda")} == expected
+    core.cuda_paths -= {Path.KERNEL}
+    found = {(path.direction, path.name): path.left for path in ops.copy_paths("cuda")}
+    assert found == expected | dict.fromkeys([("in", "kernel"), ("out", "kernel")], later)
+
+
+def test_where_no_path_is_left_copies_go_by_runs_and_each_other_one_says_why():
+    landed = landing.Landing(("kernel", "staged"), {"batch": "it lost a block"})
+    paths = {(path.direction, path.name): path.left for path in landed.paths({"staged"})}
+    later = "it was refused by the driver after it had been tried"
+    into = {("in", "kernel"): later, ("in", "batch"): "it lost a block", ("in", "runs"): ""}
+    out = {("out", "kernel"): later, ("out", "staged"): "", ("out", "batch"): "it lost a block"}
+    assert paths == into | out
 
 
 @pytest.mark.parametrize(
     ("choice", "left_out"), [("", "-batch"), ("batch", "-batch"), ("-staged,-kernel", "-kernel,-staged,-batch")]
 )
-def test_a_path_that_breaks_the_context_ends_the_worker_in_words(machine, choice, left_out):
+def test_a_path_that_breaks_the_context_ends_the_worker_in_words(core, monkeypatch, choice, left_out):
     """A broken context answers every later call with its error: one of them would fail far from here."""
-    output = land(machine, f"{BREAKS}LAND\n", **{landing.CHOICE: choice})
-    assert output.splitlines()[-1] == (
-        "ConfigError: the CUDA context broke (CUDA error 700) when copies by batch were tried: "
+    monkeypatch.setenv(landing.CHOICE, choice)
+    core.broken_by.add("batch")
+    with pytest.raises(ConfigError) as caught:
+        land()
+    assert str(caught.value) == (
+        "the CUDA context broke (CUDA error 700) when copies by batch were tried: "
         f"start again with FASTDEPLOY_KVCACHE_CUDA_PATH={left_out}"
     )
 
 
-def test_a_context_that_breaks_while_paths_are_timed_ends_the_worker_in_words(machine):
-    dead = "landing.calibration.calibrate = lambda *_: setattr(fake, 'batches', 1) or False\n"
-    output = land(machine, f"{dead}{BREAKS}LAND\n", **{landing.CHOICE: "-batch"})
-    assert "broke (CUDA error 700) when copies by kernel or staged or runs were tried" in output.splitlines()[-1]
-
-
-def test_a_gpu_without_memory_makes_plain_copies_only(machine):
-    full = "def full(nbytes): raise RuntimeError('out of memory')\ncupy.cuda.runtime.malloc = full\n"
-    output = land(machine, f"{full}LAND\nassert not landing_.measured\n{COPY}{SHOW}")
-    assert "live runs\n" in output
-    assert output.count("plain copies take the place of copy paths that cannot be tried") == 1
-    for path in ("kernel", "batch"):
-        assert f"\nout {path} the GPU gives no memory to try it: out of memory\n" in output
-    assert "WARNING fragmented blocks are not gathered" in output
-
-
-UNTIL_FULL = """
-LAND
-tried, round_trip, malloc = set(), landing._round_trip, cupy.cuda.runtime.malloc
-def note(cupy, compiled, path, memory):
-    tried.add(path.name.lower())
-    return round_trip(cupy, compiled, path, memory)
-landing._round_trip = note
-for left in range(8):
-    def nearly_full(nbytes, room=iter(range(left))):
-        if next(room, None) is None: raise RuntimeError("out of memory")
-        return malloc(nbytes)
-    cupy.cuda.runtime.malloc = nearly_full
-    tried.clear()
-    lives = landing.land(ops.COMPILED, cupy, 0, pool, landing.Choice()).live
-    print("after", left, *lives)
-    assert {"runs", *tried} == {"runs", *lives}, (lives, tried)
-"""
-
-
-def test_a_path_lives_only_if_it_was_tried_wherever_memory_ends(machine):
-    output = land(machine, UNTIL_FULL).splitlines()
-    assert [line for line in output if line.startswith("after ")] == [
-        "after 0 runs",
-        "after 1 runs",
-        "after 2 kernel runs",
-        "after 3 kernel staged runs",
-        *(f"after {left} kernel staged batch runs" for left in range(4, 8)),
-    ]
-
-
-def test_a_small_pool_is_tried_and_not_measured(machine):
-    output = land(machine, f"LAND\nassert not landing_.measured\n{COPY}", nbytes=70_000)
-    assert "live kernel staged batch runs" in output
-    assert "constants of the table" in output
+def test_a_context_that_breaks_while_paths_are_timed_ends_the_worker_in_words(core, monkeypatch):
+    monkeypatch.setenv(landing.CHOICE, "-batch")
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: bool(core.gpu.statuses.update({"cuEventCreate": 700})))
+    with pytest.raises(ConfigError, match=r"broke .CUDARuntimeError: .*kernel or staged or runs were tried"):
+        land()
 
 
 @pytest.mark.parametrize(
-    ("choice", "live", "path"),
+    ("room", "live"),
     [
-        ("kernel", "kernel", 5),
-        ("batch", "batch", 4),
-        ("-kernel,-staged", "batch runs", None),
-        ("-batch", "kernel staged runs", None),
-        ("cupy", "cupy", None),
+        # allocations that work: of the staging memory, then one to try each path
+        (0, "runs"),
+        (1, "runs"),
+        (2, "kernel runs"),
+        (3, "kernel staged runs"),
+        (4, "kernel staged batch runs"),
+        (5, "kernel staged batch runs"),
+        (6, "kernel staged batch runs"),
     ],
 )
-def test_a_path_is_forced_or_forbidden(machine, choice, live, path):
-    check = COPY if path is None else f"fake.calls = fake.batches = 0\n{COPY}assert fake.batches == {int(path == 4)}\n"
-    output = land(machine, f"LAND\n{check}", **{landing.CHOICE: choice})
-    assert f"live {live}\n" in output
+def test_a_path_lives_only_if_it_was_tried_wherever_memory_ends(core, caplog, room, live):
+    allocate, left = core.gpu.cuMemAlloc, iter(range(room))
+    core.gpu.cuMemAlloc = lambda *given: OUT_OF_MEMORY if next(left, None) is None else allocate(*given)
+    landed = land()
+    assert landed.live == tuple(live.split())
+    assert {path.name.lower() for path in core.used} | {"runs"} == {*landed.live, "runs"}
+    assert landed.measured == (room > 5)
+    assert copies_right()
+    trial = "the GPU gives no memory to try it: cudaError2: cuMemAlloc"
+    assert all(landed.left[name] == trial for name in ("kernel", "batch") if name not in landed.live)
+    gathers = ["fragmented blocks are not gathered, the GPU gives no memory for it: cudaError2: cuMemAlloc"]
+    plain = [f"plain copies take the place of copy paths that cannot be tried: {trial}"]
+    untimed = ["the copy paths are not timed, the GPU gives no memory for it: cudaError2: cuMemAlloc"]
+    assert told(caplog) == gathers * (room < 1) + plain * (room < 5) + untimed * (room == 5)
 
 
-LATE = """
-query = cupy.cuda.runtime.eventQuery
-cupy.cuda.runtime.eventQuery = lambda event: 600 if fake.batches else query(event)
-LAND
-cupy.cuda.runtime.eventQuery = query
-low, high = pool.address, pool.address + pool.nbytes
-(memory,) = [each for each in landing._given_up if each.host.any()][:1]
-assert not low <= memory.host.ctypes.data < high, "a copy that was given up can still write to the pool"
-"""
+def test_a_small_pool_is_tried_and_not_measured(core):
+    landed = land(70_000)
+    assert landed.live == ("kernel", "staged", "batch", "runs")
+    assert not landed.measured
+    assert "; constants of the table: H2D call_ns 7," in landed.describe()
 
 
-def test_a_copy_that_is_given_up_cannot_reach_the_pool(machine):
-    assert "batch: a copy of one block was not done" in land(machine, SOON + LATE)
+@pytest.mark.parametrize(
+    ("choice", "live"),
+    [
+        ("kernel", "kernel"),
+        ("batch", "batch"),
+        ("-kernel, -staged", "batch runs"),
+        ("-batch", "kernel staged runs"),
+        ("cupy", "cupy"),
+    ],
+)
+def test_a_path_is_forced_or_forbidden(core, monkeypatch, choice, live):
+    monkeypatch.setenv(landing.CHOICE, choice)
+    landed = land()
+    assert landed.live == tuple(live.split())
+    assert set(landed.left.values()) == {"FASTDEPLOY_KVCACHE_CUDA_PATH says so"}
+    assert (Path.BATCH in core.used) == ("batch" in live)
+
+
+@pytest.mark.parametrize("choice", ["kernels", "kernel,batch", "-runs,dma"])
+def test_a_name_that_is_no_path_is_refused(choice):
+    with pytest.raises(ConfigError, match=f"{landing.CHOICE}={choice} must be one of kernel"):
+        landing.read_choice({landing.CHOICE: choice})
+
+
+def test_a_forced_path_needs_the_core(core, monkeypatch):
+    monkeypatch.setattr(ops, "COMPILED", None)
+    monkeypatch.setenv(landing.CHOICE, "batch")
+    with pytest.raises(ConfigError, match=r"CUDA_PATH=batch needs the compiled core: run scripts/build_ops\.sh"):
+        land()
+    monkeypatch.setenv(landing.CHOICE, "-kernel")
+    assert land().live == ("cupy",)
+    assert [path.name for path in ops.copy_paths("cuda")] == ["cupy", "cupy"]
+
+
+def test_a_path_that_the_build_lacks_is_left_in_silence(core, caplog):
+    core.lacking |= {Path.KERNEL, Path.STAGED}
+    assert land().left == dict.fromkeys(("kernel", "staged"), "this build or driver lacks it")
+    assert told(caplog) == []
+
+
+def test_a_copy_that_is_given_up_cannot_reach_the_pool(core):
+    core.stuck.add("batch")
+    land()
+    (memory,) = landing._given_up
+    assert memory.host.any(), "it is neither the pool, which is zero, nor freed"
+    assert memory.host.ctypes.data in core.gpu.registered
+
+
+HANGS = "driver {} is known to hang in it"
+UNKNOWN = f"the driver's release is unknown, and some hang in it: {landing.CHOICE}=batch tries it all the same"
 
 
 @pytest.mark.parametrize(
     ("release", "reason"),
     [
-        ("580.159.04", "driver 580.159.04 is known to hang in it"),
-        ("580.159.03", "driver 580.159.03 is known to hang in it"),
-        ("580.159", "driver 580.159 is known to hang in it"),
-        ("", "the driver's release is unknown, and some hang in it: FASTDEPLOY_KVCACHE_CUDA_PATH=batch tries it"),
+        ("580.159.04", HANGS),
+        ("580.159.03", HANGS),
+        ("580.159", HANGS),
+        ("", UNKNOWN),
+        *((release, None) for release in ("580.15.01", "580.160.01", "580.1590.01", "580.65.06")),
     ],
 )
-def test_batches_are_not_asked_of_a_driver_that_is_unknown_or_of_a_branch_that_hangs(machine, release, reason):
-    output = land(machine, f"fake.batch_fault = 2\nLAND\n{COPY}", FAKE_DRIVER_RELEASE=release)
-    assert "live kernel staged runs\n" in output
-    assert f"batch: {reason}" in output
+@pytest.mark.parametrize("forced", [False, True])
+def test_batches_are_not_asked_of_a_driver_that_is_unknown_or_of_a_branch_that_hangs(
+    core, monkeypatch, release, reason, forced
+):
+    monkeypatch.setattr(landing, "driver_release", lambda: release)
+    if forced:
+        monkeypatch.setenv(landing.CHOICE, "batch")
+    landed = land()
+    assert landed.left.get("batch") == (None if forced or reason is None else reason.format(release))
+    assert (Path.BATCH in core.used) == ("batch" in landed.live)
 
 
-@pytest.mark.parametrize("release", ["580.159.04", ""])
-def test_a_forced_path_is_tried_on_any_driver(machine, release):
-    environment = {landing.CHOICE: "batch", "FAKE_DRIVER_RELEASE": release}
-    assert "live batch\n" in land(machine, f"LAND\n{COPY}", **environment)
-    wrong = land(machine, f"fake.batch_fault = 1\nLAND\n{COPY}", **environment)
-    assert "do without the path batch: a block came back with other bytes" in wrong
+CLOSED_MODULE = """NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.103.01  Thu Jan  6 12:10:04 UTC 2022
+GCC version:  gcc version 9.4.0 (Ubuntu 9.4.0-1ubuntu1~20.04.1)
+"""
+OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (dvs-builder)\n"
 
 
-def test_a_neighbour_of_a_branch_that_hangs_is_another_branch(machine):
-    for release in ("580.15.01", "580.160.01", "580.1590.01", "580.65.06"):
-        assert "live kernel staged batch runs\n" in land(machine, "LAND\n", FAKE_DRIVER_RELEASE=release)
+class Nvml:
+    """NVML 550.1.2, whose start answers `status`."""
+
+    def __init__(self, status):
+        self.nvmlInit_v2 = lambda: status
+        self.nvmlSystemGetDriverVersion = lambda text, size: setattr(text, "value", b"550.1.2")
+        self.nvmlShutdown = lambda: None
+
+
+@pytest.mark.parametrize(
+    ("module", "process", "nvml", "release"),
+    [
+        # what /sys/module and /proc hold, NVML or the status of its start, what is read
+        ("580.65.06\n", OPEN_MODULE, None, "580.65.06"),
+        (None, OPEN_MODULE, None, "580.159.03"),
+        ("\n", CLOSED_MODULE, 0, "470.103.01"),
+        ("nothing\n", None, 0, "550.1.2"),
+        (None, None, 9, ""),
+        (None, None, None, ""),
+    ],
+)
+def test_the_driver_release_is_read_wherever_it_stands(tmp_path, monkeypatch, module, process, nvml, release):
+    files = tmp_path / "module", tmp_path / "process"
+    for file, text in zip(files, (module, process), strict=True):
+        if text is not None:
+            file.write_text(text)
+
+    def library(name):
+        assert name == "libnvidia-ml.so.1"
+        if nvml is None:
+            raise OSError(f"{name}: cannot open shared object file")
+        return Nvml(nvml)
+
+    monkeypatch.setattr(landing, "RELEASE_FILES", files)
+    monkeypatch.setattr(landing.ctypes, "CDLL", library)
+    assert landing.driver_release() == release
+
+
+# ---- what the paths cost
+
+TRUTH = {
+    "call_ns": 11.0,
+    "copy_ns": 13.0,
+    "row_ns": 3.0,
+    "engine_rate": 25.0,
+    "batch_ns": 40.0,
+    "descriptor_ns": 2.0,
+    "batch_copy_ns": 5.0,
+    "launch_ns": 31.0,
+    "kernel_start_ns": 17.0,
+    "kernel_rate": 19.0,
+    "gather_rate": 90.0,
+}
+
+
+class Prices:
+    """What a GPU with these constants takes. The first turn of four is too quick, and one is disturbed."""
+
+    def __init__(self, core, truth):
+        self.core, self.truth, self.calls = core, types.SimpleNamespace(**truth), 0
+        self.shapes, self.scratch = calibration.shapes(), None
+
+    def __call__(self, path, targets, runs):
+        one, num_blocks = self.truth, int(runs.table[:, 2].sum())
+        nbytes, num_runs = num_blocks * calibration.ROW_BYTES, len(runs)
+        self.calls += 1
+        turn = (0.01, 3.0, 1.0, 1.0)[(self.calls - 1) % 4]
+        if path is Path.RUNS:
+            pieces = one.copy_ns * num_runs
+            if runs == self.shapes.strided:
+                pieces = one.copy_ns + num_runs * one.row_ns
+            thread, gpu = one.call_ns * num_runs, pieces + nbytes / one.engine_rate
+        elif path is Path.BATCH:
+            thread = one.batch_ns + one.descriptor_ns * num_runs
+            gpu = num_runs * one.batch_copy_ns + nbytes / one.engine_rate
+        else:
+            inside = not targets.on_gpu and self.is_scratch(targets[0].address)
+            rate = one.gather_rate if inside else one.kernel_rate
+            thread, gpu = one.launch_ns, one.kernel_start_ns + nbytes / rate
+        return thread * turn, gpu * turn
+
+    def is_scratch(self, address):
+        return any(start <= address < start + memory.nbytes for start, memory in self.core.gpu.memory.items())
+
+
+def measured(core, monkeypatch, live=("kernel", "staged", "batch", "runs"), **truth):
+    monkeypatch.setattr(calibration, "time", types.SimpleNamespace(perf_counter_ns=lambda: core.thread_ns))
+    import cupy
+
+    core.gpu.copy_ns = lambda rows, width: 0.0
+    core.price = Prices(core, TRUTH | truth)
+    host = ops.host_alloc(calibration.BYTES)
+    assert calibration.calibrate(core, cupy, host, live)
+    assert core.gpu.memory == {}
+    return [core.costs(to_device=way).by_name() for way in (True, False)]
+
+
+def test_the_constants_are_those_of_this_gpu(core, monkeypatch):
+    into, out = measured(core, monkeypatch)
+    assert out == pytest.approx(TRUTH, rel=1e-3)
+    assert into == pytest.approx(TRUTH | {"gather_rate": 7.0}, rel=1e-3), "nothing is gathered on the way in"
+
+
+def test_a_path_that_does_not_live_is_not_timed(core, monkeypatch):
+    _, out = measured(core, monkeypatch, live=("runs",))
+    assert set(core.used) == {Path.RUNS}
+    plain = ("call_ns", "copy_ns", "row_ns", "engine_rate")
+    assert out == pytest.approx({name: TRUTH[name] if name in plain else 7.0 for name in TRUTH}, rel=1e-3)
+
+
+@pytest.mark.parametrize(("factor", "believed"), [(15.9, True), (16.1, False), (1 / 15.9, True), (1 / 16.1, False)])
+def test_a_number_far_off_the_table_is_a_disturbed_measurement(core, monkeypatch, factor, believed):
+    into, _ = measured(core, monkeypatch, call_ns=7.0 * factor)
+    assert into["call_ns"] == pytest.approx(7.0 * factor if believed else 7.0)
+
+
+def test_a_pool_is_measured_if_it_has_the_room(core):
+    assert not calibration.calibrate(core, None, ops.host_alloc(calibration.BYTES - 1), ())
+
+
+def test_a_gpu_that_cannot_be_timed_copies_all_the_same(core, caplog):
+    core.gpu.statuses["cuEventElapsedTime"] = 1
+    landed = land()
+    assert (landed.live, landed.measured) == (("kernel", "staged", "batch", "runs"), False)
+    assert told(caplog) == [
+        "the copy paths could not be timed, the constants of the table hold: cudaError1: cuEventElapsedTime"
+    ]
+    assert copies_right()

@@ -17,7 +17,7 @@ from . import cuda, driver
 
 __version__ = "14.0.0"
 
-uint8, int32, int64, float32, float64 = np.uint8, np.int32, np.int64, np.float32, np.float64
+uint8, int32, int64, float16, float32, float64 = np.uint8, np.int32, np.int64, np.float16, np.float32, np.float64
 
 
 class Memory:
@@ -121,6 +121,12 @@ def asarray(array: Any) -> ndarray:
 
 def asnumpy(array: ndarray) -> np.ndarray:
     return array.get()
+
+
+def matmul(a: ndarray, b: ndarray, out: ndarray) -> None:
+    """Takes its turn and computes nothing."""
+    assert (a.shape[1], out.shape) == (b.shape[0], (a.shape[0], b.shape[1]))
+    driver.launch(cuda.get_current_stream().ptr, lambda: None)
 
 
 class RawKernel:

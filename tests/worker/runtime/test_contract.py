@@ -1,0 +1,232 @@
+"""What every runtime promises: the streams and events of `runtime/base.py`, over threads, queues of the core, CUDA, and
+the device that the tests' world runs.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
+from tests.gpu.stand_in.in_process import COMPUTE
+from tests.worker.ops.native import require_core
+from tests.worker.worker_fakes import LIMIT_S
+
+
+class OnCpu:
+    def __init__(self, runtime):
+        self.runtime = runtime
+
+    def work(self, stream, fn, *args):
+        """`fn(*args)` happens in its turn on `stream`."""
+        stream.submit(fn, *args)
+
+    def hold(self, stream):
+        """What comes next on `stream` waits until the result is called."""
+        opened = threading.Event()
+        stream.submit(opened.wait, LIMIT_S)
+        return opened.set
+
+
+class OnGpu(OnCpu):
+    def __init__(self, gpu):
+        super().__init__(CudaRuntime(compute_handle=COMPUTE))
+        self.gpu = gpu
+
+    def work(self, stream, fn, *args):
+        stream.submit(self.gpu.launch, stream.handle, fn, *args)
+
+    def hold(self, stream):
+        opened = []
+        self.gpu.queues[stream.handle].append(lambda: bool(opened))
+        return lambda: opened.append(True)
+
+
+@pytest.fixture(params=["threads", "queues", "cuda"])
+def on(request):
+    if request.param == "queues":
+        require_core()
+    if request.param == "cuda":
+        made = OnGpu(request.getfixturevalue("gpu"))
+    else:
+        made = OnCpu(CpuRuntime(compiled=request.param == "queues"))
+    yield made
+    made.runtime.close()
+
+
+@pytest.fixture
+def streams(on):
+    return on.runtime.new_stream("a"), on.runtime.new_stream("b")
+
+
+def boom():
+    raise ValueError("boom")
+
+
+def test_a_stream_is_first_in_first_out(on, streams):
+    seen = []
+    for number in range(200):
+        on.work(streams[0], seen.append, number)
+    streams[0].synchronize()
+    assert seen == [*range(200)]
+
+
+def test_the_submitter_is_not_blocked_and_no_stream_holds_up_another(on, streams):
+    let_go, seen = on.hold(streams[0]), []
+    on.work(streams[0], seen.append, "a")
+    held = streams[0].record_event()
+    assert (held.done(), held.error) == (False, None)
+    on.work(streams[1], seen.append, "b")
+    streams[1].record_event().wait(LIMIT_S)
+    assert (held.done(), seen) == (False, ["b"])
+    let_go()
+    held.wait(LIMIT_S)
+    assert seen == ["b", "a"]
+    assert held.done()
+
+
+def test_an_event_orders_streams(on, streams):
+    let_go, seen = on.hold(streams[0]), []
+    on.work(streams[0], seen.append, "a")
+    streams[1].wait_event(streams[0].record_event())
+    on.work(streams[1], seen.append, "b")
+    last = streams[1].record_event()
+    assert not last.done()
+    let_go()
+    last.wait(LIMIT_S)
+    assert seen == ["a", "b"]
+
+
+def test_a_failure_concerns_the_rest_of_its_unit_only(on, streams):
+    stream, seen = streams[0], []
+    stream.begin()
+    stream.submit(seen.append, 1)
+    before = stream.record_event()
+    stream.submit(boom)
+    stream.submit(seen.append, 2)
+    after = stream.record_event()
+    stream.begin()
+    stream.submit(seen.append, 3)
+    stream.record_event().wait(LIMIT_S)
+    before.wait(LIMIT_S)
+    with pytest.raises(TransferError, match="a copy failed: ValueError: boom"):
+        after.wait(LIMIT_S)
+    assert isinstance(after.error, ValueError)
+    assert seen == [1, 3]
+
+
+def test_a_copy_is_told_its_stream_and_its_failure_is_that_of_its_unit(on, streams):
+    handles = []
+
+    def copy(number, *, stream=0):
+        handles.append(stream)
+        if number == 2:
+            boom()
+
+    for number in (1, 2, 3):
+        streams[0].enqueue(copy, number)
+    event = streams[0].record_event()
+    assert event.wait_done(LIMIT_S)
+    assert isinstance(event.error, ValueError)
+    assert set(handles) == {streams[0].handle}
+    assert len(handles) < 4
+
+
+def test_only_a_wait_that_needs_data_hands_a_failure_on(on, streams):
+    (a, b), seen = streams, []
+    a.submit(boom)
+    failed = a.record_event()
+    b.begin()
+    b.wait_event(failed)
+    b.submit(seen.append, "ordered")
+    b.record_event().wait(LIMIT_S)
+    b.begin()
+    b.wait_event(failed, needs_data=True)
+    b.submit(seen.append, "reads")
+    with pytest.raises(TransferError, match="the copy it depends on failed: ValueError: boom"):
+        b.record_event().wait(LIMIT_S)
+    assert seen == ["ordered"]
+
+
+def test_a_failed_unit_still_waits(on, streams):
+    """Its event stands for everything before it, so it must not be early."""
+    (a, b), let_go = streams, on.hold(streams[0])
+    slow = a.record_event()
+    b.submit(boom)
+    b.wait_event(slow)
+    last = b.record_event()
+    assert not last.wait_done(0.001)
+    let_go()
+    assert last.wait_done(LIMIT_S)
+    assert isinstance(last.error, ValueError)
+
+
+def test_waiting_too_long_is_a_timeout(on, streams):
+    let_go = on.hold(streams[0])
+    event = streams[0].record_event()
+    with pytest.raises(LayerSwapTimeoutError, match=r"a copy was not done within 0\.001 s"):
+        event.wait(0.001)
+    let_go()
+    event.wait(LIMIT_S)
+
+
+def test_compute_raises_what_is_known_of_a_copy_that_it_needs(on, streams):
+    compute = on.runtime.compute_stream
+    compute.begin()
+    with pytest.raises(ValueError, match="boom"):
+        compute.submit(boom)
+    streams[0].submit(boom)
+    failed = streams[0].record_event()
+    compute.wait_event(failed)
+    with pytest.raises(TransferError, match="boom"):
+        compute.wait_event(failed, needs_data=True)
+    compute.record_event().wait(LIMIT_S)
+
+
+def test_closing_finishes_what_was_submitted(on, streams):
+    (a, b), seen = streams, []
+    for number in range(50):
+        on.work(a, seen.append, number)
+    b.wait_event(a.record_event())
+    on.work(b, seen.append, "b")
+    on.runtime.close()
+    assert seen == [*range(50), "b"]
+    with pytest.raises(CacheStateError, match="stream a is closed"):
+        a.submit(boom)
+    assert a.closed
+    a.close()
+    a.synchronize()
+    on.runtime.close()
+
+
+def test_streams_that_were_closed_are_let_go(on):
+    for _ in range(3):
+        on.runtime.new_stream("a").close()
+    assert len(on.runtime._streams) == 1
+
+
+def test_stream_time_between_events(on, streams):
+    first = streams[0].record_event(timed=True)
+    on.work(streams[0], lambda: None)
+    second = streams[0].record_event(timed=True)
+    second.wait(LIMIT_S)
+    assert second.seconds_since(first) >= 0.0
+    assert second.seconds_since(second) == 0.0
+
+
+@pytest.mark.parametrize(("device", "host", "name"), [(1 << 60, 0, "device cache"), (0, 1 << 60, "swap space")])
+def test_memory_that_is_not_there_is_one_clear_line(on, device, host, name):
+    with pytest.raises(ConfigError, match=rf"{name}.* needs 1073741824\.00 GiB but only .* lower its size") as caught:
+        on.runtime.require_memory(device_bytes=device, host_bytes=host)
+    assert "\n" not in str(caught.value)
+    on.runtime.require_memory(device_bytes=1 << 10, host_bytes=1 << 10)
+
+
+def test_host_memory_is_zero_and_is_given_back_once(on, monkeypatch):
+    buffer = on.runtime.allocate_host(10_000)
+    assert (buffer.nbytes, buffer.array.any(), buffer.file) == (10_000, False, None)
+    on.runtime.free_host(buffer)
+    with pytest.raises((CacheStateError, KeyError)):
+        on.runtime.free_host(buffer)
