@@ -35,14 +35,8 @@ def row(folder: str, places: int, verdicts: Sequence[Verdict]) -> str:
     survivors = [verdict for verdict in verdicts if not verdict.killers]
     judged = sum(verdict.place.key in known for verdict in survivors)
     killed = len(verdicts) - len(survivors)
-    share = f"{killed} ({percent_killed(folder, verdicts):.0f} %)"
+    share = f"{killed} ({100 * killed / max(1, len(verdicts) - judged):.0f} %)"
     return f"| `{folder}` | {places} | {len(verdicts)} | {share} | {judged} | {len(survivors) - judged} |"
-
-
-def percent_killed(folder: str, verdicts: Sequence[Verdict]) -> float:
-    known = judgements(folder)
-    counted = [verdict for verdict in verdicts if verdict.killers or verdict.place.key not in known]
-    return 100 * sum(bool(verdict.killers) for verdict in counted) / max(1, len(counted))
 
 
 def write(rows: dict[str, str]) -> None:

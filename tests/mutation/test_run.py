@@ -1,0 +1,34 @@
+"""The driver, over a folder whose tests are quick: what is killed, what survives, what a floor says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.mutation.driver import ROOT
+
+pytestmark = pytest.mark.process
+
+
+def mutate(*arguments):
+    command = [sys.executable, "-m", "tests.mutation.run", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_places_are_tried_and_the_killers_named(tmp_path):
+    done = mutate("attention/gqa.py", "--every", 3, "--matrix", tmp_path / "matrix")
+    verdicts = [json.loads(line) for line in (tmp_path / "matrix").read_text(encoding="utf-8").splitlines()]
+    killed = [verdict for verdict in verdicts if verdict["killers"]]
+    assert done.returncode == 0, done.stderr
+    assert f"| {len(verdicts)} | {len(killed)} (" in done.stdout
+    assert all(killer.startswith("tests/attention/") for verdict in killed for killer in verdict["killers"])
+    assert len(killed) > 0
+
+
+def test_below_its_floor_it_fails():
+    done = mutate("attention/mla.py", "--floor", 101)
+    assert done.returncode == 1
+    assert "FAILED" in done.stdout
