@@ -1,21 +1,19 @@
-"""The engines of both roles and the sockets to two ranks each, over a FAKE FastDeploy."""
+"""The cache managers of both roles over a FAKE FastDeploy, with two ranks each that speak when the test says so."""
 
 import os
-import time
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import LOG_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, place, ranks, role_caches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_rank import PrefillRank
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankEnd
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
@@ -25,7 +23,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Ca
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry, RoleGeometry
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
-from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews, WithdrawLease
+from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
 from tests.fastdeploy_integration.engine.engine_cache import engine_config, fake_fastdeploy, launch
 
@@ -34,34 +32,44 @@ from .fake_requests import BLOCK, first_token, request
 __all__ = ["fake_fastdeploy"]
 
 PORT = 78
-EARLY = CancelFetch("before a rank is there", "")
+
+
+class Ranks:
+    """In place of the sockets of `EngineEnd`."""
+
+    def __init__(self, port, num_ranks):
+        assert (port, num_ranks) == (PORT, 2)
+        self.sent, self.news = [], []
+
+    def send(self, command):
+        self.sent.append(command)
+        return []
+
+    def take(self):
+        news, self.news = self.news, []
+        return news
+
+    def close(self):
+        """Nothing is open."""
 
 
 class Engine:
     def __init__(self, role):
         self.cache = launch(patches.CACHES[role](engine_config(role, num_cpu_blocks=0)), PORT)
+        self.sent = self.cache._ranks.sent
         self.hear = self.cache.take_reports if role == "prefill" else self.cache.take_news
         """What FastDeploy's threads do again and again."""
-        self.ranks = [RankEnd(PORT, rank) for rank in range(2)]
-        self.commands = [[], []]
-        self.until(lambda: self.cache._tell_ranks(EARLY) == [])
 
-    def until(self, condition):
-        deadline = time.monotonic() + 30
-        while not condition():
-            self.hear()
-            for commands, rank in zip(self.commands, self.ranks, strict=True):
-                commands.extend(each for each in rank.take() if each != EARLY)
-            assert time.monotonic() < deadline, "it did not happen"
-            time.sleep(0.002)
+    def tell(self, rank, *news):
+        self.cache._ranks.news += [RankNews(rank, each) for each in news]
+        self.hear()
+        self.cache.check()
 
-    def tell(self, rank, news):
-        self.ranks[rank].tell(news)
-
-    def close(self):
-        for rank in self.ranks:
-            rank.close()
-        self.cache._ranks.close()
+    def grant(self, request_id="r", blocks=2):
+        made = request(request_id, tokens=blocks * BLOCK)
+        made.block_tables = self.cache.allocate_gpu_blocks(blocks, request_id)
+        self.cache.grant(made)
+        return made
 
 
 @pytest.fixture
@@ -71,107 +79,68 @@ def logs(monkeypatch, tmp_path, fake_fastdeploy):
     monkeypatch.setenv(settings.RANK, "")
     for name in (role_caches.WAIT_FOR_ANSWER, role_caches.ASK_UNTIL_GRANTED):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv(storage_channel.SESSION_VARIABLE, "01234567")
     monkeypatch.setenv(LOG_DIRECTORY, str(tmp_path))
     here = settings.RankPlace("127.0.0.1", (1, 2), "a model")
     monkeypatch.setattr(role_caches, "place_of", lambda config: here)
+    monkeypatch.setattr(role_caches, "EngineEnd", Ranks)
     return tmp_path
 
 
 @pytest.fixture(params=["prefill", "decode"])
 def engine(request, logs):
-    made = Engine(request.param)
-    yield made
-    made.close()
+    return Engine(request.param)
 
 
 prefill = pytest.mark.parametrize("engine", ["prefill"], indirect=True)
 decode = pytest.mark.parametrize("engine", ["decode"], indirect=True)
+OPENED = LeaseOpened("a", "request a")
 
 
-def geometry(rank):
-    return Geometry("a model", BLOCK, 1, (RoleGeometry("key", "float32", 16, 1),), 2, 2, rank)
-
-
-def test_doctor_finds_all_ranks_in_one_file_in_their_order(engine, logs):
-    engine.tell(1, RankInfo(5, b"there", geometry(1)))
-    for _ in range(5):
-        engine.hear()
+def test_doctor_finds_all_ranks_in_one_file_in_their_order(engine, logs, monkeypatch, caplog):
+    here, there = (
+        Geometry("a model", BLOCK, 1, (RoleGeometry("key", "float32", 16, 1),), 2, 2, rank) for rank in (0, 1)
+    )
+    engine.tell(1, RankInfo(5, b"there", there))
     assert not (logs / INFO_FILE).exists(), "rank 0 has no caches yet"
-    engine.tell(0, RankInfo(4, b"here", geometry(0)))
-    engine.until((logs / INFO_FILE).exists)
+    engine.tell(0, RankInfo(4, b"here", here))
     info = msgspec.json.decode((logs / INFO_FILE).read_bytes(), type=RoleInfo)
     assert (info.plane, info.host, [rank.port for rank in info.ranks]) == ("socket", "127.0.0.1", [4, 5])
-    assert [rank.geometry for rank in info.ranks] == [geometry(0), geometry(1)]
-
-
-def test_serving_goes_on_where_that_file_cannot_be_written(engine, logs, monkeypatch, caplog):
+    assert [rank.geometry for rank in info.ranks] == [here, there]
     monkeypatch.setenv(LOG_DIRECTORY, str(logs / "nowhere"))
-    for rank in (0, 1):
-        engine.tell(rank, RankInfo(rank, b"", geometry(rank)))
-    engine.until(lambda: "cannot be written for doctor" in caplog.text)
+    engine.tell(0, RankInfo(4, b"here", here))
+    assert "cannot be written for doctor" in caplog.text, "and serving goes on"
 
 
 @prefill
-def test_a_prefill_engine_hears_of_a_transfer_when_it_has_ended_on_both_ranks(engine):
-    said = []
-    hear = lambda: said.extend(engine.cache.take_transfer_ends())  # noqa: E731
-    for rank, names in ((0, "ab"), (1, "ba")):
-        for name in "ab":
-            engine.tell(rank, LeaseOpened(name, f"request {name}"))
-        engine.tell(rank, LeaseEnd(names[0], names[0], None))
-    ledger = engine.cache.leases.ledger
-    engine.until(lambda: ledger.num_open == 2)
-    engine.tell(0, LeaseEnd("b", "b", "torn"))
-    engine.until(lambda: hear() or said)
-    assert said == [["request b", "error: torn"]]
-    assert engine.commands == [[], []], "rank 1 had ended it before"
-    engine.tell(1, LeaseEnd("a", "a", None))
-    engine.until(lambda: hear() or len(said) == 2)
-    assert said[1] == ["request a", "finished"]
-    engine.cache.check()
-
-
-@prefill
-def test_what_fails_on_a_prefill_rank_is_withdrawn_on_the_other(engine):
-    for rank in (0, 1):
-        engine.tell(rank, LeaseOpened("a", "request a"))
-    engine.tell(1, LeaseEnd("a", "a", "torn"))
-    engine.until(lambda: engine.commands[0])
-    assert engine.commands[0] == [WithdrawLease("a", "torn")]
-
-
-@prefill
-def test_an_end_that_is_not_owed_does_not_stop_the_next_one(engine, caplog):
-    engine.tell(0, LeaseEnd("stray", "stray", None))
-    for rank in (0, 1):
-        engine.tell(rank, LeaseOpened("a", "request a"))
-        engine.tell(rank, LeaseEnd("a", "a", None))
-    said = []
-    engine.until(lambda: said.extend(engine.cache.take_transfer_ends()) or said)
-    assert said == [["request a", "finished"]]
+def test_a_prefill_engine_hears_of_a_transfer_when_it_has_ended_on_both_ranks(engine, caplog):
+    engine.tell(0, LeaseEnd("stray", "stray", None), OPENED, LeaseEnd("a", "a", None))
     assert "lease stray, which is not open" in caplog.text
+    assert engine.cache.take_transfer_ends() == []
+    engine.tell(1, OPENED, LeaseEnd("a", "a", None))
+    assert engine.cache.take_transfer_ends() == [["request a", "finished"]]
+
+
+@prefill
+@pytest.mark.parametrize("cause", ["torn", PREFILL_PAUSED])
+def test_what_ends_on_a_prefill_rank_or_is_given_up_is_withdrawn_on_the_others(engine, cause):
+    for rank in (0, 1):
+        engine.tell(rank, OPENED)
+    if cause == "torn":
+        engine.tell(1, LeaseEnd("a", "a", cause))
+    else:
+        engine.cache.give_up(None)
+    assert engine.sent == [WithdrawLease("a", cause)]
 
 
 @decode
 def test_a_decode_engine_starts_a_request_when_both_ranks_have_its_blocks(engine):
-    made = request("r", tokens=2 * BLOCK)
-    made.block_tables = engine.cache.allocate_gpu_blocks(3, "r")
-    engine.cache.grant(made)
+    made = engine.grant()
     engine.cache.take_token(first_token(made))
-    fetch = StartFetch(name_of(made), tuple(made.block_tables[:2]), 0)
-    engine.until(lambda: engine.commands[0] and engine.commands[1])
-    assert engine.commands == [[fetch], [fetch]]
-    ready = []
-    take = lambda: ready.extend(engine.cache.take_ready(lambda _: True))  # noqa: E731
+    assert engine.sent == [StartFetch(name_of(made), tuple(made.block_tables), 0)]
     for rank in (1, 0):
-        assert ready == []
+        assert engine.cache.take_ready(lambda _: True) == []
         engine.tell(rank, TransferNews(fetches=(FetchResult(name_of(made), 8, 1.0),)))
-        if rank == 1:
-            engine.until(lambda: engine.cache.grants.ledger._fetches[name_of(made)].ranks_left == {0})
-            take()
-    engine.until(lambda: take() or ready)
-    assert [grant.request for grant in ready] == [made]
+    assert [grant.request for grant in engine.cache.take_ready(lambda _: True)] == [made]
 
 
 class Queue:
@@ -228,19 +197,11 @@ def test_a_server_with_a_request_is_not_reset(engine):
     assert engine.cache.gate.is_open
 
 
-@prefill
-def test_blocks_that_a_peer_reads_are_not_reset(engine):
-    engine.tell(0, LeaseOpened("a", "request a"))
-    engine.until(lambda: engine.cache.num_shared)
-    with pytest.raises(CacheStateError, match=r"here 0.* shares blocks with a peer: pause it"):
-        reset(engine)
-
-
-@decode
-def test_blocks_that_a_rank_fills_are_not_reset(engine):
-    task = request("a")
-    task.block_tables = engine.cache.allocate_gpu_blocks(2, "a")
-    engine.cache.grant(task)
+def test_blocks_that_a_peer_reads_or_a_rank_fills_are_not_reset(engine):
+    if isinstance(engine.cache, role_caches.PrefillCache):
+        engine.tell(0, OPENED)
+    else:
+        engine.grant()
     with pytest.raises(CacheStateError, match=r"here 0.* shares blocks with a peer: pause it"):
         reset(engine)
 
@@ -260,43 +221,27 @@ def test_released_requests_of_prefill_wait_until_a_thread_takes_them(engine):
     assert asked == ["FastDeploy's manager"]
 
 
-@prefill
-def test_what_is_given_up_at_prefill_is_withdrawn_on_every_rank(engine):
-    engine.tell(0, LeaseOpened("a", "request a"))  # the other rank is told again when it opens it
-    engine.until(lambda: engine.cache.num_shared)
-    engine.cache.give_up(None)
-    engine.until(lambda: engine.commands[0] and engine.commands[1])
-    assert engine.commands == [[WithdrawLease("a", PREFILL_PAUSED)]] * 2
-
-
 @decode
 def test_a_decode_engine_shares_what_waits_what_is_fetched_and_what_is_parked(engine):
-    made = request("a", tokens=2 * BLOCK)
-    made.block_tables = engine.cache.allocate_gpu_blocks(2, "a")
-    engine.cache.grant(made)
+    made = engine.grant()
     assert engine.cache.num_shared == 1 + 1
-    engine.cache.recycle_gpu_blocks(made.block_tables, "a")
+    engine.cache.recycle_gpu_blocks(made.block_tables, "r")
     assert engine.cache.num_shared == 0 + 1 + 2
 
 
 @decode
 def test_no_rank_is_told_to_fetch_while_a_batch_is_put_together(engine):
-    sent = []
-    engine.cache._ranks.send = lambda command: sent.append(command) or ()
     engine.cache.take_reports()
-    made = request("a", tokens=BLOCK)
-    made.block_tables = engine.cache.allocate_gpu_blocks(1, "a")
-    engine.cache.grant(made)
+    engine.grant()
     assert engine.cache.carrier(None) == [], "no copies wait"
-    assert sent == []
+    assert engine.sent == []
     engine.cache.send_swaps([])
-    assert [type(each) for each in sent] == [StartFetch]
+    assert [type(each) for each in engine.sent] == [StartFetch]
 
 
 @decode
 def test_copies_that_wait_ride_on_a_batch_with_an_empty_table(engine):
-    grant = SimpleNamespace(request="granted")
-    engine.cache.copies_wait = lambda: grant
+    engine.cache.copies_wait = lambda: SimpleNamespace(request="granted")
     manager = SimpleNamespace(_prepare_decode_task=lambda made: SimpleNamespace(of=made, block_tables=[1, 2]))
     assert engine.cache.carrier(manager) == [SimpleNamespace(of="granted", block_tables=[])]
 
@@ -305,10 +250,9 @@ def test_copies_that_wait_ride_on_a_batch_with_an_empty_table(engine):
 def test_the_place_of_a_server_names_its_weights(monkeypatch, ports, expected):
     monkeypatch.setattr(place, "model_digest", lambda path: f"digest of {path}")
     model = SimpleNamespace(model="/m", quantization="wint4")
-    config = SimpleNamespace(
-        cache_config=SimpleNamespace(local_rdma_comm_ports=ports), model_config=model, host_ip="10.0.0.1"
-    )
-    assert place.place_of(config) == settings.RankPlace("10.0.0.1", expected, "digest of /m 'wint4'")
+    cache = SimpleNamespace(local_rdma_comm_ports=ports)
+    made = place.place_of(SimpleNamespace(cache_config=cache, model_config=model, host_ip="10.0.0.1"))
+    assert made == settings.RankPlace("10.0.0.1", expected, "digest of /m 'wint4'")
 
 
 @pytest.mark.parametrize(("role", "kind"), [("prefill", PrefillRank), ("decode", DecodeRank), ("mixed", None)])

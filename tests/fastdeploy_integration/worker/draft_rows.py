@@ -1,4 +1,4 @@
-"""A FAKE row with speculative decoding, position by position, by the arithmetic of FastDeploy's kernels.
+"""A FAKE row, with speculative decoding or without, position by position, by the arithmetic of FastDeploy's kernels.
 
 The main model verifies what was drafted and keeps some of it (`speculate_update`). The draft model then takes its
 steps: it goes back over those that it took on a guess, or starts over behind what this pass verified where it had
@@ -26,6 +26,8 @@ class DraftRow:
     def chunk(self, start: int, end: int) -> set[int]:
         """Positions that the pass over `[start, end)` of the prompt writes, the last chunk or not."""
         self.length, self.draft_stopped = end, False
+        if not self.draft_tokens:
+            return set(range(start, end))
         written = set(range(start, end if self.truncates else end + 1))
         self.draft_length = end
         self.proposed = 1
@@ -40,6 +42,8 @@ class DraftRow:
         written = set(range(self.length, self.length + verified))
         accepted = self.rng.randint(1, verified)
         self.length += accepted
+        if not self.draft_tokens:
+            return written
         if self.draft_stopped:
             self.draft_stopped = False
             self.draft_length = self.length - verified

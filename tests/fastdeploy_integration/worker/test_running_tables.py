@@ -1,4 +1,4 @@
-"""What a pass may write: against a device that grows its rows by itself, and the single rules by hand."""
+"""What a pass may write: against a row that grows by itself, and the single rules by hand. The world has many rows."""
 
 import random
 from types import SimpleNamespace
@@ -7,42 +7,10 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.running_tables import RunningTables
-from tests.fastdeploy_integration.worker.simulated_rows import SimulatedRows
+from tests.fastdeploy_integration.worker.draft_rows import DraftRow
 
 SIZE = 4
-
-
-@pytest.mark.parametrize("draft_tokens", [0, 1, 3, 5])
-@pytest.mark.parametrize("seed", range(6))
-def test_a_pass_writes_and_reads_only_what_is_named(seed, draft_tokens):
-    device = SimulatedRows(f"{seed} {draft_tokens}", draft_tokens=draft_tokens)
-    tables, rng = RunningTables(SIZE, draft_tokens), device.rng
-    named = written = 0
-    for _ in range(900):
-        device.hear()
-        if rng.random() < 0.8:  # an engine that is busy elsewhere lets rows decode on without any batch
-            batch, lengths = device.schedule()
-            device.insert(batch)
-            tables.update(batch)
-            if batch and rng.random() < 0.9:  # a message that is lost is made up for by the next
-                tables.hear(lengths)
-        if rng.random() < 0.1:
-            continue  # the worker is paused: nothing runs
-        may_read, may_write = tables.read(), tables.written()
-        if rng.random() < 0.1:
-            continue  # prepared, but no token in it as far as the worker can tell: the pass does not run
-        reads, writes = device.run_pass()
-        tables.pass_submitted()
-        for index, slots in writes.items():
-            assert not slots - may_write, f"pass {device.num_passes} writes row {index} where nobody expects it"
-        for index, slots in reads.items():
-            assert not slots - may_read, f"pass {device.num_passes} reads row {index} where nobody expects it"
-        named += len(may_write)
-        written += len(set().union(*writes.values()))
-    assert device.num_decoded > 500
-    assert device.num_finished > 20
-    assert device.num_paused > 5
-    assert named <= (2.5 if draft_tokens == 0 else 4) * written, f"{named} slots named for {written} written"
+LONG_TABLE = list(range(1000, 1400))
 
 
 def task(kind, table=(), start=0, end=0, index=0, **fields):
@@ -54,6 +22,44 @@ def task(kind, table=(), start=0, end=0, index=0, **fields):
         prefill_end_index=end,
         **fields,
     )
+
+
+STEPS = [(0, 1), (1, 1), (2, 1), (2, 2), (3, 2), (5, 1), (5, 3), (5, 5)]
+"""Tokens that are drafted, and steps that the draft model takes for them."""
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+@pytest.mark.parametrize(("draft_tokens", "model_steps"), STEPS)
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_every_position_that_a_pass_writes_is_named(draft_tokens, model_steps, truncates, block_size):
+    """With blocks of one token every position counts."""
+    rng = random.Random(f"{draft_tokens} {model_steps} {truncates} {block_size}")
+    lowest = highest = 0
+    for _ in range(60):
+        row = DraftRow(rng, draft_tokens=draft_tokens, model_steps=model_steps, truncates=truncates)
+        tables, position = RunningTables(block_size, draft_tokens), 20
+        for _ in range(rng.randint(1, 3)):
+            end = position + rng.randint(1, 9)
+            tables.update([task(TaskKind.PREFILL, LONG_TABLE, position, end)])
+            check(tables, row.chunk(position, end), block_size)
+            position = end
+        for _ in range(rng.randint(1, 40)):
+            row.is_paused = rng.random() < 0.1
+            if rng.random() < 0.3:  # the engine is some passes behind, and the last token it has is without KV
+                heard = max(position, row.length - rng.randint(0, 3 * draft_tokens + 3))
+                tables.hear([(0, heard + 1)])
+            before = row.length
+            written = row.decode()
+            check(tables, written, block_size)
+            if written:
+                lowest, highest = min(lowest, min(written) - before), max(highest, max(written) - before)
+    assert lowest == -draft_tokens, "the draft model starts over as far behind as it can"
+    assert highest == draft_tokens + model_steps - 1, "and goes as far ahead"
+
+
+def check(tables, written, block_size):
+    assert {LONG_TABLE[each // block_size] for each in written} <= tables.written() <= tables.read()
+    tables.pass_submitted()
 
 
 TABLE = [10, 11, 12, 13, 14, 15]
