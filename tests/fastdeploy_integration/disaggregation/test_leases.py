@@ -66,17 +66,6 @@ def test_all_that_are_open_are_withdrawn_once_and_end_when_each_rank_has_said_so
     account.leases.check_idle()
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_what_fails_on_one_rank_has_failed(account, first, failing):
-    account.open("a")
-    for rank in (first, 1 - first):
-        account.end(rank, "a", "torn" if rank == failing else None)
-    assert account.ended() == [("a", "error: torn")]
-    assert account.sent == ([WithdrawLease("a", "torn")] if first == failing else [])
-    account.leases.check_idle()
-
-
 def test_the_first_reason_is_told_and_the_withdrawal_is_sent_once():
     account = Account(3)
     account.open("a")

@@ -33,22 +33,16 @@ def decode_manager():
     return manager
 
 
-def test_a_request_that_is_sent_twice_gets_blocks_once():
+def test_a_request_that_is_sent_twice_gets_blocks_once_and_another_of_its_id_gets_none():
     manager = decode_manager()
     first = request("r")
     assert manager.preallocate(first)
     again = request("r", name=name_of(first))
     assert manager.preallocate(again)
     assert again.disaggregate_info["block_tables"] == first.block_tables
-    assert len(manager.cache_manager.gpu_free_block_list) == 17
-    assert len(manager.cache_manager.sent) == 1
-
-
-def test_another_request_of_a_live_id_gets_nothing():
-    manager = decode_manager()
-    assert manager.preallocate(request("r"))
     assert not manager.preallocate(request("r"))
     assert len(manager.cache_manager.gpu_free_block_list) == 17
+    assert len(manager.cache_manager.sent) == 1
 
 
 def test_a_request_without_a_name_gets_nothing():
@@ -104,11 +98,11 @@ def test_a_request_of_a_live_id_waits_at_prefill():
 
 
 class Connector:
-    """FastDeploy's SplitwiseConnector, whose peer answers what it is told to."""
+    """FastDeploy's SplitwiseConnector of a prefill server, whose peer answers what it is told to."""
 
-    def __init__(self, *answers):
+    def __init__(self, answers, *, closes_when_asked=False):
         self.answers, self.asked, self.errors, self.current_request_ids = list(answers), 0, [], {"r": "init"}
-        self.gate = Gate()
+        self.gate, self.closes_when_asked = Gate(), closes_when_asked
         self.resource_manager = SimpleNamespace(cache_manager=self)
 
     def check_decode_allocated(self, task):
@@ -116,15 +110,16 @@ class Connector:
 
     def send_splitwise_tasks(self, tasks, current_id):
         self.asked += 1
+        if self.closes_when_asked:
+            self.gate.close()
 
     def send_first_token(self, info, outputs):
-        self.errors += outputs
+        self.errors += [(each.request_id, each.error_code, each.error_msg) for each in outputs]
 
-
-@pytest.fixture
-def decode_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
+    def ask(self, port):
+        task = request("r")
+        task.disaggregate_info |= {"decode_ip": "127.0.0.1", "decode_connector_port": port}
+        return patches.ask_for_room(self.check_decode_allocated, self, (task,), {})
 
 
 @pytest.fixture(autouse=True)
@@ -133,66 +128,56 @@ def fastdeploy(install, monkeypatch):
     monkeypatch.setattr(patches, "ASK_AGAIN_S", 0.0)
 
 
-def ask(connector, port):
-    task = request("r")
-    task.disaggregate_info |= {"decode_ip": "127.0.0.1", "decode_connector_port": port}
-    return patches.ask_for_room(connector.check_decode_allocated, connector, (task,), {})
+@pytest.fixture(scope="module")
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
 
 
-def test_a_decode_server_without_room_is_asked_again(decode_port):
-    connector = Connector((False, patches.NO_ROOM), (False, patches.NO_ROOM), (True, ""))
-    assert ask(connector, decode_port) == (True, "")
-    assert connector.asked == 2
-    assert connector.errors == []
+FULL = False, patches.NO_ROOM
+LATE = False, "prefill waits for decode resource timeout"
+NO = "the decode server gives r no room: "
+PAUSED = False, PREFILL_PAUSED
 
 
-def test_one_that_stays_full_is_given_up_and_its_client_is_told(decode_port, monkeypatch):
-    monkeypatch.setattr(patches, "FULL_S", 0.0)
-    connector = Connector((False, patches.NO_ROOM))
-    assert ask(connector, decode_port) == (False, patches.NO_ROOM)
-    (error,) = connector.errors
-    assert (error.request_id, error.error_code) == ("r", 502)
-    assert "no room" in error.error_msg
-    assert "PD Error" not in error.error_msg, "a router would let it wait as long again"
+@pytest.mark.parametrize(
+    ("answers", "paused", "full_s", "result", "told", "asked_again"),
+    [
+        # what decode says, when this server is paused, for how long decode may be full; what FastDeploy and decode hear
+        ([FULL, FULL, (True, "")], None, 600.0, (True, ""), None, 2),
+        ([FULL], None, 0.0, FULL, f"{NO}{patches.NO_ROOM}", 0),  # the router would let it wait as long again
+        ([LATE], None, 600.0, LATE, f"PD Error: {NO}{LATE[1]}", 0),
+        ([], "before", 600.0, PAUSED, f"PD Error: {PREFILL_PAUSED}", 0),
+        ([FULL, (True, "")], "while it asks", 600.0, PAUSED, f"PD Error: {PREFILL_PAUSED}", 1),
+    ],
+)
+def test_how_long_prefill_asks_for_room(port, monkeypatch, answers, paused, full_s, result, told, asked_again):
+    monkeypatch.setattr(patches, "FULL_S", full_s)
+    connector = Connector(answers, closes_when_asked=paused == "while it asks")
+    if paused == "before":
+        connector.gate.close()
+    assert connector.ask(port) == result
+    assert connector.errors == ([] if told is None else [("r", 502, told)])
+    assert connector.asked == asked_again
+    assert ("r" in connector.current_request_ids) == (paused is None)
 
 
-def test_one_that_does_not_answer_is_asked_once(decode_port):
-    connector = Connector((False, "prefill waits for decode resource timeout"))
-    assert not ask(connector, decode_port)[0]
-    assert connector.asked == 0
-    assert [each.error_msg.startswith("PD Error: the decode server") for each in connector.errors] == [True]
-
-
-def test_one_that_is_gone_is_not_waited_for(decode_port):
-    connector = Connector()
+def test_a_decode_server_that_is_gone_is_not_waited_for():
+    connector = Connector([])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    granted, reason = ask(connector, port)
+    granted, reason = connector.ask(port)
     assert not granted
     assert "cannot be reached: Connection refused" in reason
     assert connector.current_request_ids == {}
 
 
 def test_a_request_that_no_router_sent_is_refused():
-    connector, task = Connector(), request("r")
+    connector, task = Connector([]), request("r")
     task.disaggregate_info = None
     granted, reason = patches.ask_for_room(connector.check_decode_allocated, connector, (task,), {})
     assert not granted
     assert "send requests to the router" in reason
-
-
-def test_a_paused_prefill_server_asks_for_no_room():
-    connector = Connector()
-    connector.gate.close()
-    assert ask(connector, 1) == (False, PREFILL_PAUSED)
-    assert [(each.error_code, each.error_msg) for each in connector.errors] == [(502, f"PD Error: {PREFILL_PAUSED}")]
-    assert connector.current_request_ids == {}
-
-
-def test_one_that_is_paused_while_it_asks_does_not_ask_again(decode_port):
-    connector = Connector((False, patches.NO_ROOM), (True, ""))
-    connector.send_splitwise_tasks = lambda tasks, current_id: connector.gate.close()
-    assert ask(connector, decode_port) == (False, PREFILL_PAUSED)
 
 
 def test_a_paused_decode_server_takes_no_request():
