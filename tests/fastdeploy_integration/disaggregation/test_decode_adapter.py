@@ -104,10 +104,14 @@ class Decode:
         task.block_tables = []
         self.cache.check()
 
+    def complete(self, *tasks):
+        for task in tasks:
+            self.run(task)
+            self.free(task)
+
     def served(self, request_id, prompt, **fields):
         task = self.granted(request_id, prompt, **fields)
-        self.run(task)
-        self.free(task)
+        self.complete(task)
         return self.fetch(task)
 
     def carrier(self):
@@ -170,8 +174,7 @@ def test_a_fetch_without_a_run_leaves_shared_blocks_alone_and_adds_none(decode, 
         assert set(again.block_tables).isdisjoint(decode.fetch(task).slots), "bytes may still arrive there"
         assert decode.cache.grants.num_parked == 4
         decode.arrive(task, "it was cancelled")
-    decode.run(again)
-    decode.free(again)
+    decode.complete(again)
     decode.cache.check_idle()
 
 
@@ -189,9 +192,7 @@ def test_shared_blocks_are_room():
     decode.served("a", [*PREFIX, 5])
     first, second = decode.granted("b", [*PREFIX, 6]), decode.granted("c", [*PREFIX, 7])
     assert not decode.preallocate(decode.request("d", [*PREFIX, 8]))
-    for task in (first, second):
-        decode.run(task)
-        decode.free(task)
+    decode.complete(first, second)
     decode.cache.check_idle()
 
 
@@ -203,8 +204,7 @@ def test_a_request_without_room_changes_nothing():
     assert not decode.preallocate(decode.request("b", [*PREFIX, *[6] * 13]))
     after = decode.cache.manager.stats()
     assert (after.num_requests, after.device_evictable_blocks) == (before.num_requests, before.device_evictable_blocks)
-    decode.run(other)
-    decode.free(other)
+    decode.complete(other)
     assert decode.served("b", [*PREFIX, 6]).first_block == 3
     decode.cache.check_idle()
 
@@ -219,12 +219,10 @@ def test_a_request_that_is_asked_for_again_is_hashed_once(monkeypatch):
     for each in asked:
         each.ic_req_data = asked[0].ic_req_data
     assert [decode.preallocate(each) for each in asked[:2]] == [False, False]
-    decode.run(holder)
-    decode.free(holder)
+    decode.complete(holder)
     assert decode.preallocate(asked[2])
     assert len(num_hashed) == 2, "one each"
-    decode.run(asked[2])
-    decode.free(asked[2])
+    decode.complete(asked[2])
     assert decode.served("b", [*PREFIX, 6]).first_block == 3
     decode.cache.check_idle()
 
@@ -259,8 +257,7 @@ def test_what_is_lost_between_the_match_and_the_blocks_is_fetched(blocks):
     assert is_done == (blocks == 20)
     if is_done:
         assert decode.fetch(task).first_block == 0
-        decode.run(task)
-        decode.free(task)
+        decode.complete(task)
     decode.cache.recycle_gpu_blocks(holder, "holder")
     decode.cache.check_idle()
 
@@ -321,8 +318,7 @@ def test_images_are_told_apart_by_content_and_shape(decode, sent):
             del task.ic_req_data[ITEMS]
         task.multimodal_inputs = {name: inputs[name] for name in sent}
         assert decode.preallocate(task)
-        decode.run(task)
-        decode.free(task)
+        decode.complete(task)
         return decode.fetch(task).first_block
 
     wide, high = image("red", [1, 2, 4]), image("red", [1, 4, 2])
@@ -343,8 +339,7 @@ def test_a_request_whose_images_prefill_cannot_name_is_served_without_the_cache(
         task.multimodal_inputs = {"position_ids": [0]}
         assert decode.preallocate(task)
         assert decode.fetch(task).first_block == 0
-        decode.run(task)
-        decode.free(task)
+        decode.complete(task)
 
 
 @pytest.mark.parametrize(
@@ -403,8 +398,7 @@ def test_blocks_of_a_complete_request_come_back_after_its_id_has_come_again(deco
     assert decode.fetch(second).first_block == (0 if is_cached else 3)
     decode.free(first)
     assert decode.cache.grants.of(second) is not None, "else nothing ends it"
-    decode.run(second)
-    decode.free(second)
+    decode.complete(second)
     assert decode.cache.num_recycled_wrongly == 0
     decode.cache.check_idle()
 
@@ -430,17 +424,20 @@ def test_slots_that_an_eviction_reads_are_filled_after_it_on_an_idle_server():
     assert step.step == command.after_step
     assert not set(step.evict.source_slots).isdisjoint(command.slots)
     assert decode.carrier() is None
-    decode.run(task)
-    decode.free(task)
+    decode.complete(task)
     decode.cache.check_idle()
+
+
+def pushed_out(decode):
+    """To the host: another prompt has its place."""
+    other = decode.granted("b", [2] * 13)
+    decode.batch(decode.carrier())
+    decode.complete(other)
 
 
 def swapped_in(decode):
     """A request whose first blocks come from the host."""
-    other = decode.granted("b", [2] * 13)
-    decode.batch(decode.carrier())
-    decode.run(other)
-    decode.free(other)
+    pushed_out(decode)
     task = decode.granted("c", [*PREFIX, 6])
     assert decode.fetch(task).first_block == 3
     return task
@@ -455,8 +452,7 @@ def test_a_fetch_begins_behind_the_copies_of_its_request():
     assert step.swap_in.target_slots
     assert set(step.swap_in.target_slots) <= set(task.block_tables[:3])
     assert decode.carrier() is None
-    decode.run(task)
-    decode.free(task)
+    decode.complete(task)
     decode.cache.check_idle()
 
 
@@ -486,10 +482,7 @@ def test_slots_that_a_sent_eviction_reads_are_filled_after_it():
 
 def test_blocks_of_the_host_need_room():
     decode = full()
-    other = decode.granted("b", [2] * 13)
-    decode.batch(decode.carrier())
-    decode.run(other)
-    decode.free(other)
+    pushed_out(decode)
     holder = decode.granted("holder", [3] * 5)
     decode.batch(decode.carrier())
     assert not decode.preallocate(decode.request("c", [*PREFIX, 6])), "three of five slots are there"
@@ -522,8 +515,7 @@ def test_a_fetch_behind_a_lost_batch_begins_with_the_next_one():
     assert carrier is not None
     (step,) = decode.batch(carrier)
     assert step.step > decode.fetch(task).after_step
-    decode.run(task)
-    decode.free(task)
+    decode.complete(task)
     decode.cache.check_idle()
 
 

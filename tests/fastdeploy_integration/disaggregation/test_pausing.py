@@ -147,24 +147,17 @@ def call(wrapper, role, control, argument="asked"):
 
 @pytest.mark.parametrize("release", ["", "_with_request"])
 def test_a_server_shares_nothing_from_its_pause_to_its_end(role, release):
-    pause, resume = (getattr(control_patches, name + release) for name in ("pause", "resume"))
     seen = []
 
-    def _control_pause(control_request):
+    def fastdeploys(control_request):
+        role.engine.is_paused = not role.gate.is_open
         seen.append((role.gate.is_open, control_request is not None))
-        role.engine.is_paused = True
-
-    def _control_resume(control_request):
-        seen.append((role.gate.is_open, control_request is not None))
-        role.engine.is_paused = False
 
     has_request = release != ""  # 2.6 would ask None for its id
-    call(pause, role, _control_pause, None)
-    assert seen == [(False, has_request)]
-    assert not role.gate.is_open
-    call(resume, role, _control_resume, None)
-    assert seen[1:] == [(True, has_request)]
-    assert role.gate.is_open
+    for name, is_open in (("pause", False), ("resume", True)):
+        call(getattr(control_patches, name + release), role, fastdeploys, None)
+        assert seen.pop() == (is_open, has_request)
+        assert role.gate.is_open == is_open
 
 
 def test_a_second_pause_ends_nothing_and_changes_nothing(role):
@@ -192,8 +185,22 @@ def test_a_mixed_server_is_paused_by_fastdeploy_alone(role):
         assert wrapper(lambda control_request: "done", mixed, ("asked",), {}) == "done"
 
 
-def refuse(role_name, asked, refused_id, *, from_client=True):
-    """FastDeploy's `_send_error_response`. Returns what the decode server is told."""
+@pytest.mark.parametrize(
+    ("role_name", "asked", "refused_id", "from_client", "is_told"),
+    [
+        # the server, what a client has asked of it, of which it refuses one, and whether decode hears it
+        ("prefill", request("r"), "r", True, True),
+        ("decode", request("r"), "r", True, False),
+        ("mixed", request("r"), "r", True, False),
+        ("prefill", request("r"), "another", True, False),
+        ("prefill", SimpleNamespace(request_id="r", disaggregate_info=None), "r", True, False),
+        ("prefill", {"request_id": "r"}, "r", True, False),
+        ("prefill", request("r"), "r", False, False),
+    ],
+)
+def test_a_decode_server_hears_which_request_a_paused_prefill_server_refuses(
+    role, role_name, asked, refused_id, from_client, is_told
+):
     told, sent = [], []
     connector = SimpleNamespace(send_first_token=lambda info, outputs: told.extend(outputs))
     scheduler = SimpleNamespace(splitwise_role=role_name)
@@ -202,28 +209,13 @@ def refuse(role_name, asked, refused_id, *, from_client=True):
     def _send_error_response(request_id, error_msg, error_code=500):
         sent.append((request_id, error_msg, error_code))
 
+    def refuse():
+        control_patches.refuse_request(_send_error_response, service, (refused_id, "paused"), {})
+
     def _insert_zmq_task_to_scheduler():
         request = asked  # noqa: F841  what the patch looks for
-        control_patches.refuse_request(_send_error_response, service, (refused_id, "paused"), {})
+        refuse()
 
-    if from_client:
-        _insert_zmq_task_to_scheduler()
-    else:
-        control_patches.refuse_request(_send_error_response, service, (refused_id, "paused"), {})
+    (_insert_zmq_task_to_scheduler if from_client else refuse)()
     assert sent == [(refused_id, "paused", 500)]
-    return [(each.request_id, each.error_code, each.error_msg) for each in told]
-
-
-def test_a_decode_server_hears_which_request_a_paused_prefill_server_refuses(role):
-    asked, alone = request("r"), request("r")
-    alone.disaggregate_info = None
-    assert refuse("prefill", asked, "r") == [("r", 502, "paused")]
-    for refused in (
-        ("decode", asked, "r"),
-        ("mixed", asked, "r"),
-        ("prefill", asked, "another"),
-        ("prefill", alone, "r"),
-        ("prefill", {"request_id": "r"}, "r"),
-    ):
-        assert refuse(*refused) == []
-    assert refuse("prefill", asked, "r", from_client=False) == []
+    assert [(each.request_id, each.error_code, each.error_msg) for each in told] == [("r", 502, "paused")] * is_told

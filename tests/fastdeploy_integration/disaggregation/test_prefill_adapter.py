@@ -12,6 +12,11 @@ def adapter(blocks=20, host=0, **settings):
     return make_adapter(blocks, host, kind=PrefillAdapter, **settings)
 
 
+def match(cache, task):
+    task.block_tables, task.num_computed_tokens, _ = cache.request_match_blocks(task, BLOCK)
+    return True
+
+
 def preallocate(cache, task, spare=1):
     """As both releases do: match, all blocks of the prompt and some more. 2.6 then says that all of it is computed."""
     table, num_tokens, _ = cache.request_match_blocks(task, BLOCK)
@@ -25,12 +30,8 @@ def preallocate(cache, task, spare=1):
 def start(cache, task):
     """FastDeploy puts it into a batch; returns the tokens that it has found."""
 
-    def match(each):
-        each.block_tables, each.num_computed_tokens, _ = cache.request_match_blocks(each, BLOCK)
-        return True
-
     num_blocks = len(task.block_tables)
-    cache.start(task, match)
+    cache.start(task, lambda each: match(cache, each))
     assert len(task.block_tables) == num_blocks
     cache.check()
     return task.num_computed_tokens
@@ -53,6 +54,13 @@ def end(cache, task):
     cache.check()
 
 
+def done(cache, *tasks):
+    """All that there were."""
+    for task in tasks:
+        end(cache, task)
+    cache.manager.check_idle()
+
+
 def computed(cache, task):
     """The whole prompt, in one batch that is sent."""
     preallocate(cache, task)
@@ -70,9 +78,7 @@ def test_nobody_matches_what_was_only_given_out():
     assert computed(cache, second) == 0
     end(cache, second)
     assert computed(cache, third) == 12
-    for task in (first, third):
-        end(cache, task)
-    cache.manager.check_idle()
+    done(cache, first, third)
 
 
 def test_a_request_finds_what_was_computed_while_it_waited():
@@ -83,9 +89,7 @@ def test_a_request_finds_what_was_computed_while_it_waited():
     assert schedule(cache, second, 1) == 12
     assert second.block_tables[:3] == first.block_tables[:3]
     cache.batch_sent()
-    for task in (first, second):
-        end(cache, task)
-    cache.manager.check_idle()
+    done(cache, first, second)
 
 
 def test_only_the_chunks_of_sent_batches_are_matched():
@@ -132,8 +136,7 @@ def test_blocks_of_the_host_come_back_with_the_batch_that_reads_them():
     assert step.swap_in.target_slots
     assert {*step.swap_in.target_slots} <= {*again.block_tables[:3]}, "some may have stayed on the device"
     cache.batch_sent()
-    end(cache, again)
-    cache.manager.check_idle()
+    done(cache, again)
 
 
 def test_a_request_that_no_decode_server_takes_gives_everything_back():
@@ -170,9 +173,7 @@ def test_a_request_that_its_batch_did_not_take_has_its_own_blocks_again():
     assert set(second.block_tables).isdisjoint(first.block_tables)
     assert schedule(cache, second, 1) == 12
     cache.batch_sent()
-    for task in (first, second):
-        end(cache, task)
-    cache.manager.check_idle()
+    done(cache, first, second)
 
 
 def test_a_request_whose_match_fails_is_computed_whole():
@@ -181,11 +182,7 @@ def test_a_request_whose_match_fails_is_computed_whole():
     second = FakeTask("b", [*prompt, 6])
     preallocate(cache, second)
 
-    def match(task):
-        task.block_tables, task.num_computed_tokens, _ = cache.request_match_blocks(task, BLOCK)
-        return False  # what comes behind it raised
-
-    cache.start(second, match)
+    cache.start(second, lambda task: not match(cache, task))  # what comes behind it raised
     assert (len(second.block_tables), second.num_cached_blocks, second.num_computed_tokens) == (5, 0, 0)
     end(cache, second)
     cache.check()
@@ -215,9 +212,7 @@ def test_batches_that_are_lost_on_a_full_device_cost_no_request_a_block():
     assert schedule(cache, second, 1) == 12
     assert cache.can_allocate_gpu_blocks(3), "the batch is there"
     cache.batch_sent()
-    for task in (first, second):
-        end(cache, task)
-    cache.manager.check_idle()
+    done(cache, first, second)
 
 
 def test_two_that_load_the_same_blocks_both_have_their_own_again():
@@ -233,9 +228,7 @@ def test_two_that_load_the_same_blocks_both_have_their_own_again():
         lose_while_starting(cache, *both)
         assert [(len(task.block_tables), task.num_cached_blocks) for task in both] == [(4, 0)] * 2
         assert len({slot for task in both for slot in task.block_tables}) == 8
-    for task in both:
-        end(cache, task)
-    cache.manager.check_idle()
+    done(cache, *both)
 
 
 def test_what_is_spared_for_a_request_is_not_ended_with_an_earlier_one_of_its_id():
@@ -273,7 +266,7 @@ def test_a_preempted_request_waits_for_room_for_all_of_it():
     assert not cache.may_match(preempted)
     end(cache, other)
     assert cache.may_match(preempted)
-    preempted.block_tables, preempted.num_computed_tokens, _ = cache.request_match_blocks(preempted, BLOCK)
+    match(cache, preempted)
     cache.start(preempted, None)
     assert len(preempted.block_tables) == 5
     cache.batch_lost()
@@ -288,15 +281,10 @@ def test_a_preempted_request_that_goes_on_as_a_new_one_has_no_blocks_of_its_own_
     request.status = Status.WAITING
     for _ in range(2):
         assert cache.may_match(request)
-        request.block_tables, *_ = cache.request_match_blocks(request, BLOCK)
+        match(cache, request)
         assert request.block_tables == []
-        cache.start(request, lambda task: rematch(cache, task))
+        cache.start(request, lambda task: match(cache, task))
         assert len(request.block_tables) == 5
         cache.batch_lost()
         assert (request.block_tables, cache.can_allocate_gpu_blocks(8)) == ([], True)
         cache.check()
-
-
-def rematch(cache, task):
-    task.block_tables, task.num_computed_tokens, _ = cache.request_match_blocks(task, BLOCK)
-    return True
