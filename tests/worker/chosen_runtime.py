@@ -6,8 +6,9 @@ import random
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-from fastdeploy_kvcache_v1.errors import TransferError
+from fastdeploy_kvcache_v1.errors import CacheStateError, TransferError
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, Event, Stream
 from fastdeploy_kvcache_v1.worker.runtime.base import describe
 
@@ -34,7 +35,9 @@ class ChosenEvent(Event):
         while not self.done():
             if timeout is not None and self._runtime.is_late():
                 return False
-            assert self._runtime.go_on(), "it waits for what will never happen"
+            if not self._runtime.go_on():
+                assert timeout is not None, "it waits for what will never happen"
+                return False
         return True
 
     def seconds_since(self, earlier: Event) -> float:
@@ -50,6 +53,7 @@ class ChosenStream(Stream):
         self._held_by: deque[Event | None] = deque()
         """What each piece of work waits for."""
         self._failure: BaseException | None = None
+        self.closed = False
 
     def begin(self) -> None:
         self._post(partial(setattr, self, "_failure", None))
@@ -68,19 +72,24 @@ class ChosenStream(Stream):
         return event
 
     def synchronize(self) -> None:
-        self.record_event().wait_done()
+        if not self.closed:
+            self.record_event().wait_done()
 
     def close(self) -> None:
         while self._work:
             assert self._runtime.go_on()
+        self.closed = True
 
     def _post(self, work: Callable[[], None], held_by: Event | None = None) -> None:
+        if self.closed:
+            raise CacheStateError(f"stream {self.name} is closed")
         self._work.append(work)
         self._held_by.append(held_by)
 
     @property
     def can_go_on(self) -> bool:
-        return bool(self._work) and (self._held_by[0] is None or self._held_by[0].done())
+        is_held = self.name in self._runtime.held
+        return bool(self._work) and not is_held and (self._held_by[0] is None or self._held_by[0].done())
 
     def go_on(self) -> None:
         self._held_by.popleft()
@@ -89,7 +98,7 @@ class ChosenStream(Stream):
     def _call(self, fn: Callable[..., object], args: tuple[object, ...]) -> None:
         if self._failure is None:
             try:
-                self._runtime.may_fail()
+                self._runtime.may_fail(self.name)
                 fn(*args)
             except Exception as error:
                 self._failure = error
@@ -101,19 +110,31 @@ class ChosenStream(Stream):
 
 class ChosenRuntime(CpuRuntime):
     """Copies go on at each `turn`, and where something waits for them; `fail` and `late` are the rates of copies that
-    fail, and of waits that are given up. As on a CPU: a failure is known when it happens.
+    fail, and of waits that are given up. As on a CPU: a failure is known when it happens. Who waits with a time-out for
+    what cannot go on is late at once.
     """
 
-    def __init__(self, seed: int, *, fail: float = 0.0, late: float = 0.0) -> None:
+    def __init__(self, seed: int = 0, *, fail: float = 0.0, late: float = 0.0, **options: Any) -> None:
         self._random = random.Random(seed)
         self.fail, self.late = fail, late
-        self._chosen: list[ChosenStream] = []
         self.now = 0
-        super().__init__()
+        self.held: set[str] = set()
+        """Streams that stand still, by name."""
+        self._errors: dict[str, list[Exception]] = {}
+        super().__init__(**options)
+
+    def hold(self, stream: str) -> Callable[[], None]:
+        """`stream` stands still until the result is called."""
+        self.held.add(stream)
+        return partial(self.held.discard, stream)
+
+    def fail_next(self, stream: str, error: Exception) -> None:
+        """The next copy of `stream` that no other error waits for fails with this one."""
+        self._errors.setdefault(stream, []).append(error)
 
     def new_stream(self, name: str) -> ChosenStream:
-        self._chosen.append(ChosenStream(name, self))
-        return self._chosen[-1]
+        self._streams = [*(stream for stream in self._streams if not stream.closed), ChosenStream(name, self)]
+        return self._streams[-1]
 
     def turn(self) -> None:
         """Some of what was submitted happens."""
@@ -122,7 +143,7 @@ class ChosenRuntime(CpuRuntime):
 
     def go_on(self) -> bool:
         """The next piece of work of some stream. False if no stream can go on."""
-        streams = [stream for stream in self._chosen if stream.can_go_on]
+        streams = [stream for stream in self._streams if stream.can_go_on]
         if streams:
             self.now += 1
             self._random.choice(streams).go_on()
@@ -131,7 +152,9 @@ class ChosenRuntime(CpuRuntime):
     def is_late(self) -> bool:
         return self._random.random() < self.late
 
-    def may_fail(self) -> None:
+    def may_fail(self, stream: str) -> None:
+        if self._errors.get(stream):
+            raise self._errors[stream].pop(0)
         if self._random.random() < self.fail:
             raise RuntimeError("injected")
 
@@ -140,5 +163,5 @@ class ChosenRuntime(CpuRuntime):
         self.fail = self.late = 0.0
 
     def close(self) -> None:
-        for stream in self._chosen:
-            stream.close()
+        self.held.clear()
+        super().close()

@@ -10,9 +10,19 @@ import pytest
 from fastdeploy_kvcache_v1.worker import ops
 from tests.gpu.stand_in.in_process import PythonDriver, cupy_in_process
 from tests.worker.ops.native import require_core
+from tests.worker.worker_fakes import Rig
 
 with contextlib.suppress(ImportError):
     import paddle  # noqa: F401  its first import starts a process, which no test may
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    """Device slot N holds 10 + N, host slots hold zeros. Streams move when something waits for them."""
+    rig = Rig()
+    rig.fill()
+    yield rig
+    rig.close()
 
 
 @contextlib.contextmanager

@@ -9,21 +9,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, Invariant
 from fastdeploy_kvcache_v1.metadata import NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.worker.worker_fakes import LIMIT_S, Gates, NumpyBackend, Rig, evict, swap_in
-
-pytestmark = pytest.mark.usefixtures("cpu_ops")
-
-
-@pytest.fixture
-def gates():
-    return Gates()
-
-
-@pytest.fixture
-def rig(gates):
-    rig = Rig(CpuRuntime(delay=gates))
-    yield rig
-    rig.close()
+from tests.worker.worker_fakes import NumpyBackend, evict, swap_in
 
 
 @pytest.mark.parametrize(
@@ -38,10 +24,10 @@ def rig(gates):
 def test_a_bad_step_changes_nothing(rig, out, into, message):
     with pytest.raises(CacheStateError, match=message):
         rig.submit(out, into)
-    rig.controller.drain(LIMIT_S)
+    rig.controller.drain()
     assert rig.controller.take_results() == []
     assert not rig.controller.host_pool.block(0).any()
-    rig.controller.submit_swap_tasks(SwapStep(rig.last_step, (evict((0,), (0,)),)))
+    rig.controller.submit_swap_tasks(SwapStep(1, (evict((0,), (0,)),)))
 
 
 def test_a_kind_of_copy_without_a_path_is_an_error_that_names_it(rig, monkeypatch):
@@ -60,8 +46,8 @@ def test_steps_come_in_order_and_once(rig):
             rig.controller.submit_swap_tasks(SwapStep(step))
 
 
-def test_reset_forgets_and_free_allows_a_new_start(rig, gates):
-    gates.fail_next("kv-input", OSError("lost"))
+def test_reset_forgets_and_free_allows_a_new_start(rig):
+    rig.runtime.fail_next("kv-input", OSError("lost"))
     rig.submit(into=swap_in((0,), (4,)))
     rig.controller.reset()
     rig.controller.check()

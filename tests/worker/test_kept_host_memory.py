@@ -7,17 +7,15 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.ops import HostBuffer
-from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.worker.worker_fakes import LIMIT_S, Gates, NumpyBackend, Rig, evict, swap_in
-
-pytestmark = pytest.mark.usefixtures("cpu_ops")
+from tests.worker.chosen_runtime import ChosenRuntime
+from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
 
 
-class CountingRuntime(CpuRuntime):
+class CountingRuntime(ChosenRuntime):
     """Which host memory is allocated."""
 
-    def __init__(self, **options) -> None:
-        super().__init__(**options)
+    def __init__(self) -> None:
+        super().__init__()
         self.live: list[int] = []
         self.num_allocated = 0
         self.host_bytes_left: int | None = None
@@ -132,24 +130,20 @@ def test_check_sees_memory_kept_beside_caches(controller):
     controller._kept = None
 
 
-def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones():
-    gates = Gates()
-    runtime = CountingRuntime(delay=gates)
+def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones(runtime):
     rig = Rig(runtime)
-    open_gate = gates.close("kv-output")
     rig.write_all(0, 7)
     rig.submit(evict((0,), (3,)))
-    assert gates.reached.acquire(timeout=LIMIT_S)
-    open_gate()
+    before = rig.controller.host_pool.block(3)
     rig.controller.free(keep_host_memory=True)
+    assert before.any(), "the copy was made while its memory was there"
     rig.controller.initialize_kv_cache(6, 6)
     rig.arrays = rig.backend.arrays
     assert rig.controller.take_results() == []
     assert rig.controller.num_unreported_copies == 0
     # The new life is a whole one: what it evicts is what it swaps in.
     rig.write_all(1, 9)
-    counter = rig.submit(evict((1,), (3,)), swap_in((3,), (2,)))
-    counter.wait_all()
+    rig.submit(evict((1,), (3,)), swap_in((3,), (2,))).wait_all()
     assert rig.holds_all(2, 9)
-    rig.close()
-    assert (runtime.live, runtime.num_allocated) == ([], 1)
+    rig.controller.free()
+    assert runtime.num_allocated == 1

@@ -1,10 +1,8 @@
-"""Shared by the worker tests: a cache backend on NumPy arrays, gates for streams, and byte patterns."""
+"""Shared by the worker tests: a cache backend on NumPy arrays, a controller over it, and byte patterns."""
 
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Callable
 
 import numpy as np
 
@@ -14,6 +12,7 @@ from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.host_share import HostShare
 from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.worker.runtime import Runtime
+from tests.worker.chosen_runtime import ChosenRuntime
 
 LIMIT_S = 20.0
 """Longest a test waits for another thread before it is taken for hung. Never asserted on."""
@@ -40,37 +39,6 @@ class NumpyBackend(AttentionCacheBackend):
         return caches
 
 
-class Gates:
-    """A `delay` hook that holds streams until the test opens them, and fails them on request."""
-
-    def __init__(self) -> None:
-        self._closed: dict[str, threading.Event] = {}
-        self._errors: dict[str, list[Exception]] = {}
-        self.reached = threading.Semaphore(0)
-        """Released each time a stream arrives at a closed gate."""
-
-    def __call__(self, stream: str) -> None:
-        gate = self._closed.get(stream)
-        if gate is not None:
-            self.reached.release()
-            assert gate.wait(LIMIT_S), f"nobody opened the gate of {stream}"
-        if self._errors.get(stream):
-            raise self._errors[stream].pop(0)
-
-    def close(self, stream: str) -> Callable[[], None]:
-        """From now on `stream` stops before each copy; call the result to let it go for good."""
-        gate = self._closed[stream] = threading.Event()
-
-        def open_gate() -> None:
-            self._closed.pop(stream, None)
-            gate.set()
-
-        return open_gate
-
-    def fail_next(self, stream: str, error: Exception) -> None:
-        self._errors.setdefault(stream, []).append(error)
-
-
 def evict(sources: tuple[int, ...], targets: tuple[int, ...]) -> CacheSwapMetadata:
     return CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, sources, targets)
 
@@ -90,7 +58,7 @@ class Rig:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: Runtime | None = None,
         *,
         device: int = 6,
         host: int = 6,
@@ -99,7 +67,7 @@ class Rig:
         trailer_bytes: int = 0,
         share: HostShare | None = None,
     ) -> None:
-        self.runtime = runtime
+        self.runtime = runtime = runtime or ChosenRuntime()
         self.backend = backend or NumpyBackend()
         self.layout = self.backend.layout
         self.controller = CacheController(
@@ -114,15 +82,16 @@ class Rig:
         self.num_device, self.num_host = device, host
         self._step = 0
 
+    def fill(self) -> None:
+        """Each block gets a content of its own."""
+        for slot in range(self.num_device):
+            self.write_all(slot, 10 + slot)
+
     def submit(
         self, out: CacheSwapMetadata = NO_EVICT, into: CacheSwapMetadata = NO_SWAP_IN
     ) -> LayerDoneCounter | None:
         self._step += 1
         return self.controller.submit_swap_tasks(SwapStep.of(self._step, out, into))
-
-    @property
-    def last_step(self) -> int:
-        return self._step
 
     def device_row(self, layer: int, role: int, slot: int) -> np.ndarray:
         return self.arrays[layer * len(self.layout.roles) + role][slot].reshape(-1)

@@ -1,16 +1,19 @@
 """What every runtime promises: the streams and events of `runtime/base.py`, over threads, queues of the core, CUDA, and
-the device that the tests' world runs.
+the streams without threads that other tests use.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
 from tests.gpu.stand_in.in_process import COMPUTE
+from tests.worker.chosen_runtime import ChosenRuntime
 from tests.worker.ops.native import require_core
 from tests.worker.worker_fakes import LIMIT_S
 
@@ -44,12 +47,19 @@ class OnGpu(OnCpu):
         return lambda: opened.append(True)
 
 
-@pytest.fixture(params=["threads", "queues", "cuda"])
+class OnChosen(OnCpu):
+    def hold(self, stream):
+        return self.runtime.hold(stream.name)
+
+
+@pytest.fixture(params=["threads", "queues", "cuda", "chosen"])
 def on(request):
     if request.param == "queues":
         require_core()
     if request.param == "cuda":
         made = OnGpu(request.getfixturevalue("gpu"))
+    elif request.param == "chosen":
+        made = OnChosen(ChosenRuntime(3))
     else:
         made = OnCpu(CpuRuntime(compiled=request.param == "queues"))
     yield made
@@ -202,9 +212,13 @@ def test_closing_finishes_what_was_submitted(on, streams):
 
 
 def test_streams_that_were_closed_are_let_go(on):
-    for _ in range(3):
-        on.runtime.new_stream("a").close()
-    assert len(on.runtime._streams) == 1
+    closed = on.runtime.new_stream("a")
+    closed.close()
+    watched = weakref.ref(closed)
+    on.runtime.new_stream("b")
+    del closed
+    gc.collect()
+    assert watched() is None
 
 
 def test_stream_time_between_events(on, streams):
