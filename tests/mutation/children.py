@@ -53,7 +53,7 @@ def run_all(
 
 
 def _start(task: Any, seconds: float, function: Callable[[Any, Callable[[Any], None]], Any], quiet: bool) -> _Child:
-    directory = Path(tempfile.mkdtemp(prefix="mutate-"))
+    directory = Path(tempfile.mkdtemp(prefix="m-"))  # a child has children: paths of sockets have 107 characters
     pid = os.fork()
     if pid == 0:
         _live(task, directory, function, quiet)
