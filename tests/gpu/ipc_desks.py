@@ -8,10 +8,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import cupy
 import numpy as np
-from ipc_peer import CANARY, Peer, answer
+from ipc_peer import Peer, answer
+from plane_contract import CANARY
 
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.transfer.control_link import Self
@@ -161,39 +163,29 @@ def a_request_is_fetched_layer_by_layer_while_it_is_computed() -> None:
     mine.close()
 
 
-def a_fetch_whose_lease_was_withdrawn_has_failed() -> None:
+def fails(end: Callable[[Peer], object], reason: str) -> None:
+    """A fetch whose first layer is there, when its prefill rank ends it."""
     peer, mine = Peer(0, __file__), DecodeRank()
     mine.desk.fetch("request", TARGETS)
     peer.ask("offer", mine.desk.port)
     peer.ask("compute", 0)
     mine.turn_until(lambda: mine.has_layers(1))
-    peer.ask("withdraw")
+    end(peer)
     mine.turn_until(lambda: mine.results)
     assert sorted(mine.results[0].failed_slots) == sorted(TARGETS)
-    assert "the request was aborted" in str(mine.results[0].error)
+    assert reason in str(mine.results[0].error)
     peer.kill()
-    mine.close()
-
-
-def a_fetch_whose_prefill_rank_died_has_failed() -> None:
-    peer, mine = Peer(0, __file__), DecodeRank()
-    mine.desk.fetch("request", TARGETS)
-    peer.ask("offer", mine.desk.port)
-    peer.ask("compute", 0)
-    mine.turn_until(lambda: mine.has_layers(1))
-    peer.kill()
-    mine.turn_until(lambda: mine.results)
-    assert sorted(mine.results[0].failed_slots) == sorted(TARGETS)
     mine.close()
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check
-    for check in (
-        a_request_is_fetched_layer_by_layer_while_it_is_computed,
-        a_fetch_whose_lease_was_withdrawn_has_failed,
-        a_fetch_whose_prefill_rank_died_has_failed,
-    )
+    "a_request_is_fetched_layer_by_layer_while_it_is_computed": (
+        a_request_is_fetched_layer_by_layer_while_it_is_computed
+    ),
+    "a_fetch_whose_lease_was_withdrawn_has_failed": partial(
+        fails, lambda peer: peer.ask("withdraw"), "the request was aborted"
+    ),
+    "a_fetch_whose_prefill_rank_died_has_failed": partial(fails, Peer.kill, ""),
 }
 
 if __name__ == "__main__":

@@ -9,70 +9,41 @@ import pickle
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
+from plane_contract import CANARY, Tensors, content
 
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
-from fastdeploy_kvcache_v1.worker.ops import BlockRows
-
-WIDTHS = (64 << 10, 64 << 10, 16 << 10, 520)
-"""Bytes of a block by region: keys and values, codes of half a byte, scales."""
-NUM_BLOCKS = 32
-CANARY = 0xEE
 
 
-def content(seed: int) -> list[np.ndarray]:
-    """By region, uint8 `[blocks, bytes]`, without a byte of `CANARY`."""
-    random = np.random.default_rng(seed)
-    return [random.integers(0, CANARY, (NUM_BLOCKS, width), np.uint8) for width in WIDTHS]
+class GpuTensors(Tensors):
+    on_gpu = True
 
+    def allocate(self, num_bytes: int) -> Any:
+        return cupy.full(num_bytes, CANARY, cupy.uint8)
 
-class Tensors:
-    """The first two and the last one lie in one allocation, with something before, between and behind them."""
+    def address(self, array: Any) -> int:
+        return int(array.data.ptr)
 
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        sizes = [array.nbytes for array in arrays]
-        gap = 4096 + 512
-        self.pool = cupy.full(sizes[0] + sizes[1] + sizes[3] + 4 * gap, CANARY, cupy.uint8)
-        self.alone = cupy.empty(sizes[2], cupy.uint8)
-        starts = (gap, 2 * gap + sizes[0], 3 * gap + sizes[0] + sizes[1])
-        first, second, last = (self.pool[at : at + sizes[i]] for at, i in zip(starts, (0, 1, 3), strict=True))
-        shapes = [array.shape for array in arrays]
-        self.arrays = [
-            part.reshape(*shape) for part, shape in zip((first, second, self.alone, last), shapes, strict=True)
-        ]
+    def write(self, arrays: list[np.ndarray]) -> None:
         for mine, array in zip(self.arrays, arrays, strict=True):
             mine.set(array)
         cupy.cuda.Device().synchronize()
 
-    def rows(self) -> list[BlockRows]:
-        return [
-            BlockRows(int(each.data.ptr), len(each), each.shape[1], each.shape[1], on_gpu=True, owner=each)
-            for each in self.arrays
-        ]
-
-    def read(self) -> list[np.ndarray]:
+    def fetched(self, array: Any) -> np.ndarray:
         cupy.cuda.Device().synchronize()
-        return [cupy.asnumpy(each) for each in self.arrays]
-
-    def margins_are_whole(self) -> bool:
-        """What lies around the tensors in their allocation is as it was."""
-        whole = cupy.asnumpy(self.pool)
-        for each in (self.arrays[0], self.arrays[1], self.arrays[3]):
-            at = int(each.data.ptr - self.pool.data.ptr)
-            whole[at : at + each.nbytes] = CANARY
-        return bool((whole == CANARY).all())
+        return cupy.asnumpy(array)  # type: ignore[no-any-return]
 
 
 class PeerWorker:
     """Whatever it is asked; its answers go back."""
 
     def __init__(self, seed: int) -> None:
-        self.tensors: Tensors | None = Tensors(content(seed))
+        self.tensors: GpuTensors | None = GpuTensors(content(seed))
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.plane = CudaIpcPlane()
         self.plane.register(self.tensors.rows())
@@ -97,12 +68,6 @@ class PeerWorker:
         cuda_ipc_plane.READERS_LEAVE_S = seconds
         self.plane.close()
         self.tensors = None
-
-    def free_alone(self) -> None:
-        """One of the two allocations, though the plane is open: a bug that CUDA does not forgive."""
-        assert self.tensors is not None
-        self.plane._owners.clear()
-        del self.tensors.arrays[2], self.tensors.alone
 
     def be_gpu(self, name: int) -> bytes:
         """Of the fake driver: the address, were the GPU called so."""

@@ -1,56 +1,36 @@
-"""Ranks, planes and peers with real sockets, which are closed at the end."""
-
-from contextlib import contextmanager
+"""Networks, and ranks that are closed at the end."""
 
 import pytest
 
-from tests.transfer.peer import Peer
+from tests.transfer.network import MemoryNetwork
 from tests.transfer.ranks import DecodeRank, PrefillRank
-from tests.transfer.reader import EVERYTHING, Ours
+
+
+class Ranks:
+    """Makes ranks of one network, which must be idle at the end."""
+
+    def __init__(self, net):
+        self.net, self.made = net, []
+
+    def __call__(self, kind, **arguments):
+        self.made.append(kind(self.net, **arguments))
+        return self.made[-1]
 
 
 @pytest.fixture
-def ranks():
-    """Makes ranks, which must be idle at the end."""
-    made = []
+def net(request):
+    """In memory, unless a test gives another kind."""
+    return getattr(request, "param", MemoryNetwork)()
 
-    def make(kind, **arguments):
-        made.append(kind(**arguments))
-        return made[-1]
 
-    yield make
-    for each in made:
+@pytest.fixture
+def ranks(net):
+    made = Ranks(net)
+    yield made
+    for each in made.made:
         each.close()
 
 
 @pytest.fixture
 def pair(ranks):
     return ranks(PrefillRank), ranks(DecodeRank)
-
-
-@contextmanager
-def granted_peer():
-    """All of its blocks may be read."""
-    peer = Peer()
-    peer.ask("grant", "all", EVERYTHING)
-    yield peer
-    peer.kill()
-
-
-@pytest.fixture(scope="module")
-def shared_peer():
-    with granted_peer() as peer:
-        yield peer
-
-
-@pytest.fixture
-def own_peer():
-    with granted_peer() as peer:
-        yield peer
-
-
-@pytest.fixture
-def ours():
-    made = Ours()
-    yield made
-    made.plane.close()

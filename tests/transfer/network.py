@@ -55,8 +55,8 @@ class MemoryPlane(DataPlane):
 class Link:
     """One end. As `ControlLink`, with what the peer has sent in `coming`; None there is the end of the link."""
 
-    def __init__(self, name, ours, theirs, inbox):
-        self.name = self.peer = name
+    def __init__(self, net, name, ours, theirs, inbox):
+        self.net, self.name, self.peer = net, name, name
         self.geometry, self.instance = theirs.geometry, theirs.instance
         self.address = theirs.address if isinstance(theirs, Hello) else b""
         self.inbox = inbox
@@ -71,6 +71,7 @@ class Link:
     def send(self, message):
         if not self.is_closed and not self.other.is_closed:
             self.other.coming.append(encode(message))
+            self.net.sent.append(self.other.coming[-1])
 
     def want(self, leases):
         self.wanted = leases
@@ -189,6 +190,9 @@ class Starting:
 class MemoryNetwork:
     """Every connection of a world. Ranks say where they listen by port; hosts do not matter."""
 
+    rounds = 100
+    """More turns than anything needs."""
+
     def __init__(self):
         self.listeners = {}
         self.planes = {}
@@ -197,6 +201,10 @@ class MemoryNetwork:
         self.readers = []
         self.reads = []
         """What was read since it was last emptied: plane, lease, slots."""
+        self.sent = []
+        """Messages, since it was last emptied."""
+        self.held = set()
+        """Kinds of moves that nobody makes now: connect, deliver, read."""
 
     def ends(self):
         """What a desk is given."""
@@ -210,11 +218,16 @@ class MemoryNetwork:
 
     def moves(self) -> list[Move]:
         """Everything that can happen next where nothing goes wrong, by name."""
-        return [
+        found = [
             *((f"connect {number}", each.run) for number, each in enumerate(self.starting)),
             *((f"deliver {each.name}", each.deliver) for each in self.links if each.coming),
             *((f"read {number}", each.step) for number, each in enumerate(self.readers) if each.jobs),
         ]
+        return [move for move in found if move[0].split()[0] not in self.held]
+
+    def wants_to_read(self):
+        """Jobs that were asked for and have not ended."""
+        return [job for reader in self.readers for job in reader.jobs]
 
     def faults(self) -> list[Move]:
         """Everything that can go wrong next, by name."""
@@ -250,7 +263,7 @@ class MemoryNetwork:
         return Starting(self, target, args)
 
     def _listen(self, host, port, ours, inbox):
-        listener = Listener(self, port or 1 + len(self.listeners))
+        listener = Listener(self, port or 1 + max(self.listeners, default=0))
         self.listeners[listener.port] = (listener, ours, inbox)
         return listener
 
@@ -267,8 +280,8 @@ class MemoryNetwork:
             raise type(error)(f"the peer refuses: {decode(encode(Refused(str(error)))).reason}") from None
         number = len(self.links) // 2
         near, far = (
-            Link(f"to prefill {number}", ours, answer, inbox),
-            Link(f"to decode {number}", theirs, hello, their_inbox),
+            Link(self, f"to prefill {number}", ours, answer, inbox),
+            Link(self, f"to decode {number}", theirs, hello, their_inbox),
         )
         near.other, far.other = far, near
         self.links += [near, far]

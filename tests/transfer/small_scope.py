@@ -280,6 +280,7 @@ class World:
     def _look_at_reads(self):
         """No slot is read after its lease ended, on planes where the peer looks."""
         reads, self.net.reads = self.net.reads, []
+        self.net.sent.clear()
         if self.scope.looks_at_leases:
             owned = {slot for slots in self.prefill.slots.values() for slot in slots}
             for plane, lease, slots in reads:

@@ -1,4 +1,4 @@
-"""CudaIpcPlane between two processes over the fake GPU, and what it says where there is none.
+"""CudaIpcPlane between two processes over the fake GPU, and over memory of this one; what it says where there is none.
 
 The checks are those of `scripts/test-gpu` (tests/gpu/ipc_checks.py), and some that only a fake can be made to do.
 Nothing here shows that CUDA does what its documentation says.
@@ -6,20 +6,177 @@ Nothing here shows that CUDA does what its documentation says.
 
 from __future__ import annotations
 
+import os
+import time
+from contextlib import closing
+
 import pytest
 
-from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
+from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane, presence
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
 from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops.compiled import Path
+from fastdeploy_kvcache_v1.worker.ops.peer_memory import Gpu
 from tests.gpu.built import run
+from tests.gpu.plane_contract import canaries, everything, soon, whole_blocks
+from tests.transfer.planes import CudaIpc
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("script", "checks"), [("ipc_checks.py", 14), ("ipc_fake_checks.py", 10), ("ipc_desks.py", 3)])
+@pytest.mark.parametrize(("script", "checks"), [("ipc_checks.py", 16), ("ipc_fake_checks.py", 7), ("ipc_desks.py", 3)])
 def test_two_processes_on_one_gpu(script, checks):
     done = run(script)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok  ") == checks
+
+
+@pytest.fixture
+def world(monkeypatch):
+    made = CudaIpc(monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mine(world):
+    with world.ours() as made:
+        yield made
+
+
+@pytest.mark.parametrize(("reaches", "is_refused"), [(True, False), (None, False), (False, True)])
+def test_a_gpu_without_peer_access_is_refused(world, mine, reaches, is_refused):
+    """One that is not seen may be reached all the same."""
+    world.memory.can_reach = reaches
+    if is_refused:
+        with pytest.raises(PeerRefusedError, match=r"GPU-0101.* does not reach the memory of GPU-0101"):
+            mine.open(world.peer())
+    else:
+        mine.open(world.peer()).close()
+    assert world.memory.mapped == []
+
+
+def test_what_was_mapped_before_a_refusal_is_given_back_and_its_owner_left(world, mine):
+    with world.own_peer() as peer:
+        del world.memory.allocations[peer.tensors.address(peer.tensors.alone)]
+        with pytest.raises(PeerRefusedError, match=r"cannot be mapped on GPU-.*CUDA error 1"):
+            mine.open(peer)
+        assert world.memory.mapped == []
+        assert peer.plane._presence.close(0)
+        peer.plane._presence = None
+
+
+def test_a_copy_that_fails_is_an_error_and_gives_everything_back(world, mine):
+    source = mine.open(world.peer())
+    assert len(world.memory.mapped) == 2
+    world.memory.fails = "copy"
+    with pytest.raises(RemoteReadError, match="CUDA error 700"):
+        source.read("any", everything(), soon())
+    assert world.memory.mapped == []
+    world.memory.fails = None
+    with closing(mine.open(world.peer())) as other:
+        other.read("any", everything(), soon())
+    assert 0 in world.used
+
+
+def test_memory_that_cannot_be_given_back_keeps_nobody_waiting(world, mine):
+    with world.own_peer() as peer:
+        source = mine.open(peer)
+        world.memory.fails = "close"
+        source.close()
+        assert world.memory.mapped == []
+        assert peer.plane._presence.close(0)
+        peer.plane._presence = None
+
+
+def test_a_peer_that_dies_under_a_copy_fails_the_read_and_nothing_of_it_is_touched_again(world, mine):
+    with world.own_peer() as peer:
+        source, copy = mine.open(peer), world.memory.copy
+
+        def dies(ranges, path):
+            copy(ranges, path)
+            peer.plane.close()
+
+        world.memory.copy = dies
+        with pytest.raises(RemoteReadError, match="has ended"):
+            source.read("any", whole_blocks([1], [1]), soon())
+    copied = world.memory.copied
+    with pytest.raises(RemoteReadError, match="has ended"):
+        source.read("any", whole_blocks([1], [1]), soon())
+    assert world.memory.copied == copied == 1
+
+
+def test_a_read_that_is_late_or_unwanted_ends_when_its_copy_has_run(world, mine):
+    for event in ("late", "closed"):
+        source = mine.open(world.peer())
+        stream = source._stream
+        record, done = stream.record_event, []
+
+        class Slow:
+            error = None
+
+            def wait_done(self, timeout, event=event, source=source):
+                assert 0 <= timeout <= 0.02
+                if event == "closed":
+                    source._is_closing = True
+                return False
+
+        stream.record_event = Slow
+        stream.synchronize = lambda record=record, done=done: done.append(record())
+        with pytest.raises(RemoteReadError, match={"late": "in time", "closed": "was closed"}[event]):
+            source.read("any", everything(), time.monotonic() + (0.05 if event == "late" else 60))
+        assert len(done) == 1
+        assert world.memory.mapped == []
+
+
+@pytest.mark.parametrize(("live", "path"), [(None, Path.RUNS), (("runs",), Path.RUNS), (("batch", "runs"), Path.AUTO)])
+def test_copies_go_by_batches_once_these_were_tried(world, mine, monkeypatch, live, path):
+    monkeypatch.setattr(ops, "landed", lambda: live and ops.Landing(live))
+    with closing(mine.open(world.peer())) as source:
+        source.read("any", everything(), soon())
+    assert world.memory.path is path
+
+
+def test_an_owner_waits_for_its_readers_and_lets_nobody_in(world, mine, monkeypatch):
+    monkeypatch.setattr(cuda_ipc_plane, "READERS_LEAVE_S", 60.0)
+    with world.own_peer() as peer:
+        source = mine.open(peer)
+        looks = []
+
+        def sleep(seconds):
+            looks.append(seconds)
+            if len(looks) == 3:
+                source.close()
+
+        monkeypatch.setattr(presence.time, "sleep", sleep)
+        peer.ask("leave")
+        assert len(looks) == 3
+        with pytest.raises(RemoteReadError, match="has ended"):
+            mine.open(peer)
+
+
+def test_tensors_that_cannot_be_shared_are_refused_at_the_start(world, monkeypatch):
+    def refused(reason, tensors=None, error=ConfigError):
+        with closing(world.make()) as plane, pytest.raises(error, match=reason):
+            plane.register((tensors or world.tensors(canaries())).rows())
+
+    def cannot(*_):
+        raise ConfigError("no allocation")
+
+    whole = world.tensors(canaries())
+    world.memory.allocations[whole.address(whole.alone)] = whole.alone[:-1]
+    refused("goes beyond its allocation", whole, CacheStateError)
+    whole.on_gpu = False
+    refused("needs a GPU: these tensors are in CPU memory", whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.memory, "export", cannot)
+        refused("no allocation: it must come from cudaMalloc")
+    with monkeypatch.context() as patch:
+        patch.setattr(world.memory, "gpu_of", lambda address: Gpu(address, b""))
+        refused("got tensors of 4")
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_ipc_plane, "Presence", lambda: os.listdir("/no/such/file"))
+        refused("cannot lock a file")
 
 
 def test_without_a_gpu_it_is_refused_in_one_line(monkeypatch):

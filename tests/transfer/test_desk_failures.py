@@ -1,26 +1,20 @@
 """Leases and fetches of both desks when something goes wrong: each ends, with its reason, and by its deadline."""
 
 import dataclasses
-import socket
+from collections import deque
 
-import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
-from fastdeploy_kvcache_v1.transfer import control_link, messages
+from fastdeploy_kvcache_v1.transfer import fetch_desk
+from fastdeploy_kvcache_v1.transfer.messages import Done, Hello, Offer, Progress, Settled, Welcome, Withdraw, encode
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
-from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
-from tests.fault_proxy import Fault, FaultProxy
-from tests.transfer.peer import HOST, SECRET
+from tests.transfer.planes import HOST, SECRET
 from tests.transfer.ranks import LAYERS, DecodeRank, PrefillRank, both_ended, geometry, result_of, until
+from tests.world.clock import Clock
 
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
+SLOTS, SOURCES = [10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5]
+PHASES = ["offered", "part told", "being read", "all read"]
 
 
 def test_a_lease_that_is_not_asked_for_ends_and_one_that_is_does_not(ranks):
@@ -30,11 +24,11 @@ def test_a_lease_that_is_not_asked_for_ends_and_one_that_is_does_not(ranks):
     prefill.offer("wanted", [0], decode.port)
     prefill.offer("unwanted", [1], decode.port)
     until(lambda: decode.desk.num_offers == 2, prefill, decode)
+    decode.turn()
     for _ in range(4):
         clock.now += 25.0
-        lease = prefill.desk._leases["wanted"]
-        until(lambda each=lease: each.last_sign == clock.now, prefill, decode)
-    prefill.turn()
+        decode.net.ping()
+        prefill.turn()
     assert [end.lease for end in prefill.done] == ["unwanted"]
     assert "did not ask for it for 60 s" in prefill.done[0].error
     until(lambda: decode.desk.num_offers == 1, prefill, decode)
@@ -70,9 +64,8 @@ def test_late_progress_does_not_bring_a_failed_fetch_back(pair):
     decode.desk.cancel("r")
     prefill.all_there("l", 1)
     until(lambda: prefill.done and decode.done, prefill, decode)
-    for _ in range(20):
-        prefill.turn()
-        decode.turn()
+    decode.net.settle()
+    decode.turn()
     assert not decode.touched()
     assert len(decode.done) == 1
 
@@ -113,6 +106,21 @@ def test_the_same_request_offered_twice_is_refused_once(pair):
     assert decode.holds([4], 1, [0])
 
 
+def test_more_offers_than_a_desk_keeps_are_refused(pair, monkeypatch):
+    monkeypatch.setattr(fetch_desk, "MAX_OFFERS", 2)
+    prefill, decode = pair
+    for number in range(3):
+        prefill.offer(str(number), [number], decode.port)
+    until(lambda: prefill.done, prefill, decode)
+    assert prefill.done == [("2", "2", "2 offers are open already")]
+    for number in range(2):
+        decode.desk.cancel(str(number))
+    until(lambda: len(prefill.done) == 3, prefill, decode)
+    prefill.offer("3", [3], decode.port)
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    decode.desk.cancel("3")
+
+
 def test_bugs_of_the_caller_are_refused_and_change_nothing(pair):
     prefill, decode = pair
     decode.desk.fetch("r", [4, 5])
@@ -125,15 +133,18 @@ def test_bugs_of_the_caller_are_refused_and_change_nothing(pair):
             prefill.offer(lease, [0], decode.port, request=request)
     assert len(prefill.desk) == 1
     assert len(decode.desk) == 1
+    prefill.desk.close()
+    with pytest.raises(CacheStateError, match="is closed"):
+        prefill.offer("m", [1], decode.port)
 
 
-def test_bytes_that_change_under_a_lease_are_found_by_the_digest(ranks):
+def test_bytes_that_change_under_a_lease_are_found_by_the_digest(pair):
     """The prefill rank writes to a block between the read and its end: a transport without checksums sees nothing."""
-    prefill, decode = ranks(PrefillRank), ranks(DecodeRank)
+    prefill, decode = pair
     decode.desk.fetch("r", [4, 5])
     prefill.offer("l", [0, 1], decode.port, request="r")
     prefill.desk.progress("l", 2, 2)
-    until(lambda: decode.touched() and decode.desk._fetches["r"].num_bytes, prefill, decode)
+    until(decode.touched, prefill, decode)
     prefill.tensors[0][1][7] ^= 1
     prefill.desk.progress("l", 2, LAYERS)
     until(both_ended(prefill, decode), prefill, decode)
@@ -143,20 +154,14 @@ def test_bytes_that_change_under_a_lease_are_found_by_the_digest(ranks):
     assert "the digest is wrong" in prefill.done[0].error
 
 
-def test_flipped_bytes_on_the_way_fail_the_fetch(ranks):
-    plane = SocketPlane(HOST, SECRET, checksums=True)
-    kind, host, port, nonce = msgspec.msgpack.decode(plane.address())
-    proxy = FaultProxy(port)
-    proxy.fault = Fault.FLIP
-    address = msgspec.msgpack.encode([kind, host, int(proxy.address.rpartition(":")[2]), nonce])
-    prefill, decode = ranks(PrefillRank, plane=plane, address=address), ranks(DecodeRank)
-    decode.desk.fetch("r", [4, 5])
-    prefill.offer("l", [0, 1], decode.port, request="r")
-    prefill.all_there("l", 2)
+def test_a_digest_that_cannot_be_checked_is_wrong(ranks):
+    prefill, decode = ranks(PrefillRank, regions=()), ranks(DecodeRank)
+    decode.desk.fetch("r", [4])
+    prefill.offer("l", [0], decode.port, request="r")
+    prefill.all_there("l", 1)
     until(both_ended(prefill, decode), prefill, decode)
-    assert "checksum" in result_of(decode).error
-    assert proxy.faults_met
-    proxy.close()
+    assert prefill.done == [("l", "r", "the digest cannot be checked here")]
+    assert "cannot be checked" in result_of(decode).error
 
 
 def test_an_unequal_cache_is_refused_and_the_lease_ends_with_the_reason(ranks):
@@ -165,82 +170,135 @@ def test_an_unequal_cache_is_refused_and_the_lease_ends_with_the_reason(ranks):
     until(lambda: prefill.done, prefill, decode)
     assert "the model is 'm' here and 'other' on the peer" in prefill.done[0].error
     assert decode.desk.num_links == 0
-    until(lambda: decode.desk._server.num_refused, prefill, decode)  # it counts when it has answered
-    assert decode.desk._server.num_refused == 1
-
-
-def test_another_secret_is_refused(ranks):
-    prefill = ranks(PrefillRank, settings={"secret": b"another secret of sixteen bytes"})
-    decode = ranks(DecodeRank)
-    prefill.offer("l", [0], decode.port)
-    until(lambda: prefill.done, prefill, decode)
-    assert "shared secret" in prefill.done[0].error
 
 
 def test_a_peer_that_is_not_there_ends_the_lease_and_a_later_one_is_tried_again(ranks):
     prefill = ranks(PrefillRank)
-    with socket.create_server((HOST, 0)) as listener:
-        port = listener.getsockname()[1]
-    prefill.offer("l", [0], port)
+    prefill.offer("l", [0], 7)
     until(lambda: prefill.done, prefill)
-    assert "no link to" in prefill.done[0].error
-    decode = ranks(DecodeRank, port=port)
+    assert f"no link to {HOST}:7" in prefill.done[0].error
+    decode = ranks(DecodeRank, port=7)
     decode.desk.fetch("m", [4])
-    prefill.offer("m", [0], port)
+    prefill.offer("m", [0], 7)
     prefill.all_there("m", 1)
     until(lambda: decode.done, prefill, decode)
     assert decode.done[0].error is None
 
 
-def test_a_peer_that_says_nothing_ends_the_lease_by_the_deadline(ranks):
-    prefill = ranks(PrefillRank, settings={"handshake_s": 0.2})
-    with socket.create_server((HOST, 0)) as silent:
-        prefill.offer("l", [0], silent.getsockname()[1])
-        until(lambda: prefill.done, prefill)
-    assert "in time" in prefill.done[0].error
+FROM_PREFILL = Offer("l", "stranger's", [1], 1)
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("side", "messages"),
     [
-        b"\xc1",
-        messages.encode(messages.Welcome(geometry(), "x")),
-        messages.encode(messages.Done("l")),
-        messages.encode(messages.Offer("l", "r", [1], 1)),
+        ("decode", [b"\xc1"]),
+        ("decode", [encode(Welcome(geometry(), "x"))]),
+        ("decode", [encode(Done("l"))]),
+        ("decode", [encode(FROM_PREFILL), encode(FROM_PREFILL)]),
+        ("prefill", [encode(FROM_PREFILL)]),
+        ("prefill", [encode(Hello(geometry(), b"", "x"))]),
+        ("prefill", [b""]),
     ],
-    ids=["garbage", "welcome", "done", "offer twice"],
 )
-def test_a_prefill_peer_that_breaks_the_protocol_loses_its_link_only(ranks, message):
-    prefill, decode = ranks(PrefillRank), ranks(DecodeRank)
-    deadline = control_link.time.monotonic() + 20
-    channel = control_link.connect(HOST, decode.port, deadline)
-    control_link.prove_to_peer(channel, SECRET, b"control", deadline)
-    hello = messages.Hello(geometry(), b"", "stranger")
-    channel.send_frame(messages.encode(hello), deadline)
-    assert isinstance(messages.decode(channel.receive_frame(deadline)), messages.Welcome)
-    until(lambda: decode.desk.num_links == 1, decode)
-    channel.send_frame(messages.encode(messages.Offer("l", "stranger's", [1], 1)), deadline)
-    channel.send_frame(message, deadline)
-    until(lambda: decode.desk.num_links == 0, decode)
-    channel.close()
-    assert decode.desk.num_offers == 0
+def test_a_peer_that_breaks_the_protocol_loses_its_link_and_what_hangs_on_it(ranks, side, messages):
+    prefill, other, decode = ranks(PrefillRank), ranks(PrefillRank, seed=2), ranks(DecodeRank)
+    prefill.offer("mine", [0], decode.port)
+    decode.desk.fetch("mine", [3])
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    (link,) = [each for each in decode.net.links if each.name == f"to {'prefill' if side == 'prefill' else 'decode'} 0"]
+    link.coming.extend(messages)
+    until(lambda: decode.done and prefill.done, prefill, decode)
+    assert decode.done[0].error
+    assert prefill.done[0].error
+    assert (decode.desk.num_links, decode.desk.num_offers) == (0, 0)
+    other.offer("r", [0], decode.port)
+    other.all_there("r", 1)
     decode.desk.fetch("r", [4])
-    prefill.offer("l", [0], decode.port, request="r")
-    prefill.all_there("l", 1)
-    until(lambda: decode.done, prefill, decode)
-    assert decode.done[0].error is None
+    until(lambda: len(decode.done) == 2, other, decode)
+    assert decode.holds([4], 2, [0])
 
 
-def test_a_connection_that_says_nothing_holds_up_nobody(ranks):
-    prefill, decode = ranks(PrefillRank), ranks(DecodeRank)
-    silent = [socket.create_connection((HOST, decode.port)) for _ in range(8)]
-    decode.desk.fetch("r", [4])
-    prefill.offer("l", [0], decode.port, request="r")
-    prefill.all_there("l", 1)
+def test_words_about_a_lease_that_is_over_or_unknown_change_nothing(pair):
+    prefill, decode = pair
+    prefill.offer("l", [0], decode.port)
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    to_prefill, to_decode = decode.net.links
+    to_decode.coming.extend(map(encode, [Progress("m", 1, 1), Withdraw("m", "gone"), Settled("m")]))
+    to_prefill.coming.extend(map(encode, [Done("m", "not wanted"), Done("m")]))
+    decode.net.settle()
+    prefill.turn()
+    decode.turn()
+    assert to_decode.coming == deque([encode(Settled("m", "the lease had ended"))])
+    assert len(prefill.desk) == decode.desk.num_offers == 1
+    decode.desk.cancel("l")
+
+
+def test_a_confirmation_that_was_not_asked_for_fails_the_fetch(pair):
+    prefill, decode = pair
+    decode.desk.fetch("l", [4])
+    prefill.offer("l", [0], decode.port)
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    decode.net.links[1].coming.append(encode(Settled("l")))
     until(lambda: decode.done, prefill, decode)
-    assert decode.done[0].error is None
-    for each in silent:
-        each.close()
+    assert "does not confirm its blocks" in decode.done[0].error
+
+
+class Scene:
+    """A fetch of six blocks, in a phase in which it goes no further by itself; another prefill rank is well."""
+
+    def __init__(self, ranks, phase):
+        self.net = ranks.net
+        self.prefill, self.other, self.decode = ranks(PrefillRank), ranks(PrefillRank, seed=2), ranks(DecodeRank)
+        self.prefill.offer("l", SOURCES, self.decode.port)
+        self.decode.desk.fetch("l", SLOTS)
+        until(lambda: self.decode.desk.num_offers, self.prefill, self.decode)
+        if phase == "being read":
+            self.net.held = {"read"}
+        if phase != "offered":
+            self.prefill.desk.progress("l", 6, LAYERS if phase == "all read" else 1)
+            self.net.settle()
+            self.decode.turn()
+            self.net.settle()
+
+    def serves_others(self):
+        self.net.held = set()
+        self.other.offer("next", [7, 8], self.decode.port)
+        self.other.all_there("next", 2)
+        self.decode.desk.fetch("next", [30, 31])
+        until(lambda: len(self.decode.done) == 2, self.decode, self.other)
+        assert self.decode.holds([30, 31], 2, [7, 8])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_fetch_from_a_prefill_rank_that_is_gone_fails_and_writes_no_more(ranks, phase):
+    scene = Scene(ranks, phase)
+    scene.prefill.desk.close()
+    scene.prefill.plane.close()
+    scene.net.settle()
+    scene.decode.turn()
+    (failed,) = scene.decode.done
+    assert failed.error is not None
+    assert failed.failed_slots == tuple(SLOTS)
+    for tensor in scene.decode.tensors:
+        tensor[:] = 0xEE
+    scene.serves_others()
+    assert scene.decode.touched() == {30, 31}
+    assert scene.decode.is_idle()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_leases_of_a_decode_rank_that_is_gone_end_and_their_blocks_are_free(ranks, phase):
+    scene = Scene(ranks, phase)
+    prefill, other = scene.prefill, ranks(DecodeRank)
+    next(iter(scene.decode.desk._readers)).close("it is killed")
+    scene.net.held = set()
+    other.desk.fetch("m", [1, 2])
+    prefill.offer("m", [8, 9], other.port)
+    prefill.all_there("m", 2)
+    until(lambda: len(prefill.done) == 2, prefill, other)
+    assert {end.lease: end.error is None for end in prefill.done} == {"l": False, "m": True}
+    assert other.holds([1, 2], 1, [8, 9])
+    assert prefill.is_idle()
 
 
 def test_settings_that_cannot_work_are_refused():

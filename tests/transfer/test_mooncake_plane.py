@@ -1,222 +1,136 @@
-"""MooncakePlane over TCP against another process: bytes, limits of a batch, and peers that die or stand still."""
+"""MooncakePlane over Mooncake itself: the contract, and processes that die, stand still or end while they read."""
 
-import random
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from threading import Thread
 
 import msgspec
-import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
+from fastdeploy_kvcache_v1.errors import ConfigError, PeerRefusedError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer import mooncake_plane as module
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
 from fastdeploy_kvcache_v1.transfer.mooncake_source import MooncakeSource
 from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
+from fastdeploy_kvcache_v1.worker.ops import BlockRows
+from tests.gpu.plane_contract import ONE_SIDED, everything, soon
 from tests.mooncake_master import needs_mooncake
-from tests.transfer.peer import (
-    BLOCK_BYTES,
-    CANARY,
-    HOST,
-    NUM_BLOCKS,
-    NUM_REGIONS,
-    Peer,
-    canaries,
-    content,
-    mooncake_plane,
-    rows,
-    soon,
-)
-
-pytestmark = [pytest.mark.process, needs_mooncake()]
-ALL = Spans.of([Span(region, 0, 0, NUM_BLOCKS * BLOCK_BYTES) for region in range(NUM_REGIONS)])
+from tests.transfer.peer import ChildProcess, serve_mooncake
+from tests.transfer.planes import HOST, Engine, Mooncake, Sockets
 
 
-class Ours:
-    def __init__(self):
-        self.plane = MooncakePlane(HOST)
-        self.tensors = canaries()
-        self.plane.register(rows(self.tensors))
+class Peer(ChildProcess):
+    def __init__(self, seed):
+        super().__init__(serve_mooncake, seed)
+        self.address = self.hello
 
-    def refill(self):
-        for tensor in self.tensors:
-            tensor[:] = CANARY
+    def ask(self, name, *arguments):
+        return self.kill() if name == "leave" else super().ask(name)
 
-    def is_untouched(self):
-        return all((tensor == CANARY).all() for tensor in self.tensors)
+    def kill(self):
+        if not self._connection.closed:
+            super().kill()
+
+
+class RealMooncake(Sockets):
+    """Peers are processes."""
+
+    limits = (MooncakeSource, "most_spans", "most_bytes")
+
+    def make(self):
+        return MooncakePlane(HOST)
+
+    def peer(self):
+        self._shared = self._shared or Peer(1)
+        return self._shared
+
+    @contextmanager
+    def own_peer(self):
+        peer = Peer(3)
+        try:
+            yield peer
+        finally:
+            peer.kill()
+
+    def close(self):
+        if self._shared is not None:
+            self._shared.kill()
 
 
 @pytest.fixture(scope="module")
-def ours():
-    made = Ours()
+def real():
+    made = RealMooncake(None)
     yield made
-    made.plane.close()
-    made.plane.close()
+    made.close()
 
 
-@pytest.fixture(autouse=True)
-def _fresh(ours):
-    ours.refill()
+@pytest.mark.process
+@needs_mooncake()
+@pytest.mark.parametrize("check", ONE_SIDED, ids=[check.__name__ for check in ONE_SIDED])
+def test_the_contract_is_kept(real, check):
+    check(real)
 
 
-@pytest.fixture(scope="module")
-def shared_peer():
-    peer = Peer(mooncake_plane)
-    yield peer
-    peer.kill()
-
-
-@pytest.fixture
-def own_peer():
-    peer = Peer(mooncake_plane, seed=3)
-    yield peer
-    peer.kill()
-
-
-def test_a_read_fills_its_spans_and_touches_nothing_else(shared_peer, ours):
-    rng = random.Random(0)
-    theirs, expected = content(1), canaries()
-    spans = [
-        Span(region, source * BLOCK_BYTES + 8, target * BLOCK_BYTES + 24, rng.choice([1, 4096, BLOCK_BYTES - 24]))
-        for region in range(NUM_REGIONS)
-        for source, target in zip(rng.sample(range(NUM_BLOCKS), 20), rng.sample(range(NUM_BLOCKS), 20), strict=True)
-    ]
-    for span in spans:
-        taken = theirs[span.region].reshape(-1)[span.source_offset : span.source_offset + span.num_bytes]
-        expected[span.region].reshape(-1)[span.target_offset : span.target_offset + span.num_bytes] = taken
-    with closing(ours.plane.open(shared_peer.address, soon())) as source:
-        source.read("any", Spans.of(spans), soon())
-        assert all(np.array_equal(got, want) for got, want in zip(ours.tensors, expected, strict=True))
-        source.read("any", ALL, soon())
-    assert all(np.array_equal(got, want) for got, want in zip(ours.tensors, theirs, strict=True))
-
-
-def test_more_spans_than_a_batch_may_have_arrive_whole(shared_peer, ours):
-    count = 2 * MooncakeSource.most_spans + 3
-    spans = Spans.of([Span(0, at * 32, at * 32, 16) for at in range(count)])
-    with closing(ours.plane.open(shared_peer.address, soon())) as source:
-        source.read("any", spans, soon())
-    got, want = (tensors[0].reshape(-1)[: count * 32].reshape(count, 32) for tensors in (ours.tensors, content(1)))
-    assert np.array_equal(got[:, :16], want[:, :16])
-    assert (got[:, 16:] == CANARY).all()
-
-
-def test_spans_outside_of_either_side_read_nothing(shared_peer, ours):
-    end = NUM_BLOCKS * BLOCK_BYTES
-    with closing(ours.plane.open(shared_peer.address, soon())) as source:
-        for span in (Span(0, 0, end, 1), Span(NUM_REGIONS, 0, 0, 1), Span(0, 0, -1, 1)):
-            with pytest.raises(CacheStateError):
-                source.read("any", Spans.of([span]), soon())
-        with pytest.raises(RemoteReadError, match="source bytes outside"):
-            source.read("any", Spans.of([Span(0, end, 0, 1)]), soon())
-    assert ours.is_untouched()
-
-
-def test_a_deadline_that_is_over_reads_nothing(shared_peer, ours):
-    with closing(ours.plane.open(shared_peer.address, soon())) as source:
-        with pytest.raises(RemoteReadError, match="in time"):
-            source.read("any", ALL, time.monotonic() - 1)
-        with pytest.raises(RemoteReadError, match="in time"):
-            source.read("any", ALL, soon())
-    assert ours.is_untouched()
-
-
-def test_a_dead_peer_is_an_error_and_another_one_is_read(own_peer, shared_peer, ours):
-    with closing(ours.plane.open(own_peer.address, soon())) as source:
-        source.read("any", ALL, soon())
-        own_peer.kill()
-        with pytest.raises(RemoteReadError, match="failed"):
-            source.read("any", ALL, soon())
-    ours.refill()
-    with closing(ours.plane.open(shared_peer.address, soon())) as source:
-        source.read("any", ALL, soon())
-    assert all(np.array_equal(got, want) for got, want in zip(ours.tensors, content(1), strict=True))
-
-
-def test_no_byte_of_a_failed_read_arrives_when_the_peer_goes_on(own_peer, ours):
+@pytest.mark.process
+@needs_mooncake()
+def test_no_byte_of_a_failed_read_arrives_when_the_peer_goes_on(real):
     """The engine itself goes on with a batch that it called failed: only dropping it ends that."""
-    spans = Spans.of([Span(0, at * 4096, at * 4096, 4096) for at in range(NUM_BLOCKS * BLOCK_BYTES // 4096)])
-    with closing(ours.plane.open(own_peer.address, soon())) as source:
+    spans = Spans.of([Span(0, at * 4096, at * 4096, 4096) for at in range(500)])
+    with real.own_peer() as peer, real.ours() as mine, closing(mine.open(peer)) as source:
         source.read("any", Spans.of([Span(0, 0, 0, 1)]), soon())
-        own_peer.stop()
+        peer.stop()
         with pytest.raises(RemoteReadError, match="failed"):
             source.read("any", spans, soon())
-        ours.refill()
-        own_peer.go_on()
-        own_peer.ask("address")
+        mine.refill()
+        peer.go_on()
+        peer.ask("address")
         for _ in range(20):
             time.sleep(0.05)
-            assert ours.is_untouched()
+            assert mine.is_untouched()
 
 
-def test_a_cancelled_read_has_ended_when_close_returns(own_peer, ours):
-    source = ours.plane.open(own_peer.address, soon())
-    source.read("any", Spans.of([Span(0, 0, 0, 1)]), soon())
-    own_peer.stop()
-    failures = []
+@pytest.mark.process
+@needs_mooncake()
+def test_a_cancelled_read_has_ended_when_close_returns(real):
+    with real.own_peer() as peer, real.ours() as mine:
+        source, failures = mine.open(peer), []
+        source.read("any", Spans.of([Span(0, 0, 0, 1)]), soon())
+        peer.stop()
 
-    def read():
-        try:
-            source.read("any", ALL, soon(60))
-        except RemoteReadError as error:
-            failures.append(error)
+        def read():
+            try:
+                source.read("any", everything(), soon())
+            except RemoteReadError as error:
+                failures.append(error)
 
-    thread = Thread(target=read)
-    thread.start()
-    while not source._lock.locked():
-        time.sleep(0.001)
-    source.close()
-    ours.refill()
-    own_peer.go_on()
-    own_peer.ask("address")
-    thread.join(20)
-    assert len(failures) == 1
-    assert ours.is_untouched()
-
-
-def test_another_plane_and_another_protocol_are_refused(ours):
-    for address in (b"\xc1", msgspec.msgpack.encode(["mooncake", "rdma", "127.0.0.1:1", []])):
-        with pytest.raises(PeerRefusedError, match="not mooncake over tcp"):
-            ours.plane.open(address, soon())
-
-
-def test_what_cannot_work_is_refused_at_once(monkeypatch):
-    with pytest.raises(ConfigError, match="choose one of tcp, rdma"):
-        MooncakePlane(HOST, protocol="udp")
-    monkeypatch.setattr(module.importlib.metadata, "version", lambda name: "0.3.11.post1")
-    with pytest.raises(ConfigError, match=r"0\.3\.11\.post1 says"):
-        MooncakePlane(HOST)
-    monkeypatch.setattr(module, "PACKAGES", ("no-such-package", "none-either"))
-    monkeypatch.undo()
-    monkeypatch.setattr(module, "PACKAGES", ("no-such-package", "none-either"))
-    with pytest.raises(ConfigError, match="needs a package"):
-        MooncakePlane(HOST)
-
-
-@pytest.mark.parametrize("version", ["0.3.12.post1", "0.3.13", "0.3.13.post1", "0.4.0", "1.0"])
-def test_versions_that_tell_the_truth_are_taken(version):
-    assert module._numbers(version) >= module.FIRST_VERSION
+        thread = Thread(target=read)
+        thread.start()
+        while not source._lock.locked():
+            time.sleep(0.001)
+        source.close()
+        mine.refill()
+        peer.go_on()
+        peer.ask("address")
+        thread.join(20)
+        assert len(failures) == 1
+        assert mine.is_untouched()
 
 
 ENDING = """
 import sys, threading, time
-from tests.transfer.peer import canaries, rows, soon, HOST
+from tests.gpu.plane_contract import canaries, soon, everything, Ours, Tensors
+from tests.transfer.planes import HOST
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
-from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
 
-plane = MooncakePlane(HOST)
-tensors = canaries()
-plane.register(rows(tensors))
-source = plane.open(bytes.fromhex(sys.argv[1]), soon())
-spans = Spans.of([Span(0, at * 4096, at * 4096, 4096) for at in range(64 * 16)])
-source.read("any", spans, soon())
+ours = Ours(MooncakePlane(HOST), Tensors(canaries()))
+source = ours.plane.open(bytes.fromhex(sys.argv[1]), soon())
+source.read("any", everything(), soon())
 
 def read():
     while True:
-        source.read("any", spans, soon())
+        source.read("any", everything(), soon())
 
 threading.Thread(target=read, daemon=True).start()
 time.sleep(0.2)
@@ -224,8 +138,92 @@ sys.exit(7)
 """
 
 
-def test_a_process_that_ends_while_it_reads_neither_crashes_nor_hangs(shared_peer):
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING, shared_peer.address.hex()], timeout=60, capture_output=True, text=True
-    )
+@pytest.mark.process
+@needs_mooncake()
+def test_a_process_that_ends_while_it_reads_neither_crashes_nor_hangs(real):
+    command = [sys.executable, "-c", ENDING, real.peer().address.hex()]
+    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
+
+
+# ---- without Mooncake
+
+
+@pytest.fixture
+def world(monkeypatch):
+    made = Mooncake(monkeypatch)
+    yield made
+    made.close()
+
+
+def test_another_protocol_is_refused(world):
+    kind, protocol, *rest = msgspec.msgpack.decode(world.peer().address)
+    assert protocol == "tcp"
+    with world.ours() as mine, pytest.raises(PeerRefusedError, match="not mooncake over tcp"):
+        mine.plane.open(msgspec.msgpack.encode([kind, "rdma", *rest]), soon())
+
+
+def test_an_engine_serves_and_each_source_has_one_of_its_own_that_ends_with_it(world, monkeypatch):
+    monkeypatch.setattr(module, "LARGEST_REGISTRATION", 1 << 20)
+    with world.ours() as mine:
+        serving = mine.plane._serving
+        assert serving.started_as == (HOST, "P2PHANDSHAKE", "tcp", "")
+        assert sum(size for _, size in serving.registered) == sum(rows.nbytes for rows in mine.tensors.read())
+        assert max(size for _, size in serving.registered) == 1 << 20
+        source = mine.open(world.peer())
+        assert source._engine is not serving
+        source.read("any", everything(), soon())
+        source.close()
+        assert source._engine is None
+
+
+@pytest.mark.parametrize(
+    ("refuses", "reason"), [("initialize", "cannot start over tcp"), ("register_memory", "cannot register")]
+)
+def test_an_engine_that_refuses_is_refused_in_words(world, monkeypatch, refuses, reason):
+    monkeypatch.setattr(Engine, "refuses", refuses)
+    with pytest.raises(ConfigError, match=reason), world.ours():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("0.3.12.post1", None),
+        ("0.3.13", None),
+        ("0.3.13.post1", None),
+        ("0.4.0", None),
+        ("1.0", None),
+        ("0.3.12", r"0\.3\.12 says that transfers are done before"),
+        ("0.3.11.post1", r"0\.3\.11\.post1 says"),
+    ],
+)
+def test_versions_that_tell_the_truth_are_taken(world, version, reason):
+    world.version = version
+    if reason is None:
+        world.make().close()
+        return
+    with pytest.raises(ConfigError, match=reason):
+        world.make()
+
+
+def test_what_cannot_work_is_refused_at_once(world, monkeypatch):
+    with pytest.raises(ConfigError, match="choose one of tcp, rdma"):
+        MooncakePlane(HOST, protocol="udp")
+    on_gpu = [BlockRows(4096, 1, 16, 16, on_gpu=True)]
+    with closing(world.make()) as plane, pytest.raises(ConfigError, match="memory of the CPU only"):
+        plane.register(on_gpu)
+    with closing(MooncakePlane(HOST, protocol="rdma", device="mlx5_0")) as plane:
+        plane.register(on_gpu)
+        assert plane._serving.started_as[2:] == ("rdma", "mlx5_0")
+
+    def not_there(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(module.importlib, "import_module", not_there)
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        world.make()
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "PACKAGES", ("no-such-package", "none-either"))
+    with pytest.raises(ConfigError, match="needs a package"):
+        world.make()

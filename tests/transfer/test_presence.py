@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1.transfer.presence import Presence, Visit
-from tests.transfer import visitors
-from tests.transfer.child import ChildProcess
+from tests.transfer.peer import ChildProcess, own, visit
 
 
 @pytest.fixture
@@ -44,11 +43,11 @@ def test_an_owner_waits_for_the_last_visitor_and_lets_nobody_in_behind_it(owner)
 
 
 def test_an_owner_that_does_not_wait_is_gone_for_its_visitors(owner):
-    visit = Visit(owner.path)
-    assert visit.owner_is_alive()
+    visitor = Visit(owner.path)
+    assert visitor.owner_is_alive()
     assert not owner.close(0.05)
-    assert not visit.owner_is_alive()
-    visit.close()
+    assert not visitor.owner_is_alive()
+    visitor.close()
 
 
 def test_a_file_without_an_owner_is_no_owner(tmp_path):
@@ -60,11 +59,11 @@ def test_a_file_without_an_owner_is_no_owner(tmp_path):
 
 @pytest.mark.process
 def test_a_killed_owner_is_gone_and_its_file_goes_with_the_next_one(tmp_path, owner):
-    child = ChildProcess(visitors.serve, tmp_path)
-    visit = Visit(child.hello)
-    assert visit.owner_is_alive()
+    child = ChildProcess(own, tmp_path)
+    visitor = Visit(child.hello)
+    assert visitor.owner_is_alive()
     child.kill()
-    assert not visit.owner_is_alive()
+    assert not visitor.owner_is_alive()
     with pytest.raises(FileNotFoundError):
         Visit(child.hello)
     assert Path(child.hello).exists()
@@ -74,8 +73,8 @@ def test_a_killed_owner_is_gone_and_its_file_goes_with_the_next_one(tmp_path, ow
 
 
 @pytest.mark.process
-def test_a_killed_visitor_is_not_waited_for(owner, tmp_path):
-    child = ChildProcess(visitors.serve, tmp_path, owner.path)
+def test_a_killed_visitor_is_not_waited_for(owner):
+    child = ChildProcess(visit, owner.path)
     ends = []
     thread = threading.Thread(target=lambda: ends.append(owner.close(60)))
     thread.start()

@@ -1,4 +1,4 @@
-"""The worker's glue over real sockets: a batch of a prefill rank becomes blocks of a decode rank, layer by layer."""
+"""The worker's glue: a batch of a prefill rank becomes blocks of a decode rank, layer by layer."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, OpenLease,
 from fastdeploy_kvcache_v1.transfer.rank_transfers import RankTransfers
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort
 from fastdeploy_kvcache_v1.worker.hazards import Actor
-from tests.transfer.peer import HOST
+from tests.transfer.planes import HOST
 from tests.transfer.ranks import BLOCK, LAYERS, DecodeRank, PrefillRank, geometry, until
 
 
@@ -14,27 +14,28 @@ class Glued:
     """`RankTransfers` over the tensors of a rank whose own desk is not used."""
 
     def __init__(self, rank, listen=None):
-        self.rank = rank
+        self.rank, self.net = rank, rank.net
         rank.desk.close()
-        self.glue = RankTransfers(rank.ours, rank.plane, rank.hazards, listen=listen)
+        self.glue = RankTransfers(rank.ours, rank.plane, rank.hazards, listen=listen, network=rank.net.ends())
         self.leases, self.fetches = [], []
 
     def turn(self):
         self.glue.turn()
         self.glue.check()
         news = self.glue.take_news()
+        assert bool(news) == bool(news.leases or news.fetches)
         self.leases += news.leases
         self.fetches += news.fetches
 
 
 @pytest.fixture
-def servers():
+def servers(ranks):
     """Makes the ranks of a prefill and of a decode server."""
     made = []
 
     def make(num_prefill, num_decode):
-        prefills = [Glued(PrefillRank(rank_geometry=geometry(num_prefill, rank))) for rank in range(num_prefill)]
-        places = [DecodeRank(rank_geometry=geometry(num_decode, rank)) for rank in range(num_decode)]
+        prefills = [Glued(ranks(PrefillRank, rank_geometry=geometry(num_prefill, rank))) for rank in range(num_prefill)]
+        places = [ranks(DecodeRank, rank_geometry=geometry(num_decode, rank)) for rank in range(num_decode)]
         decodes = [Glued(rank, PeerPort(HOST, 0)) for rank in places]
         made.extend([*prefills, *decodes])
         return prefills, decodes
@@ -56,10 +57,15 @@ def open_lease(prefill, *decodes, slots, tokens, name="r"):
     prefill.glue.handle([OpenLease(name, name, tuple(slots), tokens, peers)])
 
 
-def compute(prefill, end, *, up_to=LAYERS, name="r"):
-    prefill.glue.begin_pass([(name, end), ("a request without a lease", 7)])
-    for layer in range(up_to):
+def compute(prefill, end, *, computed=("r",)):
+    prefill.glue.begin_pass([("r", end), ("a request without a lease", 7)])
+    for layer in range(LAYERS):
         prefill.glue.layer_begins(layer)
+    prefill.glue.end_pass(computed)
+
+
+def is_held(prefill, slots):
+    return bool(prefill.rank.hazards.before(Actor.COMPUTE, writes=slots))
 
 
 def test_chunks_of_a_prompt_arrive_as_they_are_computed(pair):
@@ -70,12 +76,10 @@ def test_chunks_of_a_prompt_arrive_as_they_are_computed(pair):
     assert prefill.glue.is_busy
     assert decode.glue.is_busy
     compute(prefill, BLOCK + 3)
-    prefill.glue.end_pass(["r"])
     until(lambda: 20 in decode.rank.touched(), prefill, decode)
     assert decode.rank.touched() == {20}, "the second block was not complete"
-    compute(prefill, tokens)
     assert not decode.fetches
-    prefill.glue.end_pass(["r"])
+    compute(prefill, tokens)
     until(lambda: decode.fetches and prefill.leases, prefill, decode)
     assert (decode.fetches[0].error, prefill.leases[0].error) == (None, None)
     assert decode.rank.holds([20, 21, 22], 1, slots)
@@ -86,27 +90,44 @@ def test_what_a_failed_pass_did_not_finish_is_not_fetched(pair):
     prefill, decode = pair
     open_lease(prefill, decode, slots=[3, 9], tokens=2 * BLOCK)
     decode.glue.handle([StartFetch("r", (20, 21), 0)])
-    compute(prefill, 2 * BLOCK)
-    prefill.glue.end_pass([])
+    compute(prefill, 2 * BLOCK, computed=())
     prefill.glue.handle([WithdrawLease("r", "its copy failed")])
     until(lambda: decode.fetches and prefill.leases, prefill, decode)
     assert "its copy failed" in decode.fetches[0].error
     assert prefill.leases[0].error == "its copy failed"
-    assert not prefill.rank.hazards.before(Actor.COMPUTE, writes=[3, 9]), "the lease holds its slots no longer"
+    assert not is_held(prefill, [3, 9])
+
+
+def test_a_fetch_waits_for_its_step(pair):
+    prefill, decode = pair
+    open_lease(prefill, decode, slots=[3], tokens=BLOCK)
+    decode.glue.handle([StartFetch("r", (20,), 0, after_step=5)], step=4)
+    compute(prefill, BLOCK)
+    for _ in range(3):
+        decode.net.settle()
+        decode.turn()
+    assert not decode.rank.touched()
+    decode.glue.handle([], step=5)
+    until(lambda: decode.fetches, prefill, decode)
+    assert decode.rank.holds([20], 1, [3])
 
 
 def test_a_command_that_cannot_be_carried_out_fails_alone(pair):
     prefill, decode = pair
     decode.glue.handle([StartFetch("r", (20, 21), 0), StartFetch("other", (21,), 0), CancelFetch("nothing", "gone")])
-    prefill.glue.handle([StartFetch("r", (1,), 0)])
+    prefill.glue.handle([StartFetch("r", (1,), 0), CancelFetch("r", "gone"), WithdrawLease("nothing", "gone")])
     decode.turn()
     prefill.turn()
     assert [(each.request_id, each.failed_slots) for each in decode.fetches] == [("other", (21,))]
     assert "role is not decode" in prefill.fetches[0].error
+    open_lease(prefill, slots=[1], tokens=BLOCK)
     open_lease(prefill, decode, slots=[1], tokens=BLOCK)
     open_lease(prefill, decode, slots=[2], tokens=BLOCK)
     prefill.turn()
-    assert [each.error for each in prefill.leases] == ["lease 'r': request 'r' has one already"]
+    assert [each.error for each in prefill.leases] == [
+        "lease 'r' is offered to no rank of a decode server",
+        "lease 'r': request 'r' has one already",
+    ]
     decode.glue.handle([CancelFetch("r", "not wanted")])
     decode.turn()
     assert decode.fetches[-1].error == "not wanted"
@@ -120,7 +141,6 @@ def test_servers_with_other_numbers_of_ranks_read_what_each_needs(servers, num_p
     for prefill in prefills:
         open_lease(prefill, *decodes, slots=[3, 9], tokens=2 * BLOCK)
         compute(prefill, 2 * BLOCK)
-        prefill.glue.end_pass(["r"])
     everyone = [*prefills, *decodes]
     until(lambda: all(each.leases or each.fetches for each in everyone), *everyone)
     assert [each.fetches[0].error for each in decodes] == [None] * num_decode
@@ -140,11 +160,10 @@ def test_a_lease_ends_once_and_is_of_no_use_to_the_other_ranks_when_it_ends_badl
     assert prefill.leases == [("r", "r", "its slot is broken")]
     assert "its slot is broken" in decodes[0].fetches[0].error
     compute(prefill, 2 * BLOCK)
-    prefill.glue.end_pass(["r"])
     for _ in range(3):
         prefill.turn()
     assert len(prefill.leases) == 1
-    assert not prefill.rank.hazards.before(Actor.COMPUTE, writes=[3, 9]), "nobody reads these slots"
+    assert not is_held(prefill, [3, 9])
 
 
 def test_a_lease_holds_its_slots_until_the_last_rank_has_read_them(servers):
@@ -152,15 +171,14 @@ def test_a_lease_holds_its_slots_until_the_last_rank_has_read_them(servers):
     decode.glue.handle([StartFetch("r", (20, 21), 0)])
     open_lease(prefill, decode, late, slots=[3, 9], tokens=2 * BLOCK)
     compute(prefill, 2 * BLOCK)
-    prefill.glue.end_pass(["r"])
     until(lambda: decode.fetches, prefill, decode, late)
     assert not prefill.leases
-    assert prefill.rank.hazards.before(Actor.COMPUTE, writes=[3, 9])
+    assert is_held(prefill, [3, 9])
     late.glue.handle([StartFetch("r", (40, 41), 0)])
     until(lambda: late.fetches and prefill.leases, prefill, decode, late)
     assert prefill.leases == [("r", "r", None)]
     assert late.rank.holds([40, 41], 1, [3, 9])
-    assert not prefill.rank.hazards.before(Actor.COMPUTE, writes=[3, 9])
+    assert not is_held(prefill, [3, 9])
 
 
 def test_an_address_that_is_a_secret_is_told_to_peers_only(ranks):

@@ -4,13 +4,18 @@ import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
-from tests.transfer.peer import HOST, SECRET
-from tests.transfer.ranks import DecodeRank, PrefillRank, geometry
+from tests.transfer.planes import HOST, SECRET
+from tests.transfer.ranks import DecodeRank, PrefillRank, Sockets, geometry
 
 pytest.importorskip("fastapi")
 from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
 
 TWO = range(2)
+
+
+@pytest.fixture
+def net():
+    return Sockets()
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.transfer.role_info import RankInfo
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.fastdeploy_integration.cpu_worker.host_tasks import prefill
 from tests.fastdeploy_integration.cpu_worker.runners import PROMPT, run, start_runner
-from tests.transfer.peer import HOST, SECRET
+from tests.transfer.planes import HOST, SECRET
 
 SLOTS = [3, 1, 8]
 """Where a decode server wants PROMPT."""

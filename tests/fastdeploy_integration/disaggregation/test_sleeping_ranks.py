@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
 from tests.fastdeploy_integration.cpu_worker.runners import run
-from tests.transfer.peer import HOST
+from tests.transfer.planes import HOST
 
 
 @pytest.fixture

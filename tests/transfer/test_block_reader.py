@@ -1,0 +1,153 @@
+"""The thread that reads a peer's blocks: in order, and not a byte after a cancel has returned."""
+
+import threading
+import time
+from queue import SimpleQueue
+
+import pytest
+
+from fastdeploy_kvcache_v1.errors import RemoteReadError
+from fastdeploy_kvcache_v1.transfer import block_reader
+from fastdeploy_kvcache_v1.transfer.block_reader import BlockReader, ReadJob
+from fastdeploy_kvcache_v1.transfer.plane import Source
+from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
+from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
+from tests.transfer.planes import SECRET
+
+FAST = TransferSettings(secret=SECRET, handshake_s=20.0, silence_s=30.0)
+
+
+class Gated(Source):
+    """Each read waits at the plane's gate, and fails where it is closed meanwhile."""
+
+    def __init__(self, plane):
+        self.plane, self.is_closed = plane, threading.Event()
+
+    def read(self, lease, spans, deadline):
+        self.plane.begun.put(("read", lease, spans.num_bytes, round(deadline - time.monotonic())))
+        while not self.plane.gate.wait(0.001):
+            if self.is_closed.is_set():
+                raise RemoteReadError("the connection was closed")
+        if lease in self.plane.errors:
+            raise self.plane.errors[lease]
+
+    def close(self):
+        self.plane.begun.put("close")
+        self.is_closed.set()
+
+
+class Plane:
+    def __init__(self):
+        self.gate, self.errors = threading.Event(), {}
+        self.may_open = threading.Event()
+        self.may_open.set()
+        self.begun = SimpleQueue()
+
+    def open(self, address, deadline):
+        self.begun.put(("open", address, round(deadline - time.monotonic())))
+        assert self.may_open.wait(20)
+        return Gated(self)
+
+    def saw(self, count):
+        return [self.begun.get(timeout=20) for _ in range(count)]
+
+
+OPEN = ("open", b"peer", 20)
+
+
+def read(lease, num_bytes=8):
+    return ("read", lease, num_bytes, 30)
+
+
+def job(lease, num_bytes=8):
+    return ReadJob(lease, Spans.of([Span(0, 0, 0, num_bytes)]))
+
+
+@pytest.fixture
+def plane():
+    return Plane()
+
+
+@pytest.fixture
+def ends():
+    return SimpleQueue()
+
+
+@pytest.fixture
+def reader(plane, ends):
+    made = BlockReader(plane, b"peer", FAST, ends.put)
+    yield made
+    made.close()
+
+
+def ended(ends, count):
+    return [(end.job.lease, end.error) for end in (ends.get(timeout=20) for _ in range(count))]
+
+
+def test_jobs_are_read_in_order_over_one_source(plane, reader, ends, monkeypatch):
+    """And in steps, each with a deadline of its own."""
+    monkeypatch.setattr(block_reader, "STEP_BYTES", 8)
+    plane.gate.set()
+    for each in (job("a"), job("b", 20), job("a", 4)):
+        reader.submit(each)
+    assert ended(ends, 3) == [("a", None), ("b", None), ("a", None)]
+    assert plane.saw(6) == [OPEN, read("a"), read("b"), read("b"), read("b", 4), read("a", 4)]
+    assert plane.begun.empty()
+
+
+def test_a_cancel_ends_what_is_read_and_what_waits_and_leaves_other_leases_alone(plane, reader, ends):
+    for lease in ("a", "b", "a", "c"):
+        reader.submit(job(lease))
+    assert plane.saw(2) == [OPEN, read("a")]
+    reader.cancel("c")
+    reader.cancel("nobody")
+    assert plane.begun.empty()
+    reader.cancel("a")
+    assert plane.saw(3) == ["close", OPEN, read("b")]
+    plane.gate.set()
+    assert ended(ends, 1) == [("b", None)]
+    reader.submit(job("d"))
+    assert ended(ends, 1) == [("d", None)]
+    assert plane.saw(1) == [read("d")]
+
+
+def test_a_job_that_is_cancelled_while_its_source_opens_is_not_read(plane, reader, ends):
+    plane.may_open.clear()
+    reader.submit(job("a"))
+    assert plane.saw(1) == [OPEN]
+    reader.cancel("a")
+    reader.submit(job("b"))
+    plane.gate.set()
+    plane.may_open.set()
+    assert ended(ends, 1) == [("b", None)]
+    assert plane.saw(1) == [read("b")]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(RemoteReadError("the link broke"), "the link broke"), (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug")],
+)
+def test_a_failed_read_is_told_and_the_next_one_has_a_source_of_its_own(plane, reader, ends, error, told):
+    plane.errors["a"] = error
+    plane.gate.set()
+    reader.submit(job("a"))
+    reader.submit(job("b"))
+    assert ended(ends, 2) == [("a", told), ("b", None)]
+    assert plane.saw(5) == [OPEN, read("a"), "close", OPEN, read("b")]
+
+
+@pytest.mark.parametrize("is_reading", [True, False])
+def test_close_ends_everything_and_tells_nothing(plane, reader, ends, is_reading):
+    reader.submit(job("a"))
+    reader.submit(job("b"))
+    assert plane.saw(2) == [OPEN, read("a")]
+    if not is_reading:
+        plane.gate.set()
+        assert ended(ends, 2) == [("a", None), ("b", None)]
+        assert plane.saw(1) == [read("b")]
+    reader.close()
+    reader.close()
+    assert plane.saw(1) == ["close"]
+    assert plane.begun.empty()
+    assert ends.empty()
+    assert not reader._thread.is_alive()
