@@ -38,6 +38,8 @@ class Clients:
         self.aborted: set[str] = set()
         """FastDeploy aborts by id, and remembers one that is not there."""
         self.finished: list[list[int]] = []
+        self.computed: list[list[int]] = []
+        """All that was, without salt or images."""
         self._count = 0
         self.num_ended: dict[str, int] = {}
 
@@ -109,6 +111,8 @@ class Clients:
             raise WrongError(f"{request.request_id} is aborted, and nobody asked for it")
         self.num_ended[how] = self.num_ended.get(how, 0) + 1
         del self.requests[uid]
+        if request.image is None and request.salt is None:
+            self.computed.append([*request.prompt, *request.output])
         if request.image is None:
             self.finished = [*self.finished, [*request.prompt, *request.output]][-12:]
         self.world.log("end", request.request_id, how)

@@ -54,8 +54,9 @@ class EngineRank(Rank):
     """The worker: its only rank, which keeps nothing of a request but what its model computes."""
 
     def __init__(
-        self, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags, memory: Any = None
-    ) -> None:
+        self, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags, memory: Any = None,
+        drafts: bool = False,
+    ) -> None:  # fmt: skip
         self.number, self.device, self.tags = 0, device, tags
         self.block_size, self.num_blocks = block_size, blocks
         self.layers = [np.full((blocks, block_size), UNWRITTEN, np.int64) for _ in range(LAYERS)]
@@ -64,7 +65,10 @@ class EngineRank(Rank):
         self.controller.attach_kv_cache({str(n): each for n, each in enumerate(self.layers)}, blocks, host_blocks)
         if memory is not None:
             memory.use(self.controller)
-        self.runner = StepRunner(self._forward, self.controller, self.layers, block_size=block_size)
+        self.runner = StepRunner(
+            self._forward, self.controller, self.layers, block_size=block_size,
+            forward_with_drafts=self._forward_with_drafts if drafts else None,
+        )  # fmt: skip
         self.marks_own = True
         """What a request computes that writes nothing differs from what others find."""
         self.generations: dict[str, Generation] = {}
@@ -78,10 +82,31 @@ class EngineRank(Rank):
         return replace(result, report=replace(result.report, exposed_wait_s=0.0))  # of a real clock
 
     def _forward(self, slices: Any, caches: Any, before_layer: Any) -> list[Any]:
+        work = self._compute(slices, before_layer)
+        return [self._scores(row, end) if task.needs_logits else None for task, row, end in work]
+
+    def _forward_with_drafts(self, slices: Any, caches: Any, before_layer: Any, choose: Any) -> list[Any]:
+        """Two guesses of three are right."""
+        guesses: list[int | None] = []
+        for index, (task, row, end) in enumerate(self._compute([each.sequence for each in slices], before_layer)):
+            first = end - len(task.drafts)
+            rows = [self._scores(row, at) for at in range(first, end + 1)] if task.needs_logits else []
+            chosen = choose(index, rows) if rows else []
+            row.computed = first + max(0, len(chosen) - 1)
+            row.prefix.cut(row.computed)
+            tag = self.tags.of(row.prefix.chain[-1], chosen[-1]) if chosen else 0
+            guesses.append(next_token(tag + (tag % 3 == 0)) if chosen else None)
+        return guesses
+
+    def _scores(self, row: Any, end: int) -> Any:
+        return np.eye(VOCABULARY + 1, dtype=np.float32)[next_token(row.prefix.chain[end])]
+
+    def _compute(self, slices: Any, before_layer: Any) -> list[tuple[StepTask, Any, int]]:
+        """Of each task: its row, and where it ends."""
         tasks = [self._tasks[id(each.block_table)] for each in slices]
         assert all(task.token_ids for task in tasks), "nothing is computed of a request"
-        work = [(self._row(task), task.start, task.start + len(task.token_ids)) for task in tasks]
-        plan, void = [self._places(row, start, end) for row, start, end in work], []
+        work = [(task, self._row(task), task.start + len(task.token_ids) + len(task.drafts)) for task in tasks]
+        plan, void = [self._places(row, task.start, end) for task, row, end in work], []
         try:
             for number, layer in enumerate(self.layers):
                 before_layer(number)
@@ -89,13 +114,9 @@ class EngineRank(Rank):
         except TransferError:
             void.append("what was submitted reads blocks that did not arrive")
             raise
-        for row, _, end in work:
+        for _, row, end in work:
             row.computed = end
-        scores = np.eye(VOCABULARY + 1, dtype=np.float32)
-        return [
-            scores[next_token(row.prefix.chain[end])] if task.needs_logits else None
-            for task, (row, _, end) in zip(tasks, work, strict=True)
-        ]
+        return work
 
     def _attend_unless(self, void: list[str], layer: Any, number: int, plan: Any) -> None:
         """It writes in any case: what is computed of garbage is garbage."""
@@ -114,8 +135,9 @@ class EngineRank(Rank):
                 uid=request.uid, generation=generation, own_from=own_from, computed=task.start,
                 prefix=Prefix(self.tags, (0, request.salt)),
             )  # fmt: skip
-        end = task.start + len(task.token_ids)
-        row.prefix.extend(generation.tokens[len(row.prefix.tokens) : end])
+        row.prefix.cut(task.start)
+        row.prefix.extend(generation.tokens[len(row.prefix.tokens) : task.start + len(task.token_ids)])
+        row.prefix.extend(task.drafts)
         row.table = [int(slot) for slot in task.block_table]
         return row
 
@@ -255,6 +277,8 @@ class EmbeddedHost:
             return
         for token in event.token_ids:
             self.world.clients.token(request.uid, token, (0, request.salt), self.world.tags)
+        if event.usage is not None and event.usage.cached_tokens and not request.reads:
+            raise WrongError(f"{request.request_id} does not read the cache, and {event.usage} of it come from there")
         if event.finish_reason is not None:
             self._end(request, "finished")
 

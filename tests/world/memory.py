@@ -66,6 +66,9 @@ class Prefix:
         self.tokens += tokens
         self._tags.extend(self.chain, tokens)
 
+    def cut(self, length: int) -> None:
+        del self.tokens[length:], self.chain[length + 1 :]
+
     @property
     def next_token(self) -> int:
         return next_token(self.chain[-1])

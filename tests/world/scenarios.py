@@ -15,6 +15,7 @@ from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import EngineStorage
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings
@@ -23,6 +24,7 @@ from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from .clients import Clients
 from .embedded_host import EmbeddedHost, Engine, EngineRank
 from .fastdeploy_host import LEAST_BLOCKS, EngineCache, FastDeployHost
+from .memory import WrongError
 from .ranks import Rank, Worker
 from .reports import Reports
 from .roles import HERE, Peer, Roles
@@ -60,7 +62,7 @@ def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "
     ]  # fmt: skip
     world.clients = Clients(world, block_size=block_size, most=3 * seats, images=rng.random() < 0.3)
     world.host = FastDeployHost(world, cache, Worker(made, world.root), release=release, seats=seats, budget=budget)
-    world.others = [SimpleNamespace(events=[(8, reports.arrive)], is_idle=True)]
+    world.others = [reports]
     if backend:
         add_store(world, rng, backend, cache, memories)
 
@@ -102,32 +104,39 @@ def make_engine(
     values: Any = None, **options: Any,
 ) -> Engine:  # fmt: skip
     device = world.size(f"{of}device", rng.randrange(16, 28), LEAST_BLOCKS)
-    host = world.size(f"{of}host", rng.choice([8, 20, 60] if backend else [0, 8, 20, 60]), 0)
+    host = world.size(f"{of}host", rng.choice([8, 20, 60] if backend == "file" else [0, 8, 20, 60]), 0)
     policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
     shared = rng.choice([0, block_size, 256])
+    settings = StorageSettings(
+        backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1,
+        flush_only=backend == "attention_store" and rng.random() < 0.3,
+    ) if backend else None  # fmt: skip
     config = KVCacheConfig(
-        device, host, block_size, policy, threshold, shared_prefill_tokens=shared, max_queued_events=0
-    )
+        device, host, block_size, policy, threshold, shared_prefill_tokens=shared,
+        max_queued_events=10**6 if settings is not None and settings.flush_only else 0,
+    )  # fmt: skip
     manager, copies = CacheManager(config), world.chooser.source(f"{of}copies")
 
     def copy_fails(stream: str) -> bool:
         direction = {"kv-output": "host", "kv-input": "device"}.get(stream)
         return direction is not None and world.faults.strike(f"copy to {direction} fails", copies)
 
-    memory = RankMemory(on_device=False) if backend else None
+    memory = None if settings is None else RankMemory(on_device=settings.uses_device_tier)
     rank = EngineRank(
         VirtualDevice(world.clock, copy_fails), blocks=device, host_blocks=host, block_size=block_size,
-        tags=world.tags, memory=memory,
+        tags=world.tags, memory=memory, drafts=bool(world.size(f"{of}drafts", rng.choice([0, 1]), 0)),
     )  # fmt: skip
     tier = None
-    if memory is not None:
-        settings = StorageSettings(backend, Path("/unused"), prefetch=rng.choice(list(Prefetch)), min_tokens=1)
-        store = Store(world, [memory])
+    if settings is not None:
+        store = (TokenStore if settings.uses_device_tier else Store)(world, [memory])
         store.namespace, store.values = namespace().digest, store.values if values is None else values
-        tier = StorageTier(manager, settings, namespace(), store, clock=world.clock)
+        make = AttentionStoreTier if settings.uses_device_tier else StorageTier
+        tier = make(manager, settings, namespace(), store, clock=world.clock)
         world.others += [store, TierWatch(tier)]
+        if settings.flush_only:
+            world.others.append(IndexWatch(world, tier, manager, store))
     engine = kind(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0]), **options)
-    if memory is not None:
+    if settings is not None:
         store.listen(engine.core.on_storage)
     return engine
 
@@ -135,7 +144,7 @@ def make_engine(
 class TierWatch:
     """Idle when no slot is lent to the store."""
 
-    events = ()
+    events: Sequence[Any] = ()
 
     def __init__(self, tier: StorageTier) -> None:
         self._tier = tier
@@ -143,6 +152,32 @@ class TierWatch:
     @property
     def is_idle(self) -> bool:
         return self._tier.is_idle
+
+    def check_idle(self) -> None:
+        pass
+
+
+class IndexWatch(TierWatch):
+    """Idle when the store's index knows all; then it says what the cache has."""
+
+    def __init__(self, world: Any, tier: StorageTier, manager: CacheManager, store: Store) -> None:
+        super().__init__(tier)
+        self._clients, self._manager, self._store = world.clients, manager, store
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._tier._stores.num_waiting  # type: ignore[attr-defined]
+
+    def check_idle(self) -> None:
+        size, cached = self._manager.config.block_size, set()
+        for tokens in self._clients.computed:
+            hasher = BlockHasher(size)
+            hasher.extend(tokens)
+            count = self._manager.count_cached(hasher.hashes)
+            cached.update(tuple(tokens[: size * (at + 1)]) for at in range(count))
+        more, less = (sorted(each)[:3] for each in (self._store.index - cached, cached - self._store.index))
+        if more or less:
+            raise WrongError(f"the store's index has {more}, which the cache lacks, and lacks {less}")
 
 
 SCENARIOS: dict[str, Callable[[Any, random.Random], None]] = {
@@ -153,6 +188,7 @@ SCENARIOS: dict[str, Callable[[Any, random.Random], None]] = {
     "fastdeploy26 attention_store": partial(fastdeploy, release=26, backend="attention_store"),
     "embedded": embedded,
     "embedded file": partial(embedded, backend="file"),
+    "embedded attention_store": partial(embedded, backend="attention_store"),
     "embedded roles": partial(embedded, has_roles=True),
     "embedded roles file": partial(embedded, has_roles=True, backend="file"),
 }

@@ -75,6 +75,8 @@ class Store:
         self._world, self._memories, self.num_ranks = world, memories, len(memories)
         self.namespace = ""
         self.values: dict[Hashable, Value] = {}
+        self.index: set[tuple[int, ...]] = set()
+        """Paths of blocks that the server says it has."""
         self.kinds: list[deque[Any]] = [deque() for _ in range(4)]
         """Questions, loads, stores and statements that wait for their answer."""
         self._late_reads: list[tuple[float, Sequence[int]]] = []
@@ -117,6 +119,9 @@ class Store:
     @property
     def is_idle(self) -> bool:
         return not any(self.kinds)
+
+    def check_idle(self) -> None:
+        pass
 
     def answer(self, rng: random.Random) -> None:
         """One command."""
@@ -221,7 +226,7 @@ class Store:
         return StoreDone(name, rank, count, error=error)
 
     def _answer_statement(self, fails: bool, _: bool, __: float, space: str, command: Any) -> list[Any]:
-        return [FlushDone(command.task_id, 0, 0, error="no route to host" if fails else None)]
+        raise AssertionError("only an index is told so")
 
     _goes_on = False
     """Whether a failed call may go on."""
@@ -232,7 +237,7 @@ class Store:
     def _slots(self, command: Any) -> Sequence[int]:
         return list(command.slots)
 
-    def _names(self, space: str, command: Any) -> list[Hashable]:
+    def _names(self, space: str, command: Any) -> Sequence[Hashable]:
         return [(space, each) for each in command.hashes]
 
 
@@ -269,6 +274,12 @@ class TokenStore(Store):
             for rank in range(self.num_ranks)
         ]
 
+    def _answer_statement(self, fails: bool, _: bool, __: float, space: str, command: Any) -> list[Any]:
+        if not fails:
+            about = {path for _, path in self._path(space, command, command.start_write_block_idx)}
+            self.index = self.index | about if command.flush_cache_exists else self.index - about
+        return [FlushDone(command.task_id, 0, 0, error="no route to host" if fails else None)]
+
     def _store_done(self, name: str, rank: int, count: int, error: str | None) -> Any:
         return WriteDone(name, rank, count, num_stored=count)
 
@@ -278,11 +289,11 @@ class TokenStore(Store):
     def _slots(self, command: Any) -> Sequence[int]:
         return list(command.gpu_block_ids)
 
-    def _names(self, space: str, command: Any) -> list[Hashable]:
+    def _names(self, space: str, command: Any) -> Sequence[Hashable]:
         is_read = isinstance(command, ReadStorageTask)
         return self._path(space, command, command.start_read_block_idx if is_read else command.start_write_block_idx)
 
-    def _path(self, space: str, command: Any, first: int) -> list[Hashable]:
+    def _path(self, space: str, command: Any, first: int) -> list[tuple[str, tuple[int, ...]]]:
         tokens, size = command.token_ids, self._world.host.block_size
         return [(space, tuple(tokens[: size * (at + 1)])) for at in range(first, len(tokens) // size)]
 

@@ -42,7 +42,7 @@ class World:
         self.sizes: dict[str, int] = {}
         self.ticket = -1
         self.others: list[Any] = []
-        """Further actors: `turns`, `is_idle`."""
+        """Further actors: `events`, `is_idle`, `check_idle`."""
         self.clients: Clients
         self.host: Any
         SCENARIOS[run.scenario](self, self.chooser.source("scenario"))
@@ -101,14 +101,15 @@ class World:
         """Nothing goes wrong any more, and everything ends."""
         self.faults.are_over = True
         turns = self._turns()
-        before, since = None, 0
+        before, since, idle = None, 0, 0
         for turn in range(MOST_TURNS):
             self.ticket = -1 - turn
             rng = self.chooser.source(f"turn {turn}")
             self.clock.advance(TURN_S)
             for event in turns:
                 event(rng)
-            if self._is_idle:
+            idle = idle + 1 if self._is_idle else 0
+            if idle == 4:  # a step behind the last one tells the store
                 break
             since = since + 1 if self.host.progress == before else 0
             before = self.host.progress
@@ -119,7 +120,8 @@ class World:
         else:
             raise WrongError(f"it does not end: {self.describe()}")
         self.check()
-        self.host.check_idle()
+        for actor in (self.host, *self.others):
+            actor.check_idle()
 
     @property
     def _is_idle(self) -> bool:

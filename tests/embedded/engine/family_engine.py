@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -17,12 +16,12 @@ from fastdeploy_kvcache_v1.model.decoder import Decoder
 from fastdeploy_kvcache_v1.model.mtp import DraftingDecoder
 from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, RankGroup, Ranks
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
+from fastdeploy_kvcache_v1.model.step import StepResult
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.host_share import HostShare
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.shadow import Harness
-from tests.worker.chosen_runtime import ChosenRuntime
 
 BLOCK = 8
 
@@ -76,23 +75,18 @@ def rank_decoders(family: str, mtp: bool, size: int) -> list[tuple[Ranks, Decode
 
 
 class FamilyEngine:
-    """One server without its processes; with `size` worker ranks. Copies end when a chooser says so; where ranks
-    share a host pool, which has threads of its own, they end when they are done.
-    """
+    """A server without its processes, with `size` worker ranks."""
 
     def __init__(
         self,
         family: str,
         *,
-        mtp: bool,
-        policy: WritePolicy = WritePolicy.WRITE_BACK,
+        mtp: bool = False,
         num_device_blocks: int = 26,
         num_host_blocks: int = 0,
         caching: bool = True,
-        seed: int = 0,
         runtimes: Sequence[CpuRuntime] = (),
         size: int = 1,
-        layer_timeout_s: float = 30.0,
         max_num_batched_tokens: int = 48,
         roles: dict[str, object] | None = None,
     ) -> None:
@@ -102,7 +96,7 @@ class FamilyEngine:
             num_device_blocks,
             num_host_blocks,
             block_size=BLOCK,
-            write_policy=policy,
+            write_policy=WritePolicy.WRITE_BACK,
             enable_prefix_caching=caching,
         )
         self.harness = Harness(
@@ -115,10 +109,7 @@ class FamilyEngine:
         )
         # Whether a load pays is a matter of time; here each is made.
         self.harness.scheduler.load_costs.blocks_to_load = lambda num_host_blocks, *args, **options: num_host_blocks
-        self.random = random.Random(seed)
-        self.runtimes = list(runtimes) or [
-            CpuRuntime() if self.shares_host else ChosenRuntime(seed + rank) for rank in range(size)
-        ]
+        self.runtimes = list(runtimes) or [CpuRuntime() for _ in range(size)]
         model, dtype = model_of(family, mtp=mtp).shard(size), FAMILIES[family][1]
         self.shares = host_shares(size) if self.shares_host else [None] * size
         self.controllers: list[CacheController] = []
@@ -126,23 +117,17 @@ class FamilyEngine:
         parts = zip(rank_decoders(family, mtp, size), self.runtimes, self.shares, strict=True)
         for (ranks, decoder), runtime, share in parts:
             backend = model.cache_backend(block_size=BLOCK, dtype=dtype)
-            controller = CacheController(
-                backend, runtime=runtime, layer_timeout_s=layer_timeout_s, rank=ranks.rank, host_share=share
-            )
+            controller = CacheController(backend, runtime=runtime, rank=ranks.rank, host_share=share)
             caches = controller.initialize_kv_cache(num_device_blocks, num_host_blocks)
-            runner = StepRunner(
-                decoder.forward,
-                controller,
-                caches,
-                block_size=BLOCK,
-                on_progress=getattr(runtime, "turn", lambda: None),
-                forward_with_drafts=DraftingDecoder(decoder).forward if mtp else None,
-                ranks=ranks,
-            )
+            drafting = DraftingDecoder(decoder).forward if mtp else None
             self.controllers.append(controller)
-            self.runners.append(runner)
-        self.controller, self.runner = self.controllers[0], self.runners[0]
+            self.runners.append(
+                StepRunner(
+                    decoder.forward, controller, caches, block_size=BLOCK, forward_with_drafts=drafting, ranks=ranks
+                )
+            )
         self._threads = ThreadPoolExecutor(size)
+        self._count = 0
 
     @property
     def counters(self):
@@ -154,54 +139,51 @@ class FamilyEngine:
         counters = self.harness.core.counters
         return counters.draft_tokens, counters.accepted_draft_tokens
 
-    def ask(self, *prompts: list[int], max_tokens: int = 10, temperature: float = 0.0) -> list[list[int]]:
-        """The outputs of requests that come together."""
-        recorders = [
-            self.harness.submit(f"r{self.random.random()}", prompt, max_tokens, SamplingParams(temperature, seed=5))
-            for prompt in prompts
-        ]
-        while not all(recorder.ended for recorder in recorders):
+    def ask(self, prompt: list[int], *, max_tokens: int = 10, temperature: float = 0.0, **options: object) -> list[int]:
+        self._count += 1
+        sampling = SamplingParams(temperature, seed=5)
+        recorder = self.harness.submit(f"r{self._count}", prompt, max_tokens, sampling, **options)
+        while not recorder.ended:
             self.step()
-        assert [recorder.failure for recorder in recorders] == [None] * len(prompts)
-        return [recorder.tokens for recorder in recorders]
+        assert recorder.failure is None
+        return recorder.tokens
 
-    def step(self) -> None:
-        assert self.step_with(lambda: None), "there is nothing to do"
+    def push_out(self) -> None:
+        """Other prompts take the device tier."""
+        for number in range(4):
+            self.ask([50 + number] * 60, max_tokens=1)
 
-    def step_with(self, meanwhile: Callable[[], None]) -> bool:
-        """One batch there and back; `meanwhile` happens while it is with the worker. False if there is none."""
+    def results(self) -> list[StepResult]:
+        """What each rank answers to the next batch; the engine takes the answers."""
         core = self.harness.core
         core.step()
         if not self.harness.sent:
-            return False
+            return []
         batch = self.harness.sent.pop()
-        meanwhile()
         # As rank processes do: each takes its own message apart.
         batches = [
             replace(batch, requests=list(batch.requests), swap_steps=list(batch.swap_steps)) for _ in self.runners
         ]
         results = list(self._threads.map(lambda runner, batch: runner.run(batch), self.runners, batches))
-        answers = list(enumerate(results))
-        self.random.shuffle(answers)
-        for rank, result in answers:
-            assert result.errors == {}
+        for rank, result in enumerate(results):
             core.on_step_result(result, rank)
         core.check()
         for controller in self.controllers:
             controller.check()
-        return True
+        return results
+
+    def step(self) -> None:
+        assert self.results(), "there is nothing to do"
 
     def settle(self) -> None:
-        """Until every copy is told, those of the ranks in any order."""
-        for rank in self.random.sample(range(len(self.runners)), len(self.runners)):
-            if isinstance(self.runtimes[rank], ChosenRuntime):
-                self.runtimes[rank].quiet()
-            self.controllers[rank].drain(30)
+        """Until every copy is told."""
+        for rank, controller in enumerate(self.controllers):
+            controller.drain(30)
             self.harness.core.on_report(self.runners[rank].take_report(), rank)
 
     def close(self) -> None:
         self.settle()
-        while self.step_with(lambda: None):
+        while self.results():
             pass
         self.settle()
         self.harness.manager.check_idle()
@@ -212,23 +194,3 @@ class FamilyEngine:
         for share in self.shares:
             if share is not None:
                 share.close()
-
-
-def conversations(engine: FamilyEngine) -> list[list[int]]:
-    """Outputs of three conversations of three turns that push each other out, and of a fourth that continues one.
-
-    Every prompt is made from the outputs before it, so one wrong token changes all that follow.
-    """
-    rng = random.Random(1)
-    system = [rng.randrange(32, 127) for _ in range(20)]
-    texts = [system + [rng.randrange(32, 127) for _ in range(rng.randrange(20, 60))] for _ in range(3)]
-    outputs: list[list[int]] = []
-    for turn in range(3):
-        for index in range(3):
-            answer = engine.ask(texts[index], temperature=0.6 if index == 1 else 0.0)[0]
-            outputs.append(answer)
-            texts[index] = texts[index] + answer + [rng.randrange(32, 127) for _ in range(6 + turn)]
-    return outputs + engine.ask(*([*text[:-5], 40, 41, 42] for text in texts))
-
-
-__all__ = ["BLOCK", "FAMILIES", "FamilyEngine", "conversations", "decoder_of", "model_of", "rank_group"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
@@ -74,39 +73,6 @@ class StorageServer:
     def settle(self):
         """Until there is nothing left to do."""
         raise NotImplementedError
-
-    def live(self, requests, rng: random.Random, *, salts: Sequence[bytes] = (b"",), watch=lambda: None):
-        """These requests, some of which are aborted, while the store is late and the cache is reset: no token changes.
-
-        `requests`: see `random_requests`. `watch` is called after everything that happens.
-        """
-        expected, recorders = {}, {}
-        while requests or not self.core.is_idle or not self.store.is_idle:
-            # Between `send` and `work` a batch is in flight: its copies have been told and not run.
-            choice = rng.random()
-            if requests and choice < 0.3:
-                name, prompt, output = requests.pop()
-                expected[name] = expected_outputs(prompt, output)
-                recorders[name] = self.harness.submit(name, prompt, output, salt=rng.choice(salts))
-            elif not self.store.is_idle and choice < 0.6:
-                self.answer()
-            elif choice < 0.64 and recorders:
-                gone = rng.choice(list(recorders))
-                self.core.abort(gone)
-                expected.pop(gone, None)
-            elif choice < 0.645:
-                self.core.reset_cache()
-            elif choice < 0.7:
-                self.clock.now += rng.choice([0.01, 0.3, 20.0])
-            elif choice < 0.85:
-                self.send()
-            else:
-                self.work()
-            watch()
-        self.settle()
-        for name, tokens in expected.items():
-            if recorders[name].failure is None:
-                assert recorders[name].tokens == tokens
 
 
 class HostTierServer(StorageServer):

@@ -2,14 +2,10 @@
 
 import random
 
-import pytest
-
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from tests.embedded.engine.attention_server import AttentionStoreServer, namespace
-from tests.embedded.engine.cores import random_requests
 from tests.embedded.shadow import expected_outputs
 from tests.embedded.token_shadow_store import LATE_S
-from tests.night import worth_it
 
 PROMPT = list(range(30))
 OTHER = [60 + token for token in range(32)]
@@ -223,47 +219,3 @@ def test_what_would_follow_a_block_on_the_host_is_not_asked_for():
     num_queries = server.tier.counters.queries
     assert server.ask("third", [*PROMPT, *OTHER], 1) == 12
     assert server.tier.counters.queries == num_queries
-
-
-@pytest.mark.parametrize("moment", range(4))
-def test_an_aborted_request_leaks_nothing(moment):
-    server = AttentionStoreServer(stored=stored_by_a_first_server())
-    recorder = server.harness.submit("gone", PROMPT, 2)
-    server.send()
-    for _ in range(min(moment, 2)):
-        server.answer()
-    if moment == 3:
-        server.send()
-        server.work()
-    server.core.abort("gone")
-    num_events = len(recorder.events)
-    server.settle()
-    assert len(recorder.events) == num_events
-
-
-@pytest.mark.parametrize("prefetch", ["best_effort", "timeout", "wait_complete"])
-@pytest.mark.parametrize("host", [0, 12])
-@pytest.mark.parametrize("seed", range(6))
-def test_random_loads_stores_and_failures_change_no_token(prefetch, host, seed):
-    rng = random.Random(seed)
-    stored = {}
-    loaded = late = 0
-    for life in range(3):  # servers one after the other share what is stored
-        server = AttentionStoreServer(
-            device=rng.choice([9, 16]),
-            host=host,
-            stored=stored,
-            seed=seed + life,
-            prefetch=prefetch,
-            max_num_seqs=4,
-            fails=lambda result: rng.random() < 0.05,
-        )
-        server.store.failure_rate = rng.choice([0.0, 0.2])
-
-        def watch(store=server.store):
-            nonlocal late
-            late += bool(store.late_reads) + bool(store.late_writes)
-
-        server.live(random_requests(seed, 120), rng, salts=[b"", b"", b"", b"tenant"], watch=watch)
-        loaded += server.manager.stats().counters.loaded_blocks
-    worth_it(loaded > 20)

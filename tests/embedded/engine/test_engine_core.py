@@ -1,89 +1,11 @@
 """The engine core against a worker whose KV can be read: the tokens prove copies, tables and commits."""
 
-import random
-
 import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from tests.embedded.engine.cores import random_requests, small
 from tests.embedded.shadow import Harness, expected_outputs
-from tests.night import worth_it
-
-POLICIES = list(WritePolicy)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(4))
-def test_random_load_with_a_far_too_small_device_tier(policy, seed):
-    harness = Harness(small(write_policy=policy), max_num_seqs=6, max_num_batched_tokens=16)
-    rng = random.Random(seed)
-    recorders = {}
-    pending = random_requests(seed, 80)
-    expected = {name: expected_outputs(prompt, output) for name, prompt, output in pending}
-    while pending or not harness.core.is_idle:
-        for _ in range(rng.randrange(3)):
-            if pending:
-                name, prompt, output = pending.pop()
-                recorders[name] = harness.submit(name, prompt, output)
-        harness.step()
-    harness.run()
-    assert {name: recorder.tokens for name, recorder in recorders.items()} == expected
-    counters = harness.core.counters
-    assert counters.finished == 80
-    copies = counters.copies[0]
-    worth_it(min(copies.swap_in.blocks, copies.swap_out.blocks, harness.num_preemptions) > 0)
-
-
-def abort_one(harness, rng, names, recorders, gone):
-    name = rng.choice(names)
-    if not recorders[name].ended:
-        gone.add(name)
-        harness.core.abort(name)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_sizes_aborts_resets_and_failures(seed):
-    rng = random.Random(seed)
-    failure_rate = rng.choice([0, 0.05, 0.3])
-    harness = Harness(
-        small(
-            rng.choice([8, 9, 12, 20]),
-            rng.choice([0, 1, 3, 16, 40]),
-            write_policy=rng.choice(POLICIES),
-            write_through_threshold=rng.choice([1, 2, 3]),
-            shared_prefill_tokens=rng.choice([0, 1, 9]),
-        ),
-        max_num_seqs=rng.choice([1, 2, 6, 12]),
-        max_num_batched_tokens=rng.choice([1, 3, 16, 64]),
-        fails=lambda result: rng.random() < failure_rate,
-    )
-    pending = random_requests(seed, 40)
-    expected = {name: expected_outputs(prompt, output) for name, prompt, output in pending}
-    recorders, gone = {}, set()
-    while pending or not harness.core.is_idle:
-        for _ in range(rng.randrange(4)):
-            if pending:
-                name, prompt, output = pending.pop()
-                recorders[name] = harness.submit(name, prompt, output)
-        if recorders and rng.random() < 0.05:
-            abort_one(harness, rng, list(recorders), recorders, gone)
-        harness.core.step()
-        harness.manager.check()
-        if harness.sent:
-            batch = harness.sent.pop()
-            if batch.requests and rng.random() < 0.05:  # while it is computed
-                abort_one(harness, rng, [task.request_id for task in batch.requests], recorders, gone)
-            if rng.random() < 0.02:
-                harness.core.reset_cache()
-            harness.core.on_step_result(harness.worker.run(batch))
-            harness.manager.check()
-    harness.run()
-    for name in expected.keys() - gone:
-        if failure_rate and recorders[name].failure is not None:
-            assert recorders[name].failure.status == 500
-        else:
-            assert recorders[name].tokens == expected[name]
 
 
 @pytest.mark.parametrize("caching", [True, False])

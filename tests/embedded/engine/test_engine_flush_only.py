@@ -1,11 +1,8 @@
 """The index of the attention store says what the cache has, whenever nothing is under way."""
 
-import random
-
 import pytest
 
 from tests.embedded.engine.attention_server import BLOCK, AttentionStoreServer
-from tests.embedded.engine.cores import random_requests
 
 PROMPT = list(range(30))
 LONG = [60 + token for token in range(60)]
@@ -26,16 +23,6 @@ def index_of(flushed):
         about = paths(task.token_ids, num_blocks) - paths(task.token_ids, task.start_write_block_idx)
         index = index | about if task.flush_cache_exists else index - about
     return index
-
-
-def truth_of(server, sequences):
-    """Paths that are cached, of all token sequences that were ever computed."""
-    cached = set()
-    for tokens, salt in sequences:
-        if not salt:
-            hasher = server.harness.generation("probe", tokens, 1, None).hasher
-            cached |= paths(tokens, server.manager.count_cached(hasher.hashes))
-    return cached
 
 
 def test_a_request_that_ended_is_announced_from_its_first_block_on_and_nothing_moves():
@@ -121,41 +108,3 @@ def test_statements_that_a_broken_store_does_not_take_are_bounded_and_counted(mo
     server.send()
     assert server.tier._stores.num_waiting == 4
     assert server.tier.counters.dropped_flushes == 2
-
-
-@pytest.mark.parametrize("host", [0, 10])
-@pytest.mark.parametrize("seed", range(8))
-def test_the_index_is_the_truth_after_random_traffic(host, seed):
-    rng = random.Random(seed)
-    server = AttentionStoreServer(
-        device=9, host=host, seed=seed, flush_only=True, max_num_seqs=4, fails=lambda result: rng.random() < 0.05
-    )
-    server.store.failure_rate = rng.choice([0.0, 0.2])
-    requests, sequences, recorders, moments = random_requests(seed, 150), [], {}, 0
-    while requests:
-        for _ in range(rng.randrange(1, 12)):
-            if not requests:
-                break
-            name, prompt, output = requests.pop()
-            salt = rng.choice([b"", b"", b"", b"tenant"])
-            recorders[name] = prompt, salt, server.harness.submit(name, prompt, output, salt=salt)
-            for _ in range(rng.randrange(4)):
-                choice = rng.random()
-                if not server.store.is_idle and choice < 0.3:
-                    server.answer()
-                elif choice < 0.4:
-                    server.core.abort(rng.choice(list(recorders)))
-                elif choice < 0.42:
-                    server.core.reset_cache()
-                elif choice < 0.7:
-                    server.send()
-                else:
-                    server.work()
-        server.settle()
-        moments += 1
-        sequences = [(prompt + recorder.tokens, salt) for prompt, salt, recorder in recorders.values()]
-        truth = truth_of(server, sequences)
-        assert index_of(server.store.flushed) == truth
-    assert moments > 10
-    assert server.manager.stats().counters.device_evicted_blocks > 50
-    assert any(not task.flush_cache_exists for task in server.store.flushed)

@@ -1,16 +1,11 @@
 """Engine core and storage tier against a store that answers late, fails, or brings half: no token changes."""
 
-import random
-
 import pytest
 
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from fastdeploy_kvcache_v1.storage.engine.tier import LOOK_AGAIN_S
-from fastdeploy_kvcache_v1.timings import PrefillTime
-from tests.embedded.engine.cores import random_requests
 from tests.embedded.engine.storage_server import BLOCK, HostTierServer
 from tests.embedded.shadow import expected_outputs
-from tests.night import worth_it
 
 PROMPT = list(range(30))
 
@@ -31,14 +26,6 @@ def test_another_server_starts_from_what_was_stored():
     assert [len(hashes) for hashes in second.store.touched] == [4], "and the store is told that it is in use"
 
 
-def test_tenants_in_one_store_never_meet():
-    stored = {}
-    for salt in (b"", b"one", b"two"):
-        assert HostTierServer(stored=stored).ask("computes", PROMPT, salt=salt) == 0
-        assert HostTierServer(stored=stored).ask("finds", PROMPT, salt=salt) == 28
-    assert len(stored) == 3 * 7
-
-
 @pytest.mark.parametrize("prefetch", ["timeout", "wait_complete"])
 def test_a_prefix_that_is_longer_than_the_host_tier_is_loaded_once_and_as_far_as_it_fits(prefetch):
     long = list(range(4 * 60 + 1))
@@ -48,32 +35,6 @@ def test_a_prefix_that_is_longer_than_the_host_tier_is_loaded_once_and_as_far_as
     assert second.ask("second", long) == 4 * 12
     assert second.tier.counters.load.blocks == 12
     assert second.clock.now == 0.0, "nothing waited for a deadline"
-
-
-@pytest.mark.parametrize("prefetch", ["timeout", "wait_complete"])
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("count", "blocks", "device", "host"), [(8, 40, 64, 64), (30, 12, 20, 32)])
-def test_prefixes_that_together_do_not_fit_the_host_tier_do_not_push_each_other_out(
-    prefetch, seed, count, blocks, device, host
-):
-    prompts = [[1000 * number + step for step in range(4 * blocks + 1)] for number in range(count)]
-    first = HostTierServer(device=256, host=256)
-    for prompt in prompts:
-        first.ask(f"{prompt[0]}", prompt)
-    server = HostTierServer(device=device, host=host, stored=first.store.values, seed=seed, prefetch=prefetch)
-    recorders = [server.harness.submit(f"{prompt[0]}", prompt, 2) for prompt in prompts]
-    rng = random.Random(seed)
-    for _ in range(1000):
-        if not server.store.is_idle and rng.random() < 0.5:
-            server.answer()
-        else:
-            server.harness.step()
-    server.settle()
-    assert [recorder.tokens for recorder in recorders] == [expected_outputs(prompt, 2) for prompt in prompts]
-    hit = sum(recorder.deltas[-1].usage.cached_tokens for recorder in recorders) // 4
-    loaded = server.tier.counters.load.blocks
-    assert hit <= loaded <= count * blocks
-    worth_it(loaded // 2 < hit)
 
 
 def test_what_is_stored_already_is_loaded_and_not_stored_again():
@@ -178,33 +139,6 @@ def test_a_short_stored_prefix_is_not_worth_asking_for():
     assert server.tier.counters.queries == 0
 
 
-def test_an_aborted_request_leaks_nothing():
-    for number in range(4):
-        server = HostTierServer(stored=stored_by_a_first_server())
-        recorder = server.harness.submit("gone", PROMPT, 2)
-        server.send()
-        for _ in range(min(number, 2)):
-            server.answer()
-        if number == 3:
-            server.harness.step()
-        server.core.abort("gone")
-        num_events = len(recorder.events)
-        server.settle()
-        assert len(recorder.events) == num_events
-
-
-def test_a_reset_while_blocks_arrive_forgets_them():
-    server = HostTierServer(stored=stored_by_a_first_server())
-    recorder = server.harness.submit("r", PROMPT, 2)
-    server.send()
-    server.answer()
-    assert server.store.loads
-    server.core.reset_cache()
-    server.settle()
-    assert recorder.tokens == expected_outputs(PROMPT, 2)
-    assert recorder.deltas[-1].usage.cached_tokens == 0
-
-
 def test_a_store_that_fails_again_and_again_is_left_alone():
     server = HostTierServer(stored=stored_by_a_first_server())
     server.store.failure_rate = 1.0
@@ -216,30 +150,6 @@ def test_a_store_that_fails_again_and_again_is_left_alone():
     server.clock.now += 100
     assert server.ask("again", PROMPT) == 28
     assert server.tier.counters.queries == 4
-
-
-@pytest.mark.parametrize("prefetch", ["best_effort", "timeout", "wait_complete"])
-@pytest.mark.parametrize("seed", range(6))
-def test_random_loads_and_failures_change_no_token(prefetch, seed):
-    rng = random.Random(seed)
-    stored = {}
-    loaded = 0
-    for life in range(3):  # servers one after the other share what is stored
-        server = HostTierServer(
-            device=8,
-            host=rng.choice([6, 20]),
-            stored=stored,
-            seed=seed + life,
-            prefetch=prefetch,
-            max_num_seqs=4,
-            fails=lambda result: rng.random() < 0.05,
-        )
-        server.store.failure_rate = rng.choice([0.0, 0.2])
-        server.store.seconds_per_block = (0.0, 3.5, 1e6)[(seed + life) % 3]
-        server.harness.scheduler.load_costs.computed(PrefillTime(100, 0.0, 100.0))
-        server.live(random_requests(seed, 120), rng)
-        loaded += server.tier.counters.load.blocks
-    assert loaded > 30, "the run is only worth something if it went through what it is for"
 
 
 def test_a_deadline_that_passes_inside_a_step_fails_nobody():
@@ -284,16 +194,6 @@ def test_equal_prefixes_are_loaded_once():
     server.settle()
     assert server.tier.counters.load.blocks == 7
     assert [recorder.deltas[-1].usage.cached_tokens for recorder in recorders] == [28] * 12
-
-
-def test_of_a_prefix_longer_than_the_host_tier_the_first_part_is_loaded_and_used():
-    long = list(range(200))
-    first = HostTierServer(device=60, host=60)
-    first.ask("first", long)
-    assert len(first.store.values) == 50
-    second = HostTierServer(device=60, host=20, stored=first.store.values, prefetch="wait_complete")
-    assert second.ask("second", long) == 15 * BLOCK, "three quarters of the host tier"
-    assert second.tier.counters.load.blocks == 15
 
 
 def test_many_requests_that_wait_their_turn_are_no_failures_of_the_store():

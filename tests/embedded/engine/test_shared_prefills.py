@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -229,53 +227,3 @@ def test_nothing_is_computed_twice_in_any_order_of_arrivals(lives, budget, seats
     requests = [(prompt, length) for prompt, length, _ in lives]
     assert [recorder.tokens for recorder in recorders] == [expected_outputs(*request) for request in requests]
     assert harness.core.counters.computed_tokens <= least_tokens(requests)
-
-
-def random_life(rng):
-    """Groups of five that share a cold prefix, in a cache that is too small; some die, are thrown out, or lose copies.
-    Returns how many waited.
-    """
-    harness = make(
-        rng.choice([14, 20, 60]),
-        num_host_blocks=rng.choice([0, 30]),
-        worth=rng.choice([1, 9]),
-        max_num_seqs=rng.choice([2, 4, 8]),
-        max_num_batched_tokens=rng.choice([8, 16, 64]),
-        fails=lambda result: rng.random() < 0.02,
-    )
-    prompts = [
-        [index // 5] * rng.randrange(1, 33) + [rng.randrange(20, 22)] * rng.randrange(1, 9) for index in range(30)
-    ]
-    recorders, gone = {}, set()
-    while prompts or not harness.core.is_idle:
-        for _ in range(rng.choice([0, 0, 5])):
-            if prompts:
-                prompt, name = prompts.pop(), str(len(prompts))
-                recorders[name] = prompt, harness.submit(name, prompt, rng.randrange(1, 6))
-        harness.core.step()
-        harness.manager.check()
-        if running := harness.scheduler.running:
-            victim = rng.choice(running)
-            action = rng.random()
-            if action < 0.05:
-                gone.add(victim.request_id)
-                harness.core.abort(victim.request_id)
-            elif action < 0.1:
-                harness.scheduler.preempt(victim)
-            elif action < 0.12:
-                harness.core.reset_cache()
-        if harness.sent:
-            harness.core.on_step_result(harness.worker.run(harness.sent.pop()))
-            harness.manager.check()
-    harness.run()
-    for name, (prompt, recorder) in recorders.items():
-        if name not in gone:
-            assert recorder.failure is None
-            assert recorder.ended
-            assert recorder.tokens == expected_outputs(prompt, len(recorder.tokens))
-    return counted(harness)[0]
-
-
-def test_everyone_is_served_whatever_ends_or_throws_out_whom():
-    num_waited = [random_life(random.Random(seed)) for seed in range(60)]
-    assert sum(num_waited) > 200
