@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -63,7 +63,9 @@ class EngineRank(Rank):
         layout = CacheLayout(LAYERS, (RoleSpec("key", (1, block_size, 2), "float32"),))
         self.controller = CacheController(_Given(layout), runtime=device)
         self.controller.attach_kv_cache({str(n): each for n, each in enumerate(self.layers)}, blocks, host_blocks)
+        self.using = deque()
         if memory is not None:
+            memory.rank = self
             memory.use(self.controller)
         self.runner = StepRunner(
             self._forward, self.controller, self.layers, block_size=block_size,
@@ -107,6 +109,7 @@ class EngineRank(Rank):
         assert all(task.token_ids for task in tasks), "nothing is computed of a request"
         work = [(task, self._row(task), task.start + len(task.token_ids) + len(task.drafts)) for task in tasks]
         plan, void = [self._places(row, task.start, end) for task, row, end in work], []
+        self._use(plan)
         try:
             for number, layer in enumerate(self.layers):
                 before_layer(number)
@@ -114,6 +117,8 @@ class EngineRank(Rank):
         except TransferError:
             void.append("what was submitted reads blocks that did not arrive")
             raise
+        finally:
+            self.device.compute_stream.submit(self.using.popleft)
         for _, row, end in work:
             row.computed = end
         return work

@@ -16,11 +16,11 @@ import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
 from fastdeploy_kvcache_v1.metadata import TransferReport
 
 from .memory import UNWRITTEN, Prefix, Tags, WrongError
+from .store import RankMemory
 from .streams import VirtualDevice
 
 LAYERS = 2
@@ -55,7 +55,7 @@ class Rank:
 
     def __init__(
         self, number: int, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
-        tell: Callable[[int, TransferReport], None], storage: RankStorage | None = None, draft_tokens: int = 0,
+        tell: Callable[[int, TransferReport], None], storage: RankMemory | None = None, draft_tokens: int = 0,
         clock: Callable[[], float] = float,
     ) -> None:  # fmt: skip
         self.number, self.device, self.tags = number, device, tags
@@ -70,6 +70,10 @@ class Rank:
             clock=clock,
             keep_host_memory=True,
         )
+        self.using: deque[tuple[set[int], set[int]]] = deque()
+        """Slots that are read, and written, by passes that have not ended."""
+        if storage is not None:
+            storage.rank = self
         self.layers: list[Any] = []
         self.make_tensors()
 
@@ -88,12 +92,23 @@ class Rank:
         counter = self.cache.begin_forward(layer_by_layer=not is_graph)
         plan = [self._places(row, start, end) for row, start, end in work]
         stream = self.device.compute_stream
+        self._use(plan)
         for layer in range(LAYERS if work else 0):
             if counter is not None:
                 counter.wait_for_layer(layer)
             stream.submit(self._attend, self.layers[layer], layer, plan)
+        stream.submit(self.using.popleft)
         stream.submit(finished)
         self.cache.end_forward(is_idle=not work)
+
+    def _use(self, plan: Sequence[tuple[Row, Any, Any, int]]) -> None:
+        """Until the device gets to `using.popleft`."""
+        read, written, size = set[int](), set[int](), self.block_size
+        for row, places, _, start in plan:
+            end = -(-len(places) // size)
+            read.update(row.table[:end])
+            written.update(row.table[start // size : end])
+        self.using.append((read, written))
 
     def _places(self, row: Row, start: int, end: int) -> tuple[Row, Any, Any, int]:
         positions = np.arange(end)

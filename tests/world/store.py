@@ -43,6 +43,7 @@ class RankMemory(RankStorage):
     def __init__(self, *, on_device: bool) -> None:
         self.uses_device_tier = on_device
         self._controller: Any = None
+        self.rank: Any = None
 
     def use(self, controller: Any) -> None:
         self._controller = controller
@@ -105,6 +106,10 @@ class Store:
             self.namespace = command.namespace.digest
         else:
             self.kinds[self._kind(command)].append((self.namespace, command))
+            self._begin(command)
+
+    def _begin(self, command: Any) -> None:
+        """Its slots may be read or filled from now on."""
 
     def _kind(self, command: Any) -> int:
         assert isinstance(command, LoadBlocks | StoreBlocks)
@@ -165,16 +170,12 @@ class Store:
 
     def _fill(self, slots: Sequence[int], values: Sequence[Value]) -> None:
         """All `slots`, with garbage where there is no value."""
-        self._check_unused(slots)
         self._spoil(slots)
         for slot, value in zip(slots, values, strict=False):
             for memory, part in zip(self._memories, value, strict=True):
                 memory.fill(slot, part)
         for memory in self._memories:
             memory.refilled(slots[: len(values)])
-
-    def _check_unused(self, slots: Sequence[int]) -> None:
-        """No copy or pass may use what is filled."""
 
     def _keep(self, name: Hashable, slot: int) -> bool:
         """Whether it was not there before."""
@@ -252,6 +253,15 @@ class TokenStore(Store):
         if isinstance(command, ReadStorageTask):
             return 1
         return 2 if command.flush_cache_exists is None else 3
+
+    def _begin(self, command: Any) -> None:
+        if isinstance(command, MatchTask):
+            return
+        for memory in self._memories:
+            for read, written in memory.rank.using:
+                used = read if isinstance(command, ReadStorageTask) else written
+                if not used.isdisjoint(self._slots(command)):
+                    raise WrongError(f"a pass still runs in slots that {command} is about")
 
     def _answer_question(self, fails: bool, _: bool, __: float, space: str, *task: Any) -> list[Any]:
         if fails:
