@@ -19,9 +19,10 @@ from types import ModuleType
 from typing import Any
 
 import fake_gpu
-from mutations import MUTATIONS, Mutation
+from changes import Change, read
 
 PACKAGE = "fastdeploy_kvcache_v1"
+FORGOTTEN = read(Path(__file__).with_name("forgotten_waits.txt"))
 SEEDS, STEPS = range(1, 16), 150
 LIMIT_S = 100
 """A change that loops is noticed, too."""
@@ -30,17 +31,12 @@ NOTICED, SURVIVED, INVALID = 0, 10, 11
 
 
 class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module with another text. Raises `LookupError` when the mutation's text is not in it, once."""
+    """Imports one module with another text. Raises `LookupError` as the change does."""
 
-    def __init__(self, mutation: Mutation) -> None:
-        self.name = f"{PACKAGE}.{mutation.module}"
-        self.path = fake_gpu.ROOT / (self.name.replace(".", "/") + ".py")
-        source = self.path.read_text(encoding="utf-8")
-        for was, now in mutation.changes:
-            if source.count(was) != 1:
-                raise LookupError(f"{self.name} has {source.count(was)} times, not once: {was!r}")
-            source = source.replace(was, now)
-        self.source = source
+    def __init__(self, change: Change) -> None:
+        self.path = fake_gpu.ROOT / PACKAGE / change.file
+        self.name = f"{PACKAGE}/{change.file}".removesuffix(".py").replace("/", ".")
+        self.source = change.applied_to(self.path.read_text(encoding="utf-8"))
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
@@ -49,11 +45,11 @@ class _Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.source, str(self.path), "exec"), vars(module))
 
 
-def try_seeds(directory: Path, mutation: Mutation | None) -> tuple[int, str]:
+def try_seeds(directory: Path, change: Change | None) -> tuple[int, str]:
     """How it ended, and what noticed it."""
-    if mutation is not None:
+    if change is not None:
         try:
-            sys.meta_path.insert(0, _Changed(mutation))
+            sys.meta_path.insert(0, _Changed(change))
         except LookupError as error:
             return INVALID, str(error)
     for seed in SEEDS:
@@ -66,14 +62,14 @@ def try_seeds(directory: Path, mutation: Mutation | None) -> tuple[int, str]:
     return SURVIVED, ""
 
 
-def outcome(directory: Path, mutation: Mutation | None) -> tuple[int, str]:
+def outcome(directory: Path, change: Change | None) -> tuple[int, str]:
     """`try_seeds` in a child."""
     readable, writable = os.pipe()
     child = os.fork()
     if child == 0:
         signal.alarm(LIMIT_S)
         logging.disable()
-        code, text = try_seeds(directory, mutation)
+        code, text = try_seeds(directory, change)
         os.write(writable, text.encode()[:4000])
         os._exit(code)
     os.close(writable)
@@ -92,11 +88,11 @@ def main(directory: Path, names: Sequence[str]) -> int:
         return 1
     words = {NOTICED: "noticed ", SURVIVED: "SURVIVED", INVALID: "INVALID "}
     bad = 0
-    for mutation in MUTATIONS:
-        if not names or mutation.name in names:
-            code, text = outcome(directory, mutation)
+    for change in FORGOTTEN:
+        if not names or change.name in names:
+            code, text = outcome(directory, change)
             bad += code != NOTICED
-            print(f"{words.get(code, 'INVALID ')} {mutation.name}: {text}", flush=True)
+            print(f"{words.get(code, 'INVALID ')} {change.name}: {text}", flush=True)
     return 1 if bad else 0
 
 

@@ -1,6 +1,6 @@
 """Is a mistake in the C++ of GPU copies noticed? Changes it in one place, builds it, and runs what needs no GPU.
 
-`scripts/mutate-native [NAME ...]`; without names all of `native_mutations.py`, and once none. First the test programs
+`scripts/mutate-native [NAME ...]`; without names all of `native_mistakes.txt`, and once none. First the test programs
 of `custom_ops/tests` over the fake driver; a change that they pass goes to the checks of `tests/gpu/copy_checks.py`
 over the asynchronous one, each way to copy, then to those between two processes. Exit status 1 when a change is not
 noticed.
@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.gpu import fake_gpu
-from tests.mutation.native_mutations import NATIVE_MUTATIONS, NativeMutation
+from tests.gpu.changes import Change, read
 from tests.worker.ops.native import ROOT, build, compile_program
 
+MISTAKES = read(Path(__file__).with_name("native_mistakes.txt"))
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-pthread", "-w", f'-DKVSWAP_SOURCES="{build.source_digest()}"']
 PROGRAMS = ("cuda_test", "paths_test", "ranges_test")
 RUN_SECONDS = 100
@@ -65,9 +66,9 @@ class Workshop:
         names = [f"{source.parent.name}-{source.stem}.o" for source in self.sources]
         return [known.get(name, self.objects / name) for name in names]
 
-    def noticed_by(self, mutation: NativeMutation | None) -> str:
-        """What noticed the change; empty for nothing. Raises `LookupError` when the mutation's text is gone."""
-        changed = [] if mutation is None else self._changed(mutation)
+    def noticed_by(self, mistake: Change | None) -> str:
+        """What noticed the change; empty for nothing. Raises `LookupError` when the text is gone."""
+        changed = [] if mistake is None else self._changed(mistake)
         objects = self._objects(changed)
         for name in PROGRAMS:
             program = self._link(self.objects / name, [*objects, self.objects / f"tests-{name}.o"])
@@ -79,13 +80,13 @@ class Workshop:
         environment = {"LD_LIBRARY_PATH": str(self.asynchronous), "PYTHONPATH": ":".join(map(str, paths))}
         return "" if self._passes([sys.executable, "-c", CHECKS], **environment) else "copy_checks"
 
-    def _changed(self, mutation: NativeMutation) -> list[Path]:
-        path = self.tree / "cuda" / mutation.file
+    def _changed(self, mistake: Change) -> list[Path]:
+        path = self.tree / "cuda" / mistake.file
         original = path.read_text(encoding="utf-8")
-        path.write_text(mutation.applied_to(original), encoding="utf-8")
+        path.write_text(mistake.applied_to(original), encoding="utf-8")
         made = []
         try:
-            for name in mutation.compiled:
+            for name in (mistake.file,) if mistake.file.endswith(".cc") else ("runs.cc", "costs.cc"):
                 output = self.objects / "changed" / f"cuda-{Path(name).stem}.o"
                 output.parent.mkdir(exist_ok=True)
                 self._compile(self.tree / "cuda" / name, output)
@@ -110,19 +111,19 @@ class Workshop:
 
 
 def main(names: Sequence[str]) -> int:
-    unknown = set(names) - {mutation.name for mutation in NATIVE_MUTATIONS}
+    unknown = set(names) - {mistake.name for mistake in MISTAKES}
     if unknown:
-        raise SystemExit(f"error: there is no mutation {', '.join(sorted(unknown))}: see native_mutations.py")
+        raise SystemExit(f"error: there is no mistake {', '.join(sorted(unknown))}: see native_mistakes.txt")
     survived = 0
     with tempfile.TemporaryDirectory() as directory:
         workshop = Workshop(Path(directory))
         if not names and (noticed := workshop.noticed_by(None)):
             raise SystemExit(f"error: without any change {noticed} fails: run scripts/test first")
-        for mutation in NATIVE_MUTATIONS:
-            if not names or mutation.name in names:
-                noticed = workshop.noticed_by(mutation)
+        for mistake in MISTAKES:
+            if not names or mistake.name in names:
+                noticed = workshop.noticed_by(mistake)
                 survived += not noticed
-                print(f"noticed  {mutation.name}: {noticed}" if noticed else f"SURVIVED {mutation.name}", flush=True)
+                print(f"noticed  {mistake.name}: {noticed}" if noticed else f"SURVIVED {mistake.name}", flush=True)
     return 1 if survived else 0
 
 
