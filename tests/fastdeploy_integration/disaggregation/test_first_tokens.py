@@ -15,6 +15,9 @@ from .decode_caches import decode_cache
 from .fake_requests import BLOCK, END, Output, engine, first_token, request
 
 
+DROP = "decode_drop", ["r"]
+
+
 class Server:
     """A decode engine, its adapter and the queue of what prefill servers send."""
 
@@ -44,8 +47,11 @@ class Server:
     def report(self, made, error=None):
         self.news.append(RankNews(0, TransferNews(fetches=(FetchResult(name_of(made), 1, 1.0, (), error),))))
 
-    def loop(self):
-        """One round of FastDeploy's thread. Returns the ids whose first token it gets, and other items."""
+    def loop(self, *outputs, items=()):
+        """One round of FastDeploy's thread, which finds `outputs` and other items. Returns the ids whose first token it
+        gets, and other items.
+        """
+        self.queue += [*([("decode", list(outputs))] if outputs else ()), *items]
         if self.tokens.is_empty(lambda: not self.queue):
             return []
         queue, self.queue = self.queue, []
@@ -63,17 +69,12 @@ class Server:
         assert self.engine.resource_manager.requests == {}
 
 
-def decode_item(*outputs):
-    return ("decode", list(outputs))
-
-
 def test_a_first_token_waits_for_its_blocks_and_others_pass_it():
     server = Server("slow", "fast")
     slow, fast = server.preallocate("slow"), server.preallocate("fast")
-    new = ("decode", [request("new")])
-    server.queue += [decode_item(first_token(slow), first_token(fast)), new, ("decode_drop", ["x"])]
+    others = [("decode", [request("new")]), DROP]
     server.report(fast)
-    assert server.loop() == [["new"], ("decode_drop", ["x"]), ["fast"]]
+    assert server.loop(first_token(slow), first_token(fast), items=others) == [["new"], DROP, ["fast"]]
     assert server.loop() == []
     server.report(slow)
     assert server.loop() == [["slow"]]
@@ -83,15 +84,13 @@ def test_a_first_token_waits_for_its_blocks_and_others_pass_it():
 def test_a_request_whose_client_has_not_come_yet_waits_for_it_and_not_for_ever():
     server = Server()
     made = server.preallocate()
-    server.queue.append(decode_item(first_token(made)))
     server.report(made)
-    assert server.loop() == []
+    assert server.loop(first_token(made)) == []
     server.engine.scheduler.known.add("r")
     assert server.loop() == [["r"]]
     other = server.preallocate("other")
-    server.queue.append(decode_item(first_token(other)))
     server.report(other)
-    assert server.loop() == []
+    assert server.loop(first_token(other)) == []
     server.now = 20.0
     assert server.loop() == []
     assert server.answers == [("other", FAILED, True)]
@@ -105,7 +104,7 @@ def test_a_request_that_cannot_run_is_answered_and_leaves_nothing(cause):
     if cause == "fetch failed":
         server.report(made, "the peer died")
     elif cause == "prefill failed":
-        server.queue.append(decode_item(first_token(made, code=501, message="no")))
+        server.loop(first_token(made, code=501, message="no"))
     else:
         manager.waiting_abort_req_id_set |= {"r", "of a request that is not here"}
     server.loop()
@@ -120,17 +119,15 @@ def test_a_request_that_cannot_run_is_answered_and_leaves_nothing(cause):
         server.report(made, "cancelled")
         server.loop()
     server.check_empty()
-    server.queue.append(decode_item(first_token(made)))
-    assert server.loop() == []
+    assert server.loop(first_token(made)) == []
     assert len(server.answers) == 1
 
 
 def test_a_request_that_is_complete_with_its_first_token_does_not_run():
     server = Server("r")
     made = server.preallocate()
-    server.queue.append(decode_item(first_token(made, END)))
     server.report(made)
-    assert server.loop() == []
+    assert server.loop(first_token(made, END)) == []
     assert server.answers == [("r", 200, True)]
     server.check_empty()
 
@@ -138,19 +135,18 @@ def test_a_request_that_is_complete_with_its_first_token_does_not_run():
 def test_a_refusal_reaches_the_client_of_a_request_that_never_got_blocks():
     server = Server("r", "running")
     server.engine.resource_manager.requests["running"] = request("running")
-    server.queue.append(decode_item(first_token(request("r"), code=502, message="full")))
-    server.queue.append(decode_item(first_token(request("running"), code=502, message="late")))
-    server.queue.append(decode_item(first_token(request("unknown"), code=502, message="full")))
-    assert server.loop() == []
+    asked = [request(name) for name in ("r", "running", "unknown")]
+    assert server.loop(*(first_token(each, code=502, message="full") for each in asked)) == []
     assert server.answers == [("r", 502, True)]
 
 
 @pytest.mark.parametrize("told", ["refusal", "drop"])
 def test_a_refusal_waits_for_the_request_which_the_router_sends_to_both(told):
     server = Server()
-    refusal = decode_item(first_token(request("r"), code=499, message="paused"))
-    server.queue.append(refusal if told == "refusal" else ("decode_drop", ["r"]))
-    server.loop()
+    if told == "refusal":
+        server.loop(first_token(request("r"), code=499, message="paused"))
+    else:
+        server.loop(items=[DROP])
     assert server.answers == []
     server.now = REFUSAL_S - 1
     server.engine.scheduler.known.add("r")
@@ -164,8 +160,7 @@ def test_a_refusal_waits_for_the_request_which_the_router_sends_to_both(told):
 
 def test_a_refusal_of_a_request_that_does_not_come_is_forgotten():
     server = Server()
-    server.queue.append(("decode_drop", ["r"]))
-    server.loop()
+    server.loop(items=[DROP])
     server.now = REFUSAL_S
     server.loop()
     server.engine.scheduler.known.add("r")
@@ -175,8 +170,7 @@ def test_a_refusal_of_a_request_that_does_not_come_is_forgotten():
 
 def test_fastdeploy_alone_answers_a_dropped_request_that_is_here():
     server = Server("r")
-    server.queue.append(("decode_drop", ["r"]))
-    assert server.loop() == [("decode_drop", ["r"])]
+    assert server.loop(items=[DROP]) == [DROP]
     server.loop()
     assert server.answers == []
 
@@ -189,8 +183,7 @@ def test_a_late_error_of_a_request_does_not_end_the_next_one_of_its_id():
     server.loop()
     assert server.answers == [("r", FAILED, True)]
     server.engine.scheduler.known.add("r")
-    server.queue.append(decode_item(first_token(made, code=501, message="prefill failed")))
-    server.loop()
+    server.loop(first_token(made, code=501, message="prefill failed"))
     server.loop()
     assert len(server.answers) == 1
 

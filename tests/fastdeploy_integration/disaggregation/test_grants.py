@@ -24,12 +24,12 @@ from .fake_requests import first_token, request
 class Desk:
     """Ranks and pool of a `Grants`, at a time that tests move."""
 
-    def __init__(self, num_ranks=1):
+    def __init__(self, num_ranks=1, give_back=None):
         self.sent, self.given_back, self.absent, self.now = [], [], [], 0.0
         self.grants = Grants(
             num_ranks=num_ranks,
             send=self._send,
-            give_back=lambda slots, request_id: self.given_back.append((list(slots), request_id)),
+            give_back=give_back or (lambda *given: self.given_back.append(given)),
             fetch_s=100.0,
             token_s=20.0,
             clock=lambda: self.now,
@@ -191,55 +191,53 @@ def test_a_report_that_no_rank_owes_changes_nothing(desk):
     assert len(desk.grants) == 1
 
 
-def test_random_lives_give_every_block_back_once():
-    for seed in range(100):
-        rng, desk, free = random.Random(seed), Desk(num_ranks=2), set(range(40))
-        live, owed = {}, {}
-        taken_back = 0
+@pytest.mark.parametrize("seed", range(100))
+def test_random_lives_give_every_block_back_once(seed):
+    rng, free, live, granted, owed = random.Random(seed), set(range(40)), {}, {}, {}
 
-        def give(slots, free=free):
-            assert free.isdisjoint(slots)
-            free.update(slots)
+    def give(slots, request_id=None):
+        assert free.isdisjoint(slots)
+        free.update(slots)
 
-        for number in range(80):
-            action = rng.randrange(5)
-            if action == 0 and len(free) >= 2:
-                slots = rng.sample(sorted(free), 2)
-                free.difference_update(slots)
-                made = desk.grant(str(number), tuple(slots))
-                live[made.request_id], owed[name_of(made)] = made, {0, 1}
-            elif action == 1 and live:
-                made = live.pop(rng.choice(sorted(live)))
-                if not desk.grants.recycle(made.block_tables, made.request_id):
-                    give(made.block_tables)
-            elif action == 2 and live:
-                desk.grants.take_token(first_token(live[rng.choice(sorted(live))]))
-            elif action == 3:
-                for grant in desk.grants.take_ready(lambda each: True):
-                    assert not owed.get(grant.name), "a rank still writes"
-                    give(live.pop(grant.request.request_id).block_tables)
-            elif action == 4 and (names := [name for name, ranks in owed.items() if ranks]):
-                name = rng.choice(names)
-                rank = rng.choice(sorted(owed[name]))
-                started = any(isinstance(each, StartFetch) and each.request_id == name for each in desk.sent)
-                assert started
-                owed[name].discard(rank)
-                error = rng.choice([None, "broke"])
-                desk.grants.reported(rank, FetchResult(name, 1, 1.0, (), error))
-            for slots, _ in desk.given_back[taken_back:]:
-                give(slots)
-            taken_back = len(desk.given_back)
-            desk.grants.check()
-        for name, ranks in owed.items():
-            for rank in ranks:
-                desk.grants.reported(rank, FetchResult(name, 1, 1.0))
-        for made in live.values():
-            assert not desk.grants.recycle(made.block_tables, made.request_id)
+    desk = Desk(num_ranks=2, give_back=give)
+
+    def grant(number):
+        slots = rng.sample(sorted(free), 2)
+        free.difference_update(slots)
+        live[number] = granted[number] = desk.grant(number, tuple(slots))
+        owed[number] = {0, 1}
+
+    def recycle(number):
+        made = live.pop(number)
+        if not desk.grants.recycle(made.block_tables, number):
             give(made.block_tables)
-        for slots, _ in desk.given_back[taken_back:]:
-            give(slots)
-        desk.grants.check_idle()
-        assert free == set(range(40))
+
+    def report(number, rank, error=None):
+        owed[number].discard(rank)
+        desk.report(granted[number], error, rank)
+
+    for number in map(str, range(80)):
+        action = rng.randrange(5)
+        if action == 0 and len(free) >= 2:
+            grant(number)
+        elif action == 1 and live:
+            recycle(rng.choice(sorted(live)))
+        elif action == 2 and live:
+            desk.grants.take_token(first_token(live[rng.choice(sorted(live))]))
+        elif action == 3:
+            for ready in desk.grants.take_ready(lambda each: True):
+                assert not owed[ready.request.request_id], "a rank still writes"
+                give(live.pop(ready.request.request_id).block_tables)
+        elif left := [(number, rank) for number, ranks in owed.items() for rank in ranks]:
+            report(*rng.choice(left), rng.choice([None, "broke"]))
+        desk.grants.check()
+    for number, ranks in owed.items():
+        for rank in set(ranks):
+            report(number, rank)
+    for number in list(live):
+        recycle(number)
+    desk.grants.check_idle()
+    assert free == set(range(40))
 
 
 def test_a_router_is_told_to_try_again_what_failed_soon(desk):
