@@ -306,7 +306,7 @@ def test_without_fastdeploy(monkeypatch):
 @pytest.mark.parametrize(
     ("looks", "ends"),
     [
-        ([(0, True), (5, False), (60, False), (66, False)], [False, False, False, True]),
+        ([(0, True), (5, False), (65, False), (66, False)], [False, False, False, True]),
         ([(0, True), (5, False), (60, True), (65, False), (100, False)], [False] * 5),
         ([(0, True), (3600, False), (3605, True)], [False] * 3),  # suspended for an hour
     ],

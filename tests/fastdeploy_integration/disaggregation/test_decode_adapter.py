@@ -1,6 +1,7 @@
 """A decode server's cache: what a request finds, what is fetched for it, and when others may find that."""
 
 import threading
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -519,12 +520,21 @@ def test_a_fetch_behind_a_lost_batch_begins_with_the_next_one():
     decode.cache.check_idle()
 
 
-def test_a_request_whose_host_blocks_hold_nothing_does_not_run():
-    """The worker says so before a batch has their copies."""
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_a_request_whose_host_blocks_hold_nothing_does_not_run(monkeypatch, is_granted):
+    """The worker says so before a batch has their copies, perhaps while FastDeploy gives it its seat."""
     decode = full()
-    task = swapped_in(decode)
-    slots = tuple(range(8))
-    decode.cache.host_copies_failed([TransferResult(1, CacheLevel.DEVICE, CacheLevel.HOST, 8, 0, 0.0, slots, "x")])
+    failed = TransferResult(1, CacheLevel.DEVICE, CacheLevel.HOST, 8, 0, 0.0, tuple(range(8)), "x")
+    grant = decode.cache.grant
+    if is_granted:
+        task = swapped_in(decode)
+        decode.cache.host_copies_failed([failed])
+    else:
+        pushed_out(decode)
+        monkeypatch.setattr(
+            decode.cache, "grant", lambda request: decode.cache.host_copies_failed([failed]) or grant(request)
+        )
+        task = decode.granted("c", [*PREFIX, 6])
     decode.batch(decode.carrier())
     decode.arrive(task)
     assert not decode.take_ready(task)
@@ -569,12 +579,12 @@ def test_news_of_a_fetch_that_no_rank_owes_does_not_hide_the_next(decode, caplog
     assert len(caplog.messages) == 1
 
 
-@pytest.mark.parametrize("part", ["manager", "grants", "_lent"])
+@pytest.mark.parametrize("part", ["manager", "grants", "grants.ledger", "_lent"])
 def test_a_check_looks_at_every_part(decode, monkeypatch, part):
     def found(*_):
         raise InvariantError("injected")
 
-    monkeypatch.setattr(getattr(decode.cache, part), "check", found)
+    monkeypatch.setattr(attrgetter(part)(decode.cache), "check", found)
     for check in (decode.cache.check, decode.cache.check_idle):
         with pytest.raises(InvariantError, match="injected"):
             check()

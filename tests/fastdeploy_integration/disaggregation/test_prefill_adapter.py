@@ -19,10 +19,10 @@ def match(cache, task):
 
 def preallocate(cache, task, spare=1):
     """As both releases do: match, all blocks of the prompt and some more. 2.6 then says that all of it is computed."""
-    table, num_tokens, _ = cache.request_match_blocks(task, BLOCK)
-    count = -(-len(task.prompt_token_ids) // BLOCK) + spare - len(table)
-    task.block_tables = [*table, *cache.allocate_gpu_blocks(count, task.request_id)]
-    task.num_computed_tokens = num_tokens
+    match(cache, task)
+    assert (task.block_tables, task.num_computed_tokens) == ([], 0), "nothing is found before its batch"
+    count = -(-len(task.prompt_token_ids) // BLOCK) + spare
+    task.block_tables = cache.allocate_gpu_blocks(count, task.request_id)
     cache.update_cache_blocks(task, BLOCK, len(task.prompt_token_ids))
     cache.check()
 
@@ -264,6 +264,9 @@ def test_a_preempted_request_waits_for_room_for_all_of_it():
     preallocate(cache, other, spare=0)
     assert cache.can_allocate_gpu_blocks(4), "enough for a first chunk"
     assert not cache.may_match(preempted)
+    fresh = FakeTask("f", [3] * 20)
+    fresh.idx = None
+    assert cache.may_match(fresh), "one without a seat is given blocks first"
     end(cache, other)
     assert cache.may_match(preempted)
     match(cache, preempted)

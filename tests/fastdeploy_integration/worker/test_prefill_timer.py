@@ -116,7 +116,10 @@ def test_a_pass_that_failed_says_nothing(timed):
 def test_what_is_forgotten_is_never_told(timed):
     run_pass(timed, chunk(0, 0, 100))
     timed.timer.received([chunk(1, 0, 100)])
+    timed.timer.begin(timed.stream, waits_inside=False)
+    timed.timer.received([chunk(2, 0, 100)])
     timed.timer.forget()
+    timed.timer.end(timed.stream)
     run_pass(timed)
-    timed.stream.reach(1.0, 2.0)
+    timed.stream.reach(1.0, 2.0, 3.0, 4.0)
     assert timed.timer.take() == ()
