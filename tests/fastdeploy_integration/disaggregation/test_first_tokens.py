@@ -14,7 +14,6 @@ from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask
 from .decode_caches import decode_cache
 from .fake_requests import BLOCK, END, Output, engine, first_token, request
 
-
 DROP = "decode_drop", ["r"]
 
 
