@@ -1,14 +1,17 @@
-"""The slot table against a model that forgets nothing, and the few rules stated by hand."""
+"""The slot table: its rules stated by hand, and every answer against the same rules slot by slot."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, HazardTable, _Use
 from fastdeploy_kvcache_v1.worker.runtime import Event
+from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
+from tests.night import worth_it
+from tests.worker.slot_by_slot import SlotBySlot
 
 IN, OUT, COMPUTE, REMOTE = Actor
 
@@ -34,61 +37,6 @@ class FakeEvent(Event):
         return 0.0
 
 
-class Use:
-    def __init__(self, actor, reads, writes, dependencies, previous):
-        self.actor, self.reads, self.writes = actor, frozenset(reads) - frozenset(writes), frozenset(writes)
-        self.event = FakeEvent()
-        # What this use really comes after: what it waited for, its stream's last use, and all they came after.
-        self.after: set[Use] = set()
-        for use in [*dependencies, *previous]:
-            self.after |= {use} | use.after
-
-    def conflicts(self, other: Use) -> bool:
-        return bool(self.writes & (other.reads | other.writes) or self.reads & other.writes)
-
-
-slots = st.frozensets(st.integers(0, 4), max_size=3)
-actions = st.lists(
-    st.one_of(
-        st.tuples(st.just("use"), st.sampled_from(list(Actor)), slots, slots),
-        st.tuples(st.just("finish"), st.integers(0, 100), st.booleans()),
-        st.tuples(st.just("prune")),
-    ),
-    max_size=40,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(actions)
-def test_every_conflicting_unfinished_use_is_waited_for(script):
-    table, history = HazardTable("device", 5), []
-    for action in script:
-        if action[0] == "use":
-            _kind, actor, reads, writes = action
-            waits = table.before(actor, reads=reads, writes=writes)
-            events = {wait.event for wait in waits}
-            assert len(events) == len(waits), "each event once"
-            waited = [use for use in history if use.event in events]
-            previous = [use for use in history if use.actor is actor and actor.is_fifo][-1:]
-            use = Use(actor, reads, writes, waited, previous)
-            for earlier in history:
-                if use.conflicts(earlier) and not earlier.event.is_done:
-                    assert earlier in use.after, "an unfinished conflicting use is not waited for"
-            assert all(use.conflicts(earlier) for earlier in waited), "a wait without a reason"
-            table.after(actor, use.event, reads=reads, writes=writes)
-            history.append(use)
-        elif action[0] == "finish":
-            # Events finish in an order that streams allow: everything a use comes after has finished.
-            ready = [use for use in history if not use.event.is_done and all(u.event.is_done for u in use.after)]
-            if ready:
-                use = ready[action[1] % len(ready)]
-                use.event.is_done = True
-                use.event.failure = ValueError("copy") if action[2] else None
-        else:
-            table.prune()
-        table.check()
-
-
 @pytest.mark.parametrize(
     ("earlier", "earlier_use", "later", "later_use", "hazard"),
     [
@@ -102,36 +50,22 @@ def test_every_conflicting_unfinished_use_is_waited_for(script):
         (IN, "writes", COMPUTE, "writes", Hazard.WRITE_AFTER_WRITE),
         (OUT, "writes", IN, "reads", Hazard.READ_AFTER_WRITE),
         (IN, "reads", OUT, "writes", Hazard.WRITE_AFTER_READ),
+        # Uses by peers, a fetch into a slot that another fetch fills or a lease reads, end in any order.
+        (REMOTE, "writes", REMOTE, "reads", Hazard.READ_AFTER_WRITE),
+        (REMOTE, "reads", REMOTE, "writes", Hazard.WRITE_AFTER_READ),
+        (REMOTE, "writes", REMOTE, "writes", Hazard.WRITE_AFTER_WRITE),
     ],
 )
 def test_the_rules(earlier, earlier_use, later, later_use, hazard):
     table, event = HazardTable("device", 4), FakeEvent()
     table.after(earlier, event, **{earlier_use: (1, 2)})
     assert table.before(later, **{later_use: (0, 3)}) == []
-    assert table.before(earlier, **{later_use: (2,)}) == [], "its own stream is in order anyway"
+    assert not earlier.is_fifo or table.before(earlier, **{later_use: (2,)}) == [], "its own stream is in order anyway"
     assert [(wait.event, wait.hazard) for wait in table.before(later, **{later_use: (2, 3)})] == [(event, hazard)]
     event.is_done = True
     assert table.before(later, **{later_use: (2,)}) == []
     table.prune()
     assert len(table) == 0
-
-
-@pytest.mark.parametrize(
-    ("earlier_use", "later_use", "hazard"),
-    [
-        ("writes", "reads", Hazard.READ_AFTER_WRITE),
-        ("reads", "writes", Hazard.WRITE_AFTER_READ),
-        ("writes", "writes", Hazard.WRITE_AFTER_WRITE),
-    ],
-)
-def test_uses_by_peers_wait_for_each_other(earlier_use, later_use, hazard):
-    """A fetch into a slot that another fetch fills or a lease reads: they end in any order."""
-    table, event = HazardTable("device", 4), FakeEvent()
-    table.after(REMOTE, event, **{earlier_use: (1, 2)})
-    assert [(wait.event, wait.hazard) for wait in table.before(REMOTE, **{later_use: (2, 3)})] == [(event, hazard)]
-    assert table.before(REMOTE, **{later_use: (0, 3)}) == []
-    event.is_done = True
-    assert table.before(REMOTE, **{later_use: (2,)}) == []
 
 
 def test_readers_do_not_wait_for_each_other_and_a_write_waits_for_all():
@@ -245,3 +179,97 @@ def test_a_write_that_failed_before_it_was_recorded_is_remembered():
     assert table.failed((3,)) == [3]
     (dependency,) = table.before(Actor.COMPUTE, reads=(3,))
     assert dependency.needs_data
+
+
+# ---- slot by slot
+
+STEPS = 250
+
+
+def slots_of(rng: random.Random, num_slots: int) -> object:
+    """None, a tuple, a set or a `SlotSet`: few slots, a range, or none."""
+    kind = rng.random()
+    if kind < 0.03:
+        return None
+    if kind < 0.2:
+        return ()
+    if kind < 0.6:
+        chosen = rng.sample(range(num_slots), rng.randint(1, min(3, num_slots)))
+    else:
+        first = rng.randrange(num_slots)
+        chosen = list(range(first, min(num_slots, first + rng.randint(1, 20))))
+    return rng.choice([tuple, frozenset, SlotSet.of])(chosen)
+
+
+@pytest.mark.parametrize("num_slots", [1, 6, 70])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_answer_is_that_of_the_rules_slot_by_slot(seed, num_slots):
+    rng = random.Random(f"{seed} {num_slots}")
+    table, model = HazardTable("device", num_slots), SlotBySlot(num_slots)
+    streams: dict[Actor, list[FakeEvent]] = {actor: [] for actor in Actor}
+    waits_seen = failures_seen = 0
+    for _ in range(STEPS):
+        what, actor = rng.random(), rng.choice(list(Actor))
+        reads, writes = slots_of(rng, num_slots), slots_of(rng, num_slots)
+        if what < 0.5:
+            waits = table.before(actor, reads=reads, writes=writes)
+            assert {wait.event: wait.needs_data for wait in waits} == model.before(actor, reads, writes)
+            assert all(wait.later is actor for wait in waits)
+            assert not actor.is_fifo or all(wait.earlier is not actor for wait in waits)
+            event = FakeEvent()
+            if rng.random() < 0.1:  # it is over before it is recorded: everything it waited for and came after is, too
+                for done in streams[actor] + [wait.event for wait in waits]:
+                    done.is_done = True
+                event.is_done, event.failure = True, rng.choice([None, OSError("gone")])
+            table.after(actor, event, reads=reads, writes=writes)
+            model.after(actor, event, reads, writes)
+            streams[actor].append(event)
+            waits_seen += bool(waits)
+        elif what < 0.8:
+            running = [event for event in streams[actor] if not event.is_done]
+            if not actor.is_fifo:
+                rng.shuffle(running)
+            for event in running[: rng.randint(0, 2)]:
+                event.is_done, event.failure = True, rng.choice([None, None, ValueError("copy")])
+        elif what < 0.87 and any(not event.is_done for event in streams[actor]):  # what runs can be given up
+            event = rng.choice([event for event in streams[actor] if not event.is_done])
+            table.fail(writes or (), event)
+            model.fail(writes or (), event)
+        elif what < 0.94:
+            table.refilled(writes or ())
+            model.refilled(writes or ())
+        else:
+            table.prune()
+        assert table.failed(range(num_slots)) == model.failed()
+        failures_seen += bool(model.failed())
+        table.check()
+    worth_it(min(waits_seen, failures_seen) > 5)
+
+
+class CountedEvent(FakeEvent):
+    questions = 0
+
+    def done(self) -> bool:
+        CountedEvent.questions += 1
+        return super().done()
+
+
+def test_an_event_is_asked_once_per_call_however_many_slots_it_has():
+    table = HazardTable("device", 20_000)
+    for number in range(4):
+        table.after(Actor.OUTPUT, CountedEvent(), reads=range(number * 2000, number * 2000 + 2000))
+    CountedEvent.questions = 0
+    assert len(table.before(Actor.COMPUTE, writes=range(8000))) == 4
+    assert CountedEvent.questions == 4
+    CountedEvent.questions = 0
+    table.after(Actor.COMPUTE, CountedEvent(), writes=range(100, 4000))
+    assert CountedEvent.questions <= 2, "a stream whose first use is not done is asked no further"
+    assert table.num_uses == 4, "the first readers of overwritten slots keep only what is left to them"
+
+
+def test_what_a_stream_reads_again_and_again_is_one_use():
+    table = HazardTable("device", 1000)
+    for _ in range(50):
+        table.after(Actor.COMPUTE, FakeEvent(), reads=range(500), writes=(999,))
+        table.check()
+    assert table.num_uses == 1

@@ -92,6 +92,12 @@ class PythonDriver:
             pass
         assert not any(self.queues.values()), "streams wait for each other for ever"
 
+    def owns(self, address: int, nbytes: int) -> bool:
+        """Whether that is memory of the device."""
+        return any(
+            start <= address <= address + nbytes <= start + made.size - 256 for start, made in self.memory.items()
+        )
+
     def _copy(self, stream: int, rows: list[tuple[int, int]], width: int) -> None:
         def body() -> None:
             self.now += self.copy_ns(len(rows), width)

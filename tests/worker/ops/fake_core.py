@@ -67,6 +67,9 @@ class FakeCore:
         self, targets: LayerRows, sources: LayerRows, runs: CopyRuns, stream: int, path: Path = Path.AUTO
     ) -> None:
         assert not (path is Path.STAGED and targets.on_gpu), "it gathers on the device"
+        for rows in (*targets, *sources):
+            is_of_a_trial = rows.on_gpu and rows.row_bytes == landing.ROW_BYTES
+            assert not is_of_a_trial or self.gpu.owns(rows.address, rows.num_rows * rows.pitch)
         name = path.name.lower()
         fault = self.faults.get(name, 0)
         if isinstance(fault, BaseException):

@@ -14,7 +14,16 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import library, paddle_ops
-from tests.worker.ops.native import CUSTOM_OPS, ROOT, build, compiler, cuda_compiler, require_core, run_python
+from tests.worker.ops.native import (
+    CUSTOM_OPS,
+    ROOT,
+    build,
+    compile_program,
+    compiler,
+    cuda_compiler,
+    require_core,
+    run_python,
+)
 
 BUILD_AGAIN = "build again: python custom_ops/build.py"
 
@@ -139,6 +148,30 @@ def test_unknown_architectures_are_left_out(tmp_path):
     assert build.supported_archs(nvcc, "90,12345") == ["90"]
     with pytest.raises(build.BuildError, match="supports none of the architectures 12345"):
         build.supported_archs(nvcc, "12345")
+
+
+@pytest.mark.process
+def test_a_kernel_of_another_build_is_left_alone(tmp_path):
+    """Its arguments may look different, and a GPU would read past them."""
+    require_core()
+    compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], tmp_path / "libcuda.so.1", "-fPIC", "-shared")
+    header, launch = f'#include "{CUSTOM_OPS}/cuda/kernel.h"', 'extern "C" int kvswap_kernel_launch() { return 0; }'
+    abi = 'extern "C" int kvswap_kernel_abi() { return kvswap::cuda::kKernelAbi %s; }'
+    seen = []
+    for number, lines in enumerate(([launch], [launch, abi % "+ 1"], [launch, abi % ""])):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        source = directory / "kernel.cc"
+        source.write_text("\n".join([header, *lines, ""]))
+        compile_program([source], directory / "_core_cuda.so", "-fPIC", "-shared")
+        core = Path(shutil.copy(ops.COMPILED.library.path, directory))
+        look = f"from pathlib import Path; print(Library(Path('{core}')).raw.kvswap_cuda_has_path(5))"
+        done = run_python(
+            f"from fastdeploy_kvcache_v1.worker.ops.library import Library; {look}", LD_LIBRARY_PATH=str(tmp_path)
+        )
+        assert done.returncode == 0, done.stderr
+        seen.append(done.stdout.strip())
+    assert seen == ["0", "0", "1"]
 
 
 def test_the_paddle_operators_are_there_where_paddle_is():

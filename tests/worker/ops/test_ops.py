@@ -1,11 +1,9 @@
-"""The copy ops: planning runs, the NumPy twin against plain loops, and the table of implementations."""
+"""The copy ops: planning runs, what the two sides of a copy must have, and the table of implementations."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.slot_array import SlotArray
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns, Implementation, plan_runs, tensor_rows
+from tests.worker.ops.copies import rows_of
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
 
@@ -26,11 +25,6 @@ copies = st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, max_size=NUM_SLOTS
         st.lists(st.integers(0, NUM_SLOTS - 1), min_size=len(targets), max_size=len(targets)), st.just(targets)
     )
 )
-
-
-def rows_of(array: np.ndarray) -> BlockRows:
-    """Rows of a `[rows, bytes]` view, dense or not."""
-    return BlockRows(array.ctypes.data, array.shape[0], array.shape[1], array.strides[0], owner=array)
 
 
 def test_neighbours_become_one_run():
@@ -81,43 +75,41 @@ def test_bad_slots_are_refused(sources, targets, message, kind):
         plan_runs(kind(sources), kind(targets), num_sources=8, num_targets=9)
 
 
-@given(copies, st.booleans())
-def test_the_twin_moves_what_a_plain_loop_moves(copy, to_host):
-    sources, targets = copy
-    rng = np.random.default_rng(len(sources))
-    dense = rng.integers(0, 256, (2, 2, NUM_SLOTS, 24), dtype=np.uint8)  # [layer][role][slot][bytes]
-    strided = rng.integers(0, 256, (NUM_SLOTS, 2, 2, 24), dtype=np.uint8)  # [slot][layer][role][bytes]
-    of, to = (dense, strided) if to_host else (strided, dense)
-    expected = to.copy()
-    for source, target in zip(sources, targets, strict=True):
-        for layer, role in np.ndindex(2, 2):
-            if to_host:
-                expected[target, layer, role] = dense[layer, role, source]
-            else:
-                expected[layer, role, target] = strided[source, layer, role]
-    dense_rows = [tuple(rows_of(dense[layer, role]) for role in range(2)) for layer in range(2)]
-    strided_rows = [tuple(rows_of(strided[:, layer, role]) for role in range(2)) for layer in range(2)]
-    runs = plan_runs(sources, targets, num_sources=NUM_SLOTS, num_targets=NUM_SLOTS)
-    if to_host:
-        ops.swap_cache_all_layers(strided_rows, dense_rows, runs)
-    else:
-        for layer in range(2):
-            ops.swap_cache_per_layer(dense_rows[layer], strided_rows[layer], runs)
-    assert (to == expected).all()
-    assert of is not to
-
-
 def test_sides_that_do_not_fit_are_refused_before_a_byte_moves():
     small, big = np.zeros((4, 8), np.uint8), np.ones((4, 16), np.uint8)
-    with pytest.raises(CacheStateError, match="same size"):
-        ops.swap_cache_per_layer((rows_of(small),), (rows_of(big),), [CopyRun(0, 0, 1)])
-    with pytest.raises(CacheStateError, match="same layers"):
-        ops.swap_cache_all_layers([(rows_of(small),)], [], [CopyRun(0, 0, 1)])
-    source = np.ones((5, 8), np.uint8)
-    for run in (CopyRun(4, 0, 2), CopyRun(0, 3, 2), CopyRun(-1, 0, 1)):
-        with pytest.raises(CacheStateError, match="a swap"):
-            ops.swap_cache_per_layer((rows_of(small),), (rows_of(source),), [CopyRun(0, 0, 1), run])
+    host, source = rows_of(small), rows_of(np.ones((5, 8), np.uint8))
+    on_gpu = dataclasses.replace(host, on_gpu=True)
+    refused = [
+        # targets, sources, message
+        ([host], [rows_of(big)], "same roles of the same size"),
+        ([], [], "same roles of the same size"),
+        ([on_gpu], [on_gpu], "not between two places on the GPU"),
+        ([host], [on_gpu, host], "same roles of the same size"),
+        ([host, host], [on_gpu, host], "must be in one kind of memory"),
+    ]
+    for targets, sources, message in refused:
+        with pytest.raises(CacheStateError, match=message):
+            ops.swap_cache_per_layer(targets, sources, [CopyRun(0, 0, 1)])
+    for targets, sources in (([[host]], []), ([], [])):
+        with pytest.raises(CacheStateError, match=rf"same layers on both sides, got 0 and {len(targets)}"):
+            ops.swap_cache_all_layers(targets, sources, [CopyRun(0, 0, 1)])
+    outside = {"reads row 5 of 5": (4, 0, 2), "writes row 4 of 4": (0, 3, 2), "a negative row: -1": (-1, 0, 1)}
+    for message, run in outside.items():
+        for copy, targets, sources in (
+            (ops.swap_cache_per_layer, [host], [source]),
+            (ops.swap_cache_all_layers, [[host]], [[source]]),
+        ):
+            with pytest.raises(CacheStateError, match=f"a swap .*{message}"):
+                copy(targets, sources, [CopyRun(0, 0, 1), CopyRun(*run)])
     assert not small.any()
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "row_bytes", "pitch", "address"), [(0, 1, 1, 1), (1, 0, 1, 1), (1, 2, 1, 1), (1, 1, 1, 0)]
+)
+def test_rows_need_memory(num_rows, row_bytes, pitch, address):
+    with pytest.raises(CacheStateError, match="block rows need memory and a pitch of at least one row"):
+        BlockRows(address, num_rows, row_bytes, pitch)
 
 
 def test_rows_are_a_view_of_the_tensor():
@@ -131,8 +123,6 @@ def test_rows_are_a_view_of_the_tensor():
         tensor_rows(array[:, :1], num_rows=3, row_bytes=8)
     with pytest.raises(ConfigError, match="its layout needs 4 blocks"):
         tensor_rows(array, num_rows=4, row_bytes=16)
-    with pytest.raises(CacheStateError):
-        BlockRows(array.ctypes.data, 3, 16, 8)
 
 
 def test_the_table_names_what_runs(cpu_ops):
@@ -190,22 +180,3 @@ def test_host_memory_is_zeroed_aligned_and_given_back_once():
         ops.host_alloc(0)
     with pytest.raises(MemoryError):
         ops.host_alloc(1 << 60)
-
-
-@pytest.mark.process
-def test_numpy_copies_are_the_word_of_a_started_server_not_of_an_import():
-    """A notice in front of an error of start-up would hide it."""
-    code = (
-        "import logging, sys; logging.basicConfig(); from fastdeploy_kvcache_v1.worker import ops;"
-        "print('imported', file=sys.stderr); ops.warn_of_slow_copies()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "FASTDEPLOY_KVCACHE_OPS": "numpy"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    first, second = done.stderr.splitlines()
-    assert first == "imported"
-    assert "no compiled copy ops, NumPy copies instead: FASTDEPLOY_KVCACHE_OPS says so" in second

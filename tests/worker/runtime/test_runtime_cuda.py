@@ -17,11 +17,9 @@ from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.ops import host_alloc, host_free
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda, placement
 from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
-from fastdeploy_kvcache_v1.worker.runtime.cuda import CudaStream
 from fastdeploy_kvcache_v1.worker.runtime.placement import node_of_pci_device
 from tests.gpu.stand_in.in_process import COMPUTE, OUT_OF_MEMORY
 from tests.gpu.tensor import Tensor
-from tests.worker.data_path import DEVICE_SLOTS, HOST_SLOTS, DataPath
 from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
 
 
@@ -101,37 +99,6 @@ def test_neighbours_are_one_copy(gpu, rig):
     assert stream != 0, "never the legacy NULL stream"
     gpu.run_all()
     rig.close()
-
-
-def random_path(gpu, seed, *, unknown_slots):
-    gpu.random.seed(seed)
-    runtime = CudaRuntime(compute_handle=COMPUTE)
-    rig = Rig(runtime, device=DEVICE_SLOTS, host=HOST_SLOTS, backend=GpuBackend())
-
-    def launch(fn, *args):
-        runtime.compute_stream.submit(gpu.launch, COMPUTE, fn, *args)
-
-    return DataPath(seed, rig, launch, unknown_slots=unknown_slots)
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_random_steps_read_right_whatever_stream_runs_first(gpu, seed):
-    path = random_path(gpu, seed, unknown_slots=True)
-    results = [result for number in range(1, 1201) for result in path.step_and_look(number)]
-    path.settle()
-    assert path.faults == []
-    assert len(results) > 800
-    assert all(result.ok for result in results)
-    path.rig.close()
-
-
-def test_a_runtime_that_forgets_stream_waits_is_detected(gpu, monkeypatch):
-    monkeypatch.setattr(CudaStream, "wait_event", lambda self, event, *, needs_data=False, timeout=None: None)
-    path = random_path(gpu, 1, unknown_slots=False)
-    for _ in range(100):
-        path.step()
-    path.settle()
-    assert path.faults
 
 
 def test_a_copy_that_cannot_be_submitted_fails_its_transfer_only(gpu, rig):
