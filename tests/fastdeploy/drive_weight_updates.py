@@ -1,39 +1,65 @@
 """Run inside a FastDeploy process: its real ResourceManagerV1 through weight updates of the legacy API.
 
-The processes around it are the FAKE ones of tests/fastdeploy_integration/engine, and so is the worker, which checks
-what every block holds.
+The API and the workers' loop are those of tests/world, and the worker is FAKE: it checks what every block holds.
 Never more requests than seats, and blocks for all of them: 2.5 may seat a request where a preempted one still is, and
 2.6 may fill its blocks with prompts that are not complete.
 Usage: script SEED UPDATES POLICY.
 """
 
+import pickle
 import random
 import sys
+from types import SimpleNamespace
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches
 from tests.fastdeploy.drive_resource_manager import Drive, make_manager, random_prompt  # activates the overlay
-from tests.fastdeploy_integration.engine.fake_weight_update import World
+from tests.world.fastdeploy_host import Queue
+from tests.world.weight_updates import Updater
 
-NEVER = 1 << 30
 SEATS = 3
 BLOCKS = 45
 
 
 class Engine:
-    """The parts of FastDeploy's engine that `World` steps."""
+    """The parts of FastDeploy's engine and worker whose turns come in any order."""
 
     def __init__(self, drive):
-        self.drive, self.worker, self.cache = drive, drive.worker, drive.cache
-        self.schedule, self.check = drive.manager.schedule, drive.check
+        self.drive, self.cache_manager = drive, drive.cache
+        self.queue, self.messages, self.worker = Queue(), [], self
 
-    def confirm(self, preempted, aborted):
+    def take(self, rng):
+        if self.queue.batch is not None:
+            batch, self.queue.batch = self.queue.batch, None
+            self.messages.append((*self.drive.worker.receive(pickle.loads(batch)), {}))
+
+    def run(self, rng):
+        self.messages.append(([], [], self.drive.worker.step()))
+
+    def drop_rows(self):
+        worker = self.drive.worker
+        worker.rows, worker.device, worker.host = {}, {}, {}
+
+    @property
+    def is_idle(self):
+        return not self.messages
+
+    def schedule(self, rng):
+        if not self.queue.exist_tasks():
+            tasks, _ = self.drive.manager.schedule()
+            if tasks:
+                self.put(tasks)
+
+    def put(self, tasks):
+        patches.put_tasks(self.queue.put_tasks, self.queue, ((tasks, len(tasks)),), {})
+
+    def read(self, rng):
+        preempted, aborted, sampled = self.messages.pop(0) if self.messages else ([], [], {})
         for request_id in preempted:
             self.drive.manager.reschedule_preempt_task(request_id)
         for request_id in aborted:
             self.drive.manager.recycle_abort_task(request_id)
             del self.drive.requests[request_id]
             self.drive.aborted += 1
-
-    def take_tokens(self, sampled):
         for request_id, token in sampled.items():
             request = self.drive.requests.get(request_id)
             if request is not None and request.status.name.startswith("RUNNING"):
@@ -47,19 +73,23 @@ class Engine:
 def main(seed, updates, policy):
     rng = random.Random(f"{seed} {policy}")
     drive = Drive(rng, make_manager(BLOCKS, 120, policy, threshold=1, seats=SEATS))
-    world = World(Engine(drive), rng, updates=updates, patience=rng.choice([40, NEVER]), idle=1500)
-    prompts = {}
-    while drive.requests or not world.is_done:
-        if rng.random() < 0.05 and len(drive.requests) < SEATS and not world.is_done:
+    engine, world = Engine(drive), SimpleNamespace(faults=SimpleNamespace(are_over=False), weights=0)
+    updater = Updater(world, engine, rng, idle_turns=400)
+    engine.put = updater.put_later(engine.put)
+    events = [engine.schedule, engine.take, engine.read, updater.api, updater.poll]
+    prompts, turns = {}, 0
+    while drive.requests or not (world.faults.are_over and updater.is_idle):
+        world.faults.are_over = updater.num_updated >= updates and updater.num_dropped > 0
+        if rng.random() < 0.05 and len(drive.requests) < SEATS and not world.faults.are_over:
             name = f"r{len(prompts)}"
             prompts[name] = random_prompt(rng)
             drive.add(name, prompts[name], rng.randrange(1, 24))
         if rng.random() < 0.0005:
             drive.abort_one()
-        if world.queue.num_dropped == 0:  # an update that catches a queued batch is rare: go on until there was one
-            world.num_updates = max(world.num_updates, 1)
-        world.step()
-        assert world.num_steps < 20_000 * (updates + world.num_updated), f"lost: {sorted(drive.requests)}"
+        rng.choice(events)(rng)
+        drive.check()
+        turns += 1
+        assert turns < 20_000 * (updates + updater.num_updated), f"lost: {sorted(drive.requests)}"
     drive.cache.manager.check_idle()
     for name, output in drive.outputs.items():
         tokens = list(prompts[name])
@@ -68,8 +98,8 @@ def main(seed, updates, policy):
             tokens.append(token)
     assert drive.finished + drive.aborted == len(prompts)
     print(
-        f"RESULT finished={drive.finished} aborted={drive.aborted} updated={world.num_updated} "
-        f"dropped={world.queue.num_dropped} swapped_in={drive.worker.num_swapped_in}"
+        f"RESULT finished={drive.finished} aborted={drive.aborted} updated={updater.num_updated} "
+        f"dropped={updater.num_dropped} swapped_in={drive.worker.num_swapped_in}"
     )
 
 

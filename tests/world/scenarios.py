@@ -23,13 +23,14 @@ from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 
 from .clients import Clients
 from .embedded_host import EmbeddedHost, Engine, EngineRank
-from .fastdeploy_host import LEAST_BLOCKS, EngineCache, FastDeployHost
+from .fastdeploy_host import LEAST_BLOCKS, EngineCache, FastDeployHost, preempted_all
 from .memory import WrongError
 from .ranks import Rank, Worker
 from .reports import Reports
 from .roles import HERE, Peer, Roles
 from .store import RankMemory, Store, TokenStore, namespace
 from .streams import VirtualDevice
+from .weight_updates import Updater
 
 
 def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "") -> None:
@@ -65,6 +66,16 @@ def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "
     world.others = [reports]
     if backend:
         add_store(world, rng, backend, cache, memories)
+
+
+def fastdeploy_updates(world: Any, rng: random.Random, *, release: int) -> None:
+    """Weights change while requests run and arrive; nothing is paused."""
+    fastdeploy(world, rng, release=release)
+    host = world.host
+    host.pause, host.preempted_all = (lambda _: None), partial(preempted_all, host)
+    updater = Updater(world, host, rng)
+    host._put = updater.put_later(host._put)
+    world.others.append(updater)
 
 
 def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, memories: Sequence[Any]) -> None:
@@ -183,6 +194,8 @@ class IndexWatch(TierWatch):
 SCENARIOS: dict[str, Callable[[Any, random.Random], None]] = {
     "fastdeploy25": partial(fastdeploy, release=25),
     "fastdeploy26": partial(fastdeploy, release=26),
+    "fastdeploy25 updates": partial(fastdeploy_updates, release=25),
+    "fastdeploy26 updates": partial(fastdeploy_updates, release=26),
     "fastdeploy25 file": partial(fastdeploy, release=25, backend="file"),
     "fastdeploy26 file": partial(fastdeploy, release=26, backend="file"),
     "fastdeploy26 attention_store": partial(fastdeploy, release=26, backend="attention_store"),

@@ -146,10 +146,11 @@ def start_again(manager: Any) -> None:
     """
     manager.preempted_all()
     with manager.lock:
-        aborted, preempted = manager.to_be_aborted_req_id_set, manager.to_be_rescheduled_request_id_set
+        preempted = manager.to_be_rescheduled_request_id_set
+        aborted = manager.to_be_aborted_req_id_set & manager.requests.keys()  # 2.5 keeps ids of some that have ended
         manager.waiting_abort_req_id_set.update(aborted)
         preempted.update(aborted)
-        aborted.clear()
+        manager.to_be_aborted_req_id_set.clear()
         again = [request for request in manager.requests.values() if request.request_id in preempted]
         for request in again:
             manager.tasks_list[request.idx], manager.stop_flags[request.idx] = None, True

@@ -1,369 +1,125 @@
-"""Which requests wait for their stored prefix inside FastDeploy, and until when."""
+"""Which requests wait for their stored prefix inside FastDeploy, and until when; what the tier is told."""
 
-import random
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import ModelError
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter
+from fastdeploy_kvcache_v1.errors import ModelError, StorageError
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import adapter, seats
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import storage as storage_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyNews
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage import MOST_HELD, EngineStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.metadata import EVICT, PassProgress, SwapStep, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
-from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
-from fastdeploy_kvcache_v1.storage.messages import UseNamespace
-from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from fastdeploy_kvcache_v1.timings import PrefillTime, Timings
+from fastdeploy_kvcache_v1.storage.messages import Connect, Connected
 from tests.storage.values import namespace
 
-from .fake_scheduler import FakeTask, make_adapter
-from .storage_scheduler import StorageScheduler
-
-
-class Calm(random.Random):
-    """Every answer and report comes in the step after it was asked for."""
-
-    def random(self):
-        return 0.45
-
-    def choice(self, items):
-        return items[0]
-
-
-@pytest.fixture
-def cache():
-    return make_adapter(24, 40, write_policy="write_through")
-
-
-@pytest.fixture
-def scheduler(cache):
-    return StorageScheduler(cache, Calm())
-
-
-@pytest.fixture
-def hurried(cache):
-    """Its requests wait only as long as that is sooner than computing."""
-    return StorageScheduler(cache, Calm(), prefetch="timeout")
-
-
-def serve(scheduler, request_id, tokens):
-    task = FakeTask(request_id, tokens, 2)
-    scheduler.add(task)
-    scheduler.step()
-    while scheduler.manager.requests:
-        scheduler.step()
-    return task
-
-
-def store(scheduler, tokens):
-    """Serve `tokens`, and let all of it reach the store."""
-    serve(scheduler, "first", tokens)
-    serve(scheduler, "second", [9, 9, 9])  # what the first one left goes to the host with this batch
-    for _ in range(4):
-        scheduler.step()
-    assert scheduler.storage.tier.counters.store.blocks >= len(tokens) // 4
-
-
-def empty(scheduler):
-    """The tiers of the server, as a restart does."""
-    scheduler.cache.batch_dropped()
-    serve(scheduler, "after", [8, 8, 8])  # tells that no copy from before runs any more
-
+from .by_hand import FakeTask, Server, Status, begin, make_adapter
 
 TOKENS = list(range(1, 18))
+"""Four blocks and a token."""
+
+# ---- with a store that answers
 
 
-def test_a_request_waits_for_its_stored_prefix_and_starts_from_it(scheduler):
-    store(scheduler, TOKENS)
-    empty(scheduler)
-    task = FakeTask("again", TOKENS, 2)
-    scheduler.add(task)
-    assert not scheduler.waiting
-    scheduler.add(FakeTask("other", [7] * 9, 2))
-    while "again" in scheduler.manager.requests:
-        scheduler.step()
-    assert task.num_cached_blocks >= 4
-    assert [task.request_id for task in scheduler.finished.values()][-2:] == ["other", "again"]
-    assert scheduler.storage.tier.counters.load.blocks == 4
+def answer(server):
+    while not server.store.is_idle:
+        server.clock.advance(0.1)
+        server.store.answer(SimpleNamespace(random=lambda: 0.0))
 
 
-def measure_prefill(scheduler):
-    """A second per token."""
-    scheduler.cache.measured({0: Timings((), (PrefillTime(FEWEST_TOKENS, 0.0, float(FEWEST_TOKENS)),))})
+def answered(server, steps=8):
+    """The store answers everything, each in 0.1 s, and copies and passes end."""
+    for _ in range(steps):
+        answer(server)
+        server.step()
+        server.cache.storage.release(server.host)
 
 
-def is_held(scheduler, request_id):
-    """Whether a prompt of which four blocks are stored waits for them in an empty server. It is served then."""
-    empty(scheduler)
-    task = FakeTask(request_id, TOKENS, 2)
-    scheduler.add(task)
-    held = scheduler.storage.holds(request_id)
-    while scheduler.manager.requests:
-        scheduler.step()
-    assert task.num_cached_blocks == 4 or not held
-    return held
+def stored(server):
+    """All blocks of TOKENS have reached the store, and left the server."""
+    server.add("first", TOKENS)
+    answered(server)
+    server.add("second", [9, 9, 9])  # what the first one left goes to the host with this batch
+    answered(server)
+    assert server.cache.storage.tier.counters.store.blocks >= 4
+    server.cache.batch_dropped()
+    server.add("third", [8, 8, 8])  # tells that no copy from before runs any more
+    answered(server)
+    return server
 
 
-@pytest.mark.parametrize(("load_s", "held"), [(3.5, True), (4.5, False)])
-def test_a_request_waits_only_for_what_is_sooner_loaded_than_computed(hurried, load_s, held):
-    """Four blocks of four tokens; 16 s to compute."""
-    store(hurried, TOKENS)
-    hurried.store.seconds_per_block = load_s
-    assert is_held(hurried, "measures the store")
-    measure_prefill(hurried)
-    assert is_held(hurried, "decides") == held
-    counters = hurried.storage.tier.counters
-    assert counters.declined_requests == (not held)
-    assert counters.late_requests == 0
+@pytest.mark.parametrize("backend", ["file", "attention_store"])
+def test_a_request_waits_for_its_stored_prefix_while_others_are_served_and_starts_from_it(backend):
+    server = stored(Server(32, 40, backend=backend, write_policy="write_through"))
+    task, counters = server.add("again", TOKENS, 2), server.cache.storage.tier.counters
+    other = server.add("other", [7] * 2, 1)
+    server.step()
+    assert (list(server.host.requests), other.prefill_end_index) == ([], 2)
+    answered(server)
+    assert (task.prefill_start_index, counters.load.blocks) == (16, 4)
+    assert (server.clients.num_ended, counters.late_requests) == ({"finished": 5}, 0)
+    server.cache.manager.check_idle()
 
 
-def test_hashes_made_for_the_store_are_those_of_the_match(scheduler, monkeypatch):
-    made = []
-    tokens_of = adapter.TaskTokens
+def test_other_weights_have_other_blocks():
+    server = stored(Server(32, 40, backend="file", write_policy="write_through"))
+    names = [server.store.namespace]
+    for server.weights in (1, 2):
+        server.cache.reset()
+        server.cache.storage.weights_changed()
+        names.append(server.store.namespace)
+    server.add("again", TOKENS)
+    answered(server)
+    assert server.cache.storage.tier.counters.load.blocks == 0
+    assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(("compute_s", "is_held"), [(1.0, True), (1e-6, False)])
+def test_a_request_waits_only_for_what_is_sooner_loaded_than_computed(compute_s, is_held):
+    server = stored(Server(32, 40, backend="file", prefetch="timeout", write_policy="write_through"))
+    storage = server.cache.storage
+    server.add("measures the store", TOKENS)
+    answered(server)
+    server.cache.batch_dropped()
+    server.measured(1e-9, compute_s)
+    server.add("decides", TOKENS)
+    assert storage.holds("decides") == is_held
+    assert storage.tier.counters.declined_requests == (not is_held)
+
+
+def test_hashes_made_for_the_store_are_those_of_the_match(monkeypatch):
+    made, tokens_of = [], adapter.TaskTokens
     monkeypatch.setattr(adapter, "TaskTokens", lambda *given: made.append(given) or tokens_of(*given))
-    serve(scheduler, "r", TOKENS)
-    assert len(made) == 1
+    server = Server(32, 40, backend="file")
+    server.add("r", TOKENS)
+    answered(server)
+    assert (len(made), server.clients.num_ended) == (1, {"finished": 1})
 
 
-def test_what_is_aborted_waits_no_longer(scheduler):
-    store(scheduler, TOKENS)
-    empty(scheduler)
-    task = FakeTask("again", TOKENS, 2)
-    assert scheduler.cache.waits_for_storage(task)
-    assert scheduler.storage.release(scheduler.manager) == []
-    scheduler.manager.waiting_abort_req_id_set.add("again")
-    assert scheduler.storage.release(scheduler.manager) == [task]
-    assert scheduler.storage.has_released(task)
-    assert scheduler.storage.holds("again")
-    scheduler.storage.queued(task)
-    assert not scheduler.storage.holds("again")
-
-
-def test_all_go_on_when_they_are_told_to(scheduler):
-    tasks = [FakeTask(name, TOKENS) for name in "ab"]
-    assert all(scheduler.cache.waits_for_storage(task) for task in tasks)
-    scheduler.storage.release_all()
-    assert scheduler.storage.take_released(1) == tasks[:1]
-    assert scheduler.storage.release(scheduler.manager) == tasks[1:]
-
-
-def test_a_reset_ends_all_waiting(scheduler):
-    scheduler.cache.waits_for_storage(FakeTask("a", TOKENS))
-    scheduler.cache.reset()
-    assert [task.request_id for task in scheduler.storage.release(scheduler.manager)] == ["a"]
-
-
-def test_released_requests_are_taken_once_in_order_of_arrival(scheduler):
-    """As a prefill server does, whose requests do not go to FastDeploy's queue."""
-    tasks = [FakeTask(name, TOKENS) for name in "abc"]
-    assert all(scheduler.cache.waits_for_storage(task) for task in tasks)
-    assert scheduler.storage.take_released(3) == []
-    scheduler.manager.waiting_abort_req_id_set.update("abc")
-    scheduler.storage.release(scheduler.manager)
-    assert scheduler.storage.take_released(0) == scheduler.storage.take_released(-1) == []
-    assert scheduler.storage.take_released(2) == tasks[:2]
-    assert [scheduler.storage.holds(name) for name in "abc"] == [False, False, True]
-    assert scheduler.storage.release(scheduler.manager) == tasks[2:]
-    scheduler.storage.clear()
-    assert scheduler.storage.take_released(3) == []
-
-
-def test_only_so_many_wait_and_the_others_are_fetched_for_all_the_same(scheduler):
-    tasks = [FakeTask(f"r{number}", [number + 1] * 9) for number in range(MOST_HELD + 3)]
-    held = [scheduler.cache.waits_for_storage(task) for task in tasks]
-    assert held == [True] * MOST_HELD + [False] * 3
-    assert scheduler.storage.tier.num_waiting_requests == MOST_HELD, "the others are in FastDeploy's queue"
-    assert len(scheduler.store.queries) == len(tasks)
-
-
-def test_a_request_that_was_not_held_is_fetched_for_until_it_is_scheduled_or_gone(cache):
-    scheduler = StorageScheduler(cache, Calm(), prefetch="best_effort")
-    task, gone = FakeTask("a", TOKENS), FakeTask("b", TOKENS[::-1])
-    scheduler.manager.requests.update(a=task, b=gone)
-    assert not cache.waits_for_storage(task)
-    assert not cache.waits_for_storage(gone)
-    fetches = scheduler.storage.tier._fetches._fetches
-    scheduler.storage.release(scheduler.manager)
-    assert list(fetches) == ["a", "b"]
-    del scheduler.manager.requests["b"]
-    scheduler.storage.release(scheduler.manager)
-    assert list(fetches) == ["a"]
-    scheduler.waiting.append(task)
-    scheduler.step()
-    assert list(fetches) == []
-
-
-def test_the_first_batch_after_a_reset_tells_where_copies_are(cache):
-    first, second = (SimpleNamespace(request_id=name) for name in "ab")
-    cache.send_swaps([first])
-    assert SWAP_ATTRIBUTE not in vars(first)
-    cache.reset()
-    cache.send_swaps([])
-    cache.send_swaps([first])
-    assert SWAP_ATTRIBUTE in vars(first)
-    cache.batch_sent()
-    cache.send_swaps([second])
-    assert SWAP_ATTRIBUTE not in vars(second)
-
-
-def test_other_weights_have_other_blocks(scheduler):
-    store(scheduler, TOKENS)
-    scheduler.reset()
-    scheduler.storage.weights_changed()
-    names = [scheduler.store.namespace]
-    serve(scheduler, "again", TOKENS)
-    assert scheduler.storage.tier.counters.load.blocks == 0
-    scheduler.storage.weights_changed()
-    names.append(scheduler.store.namespace)
-    assert len({*names, namespace().digest}) == 3
-
-
-class FakeLink:
-    num_ranks = 1
-
-    def __init__(self):
-        self.is_ready, self.sent = False, []
-        self.listen = self.close = lambda *_: None
-
-    def send(self, command):
-        self.sent.append(command)
-
-    def query(self, query_id, hashes):
-        raise AssertionError("nothing is asked without a namespace")
-
-
-def unnamed(cache, link, find_namespace):
-    tier = StorageTier(cache.manager, StorageSettings("file", "/unused", min_tokens=1), None, link)
-    storage = cache.storage = EngineStorage(tier, link, lock=cache._lock, find_namespace=find_namespace)
-    return storage
-
-
-def test_until_model_and_workers_are_there_requests_are_served_without_storage(cache):
-    link, found = FakeLink(), threading.Event()
-    manager = SimpleNamespace(requests={}, waiting_abort_req_id_set=set())
-
-    def find():
-        found.wait(30)
-        return namespace()
-
-    storage = unnamed(cache, link, find)
-    storage.start()
-    assert not cache.waits_for_storage(FakeTask("a", TOKENS))
-    storage.copies_reported(CopyNews((), {0: 0}))
-    storage.release(manager)
-    assert link.sent == []
-    found.set()
-    while storage._namespace is None:
-        time.sleep(0.001)
-    storage.release(manager)
-    assert link.sent == [], "the workers are not there: what is sent now is lost"
-    link.is_ready = True
-    storage.release(manager)
-    storage.release(manager)
-    assert link.sent == [UseNamespace(namespace())]
-
-
-def test_weights_that_change_before_the_namespace_is_found_count(cache):
-    link = FakeLink()
-    link.is_ready = True
-    storage = unnamed(cache, link, namespace)
-    storage.weights_changed()
-    assert link.sent == []
-    storage._find()
-    storage.release(SimpleNamespace(requests={}, waiting_abort_req_id_set=set()))
-    (command,) = link.sent
-    assert command.namespace.weight_epoch != namespace().weight_epoch
-
-
-@pytest.mark.parametrize("error", [ModelError("no such file"), OSError("bug")])
-def test_a_model_that_cannot_be_read_leaves_the_storage_off(cache, caplog, error):
-    def find():
-        raise error
-
-    storage = unnamed(cache, FakeLink(), find)
-    storage._find()
-    storage.release(SimpleNamespace(requests={}, waiting_abort_req_id_set=set()))
-    assert [message.partition(":")[0] for message in caplog.messages] == ["the storage tier stays off"]
-    assert not cache.waits_for_storage(FakeTask("a", TOKENS))
-
-
-class FakeManager:
-    """What the wrapped methods use of ResourceManagerV1."""
-
-    def __init__(self, cache):
-        self.cache_manager, self.lock = cache, threading.RLock()
-        cache.held_back, cache.arrivals = HeldBack(cache.storage.holds), threading.Lock()
-        self.waiting, self.running, self.requests = [], [], {}
-        self.waiting_abort_req_id_set = set()
-        self.to_be_rescheduled_request_id_set, self.to_be_aborted_req_id_set = set(), set()
-
-    def add_request(self, request):
-        def original(request):
-            self.waiting.append(request)
-            self.requests[request.request_id] = request
-
-        engine_patches.add_request(original, self, (request,), {})
-
-
-def test_two_requests_of_one_id_do_not_meet_while_one_waits_for_the_store(scheduler):
-    cache = scheduler.cache
-    manager = FakeManager(cache)
-    first, second = FakeTask("same", TOKENS), FakeTask("same", TOKENS)
-    manager.add_request(first)
-    manager.add_request(second)
-    assert (manager.waiting, len(cache.held_back)) == ([], 1)
-    cache.storage.tier.cache_reset()
-    for request in cache.storage.release(manager):
-        manager.add_request(request)
-        assert cache.held_back.release(manager) == []
-        cache.storage.queued(request)
-    assert manager.waiting == [first]
-    assert cache.held_back.release(manager) == []
-    manager.waiting.clear()
-    manager.requests.clear()
-    assert cache.held_back.release(manager) == [second]
-
-
-def test_weights_that_change_while_nobody_can_be_told_stop_the_tier(cache):
-    link = FakeLink()
-    link.is_ready = True
-    storage = unnamed(cache, link, namespace)
-    manager = SimpleNamespace(requests={}, waiting_abort_req_id_set=set())
-    storage._find()
-    storage.release(manager)
-    link.is_ready = False
-    storage.weights_changed()
-    assert not cache.waits_for_storage(FakeTask("a", TOKENS)), "a question would be about the old weights"
-    link.is_ready = True
-    storage.release(manager)
-    assert len({command.namespace.digest for command in link.sent}) == 2
-
-
-def test_a_request_that_cannot_be_looked_at_goes_straight_to_the_queue(scheduler, caplog):
+def test_a_request_that_cannot_be_looked_at_goes_straight_to_the_queue(caplog):
     broken = FakeTask("a", TOKENS)
     broken.prompt_token_ids = None
-    assert not scheduler.cache.waits_for_storage(broken)
-    assert caplog.messages == ["request a does not wait for storage"]
+    assert not Server(32, 40, backend="file").cache.waits_for_storage(broken)
+    assert "request a does not wait for storage" in caplog.messages
 
 
-@pytest.mark.parametrize("is_paused", [True, False])
-def test_only_a_paused_engine_gets_other_weights(is_paused):
-    changed = []
-    cache = SimpleNamespace(storage=SimpleNamespace(weights_changed=lambda: changed.append(True)))
-    engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache), is_paused=is_paused)
-    assert engine_patches.control_other_weights(lambda request: request, engine, ("r",), {}) == "r"
-    assert changed == [True] * is_paused
+def test_two_requests_of_one_id_do_not_meet_while_one_waits_for_the_store():
+    server = Server(32, 40, backend="file")
+    first, second = server.add("same", TOKENS), server.add("same", TOKENS)
+    assert (server.host.requests, len(server.cache.held_back)) == ({}, 1)
+    answered(server, 1)
+    server.step()
+    assert server.host.requests["same"] is first
+    answered(server)
+    assert (second.prefill_end_index, server.clients.num_ended) == (17, {"finished": 2})
 
 
-def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(scheduler, monkeypatch):
+def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(monkeypatch):
     """FastDeploy's fetch thread brings one, and the schedule loop, which lets held ones go, the other."""
-    manager, tokens_of = FakeManager(scheduler.cache), adapter.TaskTokens
+    server, tokens_of = Server(32, 40, backend="file"), adapter.TaskTokens
     is_hashing, may_go_on = threading.Event(), threading.Event()
 
     def slow_tokens(*given):
@@ -373,7 +129,7 @@ def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(scheduler
 
     monkeypatch.setattr(adapter, "TaskTokens", slow_tokens)
     tasks = [FakeTask("same", TOKENS), FakeTask("same", TOKENS)]
-    threads = [threading.Thread(target=manager.add_request, args=(task,)) for task in tasks]
+    threads = [threading.Thread(target=server.host.add_request, args=(task,)) for task in tasks]
     threads[0].start()
     assert is_hashing.wait(30)
     threads[1].start()
@@ -381,44 +137,137 @@ def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(scheduler
     may_go_on.set()
     for thread in threads:
         thread.join()
-    held = [task for task in tasks if scheduler.storage._held.get("same") is task]
-    assert (held, len(scheduler.cache.held_back)) == ([tasks[0]], 1)
+    assert server.cache.storage._held["same"] is tasks[0]
+    assert len(server.cache.held_back) == 1
 
 
-# ---- what the tier is told
+# ---- over a tier that notes what it is told
+
+
+class Link:
+    """Answers a `Connect` as the test says."""
+
+    num_ranks = 2
+
+    def __init__(self, *answers, is_ready=True):
+        self.sent, self.is_ready, self._answers, self.tell = [], is_ready, answers, print
+
+    def listen(self, listener):
+        self.tell = listener
+
+    def send(self, command):
+        self.sent.append(type(command))
+        for answer in self._answers:
+            self.tell(answer)
 
 
 class Tier:
-    """Notes what it is told, instead of a tier."""
-
     needs_token_ids = holds_device_blocks = False
 
     def __init__(self):
-        self.told = []
+        self.told, self.startable = [], set()
+        self.may_start = self.startable.__contains__
 
     def __getattr__(self, name):
-        def tell(*given):
-            self.told.append((name, *given))
-            return False
-
-        return tell
+        return lambda *given: self.told.append((name, *given))
 
 
-class Passes:
-    def __init__(self, told):
-        self.doubt = lambda **how: told.append(("doubt", how))
-        self.reported = lambda rank, progress: told.append(("passes", rank, progress))
-
-
-def told_storage(*, follows_passes):
+def storage_of(link=None, *, follows_passes=False, find_namespace=namespace):
+    """Returns (storage, tier, what it is told)."""
     tier = Tier()
-    passes = Passes(tier.told) if follows_passes else None
-    return EngineStorage(tier, FakeLink(), lock=threading.RLock(), find_namespace=namespace, passes=passes), tier.told
+    passes = SimpleNamespace(
+        doubt=lambda **how: tier.told.append(("doubt", how)),
+        reported=lambda rank, progress: tier.told.append(("passes", rank, progress)),
+    )
+    storage = EngineStorage(
+        tier, link or Link(), lock=threading.RLock(), find_namespace=find_namespace,
+        passes=passes if follows_passes else None,
+    )  # fmt: skip
+    return storage, tier, tier.told
+
+
+def manager_of(*tasks, aborted=(), waiting=(), rescheduled=()):
+    return SimpleNamespace(
+        requests={task.request_id: task for task in tasks},
+        waiting_abort_req_id_set=set(aborted),
+        to_be_rescheduled_request_id_set=set(rescheduled),
+        waiting=waiting,
+        lock=threading.Lock(),
+    )
+
+
+def names(tasks):
+    return [task.request_id for task in tasks]
+
+
+def test_what_is_aborted_or_may_start_is_let_go_in_order_of_arrival_and_is_here_until_it_is_queued():
+    storage, tier, told = storage_of()
+    tasks = [FakeTask(name, TOKENS) for name in "abcd"]
+    assert all(storage.hold(task, name) for task, name in zip(tasks, "ABCD", strict=True))
+    assert told == [("request_arrived", name, name.upper(), ()) for name in "abcd"]
+    assert storage.release(manager_of()) == []
+    told.clear()
+    tier.startable.update("ac")
+    assert names(storage.release(manager_of(aborted="db"))) == list("abcd")
+    assert told == [("tokens_wanted", 0), *(("request_left", name) for name in "abcd"), ("go_on",)]
+    assert all(storage.has_released(task) and storage.holds(task.request_id) for task in tasks)
+    assert not storage.has_released(FakeTask("a", TOKENS))
+    for task in tasks[:2]:
+        storage.queued(task)
+    assert [storage.holds(name) for name in "abcd"] == [False, False, True, True]
+    assert names(storage.release(manager_of())) == ["c", "d"], "until it is said"
+
+
+def test_released_requests_are_taken_once_in_order_of_arrival():
+    """As a prefill server does, whose requests do not go to FastDeploy's queue."""
+    storage, _, _ = storage_of()
+    for name in "abc":
+        storage.hold(FakeTask(name, TOKENS), "tokens")
+    assert storage.take_released(3) == []
+    storage.release_all()
+    assert [names(storage.take_released(most)) for most in (0, -1, 2)] == [[], [], ["a", "b"]]
+    assert [storage.holds(name) for name in "abc"] == [False, False, True]
+    storage.clear()
+    assert storage.take_released(3) == []
+
+
+def test_only_so_many_wait_and_the_others_are_fetched_for_all_the_same():
+    storage, tier, told = storage_of()
+    held = [storage.hold(FakeTask(f"r{number}", TOKENS), "tokens") for number in range(MOST_HELD + 1)]
+    tier.startable.add("may start")
+    held.append(storage.hold(FakeTask("may start", TOKENS), "tokens"))
+    assert held == [True] * MOST_HELD + [False] * 2
+    assert [each[1] for each in told if each[0] == "request_passes"] == [f"r{MOST_HELD}", "may start"]
+
+
+def test_what_is_fetched_for_in_the_queue_is_left_when_it_is_scheduled_or_gone_and_no_other():
+    storage, tier, told = storage_of()
+    tasks, step = [FakeTask(name, TOKENS) for name in "abc"], SwapStep(4)
+    tier.startable.update("abc")
+    assert [storage.hold(task, "tokens") for task in tasks] == [False] * 3
+    for scheduled, left in (([0], "a"), ([0, 1], "b"), ([0, 1], "")):
+        told.clear()
+        storage.batch_scheduled([tasks[number] for number in scheduled], step)
+        assert told == [("step_taken", step), *[("request_left", name) for name in left], ("go_on",)]
+    told.clear()
+    storage.release(manager_of(tasks[2]))
+    storage.release(manager_of())
+    assert [each for each in told if each[0] == "request_left"] == [("request_left", "c")]
+
+
+def test_when_fastdeploy_has_ended_every_request_the_tier_waits_for_none():
+    storage, tier, told = storage_of()
+    tier.startable.add("ahead")
+    assert [storage.hold(FakeTask(name, TOKENS), "tokens") for name in ("held", "ahead")] == [True, False]
+    told.clear()
+    storage.clear()
+    assert told == [("request_left", "held"), ("request_left", "ahead")]
+    assert not storage.holds("held")
 
 
 @pytest.mark.parametrize("follows_passes", [True, False])
 def test_what_may_be_lost_is_doubted_where_passes_are_followed(follows_passes):
-    storage, told = told_storage(follows_passes=follows_passes)
+    storage, _, told = storage_of(follows_passes=follows_passes)
     storage.batch_lost()
     storage.rows_dropped()
     storage.cache_reset()
@@ -430,7 +279,7 @@ def test_what_may_be_lost_is_doubted_where_passes_are_followed(follows_passes):
 @pytest.mark.parametrize("follows_passes", [True, False])
 @pytest.mark.parametrize("unlisted_through", [-1, 0, 5])
 def test_failed_copies_are_told_before_what_has_ended(follows_passes, unlisted_through):
-    storage, told = told_storage(follows_passes=follows_passes)
+    storage, _, told = storage_of(follows_passes=follows_passes)
     failed, progress = (TransferResult(3, *EVICT, 1, 0, 0.0, (7,), "injected"),), PassProgress(3, 1.0)
     storage.copies_reported(CopyNews(failed, {0: 4, 1: 2}, unlisted_through, {1: progress}))
     doubted = [("copies_doubted", unlisted_through)] * (unlisted_through >= 0)
@@ -439,28 +288,171 @@ def test_failed_copies_are_told_before_what_has_ended(follows_passes, unlisted_t
     assert told == [*doubted, ("copies_reported", 0, TransferReport(failed)), *ended, *news]
 
 
-def test_a_request_that_is_fetched_for_in_the_queue_is_left_when_it_is_scheduled_and_no_other():
-    storage, told = told_storage(follows_passes=False)
-    storage.tier.may_start = lambda request_id: True
-    tasks, step = [FakeTask(name, TOKENS) for name in "abc"], SwapStep(4)
-    assert [storage.hold(task, "tokens") for task in tasks] == [False] * 3
-    for scheduled, left in (([0], "a"), ([0, 1], "b"), ([0, 1], "")):
-        told.clear()
-        storage.batch_scheduled([tasks[number] for number in scheduled], step)
-        assert told == [("step_taken", step), *[("request_left", name) for name in left], ("go_on",)]
+@pytest.mark.parametrize(
+    ("rescheduled", "waiting", "wanted"),
+    [((), 0, 0), (["gone"], 0, 0), (["p", "gone"], 0, 40), (["p"], 30, 40), (["p"], 50, 50), ((), 30, 30)],
+)
+def test_what_the_next_request_of_the_queue_needs_or_a_preempted_one_is_not_lent(rescheduled, waiting, wanted):
+    storage, _, told = storage_of(follows_passes=True)
+    line = [FakeTask("w", [1] * waiting), FakeTask("x", [1] * 99)] if waiting else []
+    storage.release(manager_of(FakeTask("p", [1] * 40), waiting=line, rescheduled=rescheduled))
+    assert told[0] == ("tokens_wanted", wanted)
 
 
-def test_when_fastdeploy_has_ended_every_request_the_tier_waits_for_none():
-    storage, told = told_storage(follows_passes=False)
-    assert storage.hold(FakeTask("held", TOKENS), "tokens")
-    storage.tier.may_start = lambda request_id: True
-    assert not storage.hold(FakeTask("ahead", TOKENS), "tokens")
-    told.clear()
-    storage.clear()
-    assert told == [("request_left", "held"), ("request_left", "ahead")]
+@pytest.mark.parametrize(
+    ("status", "is_held", "asked"), [("PREEMPTED", True, 0), ("PREEMPTED", False, 1), ("WAITING", True, 1)]
+)
+def test_a_preempted_request_waits_until_the_store_gave_its_blocks_back(status, is_held, asked):
+    cache, (storage, tier, _) = make_adapter(32), storage_of()
+    cache.storage, tier.holds_device_blocks = storage, is_held
+    request, calls = FakeTask("p", TOKENS), []
+    request.status = Status[status]
+    resources = SimpleNamespace(cache_manager=cache, stop_flags=[True])
+    for match in (seats.get_prefix_cached_blocks, engine_patches.get_prefix_cached_blocks_in_turn):
+        assert match(lambda each: not calls.append(each), resources, (request,), {}) is bool(asked)
+    assert len(calls) == 2 * asked
+
+
+@pytest.mark.parametrize(("status", "number"), [("FINISHED", 1), ("PREEMPTED", 1), ("RUNNING", 1), ("WAITING", 0)])
+@pytest.mark.parametrize("needs_token_ids", [True, False])
+def test_whatever_ends_a_request_that_has_computed_is_told_with_its_tokens(status, number, needs_token_ids):
+    """An abortion leaves the status as it is. A match that is taken back is no end."""
+    cache, (storage, tier, told), task = make_adapter(32), storage_of(follows_passes=True), FakeTask("a", TOKENS)
+    cache.storage, tier.needs_token_ids = storage, needs_token_ids
+    if not number:
+        cache.request_match_blocks(task, 4)
+    else:
+        begin(cache, task)
+        cache.send_swaps([task])
+        cache.batch_sent()
+    task.status = Status[status]
+    cache.release_block_ids(task)
+    cache.release_block_ids(task)
+    ended = [(tokens.num_plain_blocks, ids) for name, tokens, ids in [each for each in told if len(each) == 3]]
+    assert ended == [(4, TOKENS if needs_token_ids else ())] * number
+
+
+@pytest.mark.parametrize("follows_passes", [True, False])
+def test_where_passes_are_followed_every_batch_carries_a_step_else_the_first_after_a_reset(follows_passes):
+    cache = make_adapter(32)
+    cache.storage, _, _ = storage_of(follows_passes=follows_passes)
+
+    def carries():
+        task = SimpleNamespace(request_id="a", task_type=SimpleNamespace(name="PREFILL"))
+        cache.send_swaps([task])
+        is_carrying = SWAP_ATTRIBUTE in vars(task)
+        cache.batch_sent()
+        return is_carrying
+
+    before = carries()
+    cache.reset()
+    cache.send_swaps([])
+    assert [before, carries(), carries()] == [follows_passes, True, follows_passes]
+
+
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_only_a_paused_engine_gets_other_weights(is_paused):
+    changed = []
+    cache = SimpleNamespace(storage=SimpleNamespace(weights_changed=lambda: changed.append(True)))
+    engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=cache), is_paused=is_paused)
+    assert engine_patches.control_other_weights(lambda request: request, engine, ("r",), {}) == "r"
+    assert changed == [True] * is_paused
+
+
+# ---- the start, and names of blocks
+
+
+def told_names(told):
+    return [given[0] for name, *given in told if name == "use_namespace"]
+
+
+def test_blocks_have_a_name_once_when_model_and_workers_are_there():
+    link, found = Link(is_ready=False), threading.Event()
+    storage, _, told = storage_of(link, find_namespace=lambda: found.wait(30) and namespace())
+    storage.start()
+    storage.release(manager_of())
+    found.set()
+    while storage._namespace is None:
+        pass
+    storage.release(manager_of())
+    assert told_names(told) == [], "the workers are not there: what is sent now is lost"
+    link.is_ready = True
+    for _ in range(2):
+        storage.release(manager_of())
+    assert told_names(told) == [namespace()]
 
 
 def test_other_weights_empty_the_tier_before_anything_is_named_again():
-    storage, told = told_storage(follows_passes=True)
+    storage, _, told = storage_of()
     storage.weights_changed()
-    assert told == [("cache_reset",), ("forget_namespace",)]
+    assert told == [("cache_reset",), ("forget_namespace",)], "of weights that change before a name is found"
+    storage.start(run=lambda find: find())
+    storage.release(manager_of())
+    storage.weights_changed()
+    epochs = [name.weight_epoch for name in told_names(told)]
+    assert len({*epochs, namespace().weight_epoch}) == 3
+    assert [each[0] for each in told[-3:]] == ["cache_reset", "forget_namespace", "use_namespace"]
+
+
+def test_weights_that_change_while_nobody_can_be_told_are_told_later():
+    link = Link()
+    storage, _, told = storage_of(link)
+    storage.start(run=lambda find: find())
+    storage.release(manager_of())
+    link.is_ready = False
+    storage.weights_changed()
+    assert told[-1] == ("forget_namespace",), "a question would be about the old weights"
+    link.is_ready = True
+    storage.release(manager_of())
+    assert len(set(told_names(told))) == 2
+
+
+def test_what_the_workers_answer_is_told_before_requests_are_let_go():
+    link = Link()
+    storage, _, told = storage_of(link)
+    storage.start(run=lambda find: None)
+    for answer in "xy":
+        link.tell(answer)
+    assert told == [], "on the thread that schedules"
+    storage.release(manager_of())
+    assert told == [("tokens_wanted", 0), ("answered", "x"), ("answered", "y"), ("go_on",)]
+
+
+def fails(error):
+    def find():
+        raise error
+
+    return find
+
+
+@pytest.mark.parametrize("error", [ModelError("no such file"), OSError("bug")])
+def test_a_model_that_cannot_be_read_leaves_the_storage_off(caplog, error):
+    storage, _, told = storage_of(find_namespace=fails(error))
+    storage.start(run=lambda find: find())
+    storage.release(manager_of())
+    assert [message.partition(":")[0] for message in caplog.messages] == ["the storage tier stays off"]
+    assert told_names(told) == []
+
+
+def test_the_start_names_the_namespace_and_waits_for_every_rank():
+    link = Link(Connected(1), Connected(0))
+    storage, _, told = storage_of(link)
+    storage.start_connected()
+    assert (told_names(told), link.sent) == ([namespace()], [Connect])
+
+
+@pytest.mark.parametrize(
+    ("link", "find", "error", "reason"),
+    [
+        (Link(Connected(0), Connected(1, error="licence expired")), namespace, StorageError, r"expired \(rank 1\)"),
+        (Link(Connected(0)), namespace, StorageError, "not ready on all ranks within 0 s"),
+        (Link(is_ready=False), namespace, StorageError, "see the logs of the workers"),
+        (Link(), fails(ModelError("no weights")), ModelError, "no weights"),
+    ],
+    ids=["a rank cannot use it", "a rank does not answer", "no workers", "no name"],
+)
+def test_what_fails_the_start(monkeypatch, link, find, error, reason):
+    for name in ("CONNECT_TIMEOUT_S", "WORKERS_TIMEOUT_S"):
+        monkeypatch.setattr(storage_module, name, 0.01)
+    with pytest.raises(error, match=reason):
+        storage_of(link, find_namespace=find)[0].start_connected()

@@ -1,0 +1,179 @@
+"""Weight updates of FastDeploy's legacy API: the API process, the workers' loop, and our thread that answers both.
+
+What they do, and in which order, is the host's. Two things are left to the seconds that API and worker sleep in
+between: when an update is asked for, the worker has left the function that cleared its weights (the host would hang),
+and when it begins, every token that was sent before has been read.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import (
+    CLEARED,
+    CLEARING,
+    NORMAL,
+    UPDATING,
+    WeightUpdates,
+)
+
+
+class Shared(list[int]):
+    """One number in shared memory: other processes may go on between two looks at it."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        super().__init__([NORMAL])
+        self._meanwhile = meanwhile
+
+    def __getitem__(self, index: Any) -> Any:
+        self._meanwhile()
+        return super().__getitem__(index)
+
+
+class Updater:
+    """Of a `host` with `cache_manager`, `take`, `run`, `queue.batch`, `worker.drop_rows`, `worker.is_idle`: the turns
+    `take` and `run` become those of the workers' loop. A batch waits between `schedule` and the queue.
+    """
+
+    def __init__(self, world: Any, host: Any, rng: random.Random, idle_turns: int = 12) -> None:
+        """`idle_turns`: at most so many turns of the API between two updates."""
+        self._idle_turns = idle_turns
+        self._world, self._host, self._rng = world, host, rng
+        self._patience = rng.choice([4, 1 << 30])
+        """Turns after which the API gives up waiting."""
+        self._weights, self._tree, self._copies = (SimpleNamespace(value=Shared(self._meanwhile)) for _ in range(3))
+        self._heartbeats = SimpleNamespace(value=[0])
+        self._is_checking = False
+        self._updates = host.cache_manager.updates = WeightUpdates(
+            host.cache_manager,
+            weights=self._weights,
+            tree=self._tree,
+            heartbeats=self._heartbeats,
+            copies=self._copies,
+        )
+        self._take, self._run = host.take, host.run
+        host.take = host.run = self.loop
+        self._processes = self._api, self._loop = self._call(), self._work()
+        self.num_updated = self.num_given_up = self.num_dropped = 0
+
+    @property
+    def events(self) -> list[Any]:
+        return [(10, self.api), (8, self.poll)]
+
+    @property
+    def is_idle(self) -> bool:
+        return self._is(NORMAL, self._weights, self._tree)
+
+    def check_idle(self) -> None:
+        """An update that has ended leaves nothing."""
+
+    def api(self, rng: random.Random) -> None:
+        self._rng = rng
+        next(self._api)
+
+    def loop(self, rng: random.Random) -> None:
+        self._rng = rng
+        next(self._loop)
+
+    def poll(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._updates.poll()
+
+    def put_later(self, put: Callable[..., None]) -> Callable[..., None]:
+        """Time passes before `put`."""
+
+        def later(*given: Any) -> None:
+            for event in (self.api, self.loop, self.poll) * self._rng.choice([0, 0, 1, 4]):
+                event(self._rng)
+            put(*given)
+
+        return later
+
+    def _meanwhile(self) -> None:
+        for process in self._processes if hasattr(self, "_processes") else ():
+            while not process.gi_running and self._rng.random() < 0.1:
+                next(process)
+
+    def _is(self, value: int, *signals: Any) -> bool:
+        return all(signal.value[0] == value for signal in signals)
+
+    # ---- the API process
+
+    def _call(self) -> Iterator[None]:
+        while True:
+            for _ in range(self._rng.randrange(self._idle_turns)):
+                yield
+            while self._world.faults.are_over and self.is_idle:
+                yield
+            if not self._world.faults.are_over:
+                yield from self._clear()
+            for _ in range(self._rng.choice([0, 5, self._idle_turns])):
+                yield
+            yield from self._update()
+            self.num_updated += self.is_idle
+
+    def _clear(self) -> Iterator[None]:
+        if self._is(NORMAL, self._weights):
+            self._weights.value[0] = CLEARING
+            if not (yield from self._wait([self._weights, self._copies], CLEARED)):
+                return
+        if self._is(NORMAL, self._tree):
+            self._tree.value[0] = CLEARING
+            yield from self._wait([self._tree], CLEARED)
+
+    def _update(self) -> Iterator[None]:
+        if self._is(CLEARED, self._weights):
+            while self._is_checking:
+                yield
+            self._weights.value[0] = UPDATING
+            if not (yield from self._wait([self._weights, self._copies], NORMAL)):
+                return
+        if self._is(CLEARED, self._tree):
+            self._tree.value[0] = UPDATING
+            yield from self._wait([self._tree], NORMAL)
+
+    def _wait(self, signals: Sequence[Any], value: int) -> Any:
+        for _ in range(self._patience):
+            if self._is(value, *signals):
+                return True
+            yield
+        self.num_given_up += 1
+        return False
+
+    # ---- the workers' loop
+
+    def _work(self) -> Iterator[None]:
+        while True:
+            asked = self._weights.value[0]
+            yield
+            self._heartbeats.value[0] += 1
+            yield
+            if asked == NORMAL:
+                self._take(self._rng)
+                yield
+                self._run(self._rng)
+                yield
+                continue
+            self._copies.value[0] = asked
+            self._is_checking = True
+            yield from self._check_weights()
+            self._is_checking = False
+            yield
+            self.num_dropped += self._host.queue.batch is not None
+            self._host.queue.batch = None
+            yield
+            while asked == CLEARING and not (self._is(UPDATING, self._weights) and self._host.worker.is_idle):
+                yield
+
+    def _check_weights(self) -> Iterator[None]:
+        while self._weights.value[0] not in (NORMAL, CLEARED):
+            updating = self._is(UPDATING, self._weights)
+            self._copies.value[0] = UPDATING if updating else CLEARING
+            self._host.worker.drop_rows()
+            yield
+            self._world.weights += updating
+            self._weights.value[0] = NORMAL if updating else CLEARED
+            yield
