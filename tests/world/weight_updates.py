@@ -86,7 +86,7 @@ class Updater:
         """Time passes before `put`."""
 
         def later(*given: Any) -> None:
-            for event in (self.api, self.loop, self.poll) * self._rng.choice([0, 0, 1, 4]):
+            for event in (self.api, self.loop, self.poll) * self._rng.choice([0, 0, 0, 1, 60]):
                 event(self._rng)
             put(*given)
 
