@@ -2,61 +2,19 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from fastdeploy_kvcache_v1.storage.mooncake import client
-from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
-from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
-from fastdeploy_kvcache_v1.storage.mooncake.share import take_back_memory
-from tests.mooncake_master import Master, needs_mooncake
-from tests.storage.values import VALUE_BYTES, holds, keys, namespace, register, values
-
-SLOTS = 16
+from tests.storage.values import VALUE_BYTES, empty, got, holds, keys, namespace, put, register, sealed, values
 
 
-@pytest.fixture(params=["file", pytest.param("mooncake", marks=[pytest.mark.process, needs_mooncake()])])
-def open_store(request, tmp_path, monkeypatch):
+@pytest.fixture
+def open_store(open_store):
     """Opens backends of one store, each with registered memory in `slots`."""
-    opened = []
-    master = None
-    if request.param == "mooncake":
-        monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
-        master = Master(tmp_path)
-        settings = MooncakeSettings.read(master.environment())
 
     def open_one(**changes):
-        if master is None:
-            backend = FileBackend(tmp_path / "kv", namespace(**changes), capacity_bytes=1 << 20)
-        else:
-            backend = MooncakeBackend(settings, namespace(**changes))
-        opened.append(backend)
-        backend.slots = register(backend, SLOTS)
+        backend = open_store(namespace(**changes))
+        register(backend, 16)
         return backend
 
-    yield open_one
-    for backend in opened:
-        backend.close()
-        backend.close()
-    take_back_memory()
-    if master is not None:
-        master.kill()
-
-
-def put(backend, *numbers):
-    buffers = backend.slots[: len(numbers)]
-    for buffer, value in zip(buffers, values(keys(*numbers), backend.namespace_digest), strict=True):
-        buffer[:] = value
-    return backend.put(keys(*numbers), buffers)
-
-
-def got(backend, *numbers):
-    """How many values arrived; checks each of them."""
-    buffers = backend.slots[: len(numbers)]
-    for buffer in buffers:
-        buffer[:] = bytes(VALUE_BYTES)
-    count = backend.get(keys(*numbers), buffers)
-    digest = backend.namespace_digest
-    assert all(holds(buffer, key, digest) for buffer, key in zip(buffers[:count], keys(*numbers), strict=False))
-    return count
+    return open_one
 
 
 def test_values_come_back_as_far_as_they_are_stored(open_store):
@@ -119,3 +77,19 @@ def test_values_that_are_touched_stay(open_store):
     put(backend, 1, 2)
     backend.touch(keys(1, 2, 3))
     assert backend.count_stored(keys(1, 2, 3)) == 2
+
+
+def test_buffers_may_lie_outside_the_memory_that_is_registered(open_store):
+    backend = open_store()
+    buffers = [*empty(1), backend.slots[0], *empty(1)]
+    assert backend.put(keys(1, 2, 3), values(keys(1, 2, 3))) == 3
+    assert backend.put(keys(2, 4), values(keys(2, 4))) == 1
+    assert backend.get(keys(1, 2, 3), buffers) == 3
+    assert all(holds(buffer, key) for buffer, key in zip(buffers, keys(1, 2, 3), strict=True))
+
+
+def test_bytes_are_kept_whatever_their_name(open_store):
+    backend = open_store()
+    backend.put(keys(1), [sealed(keys(2)[0])])
+    assert backend.get(keys(1), backend.slots[:1]) == 1
+    assert holds(backend.slots[0], keys(2)[0])

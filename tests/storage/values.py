@@ -36,11 +36,12 @@ def block_hash(number: int) -> BlockHash:
 
 
 def register(backend: StorageBackend, count: int) -> list[memoryview]:
-    """Memory of `count` values that `backend` knows, as the host tier of a server."""
+    """Memory of `count` values that `backend` knows, as the host tier of a server; `put` and `got` use it."""
     buffer = host_alloc_shared(count * VALUE_BYTES)
     view = buffer.array.data
     backend.register(SlotMemory(view, VALUE_BYTES, buffer.file))
-    return [view[number * VALUE_BYTES :][:VALUE_BYTES] for number in range(count)]
+    backend.slots = [view[number * VALUE_BYTES :][:VALUE_BYTES] for number in range(count)]
+    return backend.slots
 
 
 def keys(*numbers: int) -> list[StoreKey]:
@@ -67,3 +68,26 @@ def empty(count: int) -> list[memoryview]:
 
 def holds(buffer: memoryview, key: StoreKey, digest: str = DIGEST) -> bool:
     return is_sealed(buffer, key, namespace=digest) and bytes(buffer[:BLOCK_BYTES]) == content(key)
+
+
+def put(backend: StorageBackend, *numbers: int) -> int:
+    buffers = _buffers(backend, len(numbers))
+    for buffer, value in zip(buffers, values(keys(*numbers), backend.namespace_digest), strict=True):
+        buffer[:] = value
+    return backend.put(keys(*numbers), buffers)
+
+
+def got(backend: StorageBackend, *numbers: int) -> int:
+    """How many values arrived; checks each of them."""
+    buffers = _buffers(backend, len(numbers))
+    for buffer in buffers:
+        buffer[:] = bytes(VALUE_BYTES)
+    count = backend.get(keys(*numbers), buffers)
+    digest = backend.namespace_digest
+    assert all(holds(buffer, key, digest) for buffer, key in zip(buffers[:count], keys(*numbers), strict=False))
+    return count
+
+
+def _buffers(backend: StorageBackend, count: int) -> list[memoryview]:
+    slots: list[memoryview] = getattr(backend, "slots", None) or empty(count)
+    return slots[:count]

@@ -109,7 +109,11 @@ class _Client:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    connection = Connection(int(sys.argv[1]))
+    os._exit(serve(Connection(int(sys.argv[1]))))  # Mooncake would close what is left, and takes seconds
+
+
+def serve(connection: Connection) -> int:
+    """Answers until the other end is closed. Returns the exit status of the process."""
     start: Start = connection.recv()
     if not start.leaves:
         threading.Thread(target=_end_with, args=(connection.fileno(),), daemon=True).start()
@@ -117,7 +121,7 @@ def main() -> None:
         client = _Client(start)
     except (_Failed, ImportError) as error:
         connection.send(error.args if isinstance(error, _Failed) else ("import", str(error), error.name))
-        os._exit(1)
+        return 1
     try:
         connection.send(())
         while True:
@@ -126,7 +130,7 @@ def main() -> None:
     except (EOFError, ConnectionError):
         if start.leaves:
             client.close()
-    os._exit(0)  # Mooncake would close what is left, and takes seconds
+    return 0
 
 
 def _end_with(file: int) -> None:

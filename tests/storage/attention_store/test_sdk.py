@@ -66,7 +66,7 @@ def test_a_cache_that_the_interface_cannot_describe_is_refused(roles):
     require_layout(layout(("key", 8), ("value", 8)))
 
 
-def test_the_identity_has_fastdeploys_defaults_and_the_digest_of_all_that_decides_the_bytes(store, monkeypatch):
+def test_the_identity_has_fastdeploys_defaults_and_the_digest_of_all_that_decides_the_bytes(sdk_store, monkeypatch):
     for name in ("AS_NAMESPACE", "AS_POD_NAME", "AS_MODEL_VERSION", "ENABLE_EP_DP_IN_FD"):
         monkeypatch.delenv(name, raising=False)
     connect()
@@ -81,7 +81,7 @@ def test_the_identity_has_fastdeploys_defaults_and_the_digest_of_all_that_decide
     assert made()[1] == ("ours", "pod", version, 1, 2, 2, BLOCK_SIZE, KEY_BYTES, 0, 0, {})
 
 
-def test_on_a_gpu_the_sdk_gets_the_bytes_of_key_and_value_and_its_kind_of_attention(store):
+def test_on_a_gpu_the_sdk_gets_the_bytes_of_key_and_value_and_its_kind_of_attention(sdk_store):
     connect(on_gpu=True)
     *_, key, value, device, data_parallel, options = made()[0]
     assert (key, value, device, data_parallel) == (KEY_BYTES, KEY_BYTES, 0, 0)
@@ -90,7 +90,7 @@ def test_on_a_gpu_the_sdk_gets_the_bytes_of_key_and_value_and_its_kind_of_attent
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_what_is_written_is_read(store, on_gpu):
+def test_what_is_written_is_read(sdk_store, on_gpu):
     memory = Memory()
     sdk = connect(on_gpu=on_gpu)
     memory.fill(0, 7)
@@ -102,13 +102,13 @@ def test_what_is_written_is_read(store, on_gpu):
     task = ReadStorageTask(task_id="r", token_ids=path, gpu_block_ids=(5,), start_read_block_idx=1)
     assert sdk.read(task, memory.caches()) == 1
     assert memory.holds(5, 8)
-    assert num_stored(store) == 2
+    assert num_stored(sdk_store) == 2
 
 
 @pytest.mark.parametrize("answer", [3, -1, None, "2"])
-def test_an_answer_that_cannot_be_is_an_error(store, answer):
+def test_an_answer_that_cannot_be_is_an_error(sdk_store, answer):
     sdk = connect()
-    set_faults(store, match={"answer": answer}, write={"answer": answer}, read={"answer": answer})
+    set_faults(sdk_store, match={"answer": answer}, write={"answer": answer}, read={"answer": answer})
     task = ReadStorageTask(task_id="r", token_ids=tokens(1, 2), gpu_block_ids=(5, 6), start_read_block_idx=0)
     for what, call in (
         ("match", lambda: sdk.match(tokens(1, 2))),
@@ -119,10 +119,10 @@ def test_an_answer_that_cannot_be_is_an_error(store, answer):
             call()
 
 
-def test_the_sdks_errors_are_storage_errors(store):
+def test_the_sdks_errors_are_storage_errors(sdk_store):
     sdk = connect()
     fault = {"error": "lease lost"}
-    set_faults(store, match=fault, read=fault, write=fault, flush=fault)
+    set_faults(sdk_store, match=fault, read=fault, write=fault, flush=fault)
     for what, call in (
         ("match", lambda: sdk.match(tokens(1))),
         ("write", lambda: sdk.write(tokens(1), 0, (1,), 1.0, Memory().caches())),
@@ -132,20 +132,20 @@ def test_the_sdks_errors_are_storage_errors(store):
             call()
 
 
-def test_the_start_waits_until_the_sdk_is_ready(store):
-    set_faults(store, match={"error": "device 0: cuda memory not ready", "times": 3})
+def test_the_start_waits_until_the_sdk_is_ready(sdk_store):
+    set_faults(sdk_store, match={"error": "device 0: cuda memory not ready", "times": 3})
     slept = []
     connect(sleep=slept.append)
     assert slept == [READY_RETRY_S] * 3
 
 
-def test_a_start_that_takes_too_long_or_fails_is_an_error(store):
+def test_a_start_that_takes_too_long_or_fails_is_an_error(sdk_store):
     slept = []
-    set_faults(store, match={"error": "cuda memory not ready"})
+    set_faults(sdk_store, match={"error": "cuda memory not ready"})
     with pytest.raises(StorageError, match="was not ready within 300 s"):
         connect(sleep=slept.append)
     assert sum(slept) == READY_TIMEOUT_S
-    set_faults(store, match={"error": "licence expired"})
+    set_faults(sdk_store, match={"error": "licence expired"})
     with pytest.raises(StorageError, match="cannot be used: licence expired"):
         connect()
 

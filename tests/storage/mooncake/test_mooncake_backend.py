@@ -1,216 +1,227 @@
-"""MooncakeBackend on a real master and real memory: what its client does with what no contract promises."""
+"""MooncakeBackend over FAKE Mooncake: what is asked in which pieces, who gives memory, and what each error becomes."""
 
-import contextlib
-import signal
+import os
+import socket
+import threading
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage.backends import open_backend
-from fastdeploy_kvcache_v1.storage.base import StorageFullError
-from fastdeploy_kvcache_v1.storage.mooncake import client as client_module
-from fastdeploy_kvcache_v1.storage.mooncake import mooncake_backend, share
+from fastdeploy_kvcache_v1.errors import StorageError
+from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, open_backend
+from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageFullError
+from fastdeploy_kvcache_v1.storage.mooncake import client, mooncake_backend, process, share
 from fastdeploy_kvcache_v1.storage.mooncake.client import MooncakeClient
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
+from fastdeploy_kvcache_v1.storage.mooncake.share import give_memory, take_back_memory
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from tests.mooncake_master import SEGMENT_BYTES, needs_mooncake
-from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace, register, sealed, values
-
-pytestmark = [pytest.mark.process, needs_mooncake()]
-
-MANY = 2500
-"""More than the client takes at once."""
+from tests.storage.mooncake.stand_in import NOT_STORED, SETTINGS
+from tests.storage.values import DIGEST, VALUE_BYTES, got, keys, namespace, put, register
 
 
-def fill(backend, *numbers):
-    for buffer, key in zip(backend.slots, keys(*numbers), strict=False):
-        buffer[:] = sealed(key)
-    return backend.slots[: len(numbers)]
+@pytest.fixture
+def store(cluster):
+    """Opens backends as ranks do, with memory for `count` values."""
+    opened = []
+
+    def open_one(count=16, rank=0):
+        opened.append(MooncakeBackend(SETTINGS, namespace(), rank=rank))
+        register(opened[-1], count)
+        return opened[-1]
+
+    yield open_one
+    for backend in opened:
+        backend.close()
+    take_back_memory()
 
 
-def put(backend, *numbers):
-    return backend.put(keys(*numbers), fill(backend, *numbers))
-
-
-def test_batches_of_any_size_arrive(store):
-    writer, reader = store(MANY), store(MANY)
-    assert put(writer, *range(MANY)) == MANY
-    assert reader.count_stored(keys(*range(MANY + 1))) == MANY
-    assert reader.get(keys(*range(MANY)), reader.slots) == MANY
-    assert all(holds(buffer, key) for buffer, key in zip(reader.slots, keys(*range(MANY)), strict=True))
-
-
-def test_a_question_is_one_round_trip(store, monkeypatch):
-    asked = []
-    exist = MooncakeClient.exist
-    monkeypatch.setattr(MooncakeClient, "exist", lambda self, names: asked.append(len(names)) or exist(self, names))
-    assert store().count_stored(keys(*range(2048))) == 0
-    assert asked == [2048]
-
-
-def test_a_hole_in_the_middle_of_a_batch_ends_it(store, monkeypatch):
+def test_values_go_in_batches_and_a_hole_ends_them(store, monkeypatch):
     monkeypatch.setattr(mooncake_backend, "MOST_AT_ONCE", 4)
+    asked = []
+    for name in ("get", "put", "exist"):
+        call = getattr(MooncakeClient, name)
+        monkeypatch.setattr(
+            MooncakeClient, name, lambda self, *given, call=call: asked.append(len(given[0])) or call(self, *given)
+        )
     backend = store()
-    put(backend, 0, 1, 2, 3, 4, 6, 7, 8)
-    assert backend.get(keys(*range(10)), backend.slots[:10]) == 5
-    assert all(holds(buffer, key) for buffer, key in zip(backend.slots, keys(*range(5)), strict=False))
+    assert put(backend, *range(10)) == 10
+    assert got(backend, *range(10)) == 10
+    backend.remove(keys(5))
+    assert got(backend, *range(10)) == 5
+    assert asked == [4, 4, 2, 4, 4, 2, 4, 4]
+    assert backend.count_stored(keys(*range(12))) == 5
+    assert asked[8:] == [12], "a question is one round trip"
 
 
-def test_memory_is_registered_in_pieces_that_end_at_slots(store, monkeypatch):
+def test_keys_begin_with_the_namespace(store, cluster):
+    put(store(), 1)
+    assert list(cluster.values) == [f"{DIGEST}.{keys(1)[0]}"]
+
+
+def test_memory_is_registered_in_pieces_that_end_at_slots(store, cluster, monkeypatch):
     monkeypatch.setattr(mooncake_backend, "largest_registration", lambda _: 3 * VALUE_BYTES + 100)
-    backend = store(8)
-    assert backend._mapped().largest_registration == 3 * VALUE_BYTES
-    assert put(backend, *range(8)) == 8
-    for slot in backend.slots:
-        slot[:] = bytes(VALUE_BYTES)
-    assert backend.get(keys(*range(8)), backend.slots) == 8
-    assert all(holds(buffer, key) for buffer, key in zip(backend.slots, keys(*range(8)), strict=True))
+    assert put(store(8), *range(8)) == 8
+    assert cluster.registered == [3 * VALUE_BYTES, 3 * VALUE_BYTES, 2 * VALUE_BYTES]
+    monkeypatch.setattr(mooncake_backend, "largest_registration", lambda _: VALUE_BYTES - 1)
+    assert store(2).count_stored(keys(1)) == 1
+    assert cluster.registered[3:] == [VALUE_BYTES] * 2, "a slot is never cut"
 
 
-def test_a_process_gives_its_memory_once_and_keeps_giving_it(settings, store):
+def test_a_process_gives_its_memory_once_and_until_it_ends(store, cluster):
     backends = [store(), store()]
-    assert len(share._given) == 1
     put(backends[0], 1)
     for backend in backends:
         backend.close()
-    assert len(share._given) == 1
-    assert store().count_stored(keys(1)) == 1, "what lies in it outlives the connections"
+    assert (len(share._given), cluster.room) == (1, SETTINGS.global_segment_size)
+    take_back_memory()
+    assert (len(share._given), cluster.room) == (0, 0)
+    give_memory(SETTINGS, 0)
+    assert cluster.room == SETTINGS.global_segment_size
 
 
-def test_who_registers_nothing_gives_nothing(settings):
-    backend = MooncakeBackend(settings, namespace())
-    assert share._given == {}
-    with pytest.raises(StorageFullError, match="no room for 1 of 1 values"):
-        backend.put(keys(1), values(keys(1)))
+def test_memory_that_could_not_be_given_is_given_later(store, cluster):
+    cluster.refusals["setup"] = -900
+    with pytest.raises(StorageError):
+        give_memory(SETTINGS, 0)
+    cluster.refusals.clear()
+    assert put(store(), 1) == 1
+
+
+def test_who_gives_nothing_has_no_room_and_reads(store, cluster):
+    backend = MooncakeBackend(SETTINGS, namespace(), gives_memory=False)
+    register(backend, 4)
+    with pytest.raises(StorageFullError, match="no room for 2 of 2 values"):
+        put(backend, 1, 2)
+    put(store(), 1)
+    assert got(backend, 1) == 1
     backend.close()
 
 
-def test_small_values_need_no_registration(settings, store):
-    """The commit markers of the engine, which has no host slots."""
+def test_without_room_some_are_refused_and_the_store_goes_on(store, cluster):
+    backend = store(200)
+    most = SETTINGS.global_segment_size // VALUE_BYTES
+    with pytest.raises(StorageFullError) as told:
+        put(backend, *range(200))
+    assert (told.value.num_written, told.value.num_refused) == (most, 200 - most)
+    assert got(backend, *range(most)) == most
+
+
+def test_memory_that_no_process_maps_is_copied(store, cluster):
+    """As where the host tier is of the process alone."""
     store()
-    backend = MooncakeBackend(settings, namespace())
-    assert backend.put(keys(1, 2), values(keys(1, 2))) == 2
-    buffers = empty(2)
-    assert backend.get(keys(1, 2), buffers) == 2
-    assert all(holds(buffer, key) for buffer, key in zip(buffers, keys(1, 2), strict=True))
+    backend = MooncakeBackend(SETTINGS, namespace())
+    backend.register(SlotMemory(memoryview(bytearray(4 * VALUE_BYTES)), VALUE_BYTES))
+    assert put(backend, 1, 2) == 2
+    assert got(backend, 1, 2, 3) == 2
+    assert cluster.registered == []
     backend.close()
 
 
-def test_without_room_some_are_refused_and_the_store_goes_on(start_master, monkeypatch):
-    """Nothing can be evicted here, because all is in use."""
-    monkeypatch.setattr(client_module, "LEAVE_TIMEOUT_S", 0.0)
-    settings = MooncakeSettings.read(start_master("-default_kv_lease_ttl=1h").environment())
-    backend = MooncakeBackend(settings, namespace())
-    slots = register(backend, 1000)
-
-    def put_twice_the_room():
-        for begin in range(0, 2 * SEGMENT_BYTES // VALUE_BYTES, 1000):
-            some = keys(*range(begin, begin + 1000))
-            assert backend.put(some, slots) == 1000
-            backend.touch(some)
-
-    try:
-        with pytest.raises(StorageFullError) as told:
-            put_twice_the_room()
-        assert told.value.num_refused > 0
-        assert told.value.num_written + told.value.num_refused == 1000
-        assert backend.count_stored(keys(0)) == 1, "the connection works"
-    finally:
-        backend.close()
-        share.take_back_memory()
-
-
-def test_a_value_under_the_name_of_another_one_is_not_sealed(store):
-    backend = store()
-    backend.put(keys(1), fill(backend, 2))
-    (buffer,) = fill(backend, 7)
-    assert backend.get(keys(1), [buffer]) == 1
-    assert not holds(buffer, keys(1)[0])
-
-
-def test_a_client_that_crashes_is_an_error_and_the_next_one_works(store):
-    backend = store()
-    put(backend, 1)
-    backend._client._process.kill()
-    with pytest.raises(StorageError, match="the process of mooncake's client has ended"):
-        backend.get(keys(1), backend.slots[:1])
-    backend.close()
-    assert backend.get(keys(1), backend.slots[:1]) == 1
-
-
-def test_a_client_that_hangs_is_ended_at_its_deadline(store, monkeypatch):
-    backend = store()
-    put(backend, 1)
-    process = backend._client._process
-    monkeypatch.setattr(client_module, "CALL_TIMEOUT_S", 0.2)
-    process.send_signal(signal.SIGSTOP)
-    with pytest.raises(StorageError, match="did not answer for 0 s, and was ended"):
-        backend.get(keys(1), backend.slots[:1])
-    assert process.returncode == -signal.SIGKILL
-    monkeypatch.undo()
-    backend.close()
-    assert backend.get(keys(1), backend.slots[:1]) == 1
-
-
-def test_a_client_ends_with_the_process_that_uses_it_even_while_it_waits(store, settings):
-    backend = store()
-    put(backend, 1)
-    process = backend._client._process
-    share._given[settings]._process.send_signal(signal.SIGSTOP)
-    backend._client._connection.send(("get", backend._names(keys(1)), [0], [VALUE_BYTES]))
-    backend._client._connection.close()  # as the end of this process would
-    assert process.wait(20) == 0
-    share._given[settings]._process.send_signal(signal.SIGCONT)
-
-
-def test_it_is_opened_by_name_from_the_environment(master, monkeypatch):
-    for name, value in master.environment().items():
-        monkeypatch.setenv(name, value)
-    backend = open_backend(StorageSettings("mooncake"), namespace(), rank=1)
-    assert isinstance(backend, MooncakeBackend)
-    assert backend.count_stored(keys(1)) == 0
-    backend.close()
+@pytest.mark.parametrize("hostname", ["10.0.0.7:77", "10.0.0.7", "fe80::1"])
+def test_the_client_is_set_up_with_the_settings_of_its_rank(cluster, monkeypatch, hostname):
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    settings = MooncakeSettings("P2PHANDSHAKE", "10.0.0.1:5", hostname, 5, 6, rdma_devices="a,b")
+    give_memory(settings, 1)
+    MooncakeClient(settings).close()
+    take_back_memory()
+    assert cluster.setups == [
+        (hostname, "P2PHANDSHAKE", 5, 6, "rdma", "b", "10.0.0.1:5"),
+        (hostname, "P2PHANDSHAKE", 0, 6, "rdma", "a", "10.0.0.1:5"),
+    ]
+    environment = cluster.environments[0]
+    assert environment["MC_TCP_BIND_ADDRESS"] == ("fe80::1" if hostname == "fe80::1" else "10.0.0.7")
+    assert (environment["MC_LOG_LEVEL"], environment["MC_RPC_TIMEOUT_MS"]) == ("INFO", "2000"), "the user's word counts"
 
 
 @pytest.mark.parametrize(
-    ("module", "line"),
+    # What the client says to a call, and the line that its user reads.
+    ("call", "code", "line"),
     [
-        (None, r"pip install 'mooncake-transfer-engine-non-cuda>=0\.3\.12\.post1'"),
-        ("raise ImportError('libibverbs.so.1: cannot open')", r"\(libibverbs.so.1: cannot open\): apt-get install lib"),
+        (
+            "setup",
+            -900,
+            r"cannot connect to .* 127.0.0.1:50051 over tcp: setup says the master does not answer \(-900\)",
+        ),
+        ("register", -600, r"registration of 131072 bytes says wrong parameters \(-600\)"),
+        ("exist", -900, r"cannot look up 2 values: the master does not answer \(-900\)"),
+        ("get", -800, r"cannot load 2 values: the transfer failed \(-800\)"),
+        ("put", -800, r"cannot store 2 values: the transfer failed \(-800\)"),
+        ("remove", -706, r"cannot forget 2 values: in use \(-706\)"),
+        ("remove", -1, r"cannot forget 2 values: error \(-1\)"),
     ],
 )
-def test_what_is_not_installed_is_one_line(settings, monkeypatch, tmp_path, module, line):
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").touch()
-    if module is not None:
-        (tmp_path / "mooncake" / "store.py").write_text(module)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=line) as told:
-        MooncakeBackend(settings, namespace()).count_stored(keys(1))
-    assert "\n" not in str(told.value)
+def test_an_error_of_the_client_is_a_storage_error_and_the_store_works_after_it(store, cluster, call, code, line):
+    act = {"put": put, "get": got, "remove": lambda store, *some: store.remove(keys(*some))}.get(
+        call, lambda store, *some: store.count_stored(keys(*some))
+    )
+    backend = store()
+    cluster.refusals[call] = code
+    with pytest.raises(StorageError, match=line):
+        act(backend, 1, 2)
+    cluster.refusals.clear()
+    put(backend, 1, 2)
+    assert got(backend, 1, 2) == 2
 
 
-def test_a_master_that_is_away_is_an_error(settings, master):
-    master.kill()
-    backend = MooncakeBackend(settings, namespace())
-    with pytest.raises(StorageError, match=f"cannot connect to mooncake's master {master.address} over tcp: setup"):
+@pytest.mark.parametrize("code", [-702, -703, NOT_STORED, -707])
+def test_what_is_not_there_now_is_a_miss(store, cluster, code):
+    backend = store()
+    put(backend, 1)
+    cluster.refusals["get"] = code
+    assert got(backend, 1) == 0
+    cluster.refusals.clear()
+    assert got(backend, 1) == 1, "it was not forgotten"
+
+
+def test_a_value_of_another_size_is_forgotten(store, caplog):
+    backend = store()
+    backend.put(keys(1), [memoryview(bytearray(VALUE_BYTES + 1))])
+    assert got(backend, 1) == backend.count_stored(keys(1)) == 0
+    assert caplog.messages == [f"block {keys(1)[0]} has another size than a block: forgotten"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [("hangs", "mooncake's client did not answer for 0 s, and was ended"), ("ends", "client has ended")],
+)
+def test_a_client_that_hangs_or_ends_is_an_error_and_the_next_one_works(store, cluster, monkeypatch, fault, line):
+    backend = store()
+    put(backend, 1)
+    monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.05 if fault == "hangs" else 10)
+    cluster.fault = fault
+    with pytest.raises(StorageError, match=line):
         backend.count_stored(keys(1))
+    cluster.fault = None
+    monkeypatch.setattr(client, "CALL_TIMEOUT_S", 10)
+    with pytest.raises(StorageError, match="client has ended"):
+        backend.count_stored(keys(1))
+    backend.close()
+    assert got(backend, 1) == 1
 
 
-def test_what_is_touched_is_evicted_last(start_master):
-    settings = MooncakeSettings.read(start_master("-default_kv_lease_ttl=50").environment())
-    backend = MooncakeBackend(settings, namespace())
-    slots = register(backend, 500)
-    try:
-        used, unused = keys(*range(100)), keys(*range(100, 500))
-        backend.put([*used, *unused], slots)
-        for begin in range(500, 500 + 2 * SEGMENT_BYTES // VALUE_BYTES, 500):
-            backend.touch(used)
-            with contextlib.suppress(StorageFullError):  # until it has evicted
-                backend.put(keys(*range(begin, begin + 500)), slots)
-        assert sum(backend._exist(unused)) < len(unused), "it evicts"
-        assert sum(backend._exist(used)) / len(used) > sum(backend._exist(unused)) / len(unused)
-    finally:
-        backend.close()
-        share.take_back_memory()
+def test_it_is_opened_by_name_from_the_environment(store, cluster, monkeypatch):
+    monkeypatch.setenv("MOONCAKE_MASTER_SERVER_ADDR", "10.0.0.1:5")
+    monkeypatch.setenv("MOONCAKE_METADATA_SERVER", "P2PHANDSHAKE")
+    monkeypatch.setenv("MOONCAKE_LOCAL_HOSTNAME", "10.0.0.7")
+    monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", "a,b")
+    settings = StorageSettings("mooncake")
+    check_settings(settings)
+    check_backend(settings, namespace())
+    backend = open_backend(settings, namespace(), rank=1)
+    assert backend.count_stored(keys(1)) == 0
+    backend.close()
+    assert [setup[5:] for setup in cluster.setups] == [("a", "10.0.0.1:5")] * 2 + [("b", "10.0.0.1:5")]
+    cluster.refusals["setup"] = -900
+    for check in (lambda: check_settings(settings), lambda: check_backend(settings, namespace())):
+        with pytest.raises(StorageError, match="cannot connect to mooncake's master"):
+            check()
+
+
+def test_the_process_ends_when_the_other_end_of_its_connection_is_closed(monkeypatch):
+    ours, theirs = socket.socketpair()
+    closed, ended = [], []
+    monkeypatch.setattr(os, "_exit", lambda code: ended.append((code, list(closed))))
+    threading.Timer(0.02, lambda: (closed.append(True), ours.close())).start()
+    with theirs:
+        process._end_with(theirs.fileno())
+    assert ended == [(0, [True])]

@@ -1,0 +1,100 @@
+"""Stores of every kind."""
+
+import pytest
+
+from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.mooncake import client, share
+from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
+from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
+from tests.mooncake_master import Master, needs_mooncake
+from tests.storage.attention_store.stand_in import installed
+from tests.storage.machines import DeviceMachine, HostMachine
+from tests.storage.mooncake.stand_in import SETTINGS, Cluster
+
+REAL_MOONCAKE = pytest.param("mooncake", marks=[pytest.mark.process, needs_mooncake()])
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """FAKE Mooncake, for this process."""
+    monkeypatch.setattr(share, "_given", {})
+    cluster = Cluster()
+    cluster.install(monkeypatch)
+    return cluster
+
+
+@pytest.fixture(params=["file", "mooncake stand-in", REAL_MOONCAKE])
+def connect(request, connecting):
+    """`connect(namespace)` opens a backend of one store."""
+    return connecting(request.param)
+
+
+@pytest.fixture
+def connecting(request, tmp_path, monkeypatch):
+    """`connect` of the store that has this name."""
+    masters = []
+
+    def of(store):
+        if store == "file":
+            return lambda space: FileBackend(tmp_path / "kv", space, capacity_bytes=1 << 30)
+        if store == "mooncake stand-in":
+            request.getfixturevalue("cluster")
+            return lambda space: MooncakeBackend(SETTINGS, space)
+        monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
+        masters.append(Master(tmp_path))
+        settings = MooncakeSettings.read(masters[0].environment())
+        return lambda space: MooncakeBackend(settings, space)
+
+    yield of
+    share.take_back_memory()
+    for each in masters:
+        each.kill()
+
+
+@pytest.fixture
+def start_machine(request, connecting, tmp_path, monkeypatch):
+    """`start_machine(store)(ranks=2)`: servers on one store, closed at the end."""
+    machines = []
+
+    def of(store):
+        if store == "attention store":
+            directory = request.getfixturevalue("sdk_store")
+        else:
+            connect = connecting(store)
+            if store == "mooncake stand-in":
+                share.give_memory(SETTINGS, 0)
+
+        def start(**options):
+            made = (
+                DeviceMachine(directory, **options) if store == "attention store" else HostMachine(connect, **options)
+            )
+            machines.append(made)
+            return made
+
+        return start
+
+    yield of
+    for each in machines:
+        each.close()
+
+
+@pytest.fixture
+def sdk_store(tmp_path, monkeypatch):
+    """The stand-in SDK of the attention store can be imported, and keeps what it stores there."""
+    with installed(monkeypatch, tmp_path / "store") as directory:
+        yield directory
+
+
+@pytest.fixture
+def open_store(connect):
+    """As `connect`, closed at the end."""
+    opened = []
+
+    def open_one(space):
+        opened.append(connect(space))
+        return opened[-1]
+
+    yield open_one
+    for backend in opened:
+        backend.close()
+        backend.close()

@@ -1,0 +1,122 @@
+"""FAKE Mooncake: its client's module over a dictionary, and its client's process as a thread of this one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fastdeploy_kvcache_v1.storage.mooncake import client, process
+from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
+
+SETTINGS = MooncakeSettings("P2PHANDSHAKE", "127.0.0.1:50051", "127.0.0.1:77", 1 << 20, protocol="tcp")
+NOT_STORED, NO_ROOM, WRONG_SIZE = -704, -200, -600
+
+
+class Cluster:
+    """What the master and the clients of all machines know."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.room = 0
+        self.setups: list[tuple[Any, ...]] = []
+        self.registered: list[int] = []
+        """Bytes of each registration."""
+        self.refusals: dict[str, int] = {}
+        """What a call says, if not what became of it."""
+        self.environments: list[dict[str, str]] = []
+        """Of each process."""
+        self.fault: str | None = None
+        """What a client does that is asked: it `hangs` until it is killed, or `ends`."""
+        self.killed = threading.Event()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = SimpleNamespace(MooncakeDistributedStore=lambda: _Store(self))
+        monkeypatch.setitem(sys.modules, "mooncake.store", module)
+        monkeypatch.setattr(client.subprocess, "Popen", partial(_Thread, self))
+        monkeypatch.setattr(process, "_end_with", lambda file: None)
+
+
+class _Thread:
+    """In the place of a process."""
+
+    def __init__(self, cluster: Cluster, command: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> None:
+        assert str(pass_fds[0]) == command[-1]
+        self._cluster = cluster
+        cluster.environments.append(options["env"])
+        self._connection = Connection(os.dup(pass_fds[0]))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._connection:
+            process.serve(self._connection)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._thread.join()
+        return 0
+
+    def kill(self) -> None:
+        """Its connection is closed already: it ends by itself, unless it hangs."""
+        self._cluster.killed.set()
+
+
+class _Store:
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._given = 0
+
+    def setup(self, *arguments: Any) -> int:
+        self._cluster.setups.append(arguments)
+        self._given = arguments[2]
+        self._cluster.room += self._given
+        return self._cluster.refusals.get("setup", 0)
+
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        self._cluster.registered.append(num_bytes)
+        return self._cluster.refusals.get("register", 0)
+
+    def batch_is_exist(self, keys: list[str]) -> list[int]:
+        if self._cluster.fault == "hangs":
+            self._cluster.killed.wait()
+        if self._cluster.fault == "ends":
+            raise EOFError
+        return [self._cluster.refusals.get("exist", int(key in self._cluster.values)) for key in keys]
+
+    def batch_get_into(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        return list(map(self._get, keys, addresses, sizes))
+
+    def _get(self, key: str, address: int, size: int) -> int:
+        value = self._cluster.values.get(key)
+        if value is None or "get" in self._cluster.refusals:
+            return self._cluster.refusals.get("get", NOT_STORED)
+        if len(value) > size:
+            return WRONG_SIZE
+        ctypes.memmove(address, value, len(value))
+        return len(value)
+
+    def batch_put_from(self, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        return [self.put(key, ctypes.string_at(*where)) for key, *where in zip(keys, addresses, sizes, strict=True)]
+
+    def put(self, key: str, value: bytes) -> int:
+        """Says 0 for what is stored already, too."""
+        if sum(map(len, self._cluster.values.values())) + len(value) > self._cluster.room:
+            return NO_ROOM
+        self._cluster.values.setdefault(key, value)
+        return self._cluster.refusals.get("put", 0)
+
+    def batch_remove(self, keys: list[str], even_in_use: bool) -> list[int]:
+        assert even_in_use
+        found = [self._cluster.values.pop(key, None) for key in keys]
+        return [self._cluster.refusals.get("remove", NOT_STORED if value is None else 0) for value in found]
+
+    def close(self) -> None:
+        self._cluster.room -= self._given
