@@ -1,11 +1,8 @@
 """Engine core and a store that addresses the device tier, which answers late, fails, or goes on after a failure."""
 
-import random
-
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from tests.embedded.engine.attention_server import AttentionStoreServer, namespace
 from tests.embedded.shadow import expected_outputs
-from tests.embedded.token_shadow_store import LATE_S
 
 PROMPT = list(range(30))
 OTHER = [60 + token for token in range(32)]
@@ -34,13 +31,6 @@ def test_the_namespace_changes_with_the_weights():
     second.core.reset_cache()
     second.tier.use_namespace(namespace("1"))
     assert second.ask("second", PROMPT) == 0
-
-
-def test_output_is_stored_too_and_in_pieces_from_the_first_block_on():
-    values = stored_by_a_first_server(list(range(100)), device=64)
-    server = AttentionStoreServer(device=64, stored=values)
-    assert server.ask("again", list(range(100)), 30) == 96
-    assert max(len(path) for _, path in values) == 128
 
 
 def test_blocks_that_token_ids_do_not_name_are_neither_stored_nor_loaded():
@@ -73,39 +63,6 @@ def test_a_load_waits_for_the_pass_that_still_reads_its_slots():
     server.settle()
 
 
-def test_a_store_begins_after_the_pass_in_flight():
-    server = AttentionStoreServer(prefetch="best_effort")
-    server.harness.submit("long", [70, 71, 72], 8)
-    server.harness.submit("short", PROMPT[:25], 1)
-    server.send()
-    server.work()
-    assert not server.store.writes
-    server.tier.step_taken(server.manager.take_swap_step(), computes=True)
-    server.tier.go_on()
-    assert not server.store.writes, "a pass runs that may still write one of the blocks"
-    server.tier.pass_ended(server.tier._copies.last_told)
-    server.tier.go_on()
-    assert server.store.writes
-    server.settle()
-
-
-def test_blocks_may_leave_the_device_while_they_are_stored_and_their_slots_stay():
-    server = AttentionStoreServer(device=8, prefetch="best_effort")
-    server.harness.submit("first", PROMPT[:13], 1)
-    server.send()
-    server.work()
-    server.send()
-    (task,) = [task for _, task in server.store.writes]
-    held = set(task.gpu_block_ids)
-    recorder = server.harness.submit("second", OTHER[:26], 1)
-    server.send()
-    assert server.harness.sent
-    tables = {slot for request in server.harness.sent[-1].requests for slot in request.block_table}
-    assert not tables & held
-    server.settle()
-    assert recorder.tokens == expected_outputs(OTHER[:26], 1)
-
-
 def test_a_request_that_needs_the_slots_of_a_store_waits_for_it_and_does_not_fail():
     server = AttentionStoreServer(device=8, prefetch="best_effort")
     server.harness.submit("first", PROMPT[:13], 1)
@@ -135,25 +92,6 @@ def test_a_store_that_hangs_lets_a_request_that_needs_all_slots_fail_in_time():
     server.send()
     assert recorder.failure is not None
     assert recorder.failure.status == 500
-    server.settle()
-
-
-def test_slots_of_a_failed_read_stay_in_quarantine_until_it_can_write_no_more():
-    server = AttentionStoreServer(stored=stored_by_a_first_server())
-    recorder = server.harness.submit("r", PROMPT, 2)
-    server.send()
-    server.core.on_storage(server.store.answer_match())
-    slots = server.store.reads[0][1].gpu_block_ids
-    server.store._rng = random.Random(1)  # fails with bytes that come late
-    server.core.on_storage(server.store.answer_read(fails=True))
-    assert server.store.late_reads
-    assert server.manager.stats().quarantined_blocks == len(slots)
-    while not recorder.ended:
-        server.send()
-        server.work()
-    assert recorder.tokens == expected_outputs(PROMPT, 2)
-    assert server.manager.stats().quarantined_blocks == len(slots)
-    assert 0 < server.core.seconds_to_next_deadline() <= LATE_S
     server.settle()
 
 

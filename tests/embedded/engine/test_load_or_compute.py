@@ -111,21 +111,11 @@ def time_to_first_token(copy_s, length, num_known, choice=None, **options):
     return harness.serve(prompt)
 
 
-@pytest.mark.parametrize("copy_s", [0.05, 0.9, 1.3, 4.0, 50.0])
-@pytest.mark.parametrize(("length", "num_known"), [(17, 16), (100, 17), (250, 240), (400, 100), (500, 496)])
-def test_first_token_is_never_later_than_the_better_of_both(copy_s, length, num_known):
-    loading = time_to_first_token(copy_s, length, num_known, lambda num_blocks, *_, **__: num_blocks)
-    computing = time_to_first_token(copy_s, length, num_known, lambda *_, **__: 0)
-    assert time_to_first_token(copy_s, length, num_known) <= 1.05 * min(loading, computing)
-
-
-@pytest.mark.parametrize(
-    "speeds", [((0.01, 1.0), (1.0, 0.1)), ((1.0, 0.1), (0.01, 1.0)), ((0.1, 0.2), (1.0, 1.0)), ((1.0, 1.0), (0.1, 0.2))]
-)
-@pytest.mark.parametrize("copy_s", [0.05, 0.9, 1.3, 4.0, 50.0])
-@pytest.mark.parametrize(("length", "num_known"), [(100, 17), (250, 240), (500, 496)])
-def test_the_slowest_rank_decides(copy_s, length, num_known, speeds):
-    """Of copies and of computing, be it the same rank or not."""
+@pytest.mark.parametrize("speeds", [((1.0, 1.0),), ((0.01, 1.0), (1.0, 0.1)), ((1.0, 1.0), (0.1, 0.2))])
+@pytest.mark.parametrize("copy_s", [0.05, 1.3, 50.0])
+@pytest.mark.parametrize(("length", "num_known"), [(17, 16), (500, 496)])
+def test_first_token_is_never_later_than_the_better_of_both(copy_s, length, num_known, speeds):
+    """By the slowest rank of copies and of computing, be it the same rank or not."""
 
     def took(choice=None):
         return time_to_first_token(copy_s, length, num_known, choice, speeds=speeds)
@@ -242,28 +232,6 @@ def test_steps_that_only_decode_say_nothing_of_prompts():
         harness.submit(f"short {index}", [index], 1)
     harness.run()
     assert harness.scheduler.load_costs.blocks_to_load(200 // BLOCK, 0, 201, budget=256) < 200 // BLOCK
-
-
-def test_waiting_for_a_copy_is_no_computing():
-    harness = TimedHarness(2.0)
-    harness.serve(range(200))
-    harness.push_out()
-    harness.serve([*range(200), *range(900, 964)])
-    assert harness.scheduler.load_costs.blocks_to_load(200 // BLOCK, 0, 201, budget=256) < 200 // BLOCK
-
-
-def test_what_is_computed_behind_a_long_context_is_worth_a_slow_copy():
-    """80 tokens take 144 s at the beginning of a prompt, 784 s behind 400 others, and 480 s to load."""
-    harness = TimedHarness(6.0)
-    harness.position_s = 0.02
-    prompt = [*range(500, 981)]
-    harness.serve(prompt)
-    harness.push_out()
-    harness.serve(prompt[:401])
-    host_hits = harness.manager.stats().counters.host_hit_tokens
-    assert harness.scheduler.load_costs.blocks_to_load(10, 0, 81, budget=256) < 10
-    harness.serve(prompt)
-    assert harness.manager.stats().counters.host_hit_tokens - host_hits == 80
 
 
 def test_what_is_on_the_device_hides_no_copy():

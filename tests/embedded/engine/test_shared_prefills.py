@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.model.step import StepResult
 from tests.embedded.engine.test_scheduler import tokens_of
-from tests.embedded.shadow import Harness, Recorder, expected_outputs
+from tests.embedded.shadow import Harness, expected_outputs
 
 BLOCK = 4
 
@@ -39,46 +39,12 @@ def test_sixteen_equal_prompts_at_once_cost_little_more_than_one():
     assert [usage.cached_tokens for usage in usages if usage] == [0, *[496] * 15]
 
 
-def test_without_sharing_they_are_all_computed():
-    harness = make(2400, worth=0, max_num_seqs=16, max_num_batched_tokens=8192)
-    for index in range(16):
-        harness.submit(str(index), range(500), 4)
-    assert tokens_of(harness.step()) == [(str(index), 500) for index in range(16)]
-    assert counted(harness) == (0, 0)
-
-
-def test_a_prefix_that_saves_less_than_a_step_costs_is_computed_again():
-    harness = make(worth=40, max_num_batched_tokens=256)
-    for name in ("first", "second", "third"):
-        harness.submit(name, [*range(16), ord(name[0])], 1)
-    assert tokens_of(harness.step()) == [("first", 17), ("second", 17), ("third", 17)], "2 * 16 tokens"
-    for name in ("1st", "2nd", "3rd", "4th"):
-        harness.submit(name, [*range(50, 66), ord(name[0])], 1)
-    assert tokens_of(harness.step()) == [("1st", 17)], "3 * 16 tokens"
-    assert tokens_of(harness.step()) == [("2nd", 1), ("3rd", 1), ("4th", 1)]
-
-
 def test_a_follower_starts_when_the_shared_prefix_is_committed_not_when_the_leader_ends():
     harness = make(max_num_batched_tokens=24)
     harness.submit("leader", range(40), 9)
     harness.submit("follower", [*range(20), 99], 1)
     batches = [tokens_of(harness.step()) for _ in range(2)]
     assert batches == [[("leader", 24)], [("leader", 16), ("follower", 1)]]
-
-
-def test_salts_do_not_wait_for_each_other():
-    harness = make(max_num_batched_tokens=64)
-    for salt in (b"one", b"two"):
-        harness.core.submit(harness.generation(salt.decode(), range(20), 1, Recorder(), salt=salt))
-    assert tokens_of(harness.step()) == [("one", 20), ("two", 20)]
-
-
-def test_without_prefix_caching_nobody_waits():
-    config = KVCacheConfig(200, 0, BLOCK, enable_prefix_caching=False, shared_prefill_tokens=1)
-    harness = Harness(config, max_num_batched_tokens=64)
-    for name in "ab":
-        harness.submit(name, range(20), 1)
-    assert tokens_of(harness.step()) == [("a", 20), ("b", 20)]
 
 
 def test_what_a_reset_makes_unfindable_is_not_waited_for():

@@ -1,13 +1,8 @@
 """The intake process and its end in the server: limits end it, and it leaves nothing behind."""
 
 import asyncio
-import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
-import threading
 
 import psutil
 import pytest
@@ -23,7 +18,6 @@ from fastdeploy_kvcache_v1.embedded.intake.process import (
     unpack_error,
     unpack_reading,
 )
-from fastdeploy_kvcache_v1.errors import ModelError
 from tests.e2e.server_process import wait_until
 from tests.model.model_dirs import byte_level_tokenizer
 
@@ -74,12 +68,6 @@ def refusal(client, content):
     with pytest.raises(ApiError) as caught:
         chat(client, content)
     return caught.value
-
-
-def test_a_chat_is_read_in_the_process(client):
-    reading = chat(client, "hello")
-    assert reading.token_ids == tuple(byte_level_tokenizer().encode("hello").ids)
-    assert reading.options.max_tokens == 3
 
 
 def test_what_crosses_the_connection_arrives_unchanged():
@@ -144,13 +132,6 @@ def test_a_process_that_ended_between_two_requests_is_replaced(client):
     assert client.pid != process.pid
 
 
-def test_a_process_that_ends_while_it_reads_is_a_refusal(client):
-    process = psutil.Process(client.pid)
-    threading.Timer(0.2, process.kill).start()
-    assert "(status -9)" in refusal(client, "loop").body["error"]["message"]
-    assert chat(client, "hello").token_ids
-
-
 def test_a_process_that_does_not_answer_is_killed(client, monkeypatch):
     """Stopped, it uses no CPU time."""
     monkeypatch.setattr(intake_client, "BASE_WALL_S", -3.9)
@@ -160,36 +141,6 @@ def test_a_process_that_does_not_answer_is_killed(client, monkeypatch):
     assert not process.is_running()
     monkeypatch.undo()
     assert chat(client, "hello").token_ids
-
-
-def test_readings_wait_in_a_bounded_queue(client, monkeypatch):
-    monkeypatch.setattr(intake_client, "MAX_WAITING", 2)
-
-    async def ask():
-        raw = b'{"prompt": "hello"}'
-        return await asyncio.gather(*(client.read(Endpoint.COMPLETION, raw) for _ in range(3)), return_exceptions=True)
-
-    first, second, third = asyncio.run(ask())
-    assert first == second
-    assert isinstance(third, ApiError)
-    assert third.status == 503
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for %}", "the chat template does not compile: line 1"),
-    ],
-)
-def test_a_template_that_cannot_be_compiled_is_one_line(tmp_path, template, message):
-    client = IntakeClient(config_of(model_dir(tmp_path / "m", template)))
-    try:
-        with pytest.raises(ModelError) as caught:
-            client.wait_ready()
-        assert message in str(caught.value)
-        assert "\n" not in str(caught.value)
-    finally:
-        client.close()
 
 
 def test_close_ends_a_process_that_is_busy(tmp_path):
@@ -208,28 +159,3 @@ def test_close_ends_a_process_that_is_busy(tmp_path):
     assert answer.status == 503
     assert process.returncode == -signal.SIGKILL, "it did not wait for the limit of CPU time"
     client.close()
-
-
-SERVER = """
-import asyncio, sys
-from pathlib import Path
-from fastdeploy_kvcache_v1.embedded.intake.intake import Endpoint, IntakeConfig
-from fastdeploy_kvcache_v1.embedded.intake.client import IntakeClient
-client = IntakeClient(IntakeConfig(Path(sys.argv[1]), "m", 264, 4096, 4096, 4, 16.0))
-client.wait_ready()
-print(client.pid, flush=True)
-asyncio.run(client.read(Endpoint.CHAT, b'{"messages": [{"role": "user", "content": ""}]}'))
-"""
-
-
-def test_the_process_dies_with_a_server_that_is_killed(tmp_path):
-    path = model_dir(tmp_path / "m", ENDLESS)
-    server = subprocess.Popen([sys.executable, "-c", SERVER, str(path)], stdout=subprocess.PIPE, text=True)
-    with server:
-        process = psutil.Process(int(server.stdout.readline()))
-        os.kill(server.pid, signal.SIGKILL)
-    try:
-        wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, "its end")
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()

@@ -64,26 +64,6 @@ def test_no_half_character_is_ever_shown(tokenizers, kind, text):
     assert shown == text == tokenizer.decode(token_ids)
 
 
-@given(
-    words=st.lists(st.sampled_from(["▁hello", "▁a", "b", "é", "你", "<0xE5>", "<0xA5>", "<0xBD>", "<s>", "▁", "▁▁"]))
-)
-def test_byte_fallback_runs(tokenizers, words):
-    """Complete and incomplete characters from single bytes, with spaces and special tokens in between."""
-    tokenizer = tokenizers["byte-fallback"]
-    vocabulary = byte_fallback_tokenizer().get_vocab()
-    token_ids = [vocabulary[word] for word in words]
-    assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
-
-
-@given(data=st.data())
-def test_long_runs_of_parts_of_characters(tokenizers, data):
-    """Beginnings and ends of characters of two to four bytes in any order: mostly no characters at all."""
-    tokenizer = tokenizers["byte-level"]
-    parts = [token for token in range(2, tokenizer.vocab_size) if "\ufffd" in tokenizer.decode([token])]
-    token_ids = data.draw(st.lists(st.sampled_from(parts), min_size=30, max_size=80))
-    assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
-
-
 def test_bytes_that_never_become_characters_are_not_held_back_for_ever(tokenizers):
     tokenizer = tokenizers["byte-level"]
     token = byte_level_tokenizer().get_vocab()["ÿ"]  # the byte 0xFF
@@ -93,22 +73,6 @@ def test_bytes_that_never_become_characters_are_not_held_back_for_ever(tokenizer
         shown += len(detokenizer.push(token))
         assert pushed - shown <= MAX_HELD_BACK, "what is held back is decoded again with every token"
     assert shown + len(detokenizer.flush()) == 499
-
-
-def test_streaming_does_not_wait_without_need(tokenizers):
-    tokenizer = tokenizers["byte-level"]
-    assert stream(tokenizer, tokenizer.encode("hello a")) == ["hell", "o", " a", ""]
-    assert stream(tokenizers["bytes"], "é!".encode()) == ["", "é", "!", ""]
-    assert stream(tokenizers["bytes"], b"\xe4\xbd") == ["", "", "\ufffd"]
-
-
-@pytest.mark.parametrize("kind", ["bytes", "byte-level"])
-@pytest.mark.parametrize("text", TEXTS)
-def test_round_trip(tokenizers, kind, text):
-    tokenizer = tokenizers[kind]
-    if "<|eos|>" in text and kind == "byte-level":
-        text = text.replace("<|eos|>", "")
-    assert tokenizer.decode(tokenizer.encode(text)) == text.replace("\ud83d", "?")
 
 
 def test_byte_tokenizer_fits_the_random_model():

@@ -98,19 +98,6 @@ def test_a_rank_that_is_killed_is_named_once_while_the_other_waits_for_it(temp_d
     assert listener.answers == []
 
 
-def test_the_end_of_several_ranks_is_told_once(temp_dir):
-    client = ProcessWorkerClient(CONFIG)
-    try:
-        listener = Listener(client)
-        for pid in client.pids:
-            psutil.Process(pid).kill()
-        for rank in client._ranks:
-            rank._threads[0].join(60)  # which tells of its end
-        assert len(listener.reasons) == 1
-    finally:
-        client.close()
-
-
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_of_a_rank_that_hangs_and_one_that_waits_for_it_the_former_is_named(temp_dir, stuck):
     client = ProcessWorkerClient(CONFIG, timeout_s=1.0)
