@@ -154,6 +154,8 @@ class GpuMemory:
     def __init__(self):
         self.allocations = {}
         self.mapped = []
+        self.is_current = False
+        """The GPU is the calling thread's, so that CUDA may be asked."""
         self.copied = 0
         self.fails = None
 
@@ -169,10 +171,12 @@ class GpuMemory:
         return self.can_reach
 
     def export(self, address):
+        assert self.is_current
         base, array = next(each for each in self.allocations.items() if 0 <= address - each[0] < each[1].nbytes)
         return Allocation(base.to_bytes(64, "little"), base, array.nbytes)
 
     def open(self, handle):
+        assert self.is_current
         base = int.from_bytes(handle, "little")
         if base not in self.allocations:
             raise TransferError("CUDA error 1")
@@ -180,11 +184,15 @@ class GpuMemory:
         return base
 
     def close(self, base):
+        assert self.is_current
+        self.is_current = False
         self.mapped.remove(base)
         if self.fails == "close":
             raise TransferError("CUDA error 4")
 
     def copy(self, ranges, path):
+        assert self.is_current
+        self.is_current = False
         self.copied += 1
         self.path = path
         if self.fails == "copy":
@@ -219,13 +227,12 @@ class CudaIpc(Sockets):
     def __init__(self, monkeypatch):
         super().__init__(monkeypatch)
         self.memory = GpuMemory()
-        self.used = []
         monkeypatch.setattr(cuda_ipc_plane, "_load", lambda: self.memory)
         monkeypatch.setattr(cuda_ipc_plane, "stream_on", lambda gpu, name: GpuStream(name))
         monkeypatch.setattr(cuda_ipc_plane, "this_process", lambda: self.process)
         monkeypatch.setattr(cuda_ipc_plane, "READERS_LEAVE_S", 0.05)
         for module in (cuda_ipc_plane, cuda_ipc_source):
-            monkeypatch.setattr(module, "use_device", self.used.append)
+            monkeypatch.setattr(module, "use_device", lambda gpu: setattr(self.memory, "is_current", gpu == 0))
 
     def make(self):
         return _Own(self)
@@ -245,4 +252,8 @@ class _Own(CudaIpcPlane):
 
     def open(self, address, deadline):
         self.world.process = self.process
-        return super().open(address, deadline)
+        self.world.memory.is_current = False
+        try:
+            return super().open(address, deadline)
+        finally:
+            self.world.memory.is_current = False

@@ -243,6 +243,26 @@ def test_a_confirmation_that_was_not_asked_for_fails_the_fetch(pair):
     assert "does not confirm its blocks" in decode.done[0].error
 
 
+def test_reasons_of_any_length_reach_the_other_side(pair):
+    prefill, decode = pair
+    long = "because " * 1000
+    for number in range(4):
+        prefill.offer(str(number), [number], decode.port)
+    decode.desk.fetch("2", [2])
+    decode.desk.fetch("3", [3])
+    until(lambda: decode.desk.num_offers == 4, prefill, decode)
+    prefill.desk.withdraw("0", long)
+    decode.desk.cancel("1", long)
+    decode.desk.cancel("2", long)
+    prefill.desk.withdraw("3", long)
+    until(lambda: len(prefill.done) == 4 and len(decode.done) == 2, prefill, decode)
+    decode.net.settle()
+    prefill.turn()
+    decode.turn()
+    assert decode.desk.num_links == len(prefill.desk._peers) == 1
+    assert all("because because" in end.error for end in (*prefill.done, *decode.done))
+
+
 class Scene:
     """A fetch of six blocks, in a phase in which it goes no further by itself; another prefill rank is well."""
 

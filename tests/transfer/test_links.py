@@ -117,6 +117,21 @@ def test_a_link_ends_with_a_peer_that_says_nothing_or_garbage(serve, says, reaso
         link.close("")
 
 
+def test_a_peer_that_reads_late_gets_everything(serve):
+    server, inbox = serve()
+    with closing(stranger(server.port)) as channel:
+        channel.send_frame(encode(Hello(geometry(), b"", "x")), soon())
+        link, _ = inbox.get(timeout=20)
+        for number in range(20):  # more than the network holds
+            link.send(Offer(str(number), "r", [number] * 900_000, 1))
+        time.sleep(0.1)
+        frames = [channel.receive_frame(soon()) for _ in range(22)]
+        told = [message.lease for message in map(decode, frames) if isinstance(message, Offer)]
+        assert told == [str(number) for number in range(20)][: len(told)]
+        assert len(told) > 15
+        link.close("")
+
+
 def answering(answer):
     """A server of its own that knows the secret: its port."""
     listener = socket.create_server((HOST, 0))
@@ -156,9 +171,10 @@ def test_what_a_decode_rank_may_answer_wrongly(answer, error, text):
     ("ours", "text"),
     [
         (me(model="other"), "refuses: the model is 'm' here and 'other' on the peer"),
+        (me(model="o" * 3000), "refuses: the model is 'm' here and 'ooo"),
         (me(secret=b"another secret of sixteen bytes"), "another shared secret"),
     ],
-    ids=["model", "secret"],
+    ids=["model", "long model", "secret"],
 )
 def test_a_prefill_rank_that_does_not_fit_is_refused_with_the_reason(serve, ours, text):
     server, inbox = serve()

@@ -177,6 +177,16 @@ def test_an_engine_serves_and_each_source_has_one_of_its_own_that_ends_with_it(w
         assert source._engine is None
 
 
+def test_an_interpreter_that_ends_closes_the_plane_first(world, monkeypatch):
+    registered = []
+    monkeypatch.setattr(module.atexit, "register", registered.append)
+    monkeypatch.setattr(module.atexit, "unregister", registered.remove)
+    plane = world.make()
+    assert registered == [plane.close]
+    plane.close()
+    assert registered == []
+
+
 @pytest.mark.parametrize(
     ("refuses", "reason"), [("initialize", "cannot start over tcp"), ("register_memory", "cannot register")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -53,8 +54,10 @@ def test_an_owner_that_does_not_wait_is_gone_for_its_visitors(owner):
 def test_a_file_without_an_owner_is_no_owner(tmp_path):
     path = tmp_path / "fastdeploy-kvcache-owner-0"
     path.touch()
+    before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
         Visit(str(path))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.process

@@ -71,6 +71,10 @@ def test_neighbours_on_one_side_only_stay_apart():
     assert list(spans.coalesced()) == list(spans)
 
 
+def test_nothing_is_read_of_a_rank_that_holds_no_head_that_is_wanted():
+    assert len(spans_of(gqa(4, 2, 1), gqa(4, 4, 0), [0, 1], [0, 1], Chunk(0, 2, 0, LAYERS))) == 0
+
+
 @pytest.mark.parametrize("chunk", [Chunk(0, 3, 0, 1), Chunk(0, 1, 0, LAYERS + 1), Chunk(2, 1, 0, 1)])
 def test_a_chunk_outside_of_what_was_offered_is_refused(chunk):
     with pytest.raises(CacheStateError, match="outside"):
