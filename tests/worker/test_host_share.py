@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
-import threading
 
 import pytest
 
@@ -14,30 +14,11 @@ from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.host_share import HostShare
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
+from tests.worker.chosen_runtime import ChosenRuntime
 from tests.worker.worker_fakes import LIMIT_S, NumpyBackend, Rig, evict, swap_in
 
 INPUT, OUTPUT = "kv-input", "kv-output"
-
-A_WHILE_S = 0.05
-"""In which a copy that does not wait would have ended. One that waits takes longer on any machine."""
-
-
-class Gates:
-    """A `delay` hook that holds streams until the test opens them, and fails the next copy on request."""
-
-    def __init__(self):
-        self.closed, self.errors = {}, {}
-
-    def __call__(self, stream):
-        if (gate := self.closed.get(stream)) is not None:
-            assert gate.wait(LIMIT_S)
-        if (error := self.errors.pop(stream, None)) is not None:
-            raise error
-
-    def close(self, stream):
-        """From now on `stream` stops before each copy; call the result to let it go for good."""
-        gate = self.closed[stream] = threading.Event()
-        return gate.set
 
 
 def host_shares(size):
@@ -48,31 +29,51 @@ def host_shares(size):
 
 
 class Ranks:
-    """Their caches, alike at the start; the block in device slot N holds 10 + N."""
+    """Their caches, alike at the start; the block in device slot N holds 10 + N. What a rank tells the others arrives
+    when `meet` carries it.
+    """
 
-    def __init__(self, size=2, *, timeout_s=LIMIT_S):
-        self.gates = [Gates() for _ in range(size)]
+    def __init__(self, size=2, seed=0):
         self.shares, self.file = host_shares(size)
-        self.rigs = [
-            Rig(CpuRuntime(delay=delay), share=share, timeout_s=timeout_s)
-            for share, delay in zip(self.shares, self.gates, strict=True)
-        ]
+        self.told = [[] for _ in self.shares]
+        for share, told in zip(self.shares, self.told, strict=True):
+            share.tell = lambda step, finished, told=told: told.append((step, finished))
+        self.rigs = [Rig(ChosenRuntime(seed + rank), share=share) for rank, share in enumerate(self.shares)]
         for rig in self.rigs:
             rig.fill()
 
     def submit(self, out=NO_EVICT, into=NO_SWAP_IN):
         return [rig.submit(out, into) for rig in self.rigs]
 
-    def hold(self, slot):
-        """The content of a device slot by rank."""
+    def content_of(self, slot):
+        """Of a device slot by rank."""
         return [next((content for content in range(100) if rig.holds_all(slot, content)), None) for rig in self.rigs]
 
-    def drain(self):
+    def meet(self):
+        """Every copy that can run has run, and every rank has heard of it."""
+        moved = True
+        while moved:
+            moved = any(rig.runtime.go_on() for rig in self.rigs) or self._carry()
         for rig in self.rigs:
-            rig.controller.drain(LIMIT_S)
             rig.controller.check()
 
+    def _carry(self):
+        for rank, told in enumerate(self.told):
+            if told and told[0][1].done():
+                step, finished = told.pop(0)
+                error = finished.error
+                for peer in self._listeners(rank):
+                    peer._finish(step, error and TransferError(f"rank {rank}: {type(error).__name__}: {error}"))
+                return True
+        return False
+
+    def _listeners(self, rank):
+        if rank:
+            return [self.shares[0]._peers[rank - 1]]
+        return [share._peers[0] for share in self.shares[1:]]
+
     def close(self):
+        self.meet()
         for rig in self.rigs:
             rig.close()
         for share in self.shares:
@@ -84,12 +85,14 @@ class Ranks:
 def ranks():
     ranks = Ranks()
     yield ranks
+    for rig in ranks.rigs:
+        rig.runtime.held.clear()
     ranks.close()
 
 
 def still_runs(rig):
     with pytest.raises(LayerSwapTimeoutError):
-        rig.controller.drain(A_WHILE_S)
+        rig.controller.drain(0)
     return True
 
 
@@ -100,180 +103,169 @@ def failures(rig):
 def test_what_rank_0_evicts_all_ranks_find(ranks):
     ranks.submit(evict((0, 1), (5, 3)))
     ranks.submit(into=swap_in((5, 3), (3, 2)))
-    ranks.drain()
-    assert ranks.hold(3) == [10, 10]
-    assert ranks.hold(2) == [11, 11]
+    ranks.meet()
+    assert (ranks.content_of(3), ranks.content_of(2)) == ([10, 10], [11, 11])
     block = ranks.rigs[0].layout.block_bytes
     copied = [[result.num_bytes for result in rig.controller.take_results()] for rig in ranks.rigs]
     assert copied == [[2 * block, 2 * block], [2 * block]], "only the writer copies out"
-
-
-def test_a_reader_cannot_write_to_the_pool(ranks):
     with pytest.raises(ValueError, match="read-only"):
         ranks.rigs[1].controller.host_pool.block(0)[:] = 1
-    assert ranks.rigs[0].controller.host_pool.nbytes == ranks.rigs[1].controller.host_pool.nbytes
 
 
 @pytest.mark.parametrize("same_step", [False, True])
 def test_a_swap_in_waits_for_another_ranks_eviction(ranks, same_step):
     writer, reader = ranks.rigs
-    let_go = ranks.gates[0].close(OUTPUT)
-    if same_step:
-        reader.submit(evict((0,), (4,)), swap_in((4,), (1,)))
-    else:
-        reader.submit(evict((0,), (4,)))
-        reader.submit(into=swap_in((4,), (1,)))
+    out, into = evict((0,), (4,)), swap_in((4,), (1,))
+    steps = [(out, into)] if same_step else [(out, NO_SWAP_IN), (NO_EVICT, into)]
+    for step in steps:
+        reader.submit(*step)
+    ranks.meet()
     assert still_runs(reader), "the writer has not even come to that step"
-    writer.submit(evict((0,), (4,)), *([swap_in((4,), (1,))] if same_step else []))
-    assert still_runs(reader), "and now it copies"
-    let_go()
-    if not same_step:
-        writer.submit(into=swap_in((4,), (1,)))
-    ranks.drain()
-    assert ranks.hold(1) == [10, 10]
-
-
-@pytest.mark.parametrize("late", ["copies", "has not come to that step"])
-def test_a_host_slot_is_not_overwritten_while_another_rank_reads_it(ranks, late):
-    writer, reader = ranks.rigs
-    steps = [(evict((0,), (4,)), NO_SWAP_IN), (NO_EVICT, swap_in((4,), (1,))), (evict((2,), (4,)), NO_SWAP_IN)]
-    let_go = ranks.gates[1].close(INPUT)
-    if late == "copies":
-        for step in steps:
-            reader.submit(*step)
+    let_go = writer.runtime.hold(OUTPUT)
     for step in steps:
         writer.submit(*step)
-    assert still_runs(writer)
-    if late != "copies":
-        for step in steps:
-            reader.submit(*step)
+    ranks.meet()
+    assert still_runs(reader), "and now it copies"
+    assert [rig.controller.copy_progress()[1:] for rig in ranks.rigs] == [(1, False), (-1, True)], "the late one shows"
     let_go()
-    ranks.drain()
-    assert ranks.hold(1) == [10, 10], "the old content, which the scheduler meant"
+    ranks.meet()
+    assert ranks.content_of(1) == [10, 10]
+    assert [rig.controller.copy_progress()[1:] for rig in ranks.rigs] == [(-1, False)] * 2
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+@pytest.mark.parametrize("has_come", [True, False])
+def test_a_host_slot_is_not_overwritten_while_any_rank_reads_it(last, has_come):
+    """Whether it copies, or has not come to that step."""
+    ranks = Ranks(3)
+    writer, late = ranks.rigs[0], ranks.rigs[last]
+    let_go = late.runtime.hold(INPUT)
+    steps = [(evict((0,), (4,)), NO_SWAP_IN), (NO_EVICT, swap_in((4,), (1,))), (evict((2,), (4,)), NO_SWAP_IN)]
+    coming = [rig for rig in ranks.rigs if rig is not late or has_come or not last]
+    for step in steps:
+        for rig in coming:
+            rig.submit(*step)
+    ranks.meet()
+    assert still_runs(writer)
+    for step in steps:
+        for rig in ranks.rigs:
+            if rig not in coming:
+                rig.submit(*step)
+    let_go()
+    ranks.meet()
+    assert ranks.content_of(1) == [10] * 3, "the old content, which the scheduler meant"
     ranks.submit(into=swap_in((4,), (5,)))
-    ranks.drain()
-    assert ranks.hold(5) == [12, 12], "and then the new one"
-
-
-def test_every_rank_that_reads_is_waited_for():
-    ranks, last = Ranks(3), 1
-    let_go = [gates.close(INPUT) for gates in ranks.gates]
-    ranks.submit(evict((0,), (4,)))
-    counters = ranks.submit(into=swap_in((4,), (1,)))
-    ranks.rigs[0].submit(evict((2,), (4,)))
-    for rank in {0, 1, 2} - {last}:
-        let_go[rank]()
-        counters[rank].wait_all()
-    assert still_runs(ranks.rigs[0])
-    assert [result.step for result in ranks.rigs[0].controller.take_results()][:1] == [1]
-    let_go[last]()
-    for rig in ranks.rigs[1:]:
-        rig.submit(evict((2,), (4,)))
-    ranks.drain()
-    assert ranks.hold(1) == [10, 10, 10]
+    ranks.meet()
+    assert ranks.content_of(5) == [12] * 3, "and then the new one"
     ranks.close()
 
 
 def test_what_one_rank_could_not_evict_no_rank_reads(ranks):
     writer, reader = ranks.rigs
-    ranks.gates[0].errors[OUTPUT] = RuntimeError("torn")
+    writer.runtime.fail_next(OUTPUT, RuntimeError("torn"))
     ranks.submit(evict((0,), (4,)))
-    counters = ranks.submit(into=swap_in((4,), (1,)))
-    for counter in counters:
-        with pytest.raises(TransferError, match="torn"):
-            counter.wait_all()
-    ranks.drain()
+    ranks.submit(into=swap_in((4,), (1,)))
+    ranks.meet()
     assert [rig.controller.failed_slots([1]) for rig in ranks.rigs] == [[1], [1]]
     assert len(failures(writer)) == 2
     (error,) = failures(reader)
     assert "rank 0: RuntimeError: torn" in error
     ranks.submit(evict((2,), (4,)))  # which repairs the slot
     ranks.submit(into=swap_in((4,), (1,)))
-    ranks.drain()
-    assert ranks.hold(1) == [12, 12]
+    ranks.meet()
+    assert ranks.content_of(1) == [12, 12]
     assert [failures(rig) for rig in ranks.rigs] == [[], []]
 
 
-def test_a_swap_in_that_a_reader_gave_up_still_holds_the_writer():
-    ranks = Ranks(timeout_s=A_WHILE_S)
+def test_a_swap_in_that_a_reader_gave_up_still_holds_the_writer(ranks):
     writer, reader = ranks.rigs
-    let_go = ranks.gates[1].close(INPUT)
+    let_go = reader.runtime.hold(INPUT)
     ranks.submit(evict((0,), (4,)))
     _, counter = ranks.submit(into=swap_in((4,), (1,)))
+    ranks.meet()
     with pytest.raises(LayerSwapTimeoutError):
         counter.wait_all()
     assert len(failures(reader)) == 1, "it was told, and its blocks may be given to others"
     ranks.submit(evict((2,), (4,)))
+    ranks.meet()
     assert still_runs(writer)
     let_go()
-    ranks.drain()
+    ranks.meet()
     assert reader.holds_all(1, 10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_rank_reads_what_the_steps_say_in_any_order(seed):
+    """Ranks run apart by up to three steps."""
+    rng, slots = random.Random(seed), range(6)
+    ranks, steps = Ranks(3, seed=10 * seed), []
+    device, host = {slot: 10 + slot for slot in slots}, {}
+    for _ in range(60):
+        out = rng.sample(slots, rng.randrange(4))
+        to = rng.sample(slots, len(out))
+        host.update({target: device[source] for source, target in zip(out, to, strict=True)})
+        sources = [rng.choice(sorted(host)) for _ in range(rng.randrange(4))] if host else []
+        targets = rng.sample(slots, len(sources))
+        device.update({target: host[source] for source, target in zip(sources, targets, strict=True)})
+        into = swap_in(tuple(sources), tuple(targets)) if sources else NO_SWAP_IN
+        steps.append((evict(tuple(out), tuple(to)) if out else NO_EVICT, into))
+    done = [0, 0, 0]
+    while min(done) < len(steps):
+        rank = rng.choice([each for each in range(3) if done[each] < min(min(done) + 3, len(steps))])
+        ranks.rigs[rank].submit(*steps[done[rank]])
+        done[rank] += 1
+        rng.choice(ranks.rigs).runtime.turn()
+        ranks._carry()
+    ranks.meet()
+    assert [ranks.content_of(slot) for slot in slots] == [[device[slot]] * 3 for slot in slots]
+    assert [failures(rig) for rig in ranks.rigs] == [[], [], []]
     ranks.close()
 
 
-def cut(share):
-    """As the end of its process does."""
-    for peer in share._peers:
-        peer.link.shutdown(socket.SHUT_RDWR)
+# ---- what ranks tell each other
 
 
-def test_a_writer_that_ends_fails_the_swap_ins_that_wait_for_it(ranks):
-    reader = ranks.rigs[1]
-    reader.submit(evict((0,), (4,)))
-    before = reader.submit(into=swap_in((4,), (1,)))
-    assert still_runs(reader)
-    cut(ranks.shares[0])
-    reader.submit(evict((0,), (3,)))
-    after = reader.submit(into=swap_in((3,), (2,)))
-    for counter in (before, after):
-        with pytest.raises(TransferError, match="rank 0 has ended"):
-            counter.wait_all()
+@pytest.fixture
+def pair():
+    (writer, reader), file = host_shares(2)
+    yield writer, reader
+    writer.close()
+    reader.close()
+    os.close(file)
 
 
-def test_a_reader_that_ends_holds_nothing(ranks):
-    writer = ranks.rigs[0]
-    writer.submit(evict((0,), (4,)))
-    writer.submit(into=swap_in((4,), (1,)))
-    writer.submit(evict((2,), (4,)))
-    assert still_runs(writer)
-    cut(ranks.shares[1])
-    writer.controller.drain(LIMIT_S)
-    assert failures(writer) == []
+def test_ends_are_told_whether_they_were_asked_for_or_not(pair):
+    writer, reader = pair
+    good, bad = CpuEvent(), CpuEvent()
+    (asked,) = reader.peers_ends(1)
+    writer.tell(1, good)
+    writer.tell(2, bad)
+    assert not asked.done()
+    good.finish()
+    asked.wait(LIMIT_S)
+    bad.finish(OSError("torn"))
+    writer.close()  # what has ended is told
+    reader._peers[0]._thread.join(LIMIT_S)
+    (told_before,) = reader.peers_ends(2)
+    with pytest.raises(TransferError, match="rank 0: OSError: torn"):
+        told_before.wait(LIMIT_S)
+    assert reader._peers[0]._events == {}, "nothing is kept of what was asked for and has ended"
 
 
-def test_of_two_ranks_the_one_that_is_late_shows_a_copy_that_runs(ranks):
-    writer, reader = ranks.rigs
-    let_go = ranks.gates[0].close(OUTPUT)
-    ranks.submit(evict((0,), (4,)))
-    ranks.submit(into=swap_in((4,), (1,)))
-    assert [rig.controller.copy_progress()[1:] for rig in ranks.rigs] == [(1, False), (-1, True)]
-    let_go()
-    ranks.drain()
-    let_go = ranks.gates[1].close(INPUT)
-    ranks.submit(into=swap_in((4,), (5,)))
-    ranks.submit(evict((2,), (4,)))
-    writer.controller.device_hazards.check()
-    assert reader.controller.copy_progress()[1:] == (3, False)
-    assert writer.controller.copy_progress()[1:] == (-1, True)
-    let_go()
-    ranks.drain()
-    assert [rig.controller.copy_progress()[1:] for rig in ranks.rigs] == [(-1, False)] * 2
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_ends_fails_what_is_waited_for(pair, lost):
+    (before,) = pair[1 - lost].peers_ends(1)
+    pair[lost]._peers[0].link.shutdown(socket.SHUT_RDWR)  # as the end of its process does
+    assert before.wait_done(LIMIT_S)
+    (after,) = pair[1 - lost].peers_ends(2)
+    for event in (before, after):
+        with pytest.raises(TransferError, match=f"rank {lost} has ended"):
+            event.wait(LIMIT_S)
 
 
-def test_an_end_that_was_told_before_it_was_asked_for_is_kept(ranks):
-    writer, reader = ranks.rigs
-    writer.submit(evict((0,), (4,)))
-    writer.controller.drain(LIMIT_S)
-    ranks.shares[0].close()  # what was told counts
-    ranks.shares[1]._peers[0]._thread.join(LIMIT_S)
-    reader.submit(evict((0,), (4,)))
-    reader.submit(into=swap_in((4,), (1,))).wait_all()
-    assert reader.holds_all(1, 10)
-
-
-def test_a_gpu_refuses_a_shared_pool(ranks):
+def test_a_gpu_refuses_a_shared_pool(pair):
     class Gpu(CpuRuntime):
         on_gpu = True
 
     with pytest.raises(ConfigError, match="needs a CPU runtime"):
-        CacheController(NumpyBackend(), runtime=Gpu(), host_share=ranks.shares[0])
+        CacheController(NumpyBackend(), runtime=Gpu(), host_share=pair[0])

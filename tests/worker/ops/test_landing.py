@@ -75,7 +75,7 @@ def test_every_path_lives_where_nothing_is_wrong(core, caplog):
     assert kept.nbytes - 256 == landing.STAGING_BYTES
     assert core.gpu.registered == {}
     core.faults["batch"] = 1
-    assert land() is landed, "once per process"
+    assert land() is ops.land(None, 0, None) is landed, "once per process"
 
 
 NO_COPY = "a copy of one block was not done within 10 s"
@@ -373,7 +373,9 @@ def measured(core, monkeypatch, live=("kernel", "staged", "batch", "runs"), **tr
 def test_the_constants_are_those_of_this_gpu(core, monkeypatch):
     into, out = measured(core, monkeypatch)
     assert out == pytest.approx(TRUTH, rel=1e-3)
+    assert out["gather_rate"] == pytest.approx(TRUTH["gather_rate"], rel=1e-5)
     assert into == pytest.approx(TRUTH | {"gather_rate": 7.0}, rel=1e-3), "nothing is gathered on the way in"
+    assert {entry[2] for entry in core.gpu.log if entry[0] == "stream"} == {"non-blocking"}
 
 
 def test_a_path_that_does_not_live_is_not_timed(core, monkeypatch):
