@@ -220,4 +220,3 @@ class CpuRuntime(Runtime):
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
-        self._streams.clear()

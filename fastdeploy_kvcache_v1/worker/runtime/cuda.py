@@ -248,4 +248,3 @@ class CudaRuntime(Runtime):
     def close(self) -> None:
         for stream in self._streams:
             stream.close()
-        self._streams.clear()

@@ -16,7 +16,6 @@ from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import library, paddle_ops
 from tests.worker.ops.native import (
     CUSTOM_OPS,
-    ROOT,
     build,
     compile_program,
     compiler,
@@ -35,12 +34,6 @@ def test_the_core_is_live_where_there_is_a_compiler_and_built_from_these_sources
     assert ops.COMPILED is not None, BUILD_AGAIN
     assert ops.COMPILED.library.sources == build.source_digest(), BUILD_AGAIN
     assert ops.live()["swap_cache_per_layer.cpu"] == ops.live()["swap_cache_all_layers.cpu"] == "compiled"
-
-
-def test_calls_release_the_gil():
-    require_core()
-    assert isinstance(ops.COMPILED.library.raw, ctypes.CDLL)
-    assert not isinstance(ops.COMPILED.library.raw, ctypes.PyDLL)
 
 
 @pytest.mark.process
@@ -200,8 +193,3 @@ def test_operators_of_another_package_are_not_registered_twice():
     assert done.stdout.startswith(
         "ConfigError another package has registered Paddle operators named swap_cache_per_layer,"
     ), done.stderr
-
-
-def test_the_source_distribution_has_the_sources():
-    assert "graft custom_ops" in (ROOT / "MANIFEST.in").read_text().splitlines()
-    assert Path(build.PACKAGE_OPS) == Path(ops.__file__).parent

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
+from fastdeploy_kvcache_v1.metadata import CopyPath
 from fastdeploy_kvcache_v1.slot_array import SlotArray
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns, Implementation, plan_runs, tensor_rows
@@ -134,6 +135,7 @@ def test_the_table_names_what_runs(cpu_ops):
         "host_free.cpu": memory,
     }
     assert set(ops.live()) >= {"swap_cache_per_layer.cuda", "swap_cache_all_layers.cuda"}
+    assert ops.copy_paths("cpu") == (CopyPath("in", cpu_ops), CopyPath("out", cpu_ops))
 
 
 def test_another_implementation_can_take_over():
