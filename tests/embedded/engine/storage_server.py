@@ -1,51 +1,126 @@
-"""Engine core and shadow worker with a storage tier, over a store that answers when the test says so."""
+"""Engine core and shadow worker with a storage tier, over a store of the world's that answers when the test says so."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
-from fastdeploy_kvcache_v1.storage.namespace import Namespace
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.embedded.shadow import Harness, expected_outputs
-from tests.embedded.shadow_store import ShadowStore
+from tests.world import store as world_store
+from tests.world.clock import Clock
+from tests.world.memory import GARBAGE
 
 BLOCK = 4
-LAYOUT = CacheLayout(1, (RoleSpec("key", (1, BLOCK, 2), "float32"),))
-NAMESPACE = Namespace("m", "0", LAYOUT, BLOCK, 1, "test", "1")
 
 
-class Clock:
-    def __init__(self):
-        self.now = 0.0
+def namespace(epoch="0"):
+    return replace(world_store.namespace(), weight_epoch=epoch)
 
-    def __call__(self):
-        return self.now
+
+class Slots:
+    """A tier of the shadow worker, as the store sees a rank's memory: a block's value is its tokens."""
+
+    rank = SimpleNamespace(using=())
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def read(self, slot):
+        return tuple(self._rows[slot])
+
+    def fill(self, slot, value):
+        self._rows[slot] = [GARBAGE] * BLOCK if value == GARBAGE else list(value)
+
+    def refilled(self, slots):
+        pass
+
+
+class Told:
+    """Fails and takes as long as the test says."""
+
+    failure_rate = 0.0
+    seconds_per_block = 0.0
+    """That a load says it took; 0 says nothing."""
+    question_s = 0.0
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.questions, self.loads, self.stores, self.statements = self.kinds
+        self.touched: list[Any] = []
+        self.stated: list[Any] = []
+        """What the index took, in order."""
+
+    def touch(self, hashes):
+        self.touched.append(list(hashes))
+
+    def _strike(self, name, rng):
+        return name == "store fails" and rng.random() < self.failure_rate
+
+    def _answer_question(self, *given):
+        return [replace(each, seconds=self.question_s) for each in super()._answer_question(*given)]
+
+    def _answer_load(self, *given):
+        return [
+            replace(each, seconds=each.num_arrived * self.seconds_per_block) for each in super()._answer_load(*given)
+        ]
+
+    def _answer_statement(self, fails, *given):
+        self.stated += [] if fails else [given[-1]]
+        return super()._answer_statement(fails, *given)
+
+
+class HostStore(Told, world_store.Store):
+    pass
+
+
+class DeviceStore(Told, world_store.TokenStore):
+    pass
 
 
 class StorageServer:
     """Servers may share what is stored. A subclass chooses the tier and its store."""
 
-    store: Any
+    backend: str
+    tiers: tuple[int, int]
+    """Default sizes."""
 
-    def __init__(self, config, *, stored, **options):
-        self.clock = Clock()
+    def __init__(self, *, stored=None, device=None, host=None, seed=0, prefetch="timeout", min_tokens=4, **options):
+        self.clock, self._random = Clock(), random.Random(seed)
+        flush_only = options.pop("flush_only", False)
+        settings = StorageSettings(
+            self.backend, "/unused", prefetch=prefetch, min_tokens=min_tokens, flush_only=flush_only
+        )
+        on_device, sizes = settings.uses_device_tier, (device or self.tiers[0], self.tiers[1] if host is None else host)
+        config = KVCacheConfig(
+            *sizes,
+            block_size=BLOCK,
+            write_policy=WritePolicy.WRITE_BACK if on_device else WritePolicy.WRITE_THROUGH,
+            max_queued_events=KVCacheConfig.max_queued_events if flush_only else 0,
+        )
 
         def storage(manager, worker):
-            tier = self.make_tier(manager, worker)
+            world = SimpleNamespace(clock=self.clock, log=lambda *words: None, host=SimpleNamespace(block_size=BLOCK))
+            rows = worker.device if on_device else worker.host
+            self.store: Any = (DeviceStore if on_device else HostStore)(world, [Slots(rows)])
             if stored is not None:
                 self.store.values = stored
-            return tier
+            tier = AttentionStoreTier if on_device else StorageTier
+            return tier(manager, settings, namespace(), self.store, clock=self.clock)
 
         self.harness = Harness(config, storage=storage, **options)
         self.core, self.tier, self.manager = self.harness.core, self.harness.storage, self.harness.manager
+        self.store.listen(self._hear)
+        self._states = flush_only
 
-    def make_tier(self, manager, worker) -> StorageTier:
-        """Sets `store`, too."""
-        raise NotImplementedError
+    def _hear(self, answer):
+        self.core.on_storage(answer)
+        self.manager.check()
 
     def ask(self, name, prompt, count=2, **options):
         """A whole request, and everything that the store does for it; how many tokens were cached."""
@@ -58,42 +133,45 @@ class StorageServer:
         """Begin a step; the worker has not looked at it yet."""
         self.core.step()
         self.manager.check()
+        self.store.go_on(self._random)
 
     def work(self):
         """The worker runs the batch in flight, if there is one."""
         if self.harness.sent:
             self.core.on_step_result(self.harness.worker.run(self.harness.sent.pop()))
+            self.store.go_on(self._random)
             self.manager.check()
 
     def answer(self):
-        for answer in self.store.answer():
-            self.core.on_storage(answer)
-            self.manager.check()
+        """The store answers one command."""
+        self.store.answer(self._random)
+
+    def answer_question(self):
+        for answer in self.store._answer_question(False, False, 0.0, *self.store.questions.popleft()):
+            self._hear(answer)
 
     def settle(self):
         """Until there is nothing left to do."""
-        raise NotImplementedError
+        while True:
+            self.send()
+            if not self.store.is_idle:
+                self.answer()
+            elif self.harness.sent:
+                self.work()
+            elif not self.core.is_idle or not self.tier.is_idle or (self._states and self.tier._stores.num_waiting):
+                left = self.core.seconds_to_next_deadline()
+                assert left is not None, "nothing will ever happen"
+                self.clock.now += left + 0.001
+            else:
+                break
+        assert self.core.check()["idle"]
+        self.manager.check_idle()
+        assert self.manager.stats().quarantined_blocks == 0
 
 
 class HostTierServer(StorageServer):
-    """Over a store of the host tier."""
+    backend, tiers = "file", (16, 16)
 
-    def __init__(self, *, device=16, host=16, stored=None, seed=0, prefetch="timeout", min_tokens=4, **options):
-        self._seed = seed
-        self._settings = StorageSettings("file", "/unused", prefetch=prefetch, min_tokens=min_tokens)
-        config = KVCacheConfig(device, host, block_size=BLOCK, write_policy=WritePolicy.WRITE_THROUGH)
-        super().__init__(config, stored=stored, **options)
 
-    def make_tier(self, manager, worker):
-        self.store = ShadowStore(worker, random.Random(self._seed))
-        return StorageTier(manager, self._settings, NAMESPACE, self.store, clock=self.clock)
-
-    def settle(self):
-        while True:
-            if not self.store.is_idle:
-                self.answer()
-            elif self.harness.step() is None and self.store.is_idle:
-                break
-        assert self.core.is_idle
-        assert self.tier.is_idle
-        self.manager.check_idle()
+class AttentionStoreServer(StorageServer):
+    backend, tiers = "attention_store", (24, 0)

@@ -1,7 +1,7 @@
 """Engine core and a store that addresses the device tier, which answers late, fails, or goes on after a failure."""
 
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from tests.embedded.engine.attention_server import AttentionStoreServer, namespace
+from tests.embedded.engine.storage_server import AttentionStoreServer, namespace
 from tests.embedded.shadow import expected_outputs
 
 PROMPT = list(range(30))
@@ -48,18 +48,18 @@ def test_a_load_waits_for_the_pass_that_still_reads_its_slots():
     server = AttentionStoreServer(device=8, stored=stored_by_a_first_server(), prefetch="wait_complete")
     server.harness.submit("runs", OTHER[:28], 4)
     server.send()
-    server.core.on_storage(server.store.answer_match())
+    server.answer_question()
     server.send()
     assert server.harness.sent
     server.harness.submit("waits", PROMPT[:14], 1)
     server.send()
     server.core.abort("runs")
-    server.core.on_storage(server.store.answer_match())
+    server.answer_question()
     assert server.tier._fetches.lent_since() is not None
-    assert not server.store.reads, "the pass has not ended"
+    assert not server.store.loads, "the pass has not ended"
     server.work()
     server.send()
-    assert server.store.reads
+    assert server.store.loads
     server.settle()
 
 
@@ -69,7 +69,7 @@ def test_a_request_that_needs_the_slots_of_a_store_waits_for_it_and_does_not_fai
     server.send()
     server.work()
     server.send()
-    assert server.store.writes
+    assert server.store.stores
     recorder = server.harness.submit("all", OTHER, 1)
     server.send()
     assert not server.harness.sent
@@ -112,11 +112,11 @@ def test_a_failed_copy_voids_what_was_to_be_stored_from_its_target():
     server.tier.request_ended(hasher, PROMPT[:13])
     server.tier.go_on()
     assert server.tier._stores.held_since() is not None
-    assert not server.store.writes
+    assert not server.store.stores
     server.work()
     failing.clear()
     server.tier.go_on()
-    assert not server.store.writes
+    assert not server.store.stores
     assert server.tier.counters.skipped_store_blocks >= 1
     server.settle()
 
@@ -141,7 +141,7 @@ def test_what_waited_for_a_pass_when_the_cache_was_reset_is_not_stored_under_a_n
     server.tier.step_taken(server.manager.take_swap_step(), computes=True)
     server.tier.go_on()
     assert server.tier._stores.held_since() is not None
-    assert not server.store.writes
+    assert not server.store.stores
     server.core.reset_cache()
     server.tier.use_namespace(namespace("1"))
     server.tier.pass_ended(server.tier._copies.last_told)

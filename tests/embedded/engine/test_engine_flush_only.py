@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.embedded.engine.attention_server import BLOCK, AttentionStoreServer
+from tests.embedded.engine.storage_server import BLOCK, AttentionStoreServer
 
 PROMPT = list(range(30))
 LONG = [60 + token for token in range(60)]
@@ -28,7 +28,7 @@ def index_of(flushed):
 def test_a_request_that_ended_is_announced_from_its_first_block_on_and_nothing_moves():
     server = AttentionStoreServer(flush_only=True)
     assert server.ask("first", PROMPT) == 0
-    (task,) = server.store.flushed
+    (task,) = server.store.stated
     assert (task.token_ids, task.start_write_block_idx, task.flush_cache_exists) == (tuple(PROMPT[:28]), 0, True)
     assert server.store.values == {}
     assert server.tier.counters.queries == 0
@@ -39,9 +39,9 @@ def test_a_request_that_ended_is_announced_from_its_first_block_on_and_nothing_m
 def test_what_was_evicted_is_gone_from_the_first_lost_block_on(host):
     server = AttentionStoreServer(device=16, host=host, flush_only=True)
     server.ask("first", PROMPT)
-    num_before = len(server.store.flushed)
+    num_before = len(server.store.stated)
     server.ask("second", LONG)
-    lost = [task for task in server.store.flushed[num_before:] if not task.flush_cache_exists]
+    lost = [task for task in server.store.stated[num_before:] if not task.flush_cache_exists]
     assert lost
     assert all(task.token_ids == tuple(PROMPT[: len(task.token_ids)]) for task in lost)
     hasher = server.harness.generation("probe", PROMPT, 1, None).hasher
@@ -55,7 +55,7 @@ def test_a_copy_on_the_host_is_still_a_copy():
     server.ask("first", PROMPT)
     server.ask("second", LONG)
     assert server.manager.stats().counters.device_evicted_blocks > 0
-    assert all(task.flush_cache_exists for task in server.store.flushed)
+    assert all(task.flush_cache_exists for task in server.store.stated)
 
 
 def test_a_reset_takes_everything_back():
@@ -63,16 +63,16 @@ def test_a_reset_takes_everything_back():
     server.ask("first", PROMPT)
     server.core.reset_cache()
     server.settle()
-    last = server.store.flushed[-1]
+    last = server.store.stated[-1]
     assert (last.token_ids, last.start_write_block_idx) == (tuple(PROMPT[:28]), 0)
     assert last.flush_cache_exists is False
-    assert index_of(server.store.flushed) == set()
+    assert index_of(server.store.stated) == set()
 
 
 def test_blocks_that_token_ids_do_not_name_are_not_announced():
     server = AttentionStoreServer(flush_only=True)
     server.ask("tenant", PROMPT, salt=b"tenant")
-    assert server.store.flushed == []
+    assert server.store.stated == []
     assert server.tier.counters.unaddressable_blocks == 7
 
 
@@ -84,17 +84,17 @@ def test_statements_are_made_again_in_order_until_the_store_takes_them():
     server.work()
     for _ in range(3):
         server.send()
-        assert len(server.store.flushes) == 1
+        assert len(server.store.statements) == 1
         server.answer()
     server.send()
-    assert not server.store.flushes, "the store is left alone"
+    assert not server.store.statements, "the store is left alone"
     assert server.tier.is_left_alone
     assert server.tier.counters.flush_failures == 3
     server.store.failure_rate = 0.0
     server.core.reset_cache()
     server.clock.now += server.core.seconds_to_next_deadline() + 0.001
     server.settle()
-    assert [task.flush_cache_exists for task in server.store.flushed] == [True, False]
+    assert [task.flush_cache_exists for task in server.store.stated] == [True, False]
     assert not server.tier.is_left_alone
 
 

@@ -80,8 +80,8 @@ def test_a_store_that_hangs_is_left_alone_after_three_requests(hangs):
     for number in range(5):
         recorder = server.harness.submit(f"r{number}", [*PROMPT[:28], number, 1, 2], 1)
         server.send()
-        if hangs == "load" and server.store.queries:
-            server.core.on_storage(server.store.answer_query())
+        if hangs == "load" and server.store.questions:
+            server.answer_question()
         waited.append(server.harness.step() is None)
         server.clock.now += 3.1
         while server.harness.step() is not None:
@@ -188,8 +188,8 @@ def test_equal_prefixes_are_loaded_once():
     server = HostTierServer(device=64, host=64, stored=stored_by_a_first_server(), max_num_seqs=20)
     recorders = [server.harness.submit(f"r{number}", [*PROMPT[:28], number, 1], 1) for number in range(12)]
     server.send()
-    while server.store.queries:
-        server.core.on_storage(server.store.answer_query())
+    while server.store.questions:
+        server.answer_question()
     assert len(server.store.loads) == 1
     server.settle()
     assert server.tier.counters.load.blocks == 7
@@ -227,7 +227,7 @@ def test_a_store_that_hangs_is_noticed_whoever_waits_for_it(prefetch):
         server.clock.now += 1.0
         server.core.reset_cache()
     assert server.tier.is_left_alone
-    assert len(server.store.queries) < 15
+    assert len(server.store.questions) < 15
     server.settle()
 
 
@@ -248,5 +248,5 @@ def test_questions_that_are_not_answered_are_bounded():
         server.harness.submit(f"r{number}", [number, *PROMPT], 1)
         server.send()
         server.core.abort(f"r{number}")
-    assert len(server.store.queries) == 64
+    assert len(server.store.questions) == 64
     server.settle()

@@ -72,7 +72,7 @@ def test_of_what_the_store_has_too_little_may_be_worth_it():
         server.tier._fetches.costs.loaded(count, 20.0 + 0.1 * count)
     server.harness.submit("r", [*PROMPT[:16], *range(100, 131)], 1)
     server.send()
-    server.core.on_storage(server.store.answer_query())
+    server.answer_question()
     assert server.tier.counters.found_blocks == 4
     assert server.harness.step() is not None, "20.4 s to load, 16 s to compute"
     assert server.tier.counters.declined_requests == 1
@@ -157,7 +157,7 @@ def test_who_would_wait_behind_the_loads_of_others_computes():
     server.core.reset_cache()
     first = server.harness.submit("first", PROMPT, 1)
     server.send()
-    server.core.on_storage(server.store.answer_query())
+    server.answer_question()
     assert server.harness.step() is None
     second = server.harness.submit("second", other, 1)
     for _ in range(4):
