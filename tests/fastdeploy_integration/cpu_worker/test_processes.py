@@ -316,57 +316,108 @@ def test_every_look_for_a_minute_says_that_the_server_is_not_healthy(looks, ends
     assert [illness.is_too_long(is_well, now) for now, is_well in looks] == ends
 
 
-@pytest.mark.process
+class Server:
+    """A FAKE process of FastDeploy's API server, which ends after so many looks, or when it is told to."""
+
+    pid = 4242
+
+    def __init__(self, looks=10**6, *, obeys=True):
+        self.looks, self.obeys, self.returncode, self.told = looks, obeys, None, []
+
+    def poll(self):
+        self.looks -= 1
+        if self.looks < 0:
+            self.returncode = 0
+        return self.returncode
+
+    def send_signal(self, number):
+        self.told.append(number)
+        self.returncode = -number if self.obeys else None
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+        self.returncode = -signal.SIGKILL
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("server", timeout)
+        return self.returncode
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = SimpleNamespace(now=0.0)
+
+    def sleep(seconds):
+        made.now = round(made.now + seconds, 3)
+
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=sleep))
+    return made
+
+
 @pytest.mark.parametrize(
-    ("status", "is_wanted"), [(CLEARED, True), (CLEARING, False), (UPDATING, False), (NORMAL, False), (None, False)]
+    ("status", "is_well", "reason"),
+    [
+        (CLEARED, False, "ended (status 0)"),
+        (None, True, "ended (status 0)"),
+        *((status, False, "not been healthy for 60 s") for status in (CLEARING, UPDATING, NORMAL, None)),
+    ],
 )
-def test_a_server_without_weights_is_not_ended(tmp_path, monkeypatch, status, is_wanted):
+def test_a_server_without_weights_is_not_ended(tmp_path, monkeypatch, clock, status, is_well, reason):
     monkeypatch.setattr(supervisor, "SHARED_MEMORY", tmp_path)
     if status is not None:
-        (tmp_path / "model_weights_status.4711").write_bytes(np.array([status], dtype=np.int32).tobytes())
-    monkeypatch.setattr(supervisor, "_is_healthy", lambda settings: False)
-    monkeypatch.setattr(supervisor, "HEALTH_INTERVAL_S", 0.0)
-    monkeypatch.setattr(supervisor, "POLL_S", 0.0)
-    monkeypatch.setattr(supervisor, "UNHEALTHY_S", 0.05)
-    server = subprocess.Popen(["sleep", "1"])
-    reason = supervisor._watch(SimpleNamespace(queue_port=4711), server)
-    server.kill()
-    server.wait()
-    assert ("ended (status 0)" in reason) == is_wanted
-    assert ("not been healthy" in reason) != is_wanted
+        (tmp_path / "model_weights_status.4711").write_bytes(np.array([status, 99], dtype=np.int32).tobytes())
+    looks = []
+    monkeypatch.setattr(supervisor, "_is_healthy", lambda settings: looks.append(clock.now) or is_well)
+    assert reason in supervisor._watch(SimpleNamespace(queue_port=4711), Server(looks=1000))
+    assert looks[:2] == [5.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("well_at", "looks", "reason"),
+    [(3, 99, None), (99, 3, "ended during its start (status 0)"), (99, 99, "not ready after 5 s (--start-timeout)")],
+)
+def test_a_start_ends_when_the_server_answers_has_ended_or_takes_too_long(monkeypatch, clock, well_at, looks, reason):
+    asked = []
+    monkeypatch.setattr(supervisor, "_is_healthy", lambda settings: asked.append(1) or len(asked) > well_at)
+    told = supervisor._wait_ready(SimpleNamespace(start_timeout_s=5.0), Server(looks))
+    assert told is None if reason is None else reason in told
 
 
 @pytest.mark.parametrize(("grows_for_s", "ready_at"), [(0.0, 1.0), (0.5, 1.6), (1e9, 20.0)])
-def test_ready_is_told_when_no_more_processes_appear(monkeypatch, grows_for_s, ready_at):
-    now = 0.0
-
-    def sleep(seconds):
-        nonlocal now
-        now = round(now + seconds, 3)
-
-    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    supervisor.wait_settled(lambda: min(now, grows_for_s))
-    assert now == pytest.approx(ready_at, abs=supervisor.POLL_S)
-    assert now >= min(grows_for_s + supervisor.SETTLED_S, supervisor.SETTLE_LIMIT_S) - 0.01
+def test_ready_is_told_when_no_more_processes_appear(clock, grows_for_s, ready_at):
+    supervisor.wait_settled(lambda: min(clock.now, grows_for_s))
+    assert clock.now == pytest.approx(ready_at, abs=supervisor.POLL_S)
+    assert clock.now >= min(grows_for_s + supervisor.SETTLED_S, supervisor.SETTLE_LIMIT_S) - 0.01
 
 
-@pytest.mark.process
-def test_the_ready_line_waits_until_the_processes_are_all_there(monkeypatch, tmp_path, capsys):
-    events = []
-
-    def settled(count):
-        wait_until(lambda: count() == 1)
-        events.append(("settled", capsys.readouterr().out))
-
-    program = "import subprocess\nwith subprocess.Popen(['sleep', '60']) as child:"
-    program += "\n    try: child.wait()\n    finally: child.kill()"
-    monkeypatch.setattr(supervisor, "_command", lambda *_: [sys.executable, "-c", program])
-    monkeypatch.setattr(supervisor, "_environment", lambda *_: os.environ)
-    monkeypatch.setattr(supervisor, "_model", lambda *_: "")
+@pytest.mark.parametrize(
+    ("obeys", "ours", "told"), [(True, True, [signal.SIGINT]), (False, False, [signal.SIGINT, signal.SIGKILL])]
+)
+def test_a_server_is_announced_when_it_has_settled_and_ended_when_it_is_not_well(
+    monkeypatch, tmp_path, capsys, obeys, ours, told
+):
+    events, started, server = [], [], Server(obeys=obeys)
+    monkeypatch.setattr(supervisor.subprocess, "Popen", lambda *given, **more: started.append((given, more)) or server)
     monkeypatch.setattr(supervisor, "_wait_ready", lambda *_: events.append("healthy"))
-    monkeypatch.setattr(supervisor, "wait_settled", settled)
+    monkeypatch.setattr(supervisor, "wait_settled", lambda count: events.append(("settled", capsys.readouterr().out)))
     monkeypatch.setattr(supervisor, "_watch", lambda *_: "enough")
-    told = SimpleNamespace(log_directory=tmp_path, uses_our_manager=True, url="http://x", tensor_parallel_size=1)
-    assert supervisor._serve(told, tmp_path) == 1
+    monkeypatch.setattr(supervisor, "failure_cause", lambda logs: "MemoryError")
+    chosen = SimpleNamespace(
+        log_directory=tmp_path, uses_our_manager=ours, url="http://x", tensor_parallel_size=1, model="/m", host="h",
+        port=5, queue_port=6, cache_queue_port=7, passed_on=("--swap-space", "1"),
+    )  # fmt: skip
+    assert supervisor._serve(chosen, tmp_path) == 1
     assert events == ["healthy", ("settled", "")]
-    assert "http://x" in capsys.readouterr().out
+    out, error = capsys.readouterr()
+    assert ("this package's cache manager: http://x" in out) == ours
+    assert f"error: enough: MemoryError; the logs are in {tmp_path}" in error
+    assert server.told == told
+    ((command,), process) = started[0]
+    assert " ".join(command[2:]) == (
+        f"-m {supervisor.PACKAGE}.launch api --model /m --host h --port 5 --engine-worker-queue-port 6"
+        " --cache-queue-port 7 --tensor-parallel-size 1 --swap-space 1"
+    )
+    assert process["env"]["ENABLE_V1_KVCACHE_MANAGER"] == ("1" if ours else "0")
+    assert process["env"][RUN_DIRECTORY] == process["env"]["TMPDIR"] == str(tmp_path)
+    assert process["start_new_session"], "a Ctrl-C reaches us, and we tell it"
