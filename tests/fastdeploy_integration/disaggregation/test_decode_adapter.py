@@ -543,15 +543,6 @@ def test_a_request_whose_host_blocks_hold_nothing_does_not_run(monkeypatch, is_g
     decode.cache.check_idle()
 
 
-def test_a_failed_fetch_leaves_blocks_of_the_host_where_they_are():
-    decode = full()
-    task = swapped_in(decode)
-    decode.arrive(task, "the link broke")
-    decode.free(task, Status.WAITING)
-    assert decode.carrier() is None
-    assert decode.granted("d", [*PREFIX, 6]).num_cached_blocks == 3
-
-
 # ---- what is counted, and what is looked at
 
 

@@ -4,10 +4,8 @@ import random
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import grants as grants_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import (
-    ABORTED,
     FAILED,
     NOT_THERE,
     TRY_AGAIN_S,
@@ -98,22 +96,6 @@ def test_blocks_whose_fetch_is_over_come_back_at_once(desk):
     desk.grants.check_idle()
 
 
-def test_no_rank_is_told_while_a_batch_is_put_together(desk):
-    """It may free blocks that its worker still writes: the fetch waits for the worker to have it."""
-    desk.grants.schedule_begins()
-    made = desk.grant()
-    assert desk.sent == []
-    desk.grants.scheduled(7, has_freed=True)
-    other = desk.grant("other", (8,))
-    assert desk.sent == [StartFetch(name_of(made), (3, 4), 0, 7), StartFetch(name_of(other), (8,), 0, 7)]
-    desk.grants.schedule_begins()
-    desk.grants.scheduled(8, has_freed=False)
-    desk.grants.schedule_begins()
-    desk.grants.scheduled(None, has_freed=False)
-    last = desk.grant("last", (9,))
-    assert desk.sent[-1] == StartFetch(name_of(last), (9,), 0, 7)
-
-
 def test_what_no_rank_was_told_of_is_not_parked(desk):
     desk.grants.schedule_begins()
     desk.grant()
@@ -145,11 +127,6 @@ def test_a_fetch_and_then_a_token_may_take_so_long(desk):
     assert not any("PD Error" in each for each in reasons), "a router would let them wait as long again"
 
 
-def test_a_request_that_is_not_wanted_is_lost_at_once(desk):
-    desk.grant()
-    assert desk.grants.lost({"r", "another"}) == [Lost("r", ABORTED, "Aborted")]
-
-
 @pytest.mark.parametrize(
     ("message", "reason"),
     [("no blocks", "no blocks"), (None, "prefill could not send the blocks of r")],
@@ -174,21 +151,6 @@ def test_a_token_of_another_transfer_is_none_of_this_request(desk):
     (grant,) = desk.grants.take_ready(lambda each: True)
     assert grant.first_token.outputs.token_ids == [7]
     assert desk.grants.num_stray_tokens == 3
-
-
-def test_a_request_that_is_sent_again_is_known_by_its_name(desk):
-    made = desk.grant()
-    again = request("r", name=name_of(made))
-    assert desk.grants.of(again).request is made
-    assert desk.grants.of(request("r")) is None, "another one with this id"
-
-
-def test_a_report_that_no_rank_owes_changes_nothing(desk):
-    made = desk.grant()
-    with pytest.raises(CacheStateError):
-        desk.grants.reported(0, FetchResult("unknown", 0, 0.0))
-    desk.report(made)
-    assert len(desk.grants) == 1
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -254,12 +216,3 @@ def test_names_of_the_last_grants_are_known(desk, monkeypatch):
     monkeypatch.setattr(grants_module, "MOST_NAMES", 2)
     names = [name_of(desk.grant(str(number), (number,))) for number in range(3)]
     assert [desk.grants.knew(name) for name in names] == [False, True, True]
-
-
-def test_what_waits_is_counted_and_nothing_that_waits_is_idle(desk):
-    assert (desk.grants.num_waiting, desk.grants.waiting()) == (0, [])
-    made = desk.grant()
-    assert (desk.grants.num_waiting, len(desk.grants.waiting())) == (1, 1)
-    desk.report(made)
-    with pytest.raises(InvariantError):
-        desk.grants.check_idle()

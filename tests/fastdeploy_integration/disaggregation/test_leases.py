@@ -1,7 +1,5 @@
 """A prefill engine's account of transfers, of which each rank tells in its own order, and what FastDeploy hears."""
 
-import random
-
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
@@ -105,33 +103,6 @@ def test_an_end_that_no_rank_owes_is_refused_and_changes_nothing(account):
         account.end(0, "a", "again")
     account.end(1, "a")
     assert account.ended() == [("a", "finished")]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_transfer_is_told_once_and_as_its_own_ranks_said(seed):
-    rng = random.Random(seed)
-    account = Account(rng.randint(1, 4))
-    errors = {f"t{number}": [None] * account.num_ranks for number in range(30)}
-    for each in errors.values():
-        if rng.random() < 0.4:
-            each[rng.randrange(account.num_ranks)] = "torn"
-    lines = [[("open", name) for name in errors] for _ in range(account.num_ranks)]
-    for line in lines:  # ends come after their opening, in any order
-        for name in rng.sample(sorted(errors), len(errors)):
-            line.insert(rng.randint(line.index(("open", name)) + 1, len(line)), ("end", name))
-    told = {}
-    while any(lines):
-        rank = rng.choice([number for number, line in enumerate(lines) if line])
-        what, name = lines[rank].pop(0)
-        if what == "open":
-            account.open(name, rank)
-        else:
-            account.end(rank, name, errors[name][rank])
-        if rng.random() < 0.5:
-            told.update(account.ended())
-    told.update(account.ended())
-    assert told == {name: "error: torn" if "torn" in each else "finished" for name, each in errors.items()}
-    account.leases.check_idle()
 
 
 class Queue:
