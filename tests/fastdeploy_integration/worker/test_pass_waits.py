@@ -1,11 +1,10 @@
-"""What a forward pass waits for, and what waits for it, read off the waits of the streams."""
+"""What a forward pass does not wait for, and what does not wait for it. What they wait for, tests/gpu sees."""
 
 import threading
 
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
 from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
@@ -100,68 +99,3 @@ def test_a_swap_in_into_free_slots_runs_beside_the_pass_before(make_cache, gates
     cache._controller.drain(20)
     assert content(tensors, 2) == [7, 8, 9, 10]
     table.check()
-
-
-@pytest.mark.parametrize("draft", [False, True])
-def test_a_pass_that_overwrites_evicted_slots_waits_layer_by_layer(make_cache, gates, draft):
-    """Layer by layer the content goes out, and no layer is written before its own copy has read it."""
-    cache = make_cache(
-        (MAIN, DRAFT) if draft else (MAIN,), make_runtime=lambda: CpuRuntime(delay=gates), layer_timeout_s=20
-    )
-    tensors = list(register(cache).values())
-    if draft:
-        tensors += register(cache, DRAFT, 1, 6, 2).values()
-    for number, tensor in enumerate(tensors):
-        tensor[1] = 10 + number
-    cache.receive([prefill(SwapStep(0, (evict((1, 3)),)), table=(1,))])
-    waits = cache.begin_forward(layer_by_layer=True)
-    assert waits.num_layers == len(tensors) // 2
-    assert not waits.target_slots
-    for layer in range(waits.num_layers):
-        blocked = threading.Thread(target=waits.wait_for_layer, args=(layer,))
-        blocked.start()
-        blocked.join(0.05)
-        assert blocked.is_alive(), f"layer {layer} was still to be read"
-        gates.let("output", 1)
-        blocked.join(20)
-        assert not blocked.is_alive()
-        for tensor in tensors[2 * layer : 2 * layer + 2]:
-            tensor[1] = 0
-    cache.end_forward()
-    host = cache._controller.host_pool.block(3).view("float32")
-    assert set(host.ravel()) == {10.0 + number for number in range(len(tensors))}
-
-
-def test_a_graph_that_is_replayed_waits_for_all_layers_at_once(cache, gates):
-    register(cache)
-    cache.receive([prefill(SwapStep(0, (evict((1, 3)),)), table=(1,))])
-    gates.let("output", 1)
-    began = threading.Thread(target=lambda: cache.begin_forward(layer_by_layer=False))
-    began.start()
-    began.join(0.1)
-    assert began.is_alive(), "the second layer is still to be read"
-    gates.let("output", 1)
-    began.join(20)
-    assert not began.is_alive()
-    assert cache.current_counter is None
-    cache.end_forward()
-
-
-def test_a_swap_in_into_evicted_slots_follows_the_eviction_layer_by_layer(cache, gates):
-    tensors = register(cache)
-    gates.let("input")
-    gates.let("output", 1)
-    fill(tensors, 0, 7)
-    run_pass(cache, prefill(SwapStep(0, (evict((0, 0)),)), table=(5,)))
-    fill(tensors, 1, 50)
-    cache.receive([prefill(SwapStep(1, (evict((1, 1)), swap_in((0, 1)))), table=(1, 2), start=2, end=3, previous=0)])
-    waits = cache.begin_forward(layer_by_layer=True)
-    gates.let("output", 1)
-    waits.wait_for_layer(0)
-    assert content(tensors, 1) == [7, 8, 52, 53], "layer 0 went out and came in, layer 1 is untouched"
-    gates.let("output", 1)
-    waits.wait_all()
-    assert content(tensors, 1) == [7, 8, 9, 10]
-    cache.end_forward()
-    host = cache._controller.host_pool.block(1).view("float32")
-    assert set(host.ravel()) == {50.0, 51.0, 52.0, 53.0}

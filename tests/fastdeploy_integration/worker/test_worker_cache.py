@@ -1,12 +1,11 @@
 """`WorkerCache` on CPU tensors: copies, tensors that are made again, failed copies."""
 
 import threading
+from contextlib import contextmanager
 
-import numpy as np
 import pytest
 
-from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
-from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
 from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
@@ -104,44 +103,6 @@ def test_the_draft_models_layers_are_stored_with_the_others(make_cache):
     assert len(storage.used[0]) == 6
 
 
-def test_swap_ins_of_skipped_passes_are_waited_for(make_cache):
-    cache = make_cache()
-    tensors = register(cache)
-    fill(tensors, 0, 7)
-    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
-    cache.end_forward()  # the worker was asleep: no pass began
-    cache.receive([task(SwapStep(1, (swap_in((0, 5)),)), previous=0)])
-    counter = cache.begin_forward(layer_by_layer=True)
-    assert counter.target_slots == {5}
-    assert content(tensors, 4) == [7, 8, 9, 10]
-    counter.wait_all()
-    cache.end_forward()
-
-
-def test_a_slot_evicted_after_a_skipped_pass_is_not_written_before_its_copy_was_read(make_cache):
-    """Its swap-in is the last one, but no longer of the last step: the slot belongs to a row that writes it."""
-    may_run = {"kv-output": threading.Event(), "kv-input": threading.Event()}
-    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=lambda stream: may_run[stream].wait(30)))
-    for gate in may_run.values():
-        gate.set()
-    tensors = register(cache)
-    fill(tensors, 0, 7)
-    cache.receive([task(SwapStep(0, (evict((0, 0)), swap_in((0, 4)))))])
-    cache.end_forward()  # no pass began
-    cache._controller.drain(5.0)
-    may_run["kv-output"].clear()
-    cache.receive([task(SwapStep(1, (evict((4, 1)),)), previous=0, table=[4])])
-    waits = cache.begin_forward(layer_by_layer=True)
-    threading.Timer(0.2, may_run["kv-output"].set).start()
-    waits.wait_all()
-    fill(tensors, 4, 50)
-    cache.end_forward()
-    cache.receive([task(SwapStep(2, (swap_in((1, 5)),)), previous=1)])
-    cache.begin_forward(layer_by_layer=False)
-    assert content(tensors, 5) == [7, 8, 9, 10]
-    cache.end_forward()
-
-
 def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for(make_cache):
     """FastDeploy prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
     cache = make_cache()
@@ -187,39 +148,6 @@ def test_a_draft_model_that_does_not_fit_is_refused(make_cache, draft, reason):
 def addresses(cache):
     """Where the host tier is."""
     return cache._controller.host_pool.block(0).ctypes.data
-
-
-@pytest.mark.parametrize("order", [(MAIN, DRAFT), (DRAFT, MAIN)])
-def test_a_swap_in_waits_for_the_fill_of_all_tensors_however_often_they_are_made(make_cache, order):
-    """A start, a wakeup or new weights, a draft model made again: main and draft tensors in either order."""
-    may_fill = threading.Event()
-    runtime = CpuRuntime(threaded_compute=True, delay=lambda stream: stream != "compute" or may_fill.wait(30))
-    cache = make_cache(parts=(MAIN, DRAFT), make_runtime=lambda: runtime, keep_host_memory=True)
-    tensors = {}
-
-    def make(part):
-        first, count = (0, 2) if part == MAIN else (2, 1)
-        backend = GQACacheBackend(count, 1, 3, 2, "float32")
-        tensors[part] = backend.create_kv_cache(6, first_layer=first)
-        for tensor in tensors[part].values():
-            runtime.compute_stream.submit(tensor.zero_)
-        cache.register(part, backend.layout, tensors[part], 6)
-
-    for step, made in enumerate((order, order, (DRAFT,))):
-        for part in made if step else ():
-            cache.unregister(part)
-        may_fill.clear()
-        for part in made:
-            make(part)
-        cache._controller.host_pool.block(1)[:] = 7
-        cache.receive([task(SwapStep(step, (swap_in((1, 4)),)), previous=step - 1)])
-        with pytest.raises(LayerSwapTimeoutError):
-            cache._controller.drain(0.2)
-        may_fill.set()
-        cache._controller.drain(30)
-        runtime.compute_stream.synchronize()
-        for tensor in (*tensors[MAIN].values(), *tensors[DRAFT].values()):
-            assert (tensor[4].numpy().view(np.uint8) == 7).all(), f"turn {step}"
 
 
 def test_host_memory_stays_while_tensors_are_made_again(make_cache):
@@ -269,61 +197,62 @@ def test_memory_that_the_engine_did_not_expect_is_reported(make_cache, caplog, e
     assert len(caplog.messages) == num_warnings
 
 
-def broken(*_args, **_kwargs):
-    raise OSError("bus error")
-
-
-def run_pass(cache):
-    """A pass that reads and writes nothing, when all copies have ended."""
+def run_pass(cache, number, *copies):
+    """A step and its pass, which reads and writes nothing, when all copies have ended."""
+    cache.receive([task(SwapStep(number, copies), previous=number - 1)])
     cache._controller.drain(5.0)
     cache.begin_forward(layer_by_layer=True)
     cache.end_forward()
 
 
-def test_a_failed_copy_into_the_device_stops_the_worker(make_cache, monkeypatch):
+@pytest.fixture
+def copies_fail(monkeypatch):
+    """While it is used."""
+
+    def broken(*_args, **_kwargs):
+        raise OSError("bus error")
+
+    @contextmanager
+    def failing():
+        with monkeypatch.context() as patch:
+            for op in ("swap_cache_all_layers", "swap_cache_per_layer"):
+                patch.setattr(f"fastdeploy_kvcache_v1.worker.ops.{op}", broken)
+            yield
+
+    return failing
+
+
+def test_a_failed_copy_into_the_device_stops_the_worker(make_cache, copies_fail):
     cache = make_cache()
     register(cache)
-    cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
-    run_pass(cache)
-    monkeypatch.setattr("fastdeploy_kvcache_v1.worker.ops.swap_cache_per_layer", broken)
-    cache.receive([task(SwapStep(1, (swap_in((0, 4)),)), previous=0)])
-    with pytest.raises(TransferError, match=r"bus error"):
-        run_pass(cache)
+    run_pass(cache, 0, evict((0, 0)))
+    with copies_fail(), pytest.raises(TransferError, match=r"bus error"):
+        run_pass(cache, 1, swap_in((0, 4)))
 
 
-def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache, monkeypatch):
+def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache, copies_fail):
     told = []
     cache = make_cache(tell_copies=told.append)
     tensors = register(cache)
-    for op in ("swap_cache_all_layers", "swap_cache_per_layer"):
-        monkeypatch.setattr(f"fastdeploy_kvcache_v1.worker.ops.{op}", broken)
-    cache.receive([task(SwapStep(0, (evict((0, 2), (1, 3)),)))])
-    run_pass(cache)
-    monkeypatch.undo()
+    with copies_fail():
+        run_pass(cache, 0, evict((0, 2), (1, 3)))
     results = [each for report in told for each in report.transfers]
     assert [(each.step, each.target, each.target_slots) for each in results] == [(0, CacheLevel.HOST, (2, 3))]
     assert "bus error" in results[0].error
-
     fill(tensors, 5, 40)  # slot 2 gets its block after all; slot 3 never
-    cache.receive([task(SwapStep(1, (evict((5, 2)), swap_in((1, 4)))), previous=0)])
-    run_pass(cache)
-    cache.receive([task(SwapStep(2, (swap_in((2, 0)),)), previous=1)])
-    run_pass(cache)
+    run_pass(cache, 1, evict((5, 2)), swap_in((1, 4)))
+    run_pass(cache, 2, swap_in((2, 0)))
     assert content(tensors, 0) == [40, 41, 42, 43]
 
 
-def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(make_cache, monkeypatch):
+def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(make_cache, copies_fail):
     """The engine did not learn of it in time: a block without its content must not be computed with."""
     cache = make_cache()
     register(cache)
-    for op in ("swap_cache_all_layers", "swap_cache_per_layer"):
-        monkeypatch.setattr(f"fastdeploy_kvcache_v1.worker.ops.{op}", broken)
-    cache.receive([task(SwapStep(0, (evict((0, 2)),)))])
-    run_pass(cache)
-    monkeypatch.undo()
-    cache.receive([task(SwapStep(1, (swap_in((2, 4)),)), previous=0)])
+    with copies_fail():
+        run_pass(cache, 0, evict((0, 2)))
     with pytest.raises(TransferError, match=r"bus error"):
-        run_pass(cache)
+        run_pass(cache, 1, swap_in((2, 4)))
 
 
 def test_without_host_blocks_there_is_no_controller(make_cache):
