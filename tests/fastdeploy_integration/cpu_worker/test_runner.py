@@ -6,6 +6,7 @@ from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer
 
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import runner as runner_module
@@ -270,3 +271,10 @@ def test_ranks_agree_whether_there_is_anything_to_do(make_group, monkeypatch, op
     group.runners[open_on]._controller.drain(30)
     run(group, 1)
     assert group.each(lambda runner: runner.not_need_stop()) == [False, False]
+
+
+def test_a_random_models_tokenizer_gives_back_what_it_was_given(model):
+    tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
+    assert tokenizer.decode(tokenizer.encode("Grüße, 世界!").ids) == "Grüße, 世界!"
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    assert [tokenizer.token_to_id(settings[f"{name}_token"]) for name in ("pad", "bos", "eos")] == [0, 0, 1]
