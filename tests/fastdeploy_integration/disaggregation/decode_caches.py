@@ -4,7 +4,7 @@ import time
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_adapter import DecodeAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import Grants
-from tests.fastdeploy_integration.engine.fake_scheduler import make_adapter
+from tests.fastdeploy_integration.engine.by_hand import make_adapter
 
 from .fake_requests import BLOCK
 

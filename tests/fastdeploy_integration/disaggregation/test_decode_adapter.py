@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
-from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind, Status
+from tests.fastdeploy_integration.engine.by_hand import Control, FakeTask, Kind, Status
 
 from .decode_caches import decode_cache
 from .fake_requests import BLOCK, first_token
@@ -116,7 +116,7 @@ class Decode:
         return self.fetch(task)
 
     def carrier(self):
-        task = Control(Kind.DECODE, SimpleNamespace(idx=0, request_id="carrier", block_tables=[]))
+        task = Control(Kind.DECODE, SimpleNamespace(idx=0, request_id="carrier", uid=0, block_tables=[]))
         return task if self.cache.copies_wait() else None
 
 

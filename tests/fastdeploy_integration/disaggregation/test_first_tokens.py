@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name i
 from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import TransferNews
-from tests.fastdeploy_integration.engine.fake_scheduler import Control, FakeTask, Kind
+from tests.fastdeploy_integration.engine.by_hand import Control, FakeTask, Kind
 
 from .decode_caches import decode_cache
 from .fake_requests import BLOCK, END, Output, engine, first_token, request

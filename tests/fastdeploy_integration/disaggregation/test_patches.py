@@ -11,7 +11,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
-from tests.fastdeploy_integration.engine.fake_scheduler import make_adapter
+from tests.fastdeploy_integration.engine.by_hand import make_adapter
 
 from .decode_caches import decode_cache
 from .fake_requests import BLOCK, Manager, Output, request

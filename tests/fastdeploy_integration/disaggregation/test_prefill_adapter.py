@@ -3,7 +3,7 @@
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
-from tests.fastdeploy_integration.engine.fake_scheduler import FakeTask, Status, make_adapter
+from tests.fastdeploy_integration.engine.by_hand import FakeTask, Status, make_adapter
 
 BLOCK = 4
 

@@ -10,7 +10,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.stored_prefixes import StoredPrefixes
-from tests.fastdeploy_integration.engine.fake_scheduler import make_adapter
+from tests.fastdeploy_integration.engine.by_hand import make_adapter
 
 from .fake_requests import request
 

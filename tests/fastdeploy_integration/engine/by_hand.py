@@ -67,6 +67,15 @@ def end(cache, task, status=Status.FINISHED):
     cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], task.request_id)
 
 
+def served(cache, task, status=Status.FINISHED):
+    """From match to end, in one batch. Returns what was cached."""
+    num_cached = begin(cache, task)
+    cache.send_swaps([task])
+    cache.batch_sent()
+    end(cache, task, status)
+    return num_cached
+
+
 def found(cache, tokens):
     """How many tokens of a prompt are cached."""
     probe = FakeTask("probe", tokens)
@@ -96,11 +105,12 @@ class Server:
         self, device=40, host=0, *, release=26, seats=6, budget=24, backend="", prefetch="wait_complete", **settings
     ):
         self.clock, self.tags, self.log = Clock(), Tags(), lambda *_: None
-        self.faults, self.others, self.fails = SimpleNamespace(strike=self._strike), [], frozenset()
+        self.faults, self.others = SimpleNamespace(strike=lambda name, _: name in self._fails), []
+        self._fails, self.copies_fail = (), False
         reports = self.reports = Reports(self)
         self.cache = EngineCache(KVCacheConfig(device, host, 4, **settings), budget=budget, reports=reports)
         memory = RankMemory(on_device=backend == "attention_store") if backend else None
-        self.device = VirtualDevice(self.clock, lambda stream: stream == "kv-output" and "copies" in self.fails)
+        self.device = VirtualDevice(self.clock, lambda stream: stream == "kv-output" and self.copies_fail)
         rank = Rank(
             0, self.device, blocks=device, host_blocks=host, block_size=4, tags=self.tags, tell=reports.tell,
             storage=memory, clock=self.clock,
@@ -115,15 +125,19 @@ class Server:
         """Stands for the random numbers of the host."""
         self.raises_at = 0
 
-    def _strike(self, name, _):
-        return name in self.fails
-
     def root(self, task):
         return self.weights, task.cache_salt
 
     @property
     def counters(self):
         return self.cache.manager.stats().counters
+
+    @property
+    def is_idle(self):
+        """After the last request: nothing is left of any."""
+        self.run_dry()
+        self.cache.manager.check_idle()
+        return True
 
     def add(self, name, prompt, max_tokens=4, **fields):
         request = Request(next(UIDS), name, list(prompt), max_tokens)
@@ -139,9 +153,9 @@ class Server:
 
     def schedule(self, *fails):
         """Returns the batch that goes to the queue, or was to go there."""
-        self.host.batch, self.fails = (), frozenset(fails)
+        self.host.batch, self._fails = (), fails
         self.host.schedule(self)
-        self.fails -= {*fails} - {"copies"}
+        self._fails = ()
         return self.host.batch
 
     def step(self, *fails):

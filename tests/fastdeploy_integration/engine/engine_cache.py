@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration import settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 
-from .fake_scheduler import FakeGauge
+from .by_hand import FakeGauge
 
 
 class FakeSignal:

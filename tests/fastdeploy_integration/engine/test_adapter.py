@@ -1,5 +1,6 @@
-"""The adapter driven as FastDeploy drives its cache manager, with a FAKE scheduler and a FAKE worker."""
+"""The adapter driven as FastDeploy drives its cache manager."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,83 +11,91 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUT
 from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
 from fastdeploy_kvcache_v1.swap_message import decode
 
-from .by_hand import begin, end
-from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
-
-
-def test_a_failed_host_copy_is_forgotten_and_what_the_device_holds_is_not():
-    cache = make_adapter(10, 40, write_policy="write_through")
-    scheduler = FakeScheduler(cache)
-    scheduler.worker.fails = lambda: True
-    serve(scheduler, [1] * 12 + [2], [9] * 4)  # the copies of the first ride on the batch of the second
-    scheduler.worker.fails = lambda: False
-    assert serve(scheduler, [1] * 12 + [3]) == [12], "the device still has it"
-    assert cache.manager.stats().counters.failed_transfer_blocks > 0
-    serve(scheduler, *([each] * 16 for each in range(20, 26)))
-    assert serve(scheduler, [1] * 12 + [4], [20] * 16) == [12, 12], "both come from the host, where they are whole"
+from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, make_adapter, served
 
 
 @pytest.mark.parametrize(
-    ("prompts", "cached"),
+    ("settings", "max_tokens", "prompts", "cached"),
     [
-        ([[1] * 10, [1] * 10, [*[1] * 10, 9, 9]], [0, 8, 8]),  # 13 tokens have KV: three blocks
-        ([[1] * 16, [1] * 16], [0, 12]),  # of a full hit the last block is computed
+        ({}, 4, [[1] * 10, [1] * 10, [*[1] * 10, 9, 9]], [0, 8, 8]),  # 13 tokens have KV: three blocks
+        ({}, 4, [[1] * 16, [1] * 16], [0, 12]),  # of a full hit the last block is computed
+        ({}, 1, [[1] * 10, [1] * 10], [0, 8]),
+        ({"enable_prefix_caching": False}, 4, [[1] * 10, [1] * 10], [0, 0]),
+        ({"device": 8, "host": 40, "write_policy": "write_back"}, 1, [[1] * 17, [2] * 25, [1] * 17], [0, 0, 16]),
     ],
 )
-def test_a_second_turn_is_cached_but_for_its_last_token(prompts, cached):
-    assert serve(FakeScheduler(make_adapter(40)), *prompts) == cached
+def test_what_is_cached_of_prompts_that_are_served_one_after_the_other(settings, max_tokens, prompts, cached):
+    server = Server(**settings)
+    assert server.serve(*prompts, max_tokens=max_tokens) == cached
+    assert server.counters.swap_in_blocks == (3 if "host" in settings else 0), "the tail of its path went first"
+    assert server.cache.hit_rates.num_host_tokens == 4 * server.counters.swap_in_blocks
 
 
-def test_host_tier_serves_what_the_device_lost():
-    cache = make_adapter(8, 40, write_policy="write_back")
-    scheduler = FakeScheduler(cache, output_caching=False)
-    first, second = [1] * 17, [2] * 25
-    assert serve(scheduler, first, second, first) == [0, 0, 16]
-    assert scheduler.worker.num_swapped_in == 3  # the tail of its path went first
-    assert cache.hit_rates.num_host_tokens == 12
+def test_a_failed_host_copy_is_forgotten_and_what_the_device_holds_is_not():
+    server = Server(10, 40, write_policy="write_through")
+    server.copies_fail = True
+    server.serve([1] * 12 + [2], [9] * 4)  # the copies of the first ride on the batch of the second
+    server.copies_fail = False
+    assert server.serve([1] * 12 + [3], [1] * 12 + [5]) == [12, 12], "the device still has it"
+    server.serve(*([each] * 16 for each in range(20, 26)))
+    assert server.serve([1] * 12 + [4], [20] * 16) == [12, 12], "both come from the host, where they are whole"
+    assert server.counters.failed_transfer_blocks == 3
+
+
+def test_a_host_copy_that_failed_is_of_no_request_that_was_matched_and_not_scheduled():
+    server, task = Server(8, 40, write_policy="write_back"), FakeTask("x", [1] * 17)
+    server.serve([1] * 17, [2] * 25)
+    assert server.cache.request_match_blocks(task, 4)[1] == 16
+    server.cache.host_copies_failed([TransferResult(1, *EVICT, 8, 0, 0.0, tuple(range(8)), "injected")])
+    assert task.num_cached_blocks == 0
+    server.cache.check()
 
 
 def test_roll_back_cancels_the_swap_in():
-    cache = make_adapter(8, 40, write_policy="write_back")
-    scheduler = FakeScheduler(cache, output_caching=False)
-    serve(scheduler, [1] * 17, [2] * 25)
-    free, task = cache.manager.num_available_device_blocks, FakeTask("x", [1] * 17)
+    server, task = Server(8, 40, write_policy="write_back"), FakeTask("x", [1] * 17)
+    server.serve([1] * 17, [2] * 25)
+    cache, batch = server.cache, [Control(Kind.DECODE, FakeTask("y", [1]))]
+    free = cache.manager.num_available_device_blocks
     cache.request_match_blocks(task, 4)
     cache.release_block_ids(task)
-    batch = [Control(Kind.DECODE, FakeTask("y", [1]))]
     cache.send_swaps(batch)
     assert SWAP_ATTRIBUTE not in vars(batch[0]) or not decode(vars(batch[0])[SWAP_ATTRIBUTE])[0].swap_in
     assert cache.manager.num_available_device_blocks == free
     cache.check()
 
 
-def test_matching_again_releases_first():
-    cache = make_adapter(8)
-    task = FakeTask("x", [1] * 9)
-    for _ in range(3):
-        cache.request_match_blocks(task, 4)
-        cache.check()
-    assert cache.manager.stats().num_requests == 1
-    cache.release_block_ids(task)
-    cache.release_block_ids(task)
-    cache.manager.check_idle()
+def test_a_match_that_the_host_keeps_without_scheduling_it_pins_nothing():
+    server = Server(10, 8)
+    server.serve([1] * 26)
+    cache, waiting = server.cache, FakeTask("w", [1] * 24 + [2] * 8)
+    waiting.block_tables, matched, _ = cache.request_match_blocks(waiting, 4)
+    assert matched == 24
+    cache.send_swaps([])  # the host broke off: too few tokens left in this batch for the whole prompt
+    cache.check()
+    assert (waiting.block_tables, waiting.num_cached_blocks) == ([], 0)
+    assert cache.can_allocate_gpu_blocks(8), "what the host asks before it matches again"
 
 
-def test_unknown_and_repeated_releases_are_ignored():
+def test_matching_releasing_and_computing_again_changes_nothing():
     cache = make_adapter(8)
-    task = FakeTask("x", [1] * 9)
+    task, old = FakeTask("x", [1] * 9), FakeTask("x", [1] * 9)
     cache.release_block_ids(task)
     cache.update_cache_blocks(task, 4, 8)
     cache.cache_output_blocks(task, 4)
     cache.manager.check_idle()
-
-
-def test_an_old_request_of_the_same_id_touches_nothing():
-    cache = make_adapter(8)
-    old, new = FakeTask("x", [1] * 9), FakeTask("x", [1] * 9)
-    cache.request_match_blocks(new, 4)
+    for _ in range(3):
+        cache.request_match_blocks(task, 4)
+        cache.check()
     cache.release_block_ids(old)
-    assert cache.manager.stats().num_requests == 1
+    assert cache.manager.stats().num_requests == 1, "an old request of the same id touches nothing"
+    for _ in range(2):
+        cache.release_block_ids(task)
+    cache.manager.check_idle()
+    begin(cache, task := FakeTask("y", [1] * 17), 12)
+    for computed in (4, 0, 12):
+        cache.update_cache_blocks(task, 4, computed)
+        assert task.num_cached_blocks == 3
+        cache.check()
 
 
 def test_a_second_request_of_a_live_id_leaves_the_first_ones_blocks_alone(caplog):
@@ -110,10 +119,7 @@ def test_a_preempted_request_finds_its_own_work_again_which_is_no_hit():
     cache = make_adapter(20, 20, write_through_threshold=1)
     task = FakeTask("x", [1] * 9)
     for attempt in range(2):
-        assert begin(cache, task) == (0, 8)[attempt]
-        cache.send_swaps([task])
-        cache.batch_sent()
-        end(cache, task, Status.PREEMPTED)
+        assert served(cache, task, Status.PREEMPTED) == (0, 8)[attempt]
     counters = cache.manager.stats().counters
     assert (counters.requests_admitted, counters.device_hit_tokens) == (1, 0)
     assert (counters.requests_resumed, counters.resumed_hit_tokens) == (1, 8)
@@ -141,47 +147,21 @@ def test_how_many_blocks_can_be_asked_for():
 
 
 def test_evictable_blocks_count_as_available_unless_told_otherwise():
-    scheduler = FakeScheduler(make_adapter(8))
-    serve(scheduler, [1] * 17)
-    cache = scheduler.cache
-    assert len(cache.gpu_free_block_list) < 8
-    assert cache.can_allocate_gpu_blocks(8)
-    assert not cache.can_allocate_gpu_blocks(8, try_free_gpu_blocks=False)
-    assert len(cache.allocate_gpu_blocks(8)) == 8
-
-
-def test_fewer_computed_tokens_change_nothing():
-    cache = make_adapter(8)
-    begin(cache, task := FakeTask("x", [1] * 17), 12)
-    for computed in (4, 0, 12):
-        cache.update_cache_blocks(task, 4, computed)
-        assert task.num_cached_blocks == 3
-        cache.check()
+    server = Server(16)
+    server.serve([1] * 17)
+    cache = server.cache
+    assert len(cache.gpu_free_block_list) < 16
+    assert cache.can_allocate_gpu_blocks(16)
+    assert not cache.can_allocate_gpu_blocks(16, try_free_gpu_blocks=False)
+    assert len(cache.allocate_gpu_blocks(16)) == 16
 
 
 def test_storage_is_not_there():
-    cache = make_adapter(8)
-    task = FakeTask("a", [1])
+    cache, task = make_adapter(8), FakeTask("a", [1])
     assert cache.write_cache_to_storage(task) is None
     assert cache.write_cache_to_storage_decode(task) is None
     assert cache.write_all_cache_to_storage(task) is False
     assert cache.read_cache_from_storage_for_pd(task) == []
-
-
-def test_a_match_that_the_host_keeps_without_scheduling_it_pins_nothing():
-    cache = make_adapter(10, 8)
-    scheduler = FakeScheduler(cache)
-    serve(scheduler, [1] * 26)
-    waiting = FakeTask("w", [1] * 24 + [2] * 8)
-    waiting.block_tables, matched, _ = cache.request_match_blocks(waiting, 4)
-    assert matched == 24
-    cache.send_swaps([])  # the host broke off: too few tokens left in this batch for the whole prompt
-    cache.check()
-    assert (waiting.block_tables, waiting.num_cached_blocks) == ([], 0)
-    assert cache.can_allocate_gpu_blocks(8)  # what the host asks before it matches again
-    scheduler.add(waiting)
-    scheduler.run_dry()
-    cache.manager.check_idle()
 
 
 def test_a_reset_leaves_nothing_of_a_request_that_was_matched_or_whose_hashes_were_kept():
@@ -199,6 +179,7 @@ def test_fastdeploys_gauges_show_the_size_that_profiling_found():
     cache = make_adapter(8)
     cache.update_cache_config(SimpleNamespace(total_block_num=np.int32(5)))
     assert (cache.num_gpu_blocks, cache._gauges.max_gpu_block_num.value) == (5, 5)
+    assert type(cache.num_gpu_blocks) is int
 
 
 @pytest.mark.parametrize("part", ["manager", "_kept", "_lent", "_batch"])
@@ -212,10 +193,20 @@ def test_a_check_looks_at_every_part(monkeypatch, part):
         cache.check()
 
 
-def test_a_host_copy_that_failed_is_of_no_request_that_was_matched_and_not_scheduled():
-    cache, task = make_adapter(8, 40, write_policy="write_back"), FakeTask("x", [1] * 17)
-    serve(FakeScheduler(cache, output_caching=False), [1] * 17, [2] * 25)
-    assert cache.request_match_blocks(task, 4)[1] == 16
-    cache.host_copies_failed([TransferResult(1, *EVICT, 8, 0, 0.0, tuple(range(8)), "injected")])
-    assert task.num_cached_blocks == 0
-    cache.check()
+def test_a_reset_on_another_thread_may_come_while_requests_run():
+    cache = make_adapter(24, 40)
+    for number in range(50):
+        tasks = [FakeTask(f"r{number}.{index}", [number % 3] * 20) for index in range(3)]
+        for task in tasks:
+            begin(cache, task, 8)
+        thread = threading.Thread(target=cache.reset)
+        thread.start()
+        for task in tasks:
+            task.status = Status.FINISHED
+            cache.cache_output_blocks(task, 4)
+            end(cache, task)
+        thread.join()
+        cache.check()
+        cache.reset()
+        cache.manager.check_idle()
+        assert len(cache.gpu_free_block_list) == 24

@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.task_tokens import (
     start_of_cut_item,
 )
 
-from .fake_scheduler import FakeScheduler, FakeTask, Status, make_adapter, serve
+from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, make_adapter, served
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def test_a_line_is_hashed_one_request_a_step_and_not_again_at_the_match(hashed):
 @pytest.mark.parametrize(("line", "kept"), [([], [0, 2, 2]), ([1], [2, 0, 2])])
 def test_what_waits_is_evicted_last(line, kept):
     cache = make_adapter(7)
-    scheduler = FakeScheduler(cache)
-    serve(scheduler, [1] * 9, [2] * 9, [3] * 9, max_tokens=1)
+    for token in (1, 2, 3):
+        served(cache, FakeTask("r", [token] * 9))
     cache.expect([FakeTask("waiting", [token] * 9) for token in line])
-    serve(scheduler, [4] * 9, max_tokens=1)
+    served(cache, FakeTask("r", [4] * 9))
     tokens = [TaskTokens(FakeTask("x", [token] * 9), 4) for token in (1, 2, 3)]
     assert [cache.manager.count_cached(each.hashes) for each in tokens] == kept
 
@@ -72,20 +72,13 @@ def test_a_request_without_tokens_in_the_line_does_no_harm():
     cache.expect([broken, FakeTask("a", [1] * 9)])
 
 
-def test_hashes_of_aborted_requests_are_not_kept(monkeypatch):
-    cache = make_adapter(20)
-    scheduler = FakeScheduler(cache)
-    kept = cache._kept
-    for request_id in "ab":
-        scheduler.add(FakeTask(request_id, [1] * 9, 60))
-    scheduler.step()
-    scheduler.running[0].status = Status.PREEMPTED  # the host says the same of aborted requests
-    scheduler.aborting.add("a")
-    scheduler.step()
-    assert len(kept) == 0
-    scheduler.reset()
-    scheduler.waiting.clear()
-    cache.manager.check_idle()
+def test_hashes_of_aborted_requests_are_not_kept():
+    cache, tasks = make_adapter(20), [FakeTask(name, [1] * 9) for name in "ab"]
+    for task in tasks:
+        begin(cache, task)
+        end(cache, task, Status.PREEMPTED)  # the host says the same of aborted requests
+    cache.send_swaps([Control(Kind.ABORT, tasks[0])])
+    assert list(cache._kept._kept) == ["b"]
 
 
 class Position:
@@ -103,31 +96,17 @@ def images(*positions):
 
 
 def test_a_match_never_ends_inside_an_image():
-    scheduler = FakeScheduler(make_adapter(40), output_caching=False)
-    for request_id, tail, expected in (("a", [], 0), ("b", [7], 4)):
-        # The image covers [6, 30); the second prompt differs at 24, in the middle of it.
-        tokens = [1] * 6 + [2] * 18 + tail + [2] * 12
-        task = FakeTask(request_id, tokens, 2, images((6, 24)))
-        scheduler.add(task)
-        scheduler.step()
-        assert task.num_cached_blocks * 4 >= expected
-        scheduler.run_dry()
-    assert task.prefill_end_index == len(tokens)
-    assert scheduler.cache.hit_rates.num_device_tokens == 4
-
-
-@pytest.mark.parametrize("items", [images((2, 6), (4, 3)), {"mm_positions": [Position(0, 2)], "mm_hashes": []}])
-def test_what_cannot_be_hashed_is_served_without_caching(items, caplog):
-    scheduler = FakeScheduler(make_adapter(40))
-    for request_id in "ab":
-        scheduler.add(FakeTask(request_id, [1] * 12, 3, items))
-        scheduler.run_dry()
-    assert scheduler.cache.hit_rates.num_device_tokens == 0
-    assert "request a is served without the cache, its tokens cannot be hashed" in caplog.text
-    scheduler.cache.manager.check_idle()
+    """The image covers [6, 30); the second prompt differs at 24, in the middle of it."""
+    cache, cached = make_adapter(40), []
+    for name, tail in (("a", []), ("b", [7])):
+        task = FakeTask(name, [1] * 6 + [2] * 18 + tail + [2] * 12, items=images((6, 24)))
+        cached.append(served(cache, task))
+    assert (cached, cache.hit_rates.num_device_tokens) == ([0, 4], 4)
 
 
 POISON = [
+    images((2, 6), (4, 3)),
+    {"mm_positions": [Position(0, 2)], "mm_hashes": []},
     {"mm_positions": [None], "mm_hashes": ["h"]},
     {"mm_positions": [Position("x", 2)], "mm_hashes": ["h"]},
     {"mm_positions": [Position(0, 2)], "mm_hashes": [Unprintable()]},
@@ -138,23 +117,22 @@ POISON = [
 
 
 @pytest.mark.parametrize("items", POISON)
-def test_a_request_that_cannot_be_hashed_lets_the_others_pass(items, caplog):
+def test_a_request_that_cannot_be_hashed_is_served_without_caching_and_lets_the_others_pass(items, caplog):
     """The host would schedule nothing behind a request whose match raises."""
-    scheduler = FakeScheduler(make_adapter(40))
-    for request_id, given in (("before", None), ("poisoned", items), ("behind", None)):
-        scheduler.add(FakeTask(request_id, [1] * 12, 3, given))
-    scheduler.run_dry()
-    scheduler.cache.check()
-    assert scheduler.finished.keys() == {"before", "poisoned", "behind"}
-    assert scheduler.finished["poisoned"].num_cached_blocks == 0
+    server = Server(40)
+    names = "before", "poisoned", "behind", "poisoned again", "last"
+    tasks = [server.add(name, [1] * 12, 3) for name in names]
+    tasks[1].multimodal_inputs = tasks[3].multimodal_inputs = items
+    assert server.is_idle
+    assert [task.prefill_start_index for task in tasks] == [0, 0, 8, 0, 8]
+    assert "request poisoned is served without the cache, its tokens cannot be hashed" in caplog.text
     assert "matching it failed" not in caplog.text
-    scheduler.cache.manager.check_idle()
+    assert server.clients.num_ended == {"finished": 5}
 
 
 def test_a_match_that_fails_in_the_cache_itself_leaves_no_trace(monkeypatch, caplog):
     cache = make_adapter(7)
-    scheduler = FakeScheduler(cache)
-    serve(scheduler, [1] * 9)
+    served(cache, FakeTask("r", [1] * 9))
 
     def broken(*_):
         raise RuntimeError("a defect of ours")

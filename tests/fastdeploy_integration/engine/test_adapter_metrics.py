@@ -2,65 +2,49 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.hit_rates import WINDOW, HitRates, match_metrics
 from fastdeploy_kvcache_v1.metadata import CacheLevel, MatchedSpan, MatchResult
 
-from .fake_scheduler import FakeGauge, FakeScheduler, FakeTask, make_adapter, serve
+from .by_hand import FakeGauge, FakeTask, begin, make_adapter, served
 
 RATES = ["hit_req_rate", "hit_token_rate", "gpu_hit_token_rate", "cpu_hit_token_rate"]
 
 
-def test_match_metrics_tell_the_tiers_apart():
-    cache = make_adapter(8, 40, write_policy="write_through")
-    scheduler = FakeScheduler(cache, output_caching=False)
-    serve(scheduler, [1] * 17, [2] * 17)
-    evicted = FakeTask("x", [1] * 17)
-    table, tokens, metrics = cache.request_match_blocks(evicted, 4)
-    assert tokens == 16
-    assert metrics["gpu_match_token_num"] + metrics["cpu_match_token_num"] == 16
-    assert metrics["cpu_match_token_num"] > 0
-    assert sorted(table) == sorted(metrics["match_gpu_block_ids"] + metrics["gpu_recv_block_ids"])
-    cache.release_block_ids(evicted)
-    cache.check()
+def shown(gauges, *names):
+    return [getattr(gauges, name).value for name in names]
 
 
-def test_gauges_follow():
+def test_gauges_follow_with_each_batch_or_news():
     cache = make_adapter(8, 3)
     gauges = cache._gauges
     cache.allocate_gpu_blocks(2)
     cache.send_swaps([])
-    assert (gauges.max_gpu_block_num.value, gauges.max_cpu_block_num.value) == (8, 3)
-    assert (gauges.free_gpu_block_num.value, gauges.available_gpu_resource.value) == (6, 0.75)
+    assert shown(gauges, "max_gpu_block_num", "max_cpu_block_num") == [8, 3]
+    assert shown(gauges, "free_gpu_block_num", "available_gpu_resource") == [6, 0.75]
     assert cache.available_gpu_resource == 0.75
     cache.reset()
-    assert (gauges.free_gpu_block_num.value, gauges.available_gpu_block_num.value) == (8, 8)
-
-
-def test_hit_rates_are_published():
-    scheduler = FakeScheduler(make_adapter(40), output_caching=False)
-    serve(scheduler, [1] * 10, [1] * 10)
-    gauges = scheduler.cache._gauges
-    assert (gauges.hit_req_rate.value, gauges.hit_token_rate.value) == (0.5, 0.4)
-    assert (gauges.gpu_hit_token_rate.value, gauges.cpu_hit_token_rate.value) == (0.4, 0)
-    scheduler.cache.reset()
-    assert scheduler.cache.hit_rates.num_requests == 0
-    scheduler.cache.send_swaps([SimpleNamespace()])
-    assert (gauges.hit_req_rate.value, gauges.hit_token_rate.value) == (0, 0)
+    assert shown(gauges, "free_gpu_block_num", "available_gpu_block_num") == [8, 8]
 
 
 def test_gauges_are_set_only_when_they_change():
-    scheduler = FakeScheduler(make_adapter(40), output_caching=False)
-    serve(scheduler, [1] * 10)
-    scheduler.cache.send_swaps([object()])  # shows what the end of the last request gave back
-    gauges = scheduler.cache._gauges
-    for name in ("hit_req_rate", "free_gpu_block_num"):
+    cache = make_adapter(40)
+    gauges, seen = cache._gauges, ("hit_req_rate", "free_gpu_block_num")
+    for name in "ab":
+        served(cache, FakeTask(name, [1] * 10))
+    cache.send_swaps([])
+    assert shown(gauges, *RATES) == [0.5, 0.4, 0.4, 0]
+    for name in seen:
         getattr(gauges, name).value = "as it was"
-    scheduler.cache.send_swaps([object()])
-    assert (gauges.hit_req_rate.value, gauges.free_gpu_block_num.value) == ("as it was", "as it was")
-    scheduler.cache.allocate_gpu_blocks(3, "other")
-    scheduler.cache.send_swaps([])
-    assert gauges.hit_req_rate.value == "as it was"
-    assert gauges.free_gpu_block_num.value == len(scheduler.cache.gpu_free_block_list)
+    cache.send_swaps([FakeTask("x", [1])])
+    assert shown(gauges, *seen) == ["as it was"] * 2
+    cache.allocate_gpu_blocks(3, "other")
+    cache.send_swaps([])
+    assert shown(gauges, *seen) == ["as it was", len(cache.gpu_free_block_list)]
+    cache.reset()
+    cache.send_swaps([FakeTask("x", [1])])
+    assert shown(gauges, *RATES) == [0, 0, 0, 0]
 
 
 def test_hit_rates_start_anew_after_a_window():
@@ -74,11 +58,19 @@ def test_hit_rates_tell_the_tiers_apart_and_count_a_request_that_hit_only_once()
     gauges = SimpleNamespace(**{name: FakeGauge() for name in RATES})
     rates = HitRates()
     rates.publish(gauges)
-    assert [getattr(gauges, name).value for name in RATES] == [0, 0, 0, 0]
+    assert shown(gauges, *RATES) == [0, 0, 0, 0]
     for device, host in ((4, 4), (0, 1), (0, 0), (1, 0)):
         rates.count(10, device=device, host=host)
     rates.publish(gauges)
-    assert [getattr(gauges, name).value for name in RATES] == [3 / 4, 10 / 40, 5 / 40, 5 / 40]
+    assert shown(gauges, *RATES) == [3 / 4, 10 / 40, 5 / 40, 5 / 40]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_request_that_does_not_read_the_cache_is_no_miss(reads):
+    cache, task = make_adapter(8), FakeTask("a", [1] * 9)
+    task.skip_reading_prefix_cache = not reads
+    begin(cache, task)
+    assert cache.hit_rates.num_requests == reads
 
 
 def test_a_match_names_what_is_here_and_what_comes_in_the_order_of_the_prompt():

@@ -15,12 +15,6 @@ def kinds(batch):
     return [(task.task_type, task.request_id) for task in batch]
 
 
-def is_idle(server):
-    server.run_dry()
-    server.cache.manager.check_idle()
-    return True
-
-
 @pytest.mark.parametrize("release", [25, 26])
 @pytest.mark.parametrize("loss", BEFORE_THE_QUEUE)
 def test_what_a_lost_batch_was_to_compute_is_not_found_and_its_request_starts_again(release, loss):
@@ -33,7 +27,7 @@ def test_what_a_lost_batch_was_to_compute_is_not_found_and_its_request_starts_ag
     assert (found(server.cache, [1] * 20), task.status) == (8, Status.PREEMPTED)
     server.step()
     assert (task.prefill_start_index, task.prefill_end_index) == (8, 16), "the first chunk was computed"
-    assert is_idle(server)
+    assert server.is_idle
 
 
 def test_blocks_are_found_once_their_batch_is_in_the_queue():
@@ -53,7 +47,7 @@ def test_a_schedule_that_raises_loses_what_it_had_scheduled_and_nothing_else():
     assert kinds(server.step()) == [(Kind.PREEMPTED, "a"), (Kind.PREFILL, "bad")]
     again = server.step()[-1]
     assert (again.request_id, again.prefill_start_index) == ("a", 0)
-    assert is_idle(server)
+    assert server.is_idle
 
 
 def test_a_lost_request_that_had_no_seat_yet_waits_in_front():
@@ -64,7 +58,7 @@ def test_a_lost_request_that_had_no_seat_yet_waits_in_front():
     server.add("late", [2] * 4)
     server.cache.transit.recover(server.host)
     assert (server.host.waiting[0].request_id, task.status) == ("a", Status.WAITING)
-    assert is_idle(server)
+    assert server.is_idle
 
 
 @pytest.mark.parametrize("are_back", [False, True])
@@ -98,7 +92,7 @@ def test_whatever_a_lost_batch_said_is_told_again_first():
         expected = [(Kind.PREEMPTED if kind is Kind.PREFILL else kind, name) for kind, name in kinds(lost)]
         assert again[: len(lost)] == expected
         seen.update(kind for kind, _ in kinds(lost))
-        assert is_idle(server)
+        assert server.is_idle
     assert seen == set(Kind)
 
 
@@ -166,7 +160,7 @@ def test_copies_that_were_lost_leave_no_block_to_be_trusted():
     server.run_dry()
     assert task.prefill_start_index == 0
     assert server.serve([1] * 24) == [20]
-    assert is_idle(server)
+    assert server.is_idle
 
 
 def test_a_request_with_a_hole_caches_nothing_more():
@@ -223,7 +217,7 @@ def test_requests_that_run_keep_their_blocks_when_the_cache_is_forgotten():
     server.step()
     server.cache.batch_dropped()
     server.add("new", [2] * 40, 12)
-    assert is_idle(server)
+    assert server.is_idle
 
 
 # ---- at a decode server, whose requests cannot be computed again
@@ -269,7 +263,7 @@ def test_a_request_waits_while_another_one_has_its_id(caplog):
         while server.host.requests.get("x") is task:
             server.step()
         server.step()
-    assert is_idle(server)
+    assert server.is_idle
     assert server.clients.num_ended == {"finished": 3}
 
 

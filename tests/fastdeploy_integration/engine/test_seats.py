@@ -1,102 +1,89 @@
 """Seats of preempted requests that wait: nobody else gets them, and they do not wait for ever."""
 
-import threading
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import seats
 
-from .fake_scheduler import FakeTask, Status
+from .by_hand import FakeTask, Server, Status
 
 
 @pytest.mark.parametrize(
-    ("status", "stop_flags", "seated", "expected"),
+    ("status", "stop_flags", "idx", "is_in_seat", "is_matched"),
     [
-        (Status.WAITING, [False, False], False, "not asked"),
-        (Status.WAITING, [False, True], False, "matched"),
-        (Status.PREEMPTED, [False, False], False, "matched"),
-        (Status.WAITING, [False, False], True, "matched"),
+        (Status.WAITING, [False, False], None, False, False),
+        (Status.WAITING, [False, False], 1, False, False),
+        (Status.WAITING, [False, True], None, False, True),
+        (Status.PREEMPTED, [False, False], None, False, True),
+        (Status.WAITING, [False, False], 1, True, True),
     ],
 )
-def test_a_new_request_is_matched_and_started_only_when_there_is_a_seat(status, stop_flags, seated, expected):
-    request = FakeTask("x", [1])
-    request.status = status
-    asked = []
-    manager = SimpleNamespace(
-        stop_flags=stop_flags,
-        tasks_list=[None, seated and request],
-        cache_manager=SimpleNamespace(may_match=lambda each: True),
-    )
+def test_a_new_request_is_matched_and_started_only_when_there_is_a_seat(
+    status, stop_flags, idx, is_in_seat, is_matched
+):
+    request, asked = FakeTask("x", [1]), []
+    request.status, request.idx = status, idx
+    cache = SimpleNamespace(may_match=lambda each: True, num_gpu_blocks=9)
+    manager = SimpleNamespace(stop_flags=stop_flags, tasks_list=[None, is_in_seat and request], cache_manager=cache)
     matched = seats.get_prefix_cached_blocks(lambda each: not asked.append(each), manager, (request,), {})
-    assert ("matched" if matched else "not asked") == expected
-    assert asked == [request] * matched
-    manager.cache_manager.num_gpu_blocks = 9
+    assert (matched, asked) == (is_matched, [request] * is_matched)
     assert seats.blocks_to_start(lambda each, blocks: blocks, manager, (request, 4), {}) == (4 if matched else 10)
 
 
-def manager_of(waiting, *, num_seats, role="mixed", running=(), rescheduled=(), aborted=()):
-    """All that is asked of FastDeploy's ResourceManagerV1: every request has a seat."""
-    for idx, request in enumerate(waiting):
-        request.idx = idx
-    return SimpleNamespace(
-        lock=threading.RLock(),
-        waiting=deque(waiting),
-        running=list(running),
-        to_be_rescheduled_request_id_set=set(rescheduled),
-        to_be_aborted_req_id_set=set(aborted),
-        max_num_seqs=num_seats,
-        tasks_list=[*waiting, *[None] * (num_seats - len(waiting))],
-        stop_flags=[False] * len(waiting) + [True] * (num_seats - len(waiting)),
-        req_dict={request.request_id: request.idx for request in waiting},
-        config=SimpleNamespace(scheduler_config=SimpleNamespace(splitwise_role=role)),
-    )
+def host_of(*names, num_seats, role="mixed"):
+    """Of which these wait, preempted, each in its seat."""
+    host = Server(seats=num_seats).host
+    host.config.scheduler_config.splitwise_role = role
+    for idx, name in enumerate(names):
+        request = FakeTask(name, [1] * 20)
+        request.status, request.output_token_ids, request.idx = Status.PREEMPTED, [7, 8], idx
+        host.waiting.append(request)
+        host.tasks_list[idx], host.stop_flags[idx], host.req_dict[name] = request, False, idx
+    return host
 
 
-def preempted(request_id):
-    request = FakeTask(request_id, [1] * 20)
-    request.status, request.output_token_ids = Status.PREEMPTED, [7, 8]
-    return request
+def seen(host):
+    waiting = [(each.request_id, each.status, each.idx) for each in host.waiting]
+    return waiting, [*host.stop_flags], {**host.req_dict}
 
 
 def test_when_preempted_requests_wait_in_all_seats_one_of_them_starts_as_a_new_one():
-    manager = manager_of([preempted("a"), preempted("b")], num_seats=2)
-    seats.let_one_start(manager)
-    first, last = manager.waiting
-    assert (first.status, first.idx, manager.tasks_list[0]) == (Status.PREEMPTED, 0, first)
-    assert (last.status, last.idx, manager.tasks_list[1]) == (Status.WAITING, None, None)
-    assert last.need_prefill_tokens == 22, "with the tokens that it has generated"
-    assert (manager.stop_flags, manager.req_dict) == ([False, True], {"a": 0})
+    host = host_of("a", "b", num_seats=2)
+    seats.let_one_start(host)
+    waiting = [("a", Status.PREEMPTED, 0), ("b", Status.WAITING, None)]
+    assert seen(host) == (waiting, [False, True], {"a": 0})
+    assert host.tasks_list == [host.waiting[0], None]
+    assert host.waiting[1].need_prefill_tokens == 22, "with the tokens that it has generated"
 
 
 def test_on_a_prefill_server_it_keeps_the_seat_that_its_request_has_from_the_beginning():
-    manager = manager_of([preempted("a")], num_seats=1, role="prefill")
-    seats.let_one_start(manager)
-    (request,) = manager.waiting
-    assert (request.status, request.idx, manager.tasks_list) == (Status.WAITING, 0, [request])
-    assert (manager.stop_flags, manager.req_dict) == ([False], {"a": 0})
+    host = host_of("a", num_seats=1, role="prefill")
+    seats.let_one_start(host)
+    assert seen(host) == ([("a", Status.WAITING, 0)], [False], {"a": 0})
+    assert host.tasks_list == [host.waiting[0]]
 
 
 @pytest.mark.parametrize(
-    "others",
+    ("num_seats", "others"),
     [
-        {"num_seats": 3},
-        {"num_seats": 2, "running": ["x"]},
-        {"num_seats": 2, "rescheduled": ["x"]},
-        {"num_seats": 2, "aborted": ["x"]},
+        (3, {}),
+        (2, {"running": [None]}),
+        (2, {"to_be_rescheduled_request_id_set": {"x"}}),
+        (2, {"to_be_aborted_req_id_set": {"x"}}),
     ],
     ids=["a free seat", "one runs", "one is not yet preempted", "one is about to leave"],
 )
-def test_what_comes_to_an_end_by_itself_is_left_alone(others):
-    manager = manager_of([preempted("a"), preempted("b")], **others)
-    seats.let_one_start(manager)
-    assert [request.status for request in manager.waiting] == [Status.PREEMPTED] * 2
-    assert manager.req_dict == {"a": 0, "b": 1}
+def test_what_comes_to_an_end_by_itself_is_left_alone(num_seats, others):
+    host = host_of("a", "b", num_seats=num_seats)
+    vars(host).update(others)
+    before = seen(host)
+    seats.let_one_start(host)
+    assert seen(host) == before
 
 
 def test_one_may_start_before_each_schedule(monkeypatch):
-    manager, steps = manager_of([preempted("a")], num_seats=1), []
+    host, steps = host_of("a", num_seats=1), []
     monkeypatch.setattr(seats, "schedule", lambda *given: steps.append(given[1].waiting[0].status) or "scheduled")
-    assert seats.schedule_with_a_seat(None, manager, (), {}) == "scheduled"
+    assert seats.schedule_with_a_seat(None, host, (), {}) == "scheduled"
     assert steps == [Status.WAITING]

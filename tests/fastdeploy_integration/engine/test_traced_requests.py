@@ -12,111 +12,98 @@ from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.trace_recorder import TraceRecorder
 
-from .fake_scheduler import Control, FakeScheduler, FakeTask, Kind, Status, make_adapter, serve
-
-
-class Recorded:
-    def __init__(self, path, num_device_blocks, num_host_blocks=0, **settings):
-        self.path = path
-        self.recorder = TraceRecorder(path, 4)
-        self.cache = make_adapter(num_device_blocks, num_host_blocks, **settings)
-        self.cache.traced = TracedRequests(self.recorder)
-
-    def lines(self):
-        self.recorder.close()
-        assert self.recorder.num_lost == 0
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+from .by_hand import Server
 
 
 @pytest.fixture
 def recorded(tmp_path):
+    """Makes a server that records its requests. `server.lines()` closes the trace and returns it."""
     made = []
 
     def make(*sizes, **settings):
-        made.append(Recorded(tmp_path / "trace.jsonl", *sizes, **settings))
-        return made[-1]
+        server, recorder = Server(*sizes, **settings), TraceRecorder(tmp_path / "trace.jsonl", 4)
+        server.cache.traced = TracedRequests(recorder)
+        made.append(recorder)
+
+        def lines():
+            recorder.close()
+            assert recorder.num_lost == 0
+            return [json.loads(line) for line in recorder.path.read_text().splitlines()]
+
+        server.lines = lines
+        return server
 
     yield make
-    for each in made:
-        each.recorder.close()
+    for recorder in made:
+        recorder.close()
 
 
-def test_preempted_and_rolled_back_requests_stand_once_in_the_order_of_their_first_batch(recorded):
-    rng = random.Random(1)
-    trace = recorded(14, 8, write_policy="write_back")
-    scheduler = FakeScheduler(trace.cache, chance=lambda: rng.random() < 0.2)
+def lengths(server):
+    return [(line["input_length"], line["output_length"]) for line in server.lines()]
+
+
+def test_preempted_and_lost_requests_stand_once_in_the_order_of_their_first_batch(recorded):
+    rng, server = random.Random(1), recorded(14, 8, write_policy="write_back")
     tasks = [
-        FakeTask(f"r{number}", [number % 3] * rng.randint(1, 20), max_tokens=rng.randint(1, 12)) for number in range(60)
+        server.add(f"r{number}", [number % 3] * rng.randint(1, 20), max_tokens=rng.randint(1, 12))
+        for number in range(60)
     ]
-    for task in tasks:
-        scheduler.add(task)
-    scheduler.run_dry()
-    assert trace.cache.manager.stats().counters.requests_preempted > 10
-    found = [(line["input_length"], line["output_length"]) for line in trace.lines()]
-    assert found == [(len(task.prompt_token_ids), len(task.output_token_ids)) for task in tasks]
+    for number in range(2000):
+        server.step(*["lost in put"] * (number % 7 == 6))
+        if not server.clients.requests:
+            break
+    assert server.counters.requests_preempted > 10
+    assert lengths(server) == [(len(task.prompt_token_ids), len(task.output_token_ids)) for task in tasks]
 
 
 def test_a_replay_hits_what_the_adapter_hit(recorded):
-    trace = recorded(300)
-    rng = random.Random(2)
-    talks = {}
-    prompts = []
+    server, rng, talks, prompts = recorded(300, budget=64), random.Random(2), {}, []
     for _ in range(40):
         user = rng.randrange(3)
         talks[user] = [*talks.get(user, [7] * 9), *(rng.randrange(9) for _ in range(rng.randint(1, 9)))]
         prompts.append(talks[user] if len(talks[user]) < 60 else talks.pop(user))
-    cached = serve(FakeScheduler(trace.cache), *prompts)
-    assert len(trace.lines()) == 40
+    cached = server.serve(*prompts, max_tokens=4)
+    assert len(server.lines()) == 40
     config = KVCacheConfig(300, 0, 4, max_queued_events=0)
     replay = Replay(ReplayOptions(config, window=1, admissions_per_step=1, outputs=True))
-    replay.run(read_trace(trace.path))
+    replay.run(read_trace(server.cache.traced._recorder.path))
     assert replay.num_device_hit_tokens == sum(cached) > 300
 
 
 def test_aborted_requests_stand_with_what_they_had_and_waiting_ones_do_not(recorded):
-    trace = recorded(40)
-    scheduler = FakeScheduler(trace.cache, seats=1)
-    aborted, waiting = FakeTask("a", [1] * 10, max_tokens=50), FakeTask("b", [2] * 10)
-    scheduler.add(aborted)
-    scheduler.add(waiting)
+    server = recorded(40, seats=1)
+    aborted = server.add("a", [1] * 10, 50)
+    server.add("b", [2] * 10)
     for _ in range(5):
-        scheduler.step()
-    scheduler.waiting.remove(waiting)
-    scheduler.aborting.add("a")
-    scheduler.run_dry()
-    (line,) = trace.lines()
-    assert (line["input_length"], line["output_length"]) == (10, len(aborted.output_token_ids))
-    assert line["output_length"] > 0
+        server.step()
+    server.host.waiting.clear()
+    server.abort("a")
+    server.step()
+    assert lengths(server) == [(10, len(aborted.output_token_ids))]
+    assert aborted.output_token_ids
 
 
 def test_a_request_that_is_aborted_while_it_is_preempted_ends_with_the_abortion(recorded):
-    trace = recorded(40)
-    scheduler = FakeScheduler(trace.cache)
-    task = FakeTask("a", [1] * 10, max_tokens=50)
-    scheduler.add(task)
-    scheduler.step()
-    scheduler.running.remove(task)
-    task.status = Status.PREEMPTED
-    scheduler._free(task)
-    assert trace.recorder.num_lines == 0
-    trace.cache.send_swaps([Control(Kind.ABORT, task)])
-    assert [line["input_length"] for line in trace.lines()] == [10]
+    server = recorded(40)
+    task = server.add("a", [1] * 10, 50)
+    server.step()
+    server.host._trigger_abort(task, batch := [])
+    assert server.cache.traced._recorder.num_lines == 0, "FastDeploy says the same of preempted ones"
+    server.cache.send_swaps(batch)
+    assert lengths(server) == [(10, 1)]
 
 
 def test_a_reset_ends_what_is_under_way(recorded):
-    trace = recorded(40)
-    scheduler = FakeScheduler(trace.cache)
+    server = recorded(40)
     for name in "ab":
-        scheduler.add(FakeTask(name, [1] * 10, max_tokens=50))
-    scheduler.step()
-    trace.cache.reset()
-    assert len(trace.lines()) == 2
+        server.add(name, [1] * 10, 50)
+    server.step()
+    server.cache.reset()
+    assert len(server.lines()) == 2
 
 
 def test_users_are_in_the_ids_and_times_in_the_metrics(recorded):
-    trace = recorded(40)
-    scheduler = FakeScheduler(trace.cache)
-    now, number = time.time(), "0b5d4f5e-54ff-4ee4-a8d2-2d6b5d2a1c3f"
+    server, now, number = recorded(40), time.time(), "0b5d4f5e-54ff-4ee4-a8d2-2d6b5d2a1c3f"
     for request_id, arrived in (
         (f"chatcmpl-ada-{number}_0", now + 900),
         (f"cmpl-ada-{number}", None),
@@ -124,11 +111,9 @@ def test_users_are_in_the_ids_and_times_in_the_metrics(recorded):
         (f"chatcmpl-{number}_0", now),
         ("chatcmpl-ada", now),
     ):
-        task = FakeTask(request_id, [1] * 10)
-        task.metrics.arrival_time = arrived
-        scheduler.add(task)
-        scheduler.run_dry()
-    lines = trace.lines()
+        server.add(request_id, [1] * 10).metrics.arrival_time = arrived
+        server.run_dry()
+    lines = server.lines()
     names = [line.get("session_id") for line in lines]
     assert names[0] == names[1] is not None
     assert names[2] not in (names[0], None)

@@ -7,7 +7,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUT
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata
 from fastdeploy_kvcache_v1.swap_message import START, encode
-from tests.fastdeploy_integration.engine.fake_scheduler import FakeTask
+from tests.fastdeploy_integration.engine.by_hand import FakeTask
 
 
 def evict(*pairs):
