@@ -232,8 +232,8 @@ class DeviceMachine(Machine):
         kind = "crash" if isinstance(error, Exception) and not isinstance(error, StorageError) else "error"
         self.breaks(**{SDK_CALLS[each]: {kind: str(error)} for each in what})
 
-    def hangs(self, what, **fault):
-        self.breaks(**{SDK_CALLS[what]: {"hang": True, "times": 1, **fault}})
+    def hangs(self, what):
+        self.breaks(**{SDK_CALLS[what]: {"hang": True, "times": 1}})
 
     def wait_until_it_hangs(self):
         while not any(fault.get("times") == 0 for fault in json.loads(self._faults.read_text()).values()):

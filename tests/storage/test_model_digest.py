@@ -5,7 +5,8 @@ import json
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ModelError
-from fastdeploy_kvcache_v1.storage.model_digest import model_digest
+from fastdeploy_kvcache_v1.storage import model_digest as model_digest_module
+from fastdeploy_kvcache_v1.storage.model_digest import model_digest, numeric_variables, paddle_version, processor
 
 
 @pytest.fixture
@@ -80,3 +81,20 @@ def test_without_weights_there_is_no_name(tmp_path, exists):
         (directory / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="holds no"):
         model_digest(directory)
+
+
+def test_variables_that_may_decide_numbers_are_named_in_order(monkeypatch):
+    for name in numeric_variables():
+        monkeypatch.delenv(name.partition("=")[0])
+    for name in ("FLAGS_b", "FLAGS_a", "NVIDIA_TF32_OVERRIDE", "OURS_1", "ALONE", "OTHER"):
+        monkeypatch.setenv(name, "1")
+    ours = numeric_variables(("OURS_",), more=["ALONE"], without=["FLAGS_b"])
+    assert ours == ["ALONE=1", "FLAGS_a=1", "NVIDIA_TF32_OVERRIDE=1", "OURS_1=1"]
+    assert numeric_variables() == ["FLAGS_a=1", "FLAGS_b=1", "NVIDIA_TF32_OVERRIDE=1"]
+
+
+def test_processors_and_paddles_are_told_apart(monkeypatch):
+    assert paddle_version().startswith("paddlepaddle")
+    for flags, unit in (("avx2 sse", "avx2"), ("avx512f avx2", "avx512f"), ("", "unknown")):
+        monkeypatch.setattr(model_digest_module.Path, "read_text", lambda self, flags=flags: flags)
+        assert processor().split()[-1] == unit

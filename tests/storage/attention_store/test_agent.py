@@ -49,7 +49,7 @@ def test_questions_and_loads_begin_anywhere_in_a_path(machine):
 
 def test_the_index_learns_from_rank_0_what_is_there_even_while_writes_hang(machine):
     server = machine(ranks=2)
-    server.hangs("store", times=2)
+    server.breaks(write={"hang": True})
     server.link.send(server.storing(*BLOCKS))
     path = server.path(*BLOCKS)
     for exists in (True, False):

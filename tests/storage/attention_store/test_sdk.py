@@ -32,6 +32,10 @@ def made():
     return sys.modules["attentionstore_sdk.sdk"].MADE
 
 
+def options():
+    return sys.modules["attentionstore_sdk.sdk"].OPTIONS
+
+
 def test_without_the_package_the_error_names_it():
     for call in (require_installed, load_sdk):
         with pytest.raises(ConfigError, match="needs the package attentionstore_sdk, which is not installed"):
@@ -83,7 +87,8 @@ def test_the_identity_has_fastdeploys_defaults_and_the_digest_of_all_that_decide
 
 def test_on_a_gpu_the_sdk_gets_the_bytes_of_key_and_value_and_its_kind_of_attention(sdk_store):
     connect(on_gpu=True)
-    *_, key, value, device, data_parallel, options = made()[0]
+    *identity, key, value, device, data_parallel, options = made()[0]
+    assert identity[3:] == [0, 1, 2, BLOCK_SIZE]
     assert (key, value, device, data_parallel) == (KEY_BYTES, KEY_BYTES, 0, 0)
     assert options.pop("attention_type").name == "MHA"
     assert options == {"enable_as_kv_rw": True, "gpu_count": 0}
@@ -103,6 +108,8 @@ def test_what_is_written_is_read(sdk_store, on_gpu):
     assert sdk.read(task, memory.caches()) == 1
     assert memory.holds(5, 8)
     assert num_stored(sdk_store) == 2
+    assert options() == ([{"h2h_copy": False, "params": None}, {"remote_addrs": None}] if on_gpu else [{}, {}])
+    assert sdk.block_bytes == LAYOUT.block_bytes
 
 
 @pytest.mark.parametrize("answer", [3, -1, None, "2"])

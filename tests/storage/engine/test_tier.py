@@ -1,450 +1,643 @@
-"""StorageTier with several ranks: a block is there, or is stored, when it is so on all of them."""
+"""The storage tier over host and over device blocks: what is asked, loaded, stored, waited for, and given up."""
+
+from dataclasses import replace
 
 import pytest
 
-from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.metadata import EVICT, BlockHash, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
-from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
-from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
-from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from tests.storage.values import namespace
+from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheAccess, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_S
+from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
+from fastdeploy_kvcache_v1.storage.messages import QueryDone, UseNamespace
+from fastdeploy_kvcache_v1.storage.settings import Prefetch
+from tests.storage.engines import Engine, Prompt
 
-RANKS = 2
-
-
-class RecordingLink:
-    num_ranks = RANKS
-
-    def __init__(self):
-        self.queries, self.sent, self.committed, self.touched = [], [], [], []
-
-    def query(self, query_id, hashes):
-        self.queries.append((query_id, list(hashes)))
-
-    def send(self, command):
-        self.sent.append(command)
-
-    def commit(self, hashes):
-        self.committed.append(tuple(hashes))
-
-    def touch(self, hashes):
-        self.touched.append(tuple(hashes))
-
-    def last(self, kind):
-        return next(command for command in reversed(self.sent) if isinstance(command, kind))
+LONG = "".join(chr(300 + number) for number in range(200))
+LATER = "".join(chr(600 + number) for number in range(200))
 
 
-@pytest.fixture
-def link():
-    return RecordingLink()
+@pytest.fixture(params=["host", "device"])
+def engine(request):
+    """`engine(...)` makes one."""
+    return lambda **options: Engine(request.param, **options)
 
 
-@pytest.fixture
-def manager():
-    return CacheManager(KVCacheConfig(16, 16, block_size=1, write_policy=WritePolicy.WRITE_THROUGH))
+def host(**options):
+    return Engine("host", **options)
 
 
-@pytest.fixture
-def tier(manager, link):
-    return StorageTier(manager, StorageSettings("file", "/unused", min_tokens=1), namespace(), link, clock=lambda: 0.0)
+def device(**options):
+    return Engine("device", **options)
 
 
-def prompt(text):
-    return GivenHashes([BlockHash(text[: end + 1].encode()) for end in range(len(text))], len(text))
+# ---- loads
 
 
-def compute(manager, tier, text):
-    """A whole request; returns the step that backs its blocks up, which no rank has reported yet."""
-    manager.match_prefix(text, prompt(text))
-    manager.allocate(text, len(text) - 1)
-    tier.step_taken(manager.take_swap_step())
-    manager.commit(text, len(text) - 1)
-    manager.finish(text)
-    step = manager.take_swap_step()
-    tier.step_taken(step)
-    return step
-
-
-def report(tier, step, rank, error=None):
-    result = TransferResult(step.step, *EVICT, 1, 1, 0.1, (0,) if error else (), error)
-    tier.copies_reported(rank, TransferReport((result,), 0.0, step.step))
-    tier.go_on()
-
-
-def test_what_had_no_room_on_a_rank_is_counted_and_not_committed_and_the_next_is_stored(manager, tier, link):
-    for text in ("abc!", "xyz!"):
-        step = compute(manager, tier, text)
-        for rank in range(RANKS):
-            report(tier, step, rank)
-    first, second = (command for command in link.sent if isinstance(command, StoreBlocks))
-    tier.answered(StoreDone(first.store_id, 0, 3))
-    tier.answered(StoreDone(first.store_id, 1, 1, num_refused=2))
-    assert link.committed == []
-    assert tier.counters.refused_store_blocks == 2
-    assert (tier.counters.store.failures, tier.is_left_alone) == (0, False)
-    for rank in range(RANKS):
-        tier.answered(StoreDone(second.store_id, rank, 3))
-    assert link.committed == [second.hashes]
-
-
-def test_the_namespace_is_named_first(tier, link):
-    assert link.sent == [UseNamespace(namespace())]
-
-
-def test_blocks_are_stored_when_all_ranks_have_copied_and_committed_when_all_have_stored(manager, tier, link):
-    step = compute(manager, tier, "abc!")
-    report(tier, step, 0)
-    assert len(link.sent) == 1
-    report(tier, step, 1)
-    command = link.last(StoreBlocks)
-    assert command.hashes == (b"a", b"ab", b"abc")
-    assert command.slots == step.evict.target_slots
-    tier.answered(StoreDone(command.store_id, 0, 3))
-    assert link.committed == []
-    tier.answered(StoreDone(command.store_id, 1, 3))
-    assert link.committed == [command.hashes]
-    assert tier.is_idle
-    manager.check_idle()
-
-
-def test_blocks_that_one_rank_could_not_store_are_not_committed(manager, tier, link):
-    step = compute(manager, tier, "abc!")
-    report(tier, step, 0)
-    report(tier, step, 1)
-    command = link.last(StoreBlocks)
-    tier.answered(StoreDone(command.store_id, 0, 0, error="disk full"))
-    tier.answered(StoreDone(command.store_id, 1, 3))
-    assert link.committed == []
-    assert tier.is_idle
-    manager.check_idle()
-
-
-def test_blocks_that_one_rank_could_not_copy_are_not_stored(manager, tier, link):
-    step = compute(manager, tier, "abc!")
-    report(tier, step, 0, error="ECC")
-    report(tier, step, 1)
-    assert len(link.sent) == 1
+def test_the_namespace_is_named_first_and_a_new_one_to_all(engine):
+    made = engine()
+    other = replace(made.namespace, weight_epoch="1")
+    made.tier.cache_reset()
+    made.tier.use_namespace(other)
+    assert made.link.sent == [UseNamespace(made.namespace), UseNamespace(other)]
 
 
 @pytest.mark.parametrize(("arrived", "cached"), [((3, 3), 3), ((3, 1), 1), ((0, 3), 0)])
-def test_a_loaded_block_is_there_when_it_is_on_all_ranks(manager, tier, link, arrived, cached):
-    tier.request_arrived("r", prompt("abc!"))
-    tier.answered(QueryDone(link.queries[-1][0], 3))
-    command = link.last(LoadBlocks)
-    tier.answered(LoadDone(command.load_id, 0, arrived[0]))
-    assert manager.count_cached(prompt("abc").hashes) == 0
-    assert not tier.may_start("r")
-    tier.answered(LoadDone(command.load_id, 1, arrived[1]))
-    assert manager.count_cached(prompt("abc").hashes) == cached
-    assert tier.may_start("r")
-    manager.check_idle()
+def test_a_loaded_block_is_there_when_it_is_on_all_ranks(engine, arrived, cached):
+    made = engine()
+    made.arrive("r", "abc!", 3)
+    (load,) = made.loads
+    assert (load.path, len(load.slots)) == ("abc", 3)
+    made.loaded(load, arrived[0])
+    assert made.cached("abc") == 0
+    assert not made.tier.may_start("r")
+    made.loaded(load, arrived[1], rank=1)
+    assert made.cached("abc") == cached
+    assert made.tier.may_start("r")
+    made.check_idle()
 
 
-def test_a_load_waits_for_copies_that_use_its_slots(link, tier, manager):
-    """All 16 host slots are filled by a copy that no rank has reported; a load takes some of them."""
-    step = compute(manager, tier, "abcdefghijklmnop!")
-    tier.request_arrived("r", prompt("xyz!"))
-    tier.answered(QueryDone(link.queries[-1][0], 3))
-    assert not any(isinstance(command, LoadBlocks) for command in link.sent)
-    report(tier, step, 0)
-    assert not any(isinstance(command, LoadBlocks) for command in link.sent)
-    report(tier, step, 1)
-    command = link.last(LoadBlocks)
-    assert command.hashes == (b"x", b"xy", b"xyz")
-    assert set(command.slots) <= set(step.evict.target_slots)
-    store = link.last(StoreBlocks)
-    assert not set(store.slots) & set(command.slots), "what the load takes is not stored any more"
+def test_only_what_is_missing_is_asked_for_and_loaded(engine):
+    made = engine()
+    made.report(made.compute("abc!"))
+    for store in made.stores:
+        made.stored(store)
+    made.arrive("r", "abcdef!", 2)
+    (load,) = made.loads
+    assert (load.path, len(load.slots)) == ("abcde", 2)
+    assert made.tier.counters.queried_blocks == 3
+    assert made.tier.counters.found_blocks == 2
 
 
-def test_loads_wait_each_for_their_own_copies(link, tier, manager):
-    first = compute(manager, tier, "abcdefghijklmnop!")
-    tier.request_arrived("r", prompt("xyz!"))
-    tier.answered(QueryDone(link.queries[-1][0], 3))
-    second = compute(manager, tier, "ABCDEFGHIJKLM!")
-    tier.request_arrived("s", prompt("uvw!"))
-    tier.answered(QueryDone(link.queries[-1][0], 3))
-    for rank in range(RANKS):
-        report(tier, first, rank)
-    loads = [command.hashes[0] for command in link.sent if isinstance(command, LoadBlocks)]
-    assert loads == [b"x"]
-    for rank in range(RANKS):
-        report(tier, second, rank)
-    loads = [command.hashes[0] for command in link.sent if isinstance(command, LoadBlocks)]
-    assert loads == [b"x", b"u"]
+@pytest.mark.parametrize(
+    # Tokens of the prompt, how many of its blocks are stored, and how many questions and loads that makes.
+    ("num_tokens", "stored", "num_queries", "num_loads"),
+    [(10, None, 0, 0), (11, 10, 1, 1), (20, 9, 1, 0), (20, 10, 1, 1)],
+)
+def test_what_is_too_short_is_neither_asked_for_nor_loaded(engine, num_tokens, stored, num_queries, num_loads):
+    made = engine(min_tokens=10)
+    made.arrive("r", LONG[:num_tokens], stored)
+    assert (len(made.link.queries), len(made.loads)) == (num_queries, num_loads)
+    assert made.tier.may_start("r") == (not num_loads)
 
 
-def test_behind_a_block_that_is_missing_nothing_is_loaded(manager, link):
-    long = "".join(chr(300 + number) for number in range(200))
-    manager = CacheManager(KVCacheConfig(256, 1024, block_size=1))
-    tier = StorageTier(manager, StorageSettings("file", "/unused", min_tokens=1), namespace(), link, clock=lambda: 0.0)
-    tier.request_arrived("r", prompt(long))
-    tier.answered(QueryDone(link.queries[-1][0], 199))
-    loads = [command for command in link.sent if isinstance(command, LoadBlocks)]
-    assert [len(command.slots) for command in loads] == [32, 32], "two pieces are under way"
-    for rank in range(RANKS):
-        tier.answered(LoadDone(loads[0].load_id, rank, 31))
-    assert not tier.may_start("r"), "a piece is under way still"
-    for rank in range(RANKS):
-        tier.answered(LoadDone(loads[1].load_id, rank, 32))
-    assert tier.may_start("r")
-    assert link.last(LoadBlocks) is loads[1]
-    assert manager.count_cached(prompt(long).hashes) == 31
-    assert tier.is_idle
+def test_nothing_is_fetched_before_there_is_a_namespace_or_for_who_does_not_read(engine):
+    made = engine()
+    made.tier.forget_namespace()
+    made.arrive("r", "abc!")
+    made.tier.use_namespace(made.namespace)
+    prompt = Prompt("abc!")
+    prompt.access = CacheAccess(reads=False)
+    made.tier.request_arrived("s", prompt, (1, 2, 3, 4))
+    assert made.link.queries == []
 
 
-def test_after_a_reset_nothing_more_is_loaded(manager, link):
-    long = "".join(chr(300 + number) for number in range(200))
-    manager = CacheManager(KVCacheConfig(256, 1024, block_size=1))
-    tier = StorageTier(manager, StorageSettings("file", "/unused", min_tokens=1), namespace(), link, clock=lambda: 0.0)
-    tier.request_arrived("r", prompt(long))
-    tier.answered(QueryDone(link.queries[-1][0], 199))
-    loads = [command for command in link.sent if isinstance(command, LoadBlocks)]
-    manager.reset_cache()
-    tier.cache_reset()
-    assert tier.may_start("r")
-    for command in loads:
-        for rank in range(RANKS):
-            tier.answered(LoadDone(command.load_id, rank, 32))
-    assert link.last(LoadBlocks) is loads[1]
-    assert manager.count_cached(prompt(long).hashes) == 0
-    assert tier.is_idle
-    manager.check_idle()
+def test_two_pieces_are_under_way_and_behind_a_block_that_is_missing_nothing_is_loaded(engine):
+    made = engine(host=1024, device=1024)
+    made.arrive("r", LONG, 199)
+    first, second = made.loads
+    assert (len(first.slots), len(second.slots), second.path) == (32, 32, LONG[:64])
+    made.loaded(first, 31, 31)
+    assert not made.tier.may_start("r"), "a piece is under way still"
+    made.loaded(second)
+    assert made.tier.may_start("r")
+    assert made.loads == [first, second]
+    assert made.cached(LONG) == 31
+    made.check_idle()
 
 
-def test_a_damaged_block_is_counted(tier, link):
-    tier.request_arrived("r", prompt("abc!"))
-    tier.answered(QueryDone(link.queries[-1][0], 3))
-    command = link.last(LoadBlocks)
-    tier.answered(LoadDone(command.load_id, 0, 1, is_damaged=True, num_bytes=10, seconds=0.5))
-    assert tier.counters.damaged_blocks == 1
-    assert tier.counters.load.bytes == 10
+def test_after_a_reset_nothing_more_is_loaded(engine):
+    made = engine(host=1024, device=1024)
+    made.arrive("r", LONG, 199)
+    made.manager.reset_cache()
+    made.tier.cache_reset()
+    assert made.tier.may_start("r")
+    for load in made.loads:
+        made.loaded(load)
+    assert len(made.loads) == 2
+    assert made.cached(LONG) == 0
+    made.check_idle()
 
 
-def test_a_query_that_is_answered_too_late_loads_nothing(tier, link):
-    tier.request_arrived("r", prompt("abc!"))
-    tier.request_left("r")
-    tier.answered(QueryDone(link.queries[-1][0], 3))
-    assert len(link.sent) == 1
-    assert tier.is_idle
+def test_a_query_that_is_answered_too_late_loads_nothing(engine):
+    made = engine()
+    made.arrive("r", "abc!")
+    made.tier.request_left("r")
+    made.answer(3)
+    assert made.loads == []
+    made.check_idle()
 
 
-def test_a_new_namespace_is_told_to_all(tier, link):
-    tier.cache_reset()
-    tier.use_namespace(namespace(weight_epoch="1"))
-    assert link.sent[-1] == UseNamespace(namespace(weight_epoch="1"))
+def test_blocks_that_were_computed_meanwhile_do_not_end_a_fetch(engine):
+    made = engine(host=256)
+    made.arrive("r", LONG, 199)
+    first, second = made.loads
+    made.report(made.compute(LONG[:32] + "!"))
+    made.loaded(first)
+    made.loaded(second)
+    assert made.cached(LONG) == 64
+    assert len(made.loads) > 2
 
 
-def big(link, host):
-    manager = CacheManager(KVCacheConfig(256, host, block_size=1, write_policy=WritePolicy.WRITE_THROUGH))
-    settings = StorageSettings("file", "/unused", min_tokens=1)
-    return manager, StorageTier(manager, settings, namespace(), link, clock=lambda: 0.0)
+def test_a_quarter_of_the_tier_is_filled_at_a_time(engine):
+    made = engine(host=256)
+    for name, text in (("r", LONG), ("s", LATER)):
+        made.arrive(name, text, 199)
+    assert sum(len(load.slots) for load in made.loads) == 64
 
 
-def long(first):
-    return "".join(chr(first + number) for number in range(200))
-
-
-def sent(link, kind):
-    return [command for command in link.sent if isinstance(command, kind)]
-
-
-def test_a_quarter_of_the_host_tier_is_filled_at_a_time(link):
-    _, tier = big(link, 256)
-    for name in ("r", "s"):
-        tier.request_arrived(name, prompt(long(300 + 1000 * ord(name))))
-        tier.answered(QueryDone(link.queries[-1][0], 199))
-    assert sum(len(command.slots) for command in sent(link, LoadBlocks)) == 64
-
-
-def arrive(tier, command):
-    for rank in range(RANKS):
-        tier.answered(LoadDone(command.load_id, rank, len(command.slots)))
-
-
-def test_what_has_arrived_for_a_request_is_not_pushed_out_for_another_one_before_it_starts(link):
+def test_what_has_arrived_for_a_request_is_not_pushed_out_for_another_one_before_it_starts():
     """Each prefix has 12 blocks, and 24 of the host tier's 32 are filled ahead."""
-    manager, tier = big(link, 32)
+    made = host(host=32)
     for name in "abc":
-        tier.request_arrived(name, prompt(name * 13))
-        tier.answered(QueryDone(link.queries[-1][0], 12))
-    for command in sent(link, LoadBlocks):
-        arrive(tier, command)
-    assert [command.hashes[0] for command in sent(link, LoadBlocks)] == [b"a", b"b"]
-    assert [manager.count_cached(prompt(name * 12).hashes) for name in "abc"] == [12, 12, 0]
-    tier.request_left("a")
-    tier.go_on()
-    assert [command.hashes[0] for command in sent(link, LoadBlocks)] == [b"a", b"b", b"c"]
+        made.arrive(name, name * 13, 12)
+    for load in made.loads:
+        made.loaded(load)
+    assert [load.path for load in made.loads] == ["a" * 12, "b" * 12]
+    assert [made.cached(name * 12) for name in "abc"] == [12, 12, 0]
+    made.tier.request_left("a")
+    made.tier.go_on()
+    assert [load.path[0] for load in made.loads] == ["a", "b", "c"]
 
 
-def test_requests_that_share_a_prefix_as_large_as_fits_need_not_wait_for_each_other(link):
-    _, tier = big(link, 32)
-    for name in ("r", "s", "t"):
-        tier.request_arrived(name, prompt("a" * 25))
-        tier.answered(QueryDone(link.queries[-1][0], 24))
-    (command,) = sent(link, LoadBlocks)
-    arrive(tier, command)
-    assert [tier.may_start(name) for name in ("r", "s", "t")] == [True, True, True]
+def test_requests_that_share_a_prefix_as_large_as_fits_need_not_wait_for_each_other():
+    made = host(host=32)
+    for name in "rst":
+        made.arrive(name, "a" * 25, 24)
+    (load,) = made.loads
+    made.loaded(load)
+    assert [made.tier.may_start(name) for name in "rst"] == [True] * 3
 
 
-def test_requests_whose_prefix_has_arrived_make_way_for_others(link):
-    _, tier = big(link, 4096)
+def test_requests_whose_prefix_has_arrived_make_way_for_others(engine):
+    made = engine(host=4096)
     for number in range(6):
-        tier.request_arrived(f"r{number}", prompt(chr(1000 + number) + "abc!"))
-        tier.answered(QueryDone(link.queries[-1][0], 4))
-    assert len(sent(link, LoadBlocks)) == 4
-    for command in sent(link, LoadBlocks)[:2]:
-        for rank in range(RANKS):
-            tier.answered(LoadDone(command.load_id, rank, 4))
-    assert len(sent(link, LoadBlocks)) == 6
+        made.arrive(f"{number}", f"{number}abc!", 4)
+    assert len(made.loads) == 4
+    for load in made.loads[:2]:
+        made.loaded(load)
+    assert len(made.loads) == 6
 
 
-def test_requests_that_wait_for_their_prefix_are_counted_until_they_need_not(link):
-    now = [0.0]
-    manager = CacheManager(KVCacheConfig(256, 256, block_size=1))
-    settings = StorageSettings("file", "/unused", min_tokens=1)
-    tier = StorageTier(manager, settings, namespace(), link, clock=lambda: now[0])
-    counts = [tier.num_waiting_requests]
+def test_a_load_waits_for_copies_that_use_its_slots():
+    """All 16 host slots are filled by a copy that no rank has reported; a load takes some of them."""
+    made = host(host=16)
+    step = made.compute("abcdefghijklmnop!")
+    made.arrive("r", "xyz!", 3)
+    assert made.loads == []
+    made.report(step, 0)
+    assert made.loads == []
+    made.report(step, 1)
+    (load,), (store,) = made.loads, made.stores
+    assert load.path == "xyz"
+    assert set(load.slots) <= set(step.evict.target_slots)
+    assert not set(store.slots) & set(load.slots), "what the load takes is not stored any more"
+    assert made.tier.counters.skipped_store_blocks == 3
+
+
+def test_loads_wait_each_for_their_own_copies():
+    made = host(host=16)
+    first = made.compute("abcdefghijklmnop!")
+    made.arrive("r", "xyz!", 3)
+    second = made.compute("ABCDEFGHIJKLM!")
+    made.arrive("s", "uvw!", 3)
+    made.report(first)
+    assert [load.path for load in made.loads] == ["xyz"]
+    made.report(second)
+    assert [load.path for load in made.loads] == ["xyz", "uvw"]
+
+
+def test_a_load_that_failed_keeps_its_slots_until_the_last_rank_is_quiet(engine):
+    made = engine()
+    made.arrive("r", "abc!", 3)
+    (load,) = made.loads
+    made.loaded(load, 0, error="reset", quiet_after_s=30.0)
+    made.now = 10.0
+    made.loaded(load, 3, rank=1)
+    assert made.tier.may_start("r")
+    assert made.manager.stats().quarantined_blocks == 3
+    assert made.tier.seconds_to_next_deadline() == 20.0
+    made.now = 29.9
+    made.tier.go_on()
+    assert not made.tier.is_left_alone, "who has answered is not silent"
+    assert made.manager.stats().quarantined_blocks == 3
+    made.now = 30.0
+    for _ in range(2):
+        made.tier.go_on()
+    assert made.cached("abc") == 0
+    assert made.tier.seconds_to_next_deadline() is None
+    made.check_idle()
+
+
+def test_running_requests_keep_an_eighth_of_the_device_tier_to_grow_into():
+    made = device(device=16)
+    made.manager.match_prefix("runs", Prompt(LONG[:15]))
+    made.manager.allocate("runs", 14)
+    made.tier.step_taken(made.manager.take_swap_step())
+    made.arrive("r", "xyz!", 3)
+    assert made.loads == []
+    assert not made.tier.may_start("r")
+    made.manager.finish("runs")
+    made.tier.go_on()
+    assert len(made.loads) == 1
+
+
+@pytest.mark.parametrize(
+    # Tokens that a request waits for; whether the slots, which wait for a batch that needs them, are given back.
+    ("wanted", "given_back"),
+    [(11, False), (12, True)],
+)
+def test_slots_that_wait_for_a_batch_are_given_back_to_the_request_that_is_short_of_them(wanted, given_back):
+    """16 slots: 2 are kept to grow into, 3 are lent once the workers are told of the step that used them."""
+    made = device(device=16)
+    made.manager.match_prefix("runs", Prompt(LONG[:16]))
+    made.manager.allocate("runs", 16)
+    step = made.manager.take_swap_step()
+    made.manager.finish("runs")
+    made.arrive("r", "xyz!", 3)
+    assert made.loads == []
+    assert made.manager.num_available_device_blocks == 13
+    made.tier.tokens_wanted(wanted)
+    made.tier.go_on()
+    assert made.manager.num_available_device_blocks == (16 if given_back else 13)
+    assert made.tier.may_start("r") == given_back
+    made.tier.tokens_wanted(0)
+    made.tier.step_taken(step)
+    made.report(step)
+    assert len(made.loads) == (not given_back)
+    if given_back:
+        made.check_idle()
+        made.arrive("s", "xyz!", 3)
+        assert [load.path for load in made.loads] == ["xyz"], "nothing is left of the first one"
+
+
+# ---- who waits, and how long
+
+
+@pytest.mark.parametrize(
+    # The policy; seconds after which a request of 1,000 tokens whose last 500 are stored starts all the same.
+    ("prefetch", "seconds"),
+    [(Prefetch.BEST_EFFORT, 0), (Prefetch.TIMEOUT, 0.75), (Prefetch.WAIT_COMPLETE, 10.0)],
+)
+def test_a_request_waits_as_its_policy_says(engine, prefetch, seconds):
+    made = engine(prefetch=prefetch, host=4096, device=4096)
+    text = "".join(chr(1000 + number) for number in range(1001))
+    made.report(made.compute(text[:501]))
+    made.arrive("r", text, 500)
+    made.tier.request_arrived("other", Prompt("!"), (1,))
+    for now, may_start in ((0.0, not seconds), (seconds - 0.01, not seconds), (seconds, True)):
+        made.now = now
+        assert made.tier.may_start("r") == may_start
+        assert made.tier.num_waiting_requests == (not may_start)
+    assert made.tier.may_start("unknown")
+    made.tier.request_left("r")
+    assert made.tier.counters.late_requests == (prefetch is not Prefetch.BEST_EFFORT)
+
+
+def test_after_its_deadline_the_caller_looks_again_at_leisure(engine):
+    made = engine(prefetch=Prefetch.TIMEOUT)
+    made.arrive("r", "abc!", 3)
+    left = made.tier.seconds_to_next_deadline()
+    assert left == pytest.approx(0.5 + 0.5 * 3 / 1000)
+    made.now = left
+    assert made.tier.seconds_to_next_deadline() == LOOK_AGAIN_S, "not at once, again and again"
+
+
+def test_requests_that_wait_for_their_prefix_are_counted_until_they_need_not(engine):
+    made = engine(host=256)
+    counts = [made.tier.num_waiting_requests]
     for name in ("comes", "leaves", "passes", "late"):
-        tier.request_arrived(name, prompt(name + "!"))
-        tier.answered(QueryDone(link.queries[-1][0], len(name)))
-        counts.append(tier.num_waiting_requests)
+        made.arrive(name, name + "!", len(name))
+        counts.append(made.tier.num_waiting_requests)
     assert counts == [0, 1, 2, 3, 4]
-    for rank in range(RANKS):
-        tier.answered(LoadDone(sent(link, LoadBlocks)[0].load_id, rank, len("comes")))
-    assert tier.num_waiting_requests == 3
-    tier.request_left("leaves")
-    assert tier.num_waiting_requests == 2
-    tier.request_passes("passes")
-    assert tier.num_waiting_requests == 1
-    now[0] = 1.0
-    assert tier.num_waiting_requests == 0, "it may start"
+    made.loaded(made.loads[0])
+    assert made.tier.num_waiting_requests == 3
+    made.tier.request_left("leaves")
+    assert made.tier.num_waiting_requests == 2
+    made.tier.request_passes("passes")
+    assert made.tier.num_waiting_requests == 1
+    made.now = 1.0
+    assert made.tier.num_waiting_requests == 0, "it may start"
 
 
-def test_two_pieces_are_stored_at_a_time(link):
-    manager, tier = big(link, 256)
-    step = compute(manager, tier, long(300))
-    for rank in range(RANKS):
-        report(tier, step, rank)
-    assert [len(command.slots) for command in sent(link, StoreBlocks)] == [32, 32]
-    num_stored = 0
-    while not tier.is_idle:
-        command = sent(link, StoreBlocks)[num_stored]
-        num_stored += 1
-        for rank in range(RANKS):
-            tier.answered(StoreDone(command.store_id, rank, len(command.slots)))
-    assert sum(map(len, link.committed)) == 199
-    manager.check_idle()
+def measured(made, num_blocks, seconds):
+    """Loads take so long, as far as the tier has seen."""
+    for number in range(40):
+        text, before = chr(5000 + number) * (2 if number % 2 else num_blocks + 1), len(made.loads)
+        made.arrive(text, text, len(text) - 1)
+        for load in made.loads[before:]:  # now and then there is none: what computing costs is tried
+            made.loaded(load, seconds=seconds * len(load.slots) / num_blocks)
+        made.tier.request_left(text)
 
 
-def test_blocks_that_were_computed_meanwhile_do_not_end_a_fetch(link):
-    manager, tier = big(link, 256)
-    text = long(300)
-    tier.request_arrived("r", prompt(text))
-    tier.answered(QueryDone(link.queries[-1][0], 199))
-    first, second = sent(link, LoadBlocks)
-    step = compute(manager, tier, text[:32] + "!")
-    for rank in range(RANKS):
-        report(tier, step, rank)
-    for rank in range(RANKS):
-        tier.answered(LoadDone(first.load_id, rank, 32))
-    for rank in range(RANKS):
-        tier.answered(LoadDone(second.load_id, rank, 32))
-    assert manager.count_cached(prompt(text).hashes) == 64
-    assert len(sent(link, LoadBlocks)) > 2
+def test_a_request_does_not_wait_for_what_is_sooner_computed_and_one_tries_now_and_then(engine):
+    made = engine(host=4096, device=4096)
+    measured(made, 32, 32.0)
+    made.tier.weigh(lambda num_blocks, start, end, level: num_blocks * 0.5)
+    waiting = []
+    for number in range(100):
+        text = chr(9000 + number) * 11
+        made.arrive(text, text, 10)
+        waiting.append(not made.tier.may_start(text))
+        made.loaded(made.loads[-1], seconds=10.0)
+        made.tier.request_left(text)
+    assert 0 < sum(waiting) < 20
+    assert made.tier.counters.declined_requests == 100 - sum(waiting)
+    assert made.tier.counters.late_requests == 0
 
 
-RANK_OF_N = [(num_ranks, rank) for num_ranks in (1, 2, 4) for rank in range(num_ranks)]
+def test_blocks_that_are_in_use_are_touched_now_and_then(engine):
+    made = engine()
+    made.report(made.compute("abcd!"))
+    for now in (0.0, TOUCH_EVERY_S - 1, TOUCH_EVERY_S):
+        made.now = now
+        made.arrive(f"{now}", "abcd!")
+    assert made.link.touched == (["abcd", "abcd"] if made.kind == "host" else [])
 
 
-def tier_of(manager, link, num_ranks, clock=lambda: 0.0):
-    link.num_ranks = num_ranks
-    return StorageTier(manager, StorageSettings("file", "/unused", min_tokens=1), namespace(), link, clock=clock)
+def test_what_is_counted(engine):
+    made = engine()
+    made.tier.observe_latency = lambda operation, seconds: told.append((operation, seconds))
+    told = []
+    made.arrive("r", "abc!", 3)
+    made.loaded(made.loads[0], 1, is_damaged=True, num_bytes=10, seconds=0.5)
+    made.loaded(made.loads[0], 0, rank=1, error="reset")
+    counters = made.tier.counters
+    assert (counters.load.blocks, counters.load.bytes, counters.load.seconds, counters.load.failures) == (1, 10, 0.5, 1)
+    assert (counters.damaged_blocks, counters.queries, counters.query_failures) == (1, 1, 0)
+    made.arrive("s", "abc!")
+    made.answer(0, error="reset")
+    assert (counters.queries, counters.query_failures, counters.load.failures) == (2, 1, 1)
+    assert told == [("query", 0.0), ("load", 0.5)], "of what did not fail"
 
 
-def load(tier, link, number):
-    """Begins the load of a request that nothing was computed for."""
-    tier.request_arrived(f"r{number}", prompt(f"{number}bc!"))
-    tier.answered(QueryDone(link.queries.pop()[0], 3))
-    return link.last(LoadBlocks).load_id
+# ---- stores
 
 
-def answer_load(tier, link, number, failing=None, *, others_first=False):
-    """Every rank answers, `failing` with an error, before the others or after them."""
-    load_id = load(tier, link, number)
-    for rank in sorted(range(link.num_ranks), key=lambda rank: (rank == failing) == others_first):
-        failed = rank == failing
-        tier.answered(LoadDone(load_id, rank, 0 if failed else 3, error="no route" if failed else None))
-    tier.request_left(f"r{number}")
+def test_blocks_are_stored_when_all_ranks_have_them_and_committed_when_all_have_stored_them(engine):
+    made = engine()
+    step = made.compute("abc!")
+    assert made.stores == []
+    made.report(step, 0)
+    if made.kind == "host":
+        assert made.stores == []
+        made.report(step, 1)
+    (store,) = made.stores
+    assert store.path == "abc"
+    made.stored(store, 3)
+    assert not made.tier.is_idle
+    assert made.link.committed == []
+    made.stored(store, 3, rank=1)
+    assert made.link.committed == (["abc"] if made.kind == "host" else [])
+    assert made.tier.counters.store.blocks == 6
+    made.check_idle()
 
 
-def answer_store(manager, tier, link, number, failing=None, *, others_first=False):
-    step = compute(manager, tier, f"{number}bc!")
-    for rank in range(link.num_ranks):
-        report(tier, step, rank)
-    store_id = link.last(StoreBlocks).store_id
-    for rank in sorted(range(link.num_ranks), key=lambda rank: (rank == failing) == others_first):
-        failed = rank == failing
-        tier.answered(StoreDone(store_id, rank, 0 if failed else 3, error="no route" if failed else None))
+@pytest.mark.parametrize("first", [{"error": "disk full"}, {"num_refused": 2}])
+def test_blocks_that_one_rank_could_not_store_are_not_committed_and_the_next_are(first):
+    made = host()
+    for text in ("abc!", "xyz!"):
+        made.report(made.compute(text))
+    one, other = made.stores
+    made.stored(one, 1, **first)
+    made.stored(one, 3, rank=1)
+    assert made.link.committed == []
+    assert made.tier.counters.refused_store_blocks == first.get("num_refused", 0)
+    assert (made.tier.counters.store.failures, made.tier.is_left_alone) == ("error" in first, False)
+    made.stored(other)
+    assert made.link.committed == ["xyz"]
+    made.check_idle()
+
+
+def test_blocks_that_one_rank_could_not_copy_are_not_stored():
+    made = host()
+    step = made.compute("abc!")
+    made.report(step, 0, error="ECC")
+    made.report(step, 1)
+    assert made.stores == []
+
+
+@pytest.mark.parametrize(("kind", "num_blocks", "sizes"), [("host", 256, [32, 32]), ("device", 256, [32])])
+def test_two_pieces_are_stored_at_a_time(kind, num_blocks, sizes):
+    made = Engine(kind, host=256, device=256)
+    made.report(made.compute(LONG))
+    assert [len(store.slots) for store in made.stores] == sizes
+    number = 0
+    while not made.tier.is_idle:
+        made.stored(made.stores[number])
+        number += 1
+    assert sum(len(store.slots) for store in made.stores) == 199
+    assert made.tier.counters.store.blocks == 2 * 199
+    made.check_idle()
+
+
+def test_pieces_of_a_path_go_one_after_the_other_each_an_eighth_of_the_device_tier():
+    made = device(device=64)
+    made.report(made.compute(LONG[:41]))
+    while not made.tier.is_idle:
+        made.stored(made.stores[-1])
+    assert [store.path for store in made.stores] == [LONG[:end] for end in (8, 16, 24, 32, 40)]
+    made.check_idle()
+
+
+def test_a_tier_of_a_few_blocks_stores_them_one_by_one():
+    made = device(device=8)
+    made.report(made.compute("abc!"))
+    while not made.tier.is_idle:
+        made.stored(made.stores[-1])
+    assert [store.path for store in made.stores] == ["a", "ab", "abc"]
+
+
+def test_what_one_rank_could_not_store_is_not_gone_on_with():
+    made = device(device=64)
+    made.report(made.compute(LONG[:41]))
+    made.stored(made.stores[0], 8, 5)
+    assert made.tier.is_idle
+    assert made.tier.counters.skipped_store_blocks == 35
+    made.report(made.compute(LONG[:41]))
+    assert made.stores[-1].path == LONG[:13], "five are known"
+
+
+def test_blocks_that_left_the_store_are_stored_again_at_the_next_chance():
+    made = device(device=64)
+    made.report(made.compute(LONG[:9]))
+    made.stored(made.stores[-1])
+    for length, count in ((12, 0), (8, 8)):
+        made.report(made.compute(LONG[:13]))
+        assert made.stores[-1].path == LONG[:length]
+        made.stored(made.stores[-1], count, count)
+    assert made.stores[-1].path == LONG[:12]
+
+
+def test_slots_of_a_failed_write_are_kept_until_it_reads_no_more():
+    made = device(device=64)
+    made.report(made.compute(LONG[:5]))
+    made.stored(made.stores[0], 0, 0, error="reset", quiet_after_s=5.0)
+    assert not made.tier.is_idle
+    assert made.tier.holds_device_blocks
+    assert made.tier.seconds_to_next_deadline() == 5.0
+    assert made.manager.num_available_device_blocks == 60
+    made.now = 5.0
+    made.tier.go_on()
+    assert not made.tier.holds_device_blocks
+    made.check_idle()
+
+
+def test_a_store_that_keeps_device_slots_for_a_minute_is_not_counted_on():
+    made = device(device=64)
+    made.report(made.compute(LONG[:5]))
+    made.now = HELD_S - 0.5
+    assert made.tier.holds_device_blocks
+    assert made.tier.seconds_to_next_deadline() == 0.5
+    made.now = HELD_S
+    assert not made.tier.holds_device_blocks
+    made.stored(made.stores[0])
+    made.check_idle()
+
+
+def test_the_same_blocks_are_stored_once():
+    made = device(device=64)
+    for _ in range(5):
+        made.report(made.compute(LONG[:5]))
+    (store,) = made.stores
+    made.stored(store)
+    assert made.stores == [store]
+    assert made.tier.is_idle
+
+
+def test_a_request_behind_one_whose_blocks_are_being_stored_passes_it():
+    made = device(device=64)
+    for text in (LONG[:5], LONG[:9], "xyz!"):
+        made.report(made.compute(text))
+    assert [store.path for store in made.stores] == [LONG[:4], "xyz"]
+    made.stored(made.stores[0])
+    assert made.stores[-1].path == LONG[:8]
+
+
+def test_nothing_is_stored_while_a_request_waits_for_nearly_the_whole_tier():
+    made = device(device=64)
+    made.tier.tokens_wanted(57)
+    made.report(made.compute("abc!"))
+    assert made.stores == []
+    made.tier.tokens_wanted(56)
+    made.tier.go_on()
+    assert len(made.stores) == 1
+
+
+@pytest.mark.parametrize("what", ["failed", "doubted", "reset", "elsewhere"])
+def test_what_a_copy_did_not_bring_is_not_stored(what):
+    made = device(device=64)
+    step = made.compute(LONG[:5])
+    if what in ("failed", "elsewhere"):
+        slots = (0,) if what == "failed" else (63,)
+        result = TransferResult(step.step, *SWAP_IN, 1, 0, 0.0, slots, "injected")
+        made.tier.copies_reported(0, TransferReport((result,)))
+    elif what == "doubted":
+        made.tier.copies_doubted(step.step)
+    else:
+        made.manager.reset_cache()
+        made.tier.cache_reset()
+    made.report(step)
+    assert len(made.stores) == (what == "elsewhere")
+    assert made.tier.counters.skipped_store_blocks == (0 if what == "elsewhere" else 4)
+    if what != "elsewhere":
+        made.check_idle()
+
+
+def test_what_is_sent_already_is_stored_although_copies_are_doubted():
+    made = device(device=64)
+    step = made.compute(LONG[:5])
+    made.report(step)
+    made.tier.copies_doubted(step.step)
+    made.stored(made.stores[0])
+    assert made.tier.counters.skipped_store_blocks == 0
+    made.check_idle()
+
+
+# ---- a store that fails
 
 
 @pytest.mark.parametrize("others_first", [False, True])
-@pytest.mark.parametrize(("num_ranks", "rank"), RANK_OF_N)
+@pytest.mark.parametrize(("num_ranks", "rank"), [(1, 0), (2, 0), (2, 1), (4, 2)])
 @pytest.mark.parametrize("what", ["load", "store"])
-def test_three_loads_or_stores_in_a_row_that_one_rank_fails_open_the_breaker(
-    manager, link, caplog, what, num_ranks, rank, others_first
-):
-    tier = tier_of(manager, link, num_ranks)
-    numbers = iter(range(10))
-
-    def answered(failing):
-        if what == "load":
-            answer_load(tier, link, next(numbers), failing, others_first=others_first)
-        else:
-            answer_store(manager, tier, link, next(numbers), failing, others_first=others_first)
-
-    for failing, is_left_alone in [(rank, False), (rank, False), (None, False), *[(rank, False)] * 2, (rank, True)]:
-        answered(failing)
-        assert tier.is_left_alone == is_left_alone
-    (line,) = caplog.messages
-    assert line == f"the store is left alone for 1 s: rank {rank}: no route"
+def test_three_moves_in_a_row_that_one_rank_fails_open_the_breaker(engine, caplog, what, num_ranks, rank, others_first):
+    made = engine(ranks=num_ranks)
+    opened = []
+    for number, failing in enumerate([rank, rank, None, rank, rank, rank]):
+        move = begin(made, what, number)
+        for each in sorted(range(num_ranks), key=lambda each: (each == rank) == others_first):
+            error = "no route" if each == failing else None
+            (made.loaded if what == "load" else made.stored)(move, 0 if error else 3, rank=each, error=error)
+        opened.append(made.tier.is_left_alone)
+        made.tier.request_left(f"{number}")
+    assert opened == [False] * 5 + [True]
+    assert caplog.messages == [f"the store is left alone for 1 s: rank {rank}: no route"]
+    made.arrive("next", "next!")
+    assert len(made.link.queries) == (6 if what == "load" else 1), "what loads fail, questions need not ask"
 
 
+def begin(made, what, number):
+    if what == "load":
+        made.arrive(f"{number}", f"{number}bc!", 3)
+        return made.loads[-1]
+    made.report(made.compute(f"{number}bc!"))
+    return made.stores[-1]
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_one_load_or_store_that_every_rank_fails_is_one_failure(manager, link, num_ranks):
-    tier = tier_of(manager, link, num_ranks)
+def test_a_move_that_every_rank_fails_is_one_failure_and_what_is_missed_is_counted(engine, what, num_ranks):
+    made = engine(ranks=num_ranks)
     for number in range(3):
-        assert not tier.is_left_alone
-        load_id = load(tier, link, number)
+        assert not made.tier.is_left_alone
+        move = begin(made, what, number)
         for rank in range(num_ranks):
-            tier.answered(LoadDone(load_id, rank, 0, error="no route"))
-    assert tier.is_left_alone
-    tier = tier_of(manager, link, num_ranks)
-    for number in range(3):
-        assert not tier.is_left_alone
-        step = compute(manager, tier, f"{number}yz!")
-        for rank in range(num_ranks):
-            report(tier, step, rank)
-        for rank in range(num_ranks):
-            tier.answered(StoreDone(link.last(StoreBlocks).store_id, rank, 0, error="no route"))
-    assert tier.is_left_alone
+            (made.loaded if what == "load" else made.stored)(move, 0, rank=rank, error="no route")
+    assert made.tier.is_left_alone
+    before = made.tier.counters.skipped_store_blocks
+    made.report(made.compute("xyz!"))
+    assert made.tier.counters.skipped_store_blocks == before + 3 * (what == "store")
+    assert len(made.stores) == (3 if what == "store" else 1)
 
 
-@pytest.mark.parametrize(("num_ranks", "silent"), RANK_OF_N)
-def test_a_rank_that_never_answers_a_load_opens_the_breaker(manager, link, caplog, num_ranks, silent):
-    now = [0.0]
-    tier = tier_of(manager, link, num_ranks, clock=lambda: now[0])
-    load_id = load(tier, link, 0)
-    for rank in range(num_ranks):
-        if rank != silent:
-            tier.answered(LoadDone(load_id, rank, 3))
-    for seconds in (3.0, 6.0, 9.0):
-        assert not tier.is_left_alone
-        now[0] = seconds
-        tier.go_on()
-    assert tier.is_left_alone
-    (line,) = caplog.messages
-    assert line == f"the store is left alone for 1 s: no word from rank {silent} for 9.0 s"
-    tier.answered(LoadDone(load_id, silent, 3))
-    assert not tier.is_left_alone, "it was slow, and the load has succeeded"
+def test_three_questions_that_fail_end_the_questions(engine):
+    made = engine()
+    for number in range(3):
+        made.arrive(f"{number}", f"{number}bc!")
+        made.answer(0, error="no route")
+    assert made.tier.is_left_alone
+    made.arrive("r", "abc!")
+    assert len(made.link.queries) == 3
+    made.now = 1.0
+    made.arrive("s", "abc!", 3)
+    assert len(made.loads) == 1
+    assert not made.tier.is_left_alone
+
+
+@pytest.mark.parametrize("notice", ["a turn", "an arrival"])
+@pytest.mark.parametrize(("num_ranks", "silent"), [(1, 0), (2, 0), (2, 1), (4, 3)])
+def test_a_rank_that_never_answers_a_load_opens_the_breaker(engine, caplog, num_ranks, silent, notice):
+    made = engine(ranks=num_ranks, host=256)
+    made.arrive("r", "abc!", 3)
+    (load,) = made.loads
+    for rank in set(range(num_ranks)) - {silent}:
+        made.loaded(load, 3, rank=rank)
+    for times in (1, 2, 3):
+        assert not made.tier.is_left_alone
+        made.now = times * SILENCE_S
+        made.tier.go_on() if notice == "a turn" else made.arrive(f"{times}", "!")
+    assert made.tier.is_left_alone
+    assert made.tier.may_start("r"), "nobody waits for a silent store"
+    assert caplog.messages == [f"the store is left alone for 1 s: no word from rank {silent} for 9.0 s"]
+    made.loaded(load, 3, rank=silent)
+    assert not made.tier.is_left_alone, "it was slow, and the load has succeeded"
+
+
+def test_a_question_that_is_never_answered_opens_the_breaker(engine, caplog):
+    made = engine()
+    made.arrive("r", "abc!")
+    for times in (1, 2, 3):
+        made.now = times * SILENCE_S
+        made.tier.go_on()
+    assert made.tier.is_left_alone
+    assert caplog.messages == ["the store is left alone for 1 s: no word from the store for 9.0 s"]
+    made.tier.answered(QueryDone("query-0", 3))
+    assert not made.tier.is_left_alone

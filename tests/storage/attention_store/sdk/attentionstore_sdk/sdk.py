@@ -43,8 +43,8 @@ class Tokens:
         return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
-MADE = []
-"""Arguments of every instance."""
+MADE, OPTIONS = [], []
+"""Arguments of every instance, and options of every read and write."""
 
 
 class AttentionStoreSDK:
@@ -70,6 +70,7 @@ class AttentionStoreSDK:
         self._blocks.mkdir(parents=True, exist_ok=True)
 
     def match(self, tokens, start_block_idx, timeout):
+        assert tokens.num_blocks, "no block is asked for"
         fault = self._fault("match")
         number = start_block_idx
         while number < tokens.num_blocks and (self._blocks / tokens.name(number)).exists():
@@ -77,6 +78,7 @@ class AttentionStoreSDK:
         return fault.get("answer", number - start_block_idx)
 
     def read(self, layers, tokens, start_block_idx, keys, values, blocks, timeout, **options):
+        OPTIONS.append(options)
         fault = self._fault("read", late=lambda until: self._scribble(keys, values, blocks, until))
         done = 0
         for index, block in enumerate(blocks[: fault.get("short", len(blocks))], start_block_idx):
@@ -90,6 +92,7 @@ class AttentionStoreSDK:
         return fault.get("answer", done)
 
     def write(self, layers, tokens, start_block_idx, keys, values, blocks, timeout, **options):
+        OPTIONS.append(options)
         fault = self._fault("write")
         assert tokens.num_blocks >= start_block_idx + len(blocks)
         chosen = blocks[: fault.get("short", len(blocks))]

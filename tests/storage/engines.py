@@ -1,0 +1,154 @@
+"""An engine's storage tier with what it decides for: a cache manager, a link that records, and a clock.
+
+Blocks have one token; a prompt is a text, of which the last letter is not cached.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.metadata import EVICT, BlockHash, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask, ReadStorageTask, WriteDone, WriteStorageTask
+from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
+from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from tests.storage.attention_store.memory import space
+from tests.storage.values import namespace
+
+
+class Prompt(GivenHashes):
+    def __init__(self, text: str, num_plain_blocks: int | None = None):
+        super().__init__([BlockHash(text[: end + 1].encode()) for end in range(len(text))], len(text))
+        self.num_plain_blocks = len(text) if num_plain_blocks is None else num_plain_blocks
+
+
+class Move(NamedTuple):
+    """Of a piece of a prompt, from or to a store."""
+
+    id: str
+    path: str
+    """To its last block."""
+    slots: tuple[int, ...]
+
+
+class RecordingLink:
+    def __init__(self, num_ranks):
+        self.num_ranks = num_ranks
+        self.sent, self.queries, self.committed, self.touched = [], [], [], []
+
+    def send(self, command):
+        self.sent.append(command)
+        if isinstance(command, MatchTask):
+            self.queries.append(command.task_id)
+
+    def query(self, query_id, hashes):
+        self.queries.append(query_id)
+
+    def commit(self, hashes):
+        self.committed.append(hashes[-1].decode())
+
+    def touch(self, hashes):
+        self.touched.append(hashes[-1].decode())
+
+    def all(self, kind):
+        return [command for command in self.sent if isinstance(command, kind)]
+
+
+class Engine:
+    """`kind`: which tier the store exchanges blocks with, host or device. `backup`: host blocks that it does not."""
+
+    def __init__(self, kind, *, device=256, host=64, backup=0, ranks=2, events=0, **settings):
+        self.kind, self.ranks, self.now = kind, ranks, 0.0
+        on_host = kind == "host"
+        make = StorageTier if on_host else AttentionStoreTier
+        policy = {"write_policy": WritePolicy.WRITE_THROUGH} if on_host else {}
+        self.manager = CacheManager(
+            KVCacheConfig(device, host if on_host else backup, block_size=1, max_queued_events=events, **policy)
+        )
+        self.link = RecordingLink(ranks)
+        settings = StorageSettings("mooncake" if on_host else "attention_store", **{"min_tokens": 1, **settings})
+        self.namespace = namespace() if on_host else space()
+        self.tier = make(self.manager, settings, self.namespace, self.link, clock=lambda: self.now)
+
+    def arrive(self, name, text, stored=None):
+        self.tier.request_arrived(name, Prompt(text), tuple(map(ord, text)))
+        if stored is not None:
+            self.answer(stored)
+
+    def answer(self, stored, **options):
+        self.tier.answered(QueryDone(self.link.queries[-1], stored, **options))
+
+    @property
+    def loads(self):
+        return [
+            Move(each.load_id, each.hashes[-1].decode(), each.slots)
+            if isinstance(each, LoadBlocks)
+            else Move(each.task_id, "".join(map(chr, each.token_ids)), each.gpu_block_ids)
+            for each in self.link.all((LoadBlocks, ReadStorageTask))
+        ]
+
+    @property
+    def stores(self):
+        return [
+            Move(each.store_id, each.hashes[-1].decode(), each.slots)
+            if isinstance(each, StoreBlocks)
+            else Move(each.task_id, "".join(map(chr, each.token_ids)), each.gpu_block_ids)
+            for each in self.link.all((StoreBlocks, WriteStorageTask))
+        ]
+
+    @property
+    def statements(self):
+        """Of the index: a path, its first block that is meant, and whether it is here."""
+        return [
+            ("".join(map(chr, each.token_ids)), each.start_write_block_idx, each.flush_cache_exists)
+            for each in self.link.all(WriteStorageTask)
+        ]
+
+    def loaded(self, move, *counts, rank=0, **options):
+        """Answers of ranks, from `rank` on; without counts all have all."""
+        for number, count in enumerate(counts or [len(move.slots)] * self.ranks, rank):
+            self.tier.answered(LoadDone(move.id, number, count, **options))
+
+    def stored(self, move, *counts, rank=0, **options):
+        for number, count in enumerate(counts or [len(move.slots)] * self.ranks, rank):
+            done = StoreDone(move.id, number, count, **options)
+            if self.kind == "device":
+                done = WriteDone(**{**vars(done), "num_stored": count})
+            self.tier.answered(done)
+
+    def compute(self, text, **options):
+        """A whole request. Returns its step; that its bytes are there is told by `report`."""
+        prompt = Prompt(text, **options)
+        self.manager.match_prefix(text, prompt)
+        self.manager.allocate(text, len(text) - 1)
+        step = self.manager.take_swap_step()
+        self.tier.step_taken(step, computes=self.kind == "device")
+        self.manager.commit(text, len(text) - 1)
+        self.manager.finish(text)
+        if self.kind == "host":
+            step = self.manager.take_swap_step()
+            self.tier.step_taken(step)
+        self.tier.request_ended(prompt, tuple(map(ord, text)))
+        self.tier.go_on()
+        return step
+
+    def report(self, step, *ranks, error=None):
+        """The bytes of `step` are where the store reads them, or not: on all ranks, if none are named."""
+        if self.kind == "device":
+            self.tier.pass_ended(step.step)
+        for rank in ranks or range(self.ranks):
+            result = TransferResult(step.step, *EVICT, 1, 1, 0.1, (0,) if error else (), error)
+            results = (result,) if self.kind == "host" else ()
+            self.tier.copies_reported(rank, TransferReport(results, 0.0, step.step))
+        self.tier.go_on()
+
+    def cached(self, text):
+        return self.manager.count_cached(Prompt(text).hashes)
+
+    def check_idle(self):
+        assert self.tier.is_idle
+        self.manager.check_idle()

@@ -1,0 +1,141 @@
+"""What users choose, which classes that makes, and what is checked before a server takes memory."""
+
+import pytest
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.storage.attention_store.agent import NUM_LANES
+from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
+from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, make_link, make_tier, open_backend
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings, takes_host_blocks
+from tests.storage.attention_store.memory import space
+from tests.storage.engines import RecordingLink
+from tests.storage.values import namespace
+
+
+def of_flags(backend="file", directory="kv", gib=1.0, prefetch="timeout"):
+    return StorageSettings.of_flags(backend, directory=directory, gib=gib, prefetch=prefetch)
+
+
+@pytest.mark.parametrize(
+    # The store, whether its blocks go through the host tier, and whether another process maps that.
+    ("backend", "on_host", "shared", "tier"),
+    [
+        ("file", True, False, StorageTier),
+        ("mooncake", True, True, StorageTier),
+        ("attention_store", False, False, AttentionStoreTier),
+    ],
+)
+def test_a_store_is_of_the_host_or_of_the_device_tier(backend, on_host, shared, tier):
+    settings = of_flags(backend)
+    assert (settings.needs_host_tier, settings.uses_device_tier, settings.needs_shared_memory) == (
+        on_host,
+        not on_host,
+        shared,
+    )
+    assert takes_host_blocks(backend) == on_host
+    manager = CacheManager(KVCacheConfig(8, 8 * on_host))
+    assert type(make_tier(manager, settings, None, RecordingLink(1))) is tier
+
+
+def test_without_a_store_nothing_takes_host_blocks():
+    assert not takes_host_blocks(None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "variable", "flush_only"),
+    [("attention_store", "1", True), ("attention_store", "0", False), ("file", "1", False), ("mooncake", "2", False)],
+)
+def test_only_the_index_is_told_where_fastdeploys_variable_says_so(monkeypatch, backend, variable, flush_only):
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", variable)
+    assert of_flags(backend).flush_only == flush_only
+
+
+def test_flags_are_taken_over():
+    settings = of_flags(gib=0.5, prefetch="best_effort")
+    assert (settings.capacity_bytes, settings.prefetch, str(settings.directory)) == (
+        1 << 29,
+        Prefetch.BEST_EFFORT,
+        "kv",
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"gib": 0}, "--kvcache-storage-gib must be a number of GiB above 0, got 0"),
+        ({"gib": float("inf")}, "--kvcache-storage-gib must be a number of GiB above 0, got inf"),
+        ({"prefetch": "soon"}, "unknown storage prefetch 'soon': choose one of best_effort, timeout, wait_complete"),
+        ({"backend": "disk"}, "unknown storage backend 'disk': choose one of file, mooncake, attention_store"),
+        ({"directory": None}, "needs a directory: give --kvcache-storage-dir"),
+    ],
+)
+def test_a_flag_that_cannot_work_is_named(change, line):
+    with pytest.raises(ConfigError, match=line):
+        of_flags(**change)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"flush_only": True}, "only the storage backend attention_store has an index to flush, not mooncake"),
+        ({"capacity_bytes": 0}, "must be above 0 bytes, got 0"),
+        ({"timeout_base_s": -1}, "timeout_base_s must be a number of seconds from 0 on, got -1"),
+        ({"timeout_per_1k_tokens_s": 1e6}, "timeout_per_1k_tokens_s must be"),
+        ({"stall_s": float("nan")}, "stall_s must be"),
+        ({"min_tokens": 0}, "min_tokens must be at least 1, got 0"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(change, line):
+    with pytest.raises(ConfigError, match=line):
+        StorageSettings("mooncake", **change)
+
+
+def test_the_least_that_can_work():
+    StorageSettings("mooncake", capacity_bytes=1, timeout_base_s=0, timeout_per_1k_tokens_s=0, stall_s=0, min_tokens=1)
+
+
+def test_a_variable_that_is_no_switch_is_named(monkeypatch):
+    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "yes")
+    with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH must be 0 or 1, got 'yes'"):
+        of_flags("attention_store")
+
+
+def test_a_directory_is_checked_before_a_server_takes_memory(tmp_path):
+    settings = of_flags(directory=str(tmp_path / "kv"))
+    check_settings(settings)
+    check_backend(settings, namespace())
+    backend = open_backend(settings, namespace())
+    assert isinstance(backend, FileBackend)
+    assert backend.capacity_bytes == 1 << 30
+    backend.close()
+    (tmp_path / "kv" / "format").write_text("another")
+    for check in (lambda: check_settings(settings), lambda: check_backend(settings, namespace())):
+        with pytest.raises(ConfigError, match="another version"):
+            check()
+
+
+def test_the_attention_store_is_checked_before_a_server_takes_memory(sdk_store, monkeypatch):
+    settings = of_flags("attention_store")
+    check_settings(settings)
+    check_backend(settings, space())
+    with pytest.raises(ConfigError, match="moves blocks of a key and a value"):
+        check_backend(settings, namespace())
+    check_backend(StorageSettings("attention_store", flush_only=True), namespace())
+    monkeypatch.undo()
+    for check in (lambda: check_settings(settings), lambda: check_backend(settings, space())):
+        with pytest.raises(ConfigError, match="needs the package attentionstore_sdk"):
+            check()
+
+
+@pytest.mark.parametrize(("backend", "lanes"), [("file", 2 * 3 + 1), ("attention_store", NUM_LANES * 3)])
+def test_a_link_waits_for_the_lanes_of_all_ranks(tmp_path, backend, lanes):
+    addresses = [f"ipc://{tmp_path}/{rank}" for rank in range(3)]
+    link = make_link(of_flags(backend, directory=str(tmp_path / "kv")), addresses, f"ipc://{tmp_path}/results")
+    assert link.num_ranks == 3
+    assert link._num_missing == lanes
+    assert not link.is_ready
+    link.close()
