@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases
 from fastdeploy_kvcache_v1.transfer.control_link import Self
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry
 from fastdeploy_kvcache_v1.transfer.ledger import FetchLedger, FetchOutcome, LeaseLedger
@@ -41,6 +42,8 @@ class Scope(NamedTuple):
     looks_at_leases: bool = True
     begun: int = 0
     """Events of a transfer that goes well before the search begins."""
+    ranks_open: bool = False
+    """As in FastDeploy: a rank opens a lease with its batch, and its engine hears of that. Other commands overtake."""
 
 
 class Clock:
@@ -66,7 +69,7 @@ class Rank:
         self.hazards = HazardTable("device", self.num_slots)
         settings = TransferSettings(secret=b"sixteen bytes or more", instance=self.name)
         listen = PeerPort("here", 0) if kind == "decode" else None
-        self.commands = deque()
+        self.commands, self.batches = deque(), deque()
         self.desks = RankTransfers(
             Self(geometry, plane.address(), settings),
             plane,
@@ -77,8 +80,8 @@ class Rank:
             clock=clock,
         )
 
-    def obey(self):
-        command = self.commands.popleft()
+    def obey(self, queue):
+        command = queue.popleft()
         if isinstance(command, tuple) and command[0] == "compute":
             _, request, end = command
             self.desks.begin_pass([(request, end)])
@@ -109,6 +112,10 @@ class Server:
         for rank in self.ranks:
             rank.commands.append(command)
 
+    def compute(self, command):
+        for rank in self.ranks:
+            rank.batches.append(command)
+
     def give_back(self, request):
         slots = self.slots.pop(request)
         self.past.add(request)
@@ -130,6 +137,10 @@ class World:
         ]
         self.ports = tuple(PeerPort("here", rank.desks.port) for rank in decodes)
         self.prefill = Server("prefill", prefills, LeaseLedger(num_ranks=scope.prefills))
+        self.leases = None
+        if scope.ranks_open:
+            self.leases = Leases(num_ranks=scope.prefills, send=self.prefill.tell)
+            self.prefill.ledger = self.leases.ledger
         self.decode = Server("decode", decodes, FetchLedger(num_ranks=scope.decodes, clock=self.clock))
         self.computed = {}
         for _ in range(scope.begun):
@@ -146,7 +157,9 @@ class World:
         found = self.net.moves()
         for rank in self._ranks():
             if rank.commands:
-                found.append((f"{rank.name} obeys", rank.obey))
+                found.append((f"{rank.name} obeys", partial(rank.obey, rank.commands)))
+            if rank.batches:
+                found.append((f"{rank.name} takes a batch", partial(self._take_batch, rank)))
         for request in self.scope.requests:
             for kind, able in (
                 ("open", self._can_open),
@@ -167,6 +180,13 @@ class World:
             if server.ranks:
                 found.append((f"{server.kind} dies", partial(self._die, server)))
         return found
+
+    def _take_batch(self, rank):
+        command = rank.batches[0]
+        if self.leases and isinstance(command, OpenLease):
+            number = self.prefill.ranks.index(rank)
+            self.leases.heard(number, LeaseOpened(command.lease, command.request_id))
+        rank.obey(rank.batches)
 
     def _fault(self, move):
         self.faulty = True
@@ -195,8 +215,12 @@ class World:
     def _open(self, request):
         self.prefill.take(request)
         self.computed[request] = 0
-        self.prefill.ledger.open(request)
-        self.prefill.tell(OpenLease(request, request, tuple(self.prefill.slots[request]), BLOCKS, self.ports))
+        command = OpenLease(request, request, tuple(self.prefill.slots[request]), BLOCKS, self.ports)
+        if self.leases is None:
+            self.prefill.ledger.open(request)
+            self.prefill.tell(command)
+        else:
+            self.prefill.compute(command)
 
     def _can_compute(self, request):
         return request in self.prefill.slots and self.computed[request] < BLOCKS
@@ -206,12 +230,17 @@ class World:
         for rank in self.prefill.ranks:
             rank.tensor[self.prefill.slots[request][block]] = rank.holds(request, block)
         self.computed[request] += 1
-        self.prefill.tell(("compute", request, block + 1))
+        tell = self.prefill.tell if self.leases is None else self.prefill.compute
+        tell(("compute", request, block + 1))
 
     def _can_withdraw(self, request):
-        return request in self.prefill.slots and not self.prefill.ledger._leases[request].is_withdrawn
+        lease = self.prefill.ledger._leases.get(request)
+        return lease is not None and not lease.is_withdrawn
 
     def _withdraw(self, request):
+        if self.leases is not None:
+            self.leases.withdraw_all("aborted")
+            return
         assert self.prefill.ledger.withdraw(request)
         self.prefill.tell(WithdrawLease(request, "aborted"))
 
@@ -244,7 +273,7 @@ class World:
             rank.desks.check()
         for number, rank in enumerate(self.prefill.ranks):
             for end in rank.desks.take_news().leases:
-                if self.prefill.ledger.report(end, number):
+                if self._reports(number, end):
                     self._lease_is_over(end.request_id)
         for number, rank in enumerate(self.decode.ranks):
             for result in rank.desks.take_news().fetches:
@@ -254,6 +283,13 @@ class World:
             self.decode.tell(CancelFetch(request, reason))
         self.decode.ledger.check()
         self._look_at_slots()
+
+    def _reports(self, number, end):
+        if self.leases is None:
+            return self.prefill.ledger.report(end, number)
+        self.leases.heard(number, end)
+        self.leases.check()
+        return bool(self.leases.take_ended())
 
     def _lease_is_over(self, request):
         slots = set(self.prefill.slots[request])
@@ -305,6 +341,10 @@ class World:
     def finish(self):
         """Only what has begun goes on: everything ends, by an event unless there was a fault."""
         self.faults_left = 0
+        self._run()
+        if not self.faulty:
+            left = [name for name, lease in self.prefill.ledger._leases.items() if lease.is_withdrawn]
+            assert not left, f"{left} are withdrawn, and only a decode server could end them"
         for ask in ("_compute", "_fetch", "_cancel"):
             for _ in range(BLOCKS):
                 self._run()
@@ -329,9 +369,11 @@ class World:
         for _ in range(ENDLESS):
             moved = self.net.settle()
             for rank in self._ranks():
-                moved |= bool(rank.commands)
+                moved |= bool(rank.commands or rank.batches)
                 while rank.commands:
-                    rank.obey()
+                    rank.obey(rank.commands)
+                while rank.batches:
+                    self._take_batch(rank)
             self.settle_accounts()
             if not moved and not self.net.moves() and not any(rank.commands for rank in self._ranks()):
                 return

@@ -26,7 +26,7 @@ class Gated(Source):
     def read(self, lease, spans, deadline):
         self.plane.begun.put(("read", lease, spans.num_bytes, round(deadline - time.monotonic())))
         while not self.plane.gate.wait(0.001):
-            if self.is_closed.is_set():
+            if self.is_closed.is_set() and not self.plane.is_deaf:
                 raise RemoteReadError("the connection was closed")
         if lease in self.plane.errors:
             raise self.plane.errors[lease]
@@ -38,7 +38,7 @@ class Gated(Source):
 
 class Plane:
     def __init__(self):
-        self.gate, self.errors = threading.Event(), {}
+        self.gate, self.errors, self.is_deaf = threading.Event(), {}, False
         self.may_open = threading.Event()
         self.may_open.set()
         self.begun = SimpleQueue()
@@ -109,6 +109,21 @@ def test_a_cancel_ends_what_is_read_and_what_waits_and_leaves_other_leases_alone
     reader.submit(job("d"))
     assert ended(ends, 1) == [("d", None)]
     assert plane.saw(1) == [read("d")]
+
+
+def test_a_cancel_returns_when_the_read_has_stopped(plane, reader, ends):
+    plane.is_deaf = True
+    reader.submit(job("a"))
+    assert plane.saw(2) == [OPEN, read("a")]
+    thread = threading.Thread(target=reader.cancel, args=("a",))
+    thread.start()
+    assert plane.saw(1) == ["close"]
+    thread.join(0.05)
+    assert thread.is_alive()
+    plane.gate.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert ends.empty()
 
 
 def test_a_job_that_is_cancelled_while_its_source_opens_is_not_read(plane, reader, ends):

@@ -5,7 +5,7 @@ from collections import deque
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError
 from fastdeploy_kvcache_v1.transfer import fetch_desk
 from fastdeploy_kvcache_v1.transfer.messages import Done, Hello, Offer, Progress, Settled, Welcome, Withdraw, encode
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
@@ -25,10 +25,10 @@ def test_a_lease_that_is_not_asked_for_ends_and_one_that_is_does_not(ranks):
     prefill.offer("unwanted", [1], decode.port)
     until(lambda: decode.desk.num_offers == 2, prefill, decode)
     decode.turn()
-    for _ in range(4):
-        clock.now += 25.0
+    for clock.now, num_ended in ((30.0, 0), (60.0, 0), (60.5, 1), (120.0, 1)):
         decode.net.ping()
         prefill.turn()
+        assert len(prefill.done) == num_ended
     assert [end.lease for end in prefill.done] == ["unwanted"]
     assert "did not ask for it for 60 s" in prefill.done[0].error
     until(lambda: decode.desk.num_offers == 1, prefill, decode)
@@ -45,10 +45,10 @@ def test_a_fetch_that_hears_nothing_new_fails(ranks, phase):
     if phase != "no offer":
         prefill.offer("l", [0], decode.port, request="r")
         until(lambda: decode.desk.num_offers, prefill, decode)
-    clock.now += 119.0
+    clock.now = 120.0
     decode.turn()
     assert decode.done == []
-    clock.now += 2.0
+    clock.now = 120.5
     decode.turn()
     assert "nothing new" in result_of(decode).error
     if phase != "no offer":
@@ -261,6 +261,45 @@ def test_reasons_of_any_length_reach_the_other_side(pair):
     decode.turn()
     assert decode.desk.num_links == len(prefill.desk._peers) == 1
     assert all("because because" in end.error for end in (*prefill.done, *decode.done))
+
+
+@pytest.mark.parametrize(
+    ("side", "spoil"),
+    [
+        ("decode", lambda desk: desk._held.add(9)),
+        ("decode", lambda desk: desk._held.remove(4)),
+        ("decode", lambda desk: desk._held.symmetric_difference_update({4, 9})),
+        ("decode", lambda desk: setattr(desk._fetches["r"], "slots", (4, 4))),
+        ("decode", lambda desk: desk._fetches["r"].event.finish()),
+        ("decode", lambda desk: desk._readers.clear()),
+        ("decode", lambda desk: desk._by_request.clear()),
+        ("decode", lambda desk: desk._by_request["r"].clear()),
+        ("decode", lambda desk: desk._by_request["r"].append(desk._by_request["r"][0])),
+        ("prefill", lambda desk: desk._leases["r"].event.finish()),
+        ("prefill", lambda desk: desk._peers.clear()),
+    ],
+)
+def test_check_sees_a_desk_that_lost_count(net, side, spoil):
+    prefill, decode = PrefillRank(net), DecodeRank(net)
+    prefill.offer("r", [0], decode.port)
+    decode.desk.fetch("r", [4])
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    desk = {"prefill": prefill, "decode": decode}[side].desk
+    desk.check()
+    with pytest.raises(InvariantError, match=r"are being fetched|leases are open"):
+        desk.check_idle()
+    spoil(desk)
+    with pytest.raises(InvariantError):
+        desk.check()
+
+
+def test_an_offer_alone_keeps_a_desk_busy(pair):
+    prefill, decode = pair
+    prefill.offer("r", [0], decode.port)
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    with pytest.raises(InvariantError, match="1 offers are open"):
+        decode.desk.check_idle()
+    decode.desk.cancel("r")
 
 
 class Scene:
