@@ -51,6 +51,7 @@ def step(table, *sampled, rows=1):
         ({"prompt": [1], "max_tokens": 2}, [(7, 7), (8, END)], False),
         ({"prompt": [1], "outputs": [7, 7], "max_tokens": 3}, [(8, END)], False),  # it was preempted
         ({"prompt": [1], "stop_sequences": ((5, 6), ())}, [(5, 5), (6, 6), (None, END)], False),
+        ({"prompt": [1], "outputs": [5], "stop_sequences": ((5,),)}, [(None, END)], False),  # from another server
         (
             {"prompt": [5], "stop_sequences": ((5, 6), (8,)), "min_tokens": 3},  # in the prompt, or too early
             [(6, 6), (8, 8), (6, 6), (8, 8), (None, END)],

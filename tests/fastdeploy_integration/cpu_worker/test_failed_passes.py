@@ -26,30 +26,6 @@ def test_who_reads_more_of_a_failed_pass_later_computes_the_rest(runner, model, 
     assert tokens(run(runner, 4))[:2] == decode_alone(model, LONG, 2)
 
 
-def test_only_the_chunk_that_failed_is_computed_again(runner, model):
-    runner.insert_tasks([prefill(0, "a", LONG, range(2), end=16)])
-    run(runner, 1)
-    runner.insert_tasks([prefill(0, "a", LONG, range(5), start=16)])
-    fail_next_pass(runner)
-    assert run(runner, 1) == [FAILED]
-    assert runner._controller.failed_slots(range(16)) == [2, 3]
-    runner.insert_tasks([prefill(0, "c", LONG, [0, 1, 2, 3, 12], start=24)])
-    assert tokens(run(runner, 4))[:2] == decode_alone(model, LONG, 2)
-    assert runner._controller.failed_slots(range(16)) == []
-
-
-def test_a_decoding_row_whose_block_is_spoiled_under_it_goes_on(runner, expected):
-    """FastDeploy computes the last block of a prompt again that is cached as a whole."""
-    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
-    assert run(runner, 2) == expected[:2]
-    runner.insert_tasks([prefill(1, "b", PROMPT[:16], [0, 1, 9], start=8)])
-    fail_next_pass(runner)
-    runner.execute(2)
-    assert runner.messages[-1][0] == [FAILED, FAILED], "they share the pass"
-    runner.insert_tasks([prefill(0, "c", PROMPT, [0, 1, 12, 13, 14], start=16)])
-    assert tokens(run(runner, 8))[:6] == expected
-
-
 def test_what_was_not_computed_does_not_reach_the_host(make_runner):
     reports = []
     runner = make_runner(tell_copies=reports.append)

@@ -57,19 +57,6 @@ def test_an_unknown_command_is_an_error():
         hooks.cpu_worker_command("python worker.py")
 
 
-def test_the_platform_changes_one_answer():
-    class Platform:
-        def is_cuda(self):
-            return False
-
-        def is_xpu(self):
-            return False
-
-    platform = hooks.CudaPlatform(Platform())
-    assert platform.is_cuda()
-    assert not platform.is_xpu()
-
-
 @pytest.fixture
 def channel(tmp_path):
     receiver = TokenReceiver(tmp_path / "s")
@@ -188,24 +175,6 @@ def test_processes_that_start_during_the_clean_up_end_too(tmp_path, monkeypatch,
     assert not any(psutil.pid_exists(process.pid) for process in started)
 
 
-class Vanishing(psutil.Process):
-    """Ends just when somebody asks how it is."""
-
-    def status(self):
-        self.kill()
-        self.wait()
-        raise psutil.NoSuchProcess(self.pid)
-
-
-@pytest.mark.process
-def test_a_process_that_ends_by_itself_meanwhile_does_not_end_the_janitor(tmp_path, monkeypatch, start):
-    start([SLEEPER], tmp_path)
-    monkeypatch.setattr(janitor, "processes_of", lambda run: [Vanishing(each.pid) for each in processes_of(run)])
-    monkeypatch.setattr(psutil, "wait_procs", lambda processes, timeout: None)
-    end_processes(str(tmp_path))
-    wait_until(lambda: processes_of(str(tmp_path)) == [])
-
-
 FORGETFUL = """
 import sys, time
 from multiprocessing import shared_memory
@@ -225,21 +194,12 @@ def test_shared_memory_with_random_names_goes_with_its_maker(tmp_path, start):
     for maker in makers:
         with maker.stdout as told:
             assert told.readline() == b"made\n"
-    trackers = [process.pid for process in processes_of(run) if process.pid != makers[0].pid]
-    assert len(trackers) == 1
+    wait_until(lambda: len(processes_of(run)) == 2)  # the kernel shows the tracker a moment after it has begun
     assert end_processes(run) == 1, "the tracker ended by itself"
     assert [Path("/dev/shm", name).exists() for name in names] == [False, True]
     assert makers[1].poll() is None
     makers[1].kill()
     wait_until(lambda: not Path("/dev/shm", names[1]).exists())
-
-
-@pytest.mark.process
-def test_a_resource_tracker_that_does_not_end_is_killed(tmp_path, monkeypatch, start):
-    monkeypatch.setattr(janitor, "TRACKER_TIMEOUT_S", 0.2)
-    stuck = start(["import time; time.sleep(600)", janitor.TRACKER], tmp_path)
-    assert end_processes(str(tmp_path)) == 1
-    assert not psutil.pid_exists(stuck.pid)
 
 
 @pytest.mark.process

@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 
 from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, other, prefill
@@ -17,30 +16,6 @@ LAYER_TIMEOUT_S = 30.0
 @pytest.fixture
 def pair(make_pair):
     return make_pair(copy_faults=ALL_FAIL)
-
-
-@pytest.mark.parametrize("next_chunk_is_queued", [False, True])
-def test_a_chunk_whose_copy_failed_is_computed_before_the_next_one(make_runner, model, next_chunk_is_queued):
-    """FastDeploy has sent the next chunk before it can know. Another request computes the block that both share."""
-    runner = make_runner(ALL_FAIL)
-    back_up(runner)
-    whole = with_swaps(prefill(0, "c", PROMPT, [7, 5, 6, 8], start=16), 1, swap_in=((3, 4), (7, 5)), previous=0)
-    runner.insert_tasks([whole, prefill(1, "d", LONG, [7, 5, 9, 10, 11], start=16, end=24)])
-    runner.execute(2)
-    assert runner.messages[-1][0] == [-1, -1], "both are to be computed again"
-    if not next_chunk_is_queued:
-        runner.execute(2)
-    runner.insert_tasks([prefill(1, "d", LONG, [7, 5, 9, 10, 11], start=24)])
-    for _ in range(3):
-        runner.execute(2)
-    alone = make_runner()
-    alone.insert_tasks([prefill(0, "r", LONG, [7, 5, 9, 10, 11])])
-    run(alone, 1)
-    for name, tensor in runner._controller.caches.items():
-        expected = alone._controller.caches[name].numpy()
-        assert all(np.array_equal(tensor.numpy()[slot], expected[slot]) for slot in (7, 5, 9, 10)), name
-    first = [next(rows[row] for rows, _ in runner.messages if len(rows) == 2 and rows[row] >= 0) for row in (0, 1)]
-    assert first == [*decode_alone(model, PROMPT, 1), *decode_alone(model, LONG, 1)]
 
 
 def test_a_decode_server_never_reads_a_chunk_that_was_not_computed(pair, model):

@@ -187,16 +187,6 @@ def test_a_block_is_fetched_in_any_case_and_a_full_one_is_cached(decode):
     assert decode.served("c", [1] * 9).first_block == 2
 
 
-def test_shared_blocks_are_room():
-    """Two tables of five blocks, of which three are shared, in seven."""
-    decode = Decode(7)
-    decode.served("a", [*PREFIX, 5])
-    first, second = decode.granted("b", [*PREFIX, 6]), decode.granted("c", [*PREFIX, 7])
-    assert not decode.preallocate(decode.request("d", [*PREFIX, 8]))
-    decode.complete(first, second)
-    decode.cache.check_idle()
-
-
 def test_a_request_without_room_changes_nothing():
     decode = Decode(10)
     decode.served("a", [*PREFIX, 5])

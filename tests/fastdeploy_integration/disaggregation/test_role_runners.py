@@ -4,9 +4,8 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
-from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch
 from tests.fastdeploy_integration.cpu_worker.host_tasks import PREEMPTED, other, prefill
-from tests.fastdeploy_integration.cpu_worker.runners import BLOCK, PROMPT, back_up, run, with_swaps
+from tests.fastdeploy_integration.cpu_worker.runners import BLOCK, back_up, run, with_swaps
 
 from .role_pairs import plain
 
@@ -40,13 +39,6 @@ def test_blocks_that_come_back_from_the_host_tier_are_offered_as_any_other(pair,
     assert pair.continued(*first) == expected[1:]
 
 
-def test_a_stop_sequence_that_ends_with_the_first_token_ends_the_sequence(pair, expected):
-    stop = {"stop_token_ids": [[expected[0]]], "stop_seqs_len": [1], "min_tokens": 0}
-    pair.decode.insert_tasks([prefill(0, "a", PROMPT, range(4), start=21, outputs=expected[:1], **stop)])
-    assert run(pair.decode, 1) == [1]
-    assert not pair.decode._table.has_work
-
-
 def test_a_fetch_waits_for_the_batch_that_ends_what_writes_its_blocks(pair, expected):
     """The row of a preempted request still computes when its blocks are given to another."""
     pair.decode.insert_tasks([prefill(0, "old", list(range(60, 80)), [3, 1, 8])])
@@ -63,19 +55,6 @@ def test_a_fetch_waits_for_the_batch_that_ends_what_writes_its_blocks(pair, expe
     run(pair.decode, 1)
     assert pair.settled() == (("a", None), None)
     assert pair.continued(*first) == expected[1:]
-
-
-def test_a_cancelled_fetch_writes_nothing_and_the_next_owner_is_right(pair, expected):
-    pair.fetch()
-    pair.prefill.insert_tasks([pair.prefill_task()])
-    pair.channel.commands.append(CancelFetch("transfer of a", "the client left"))
-    pair.decode.not_need_stop()
-    pair.decode.insert_tasks([prefill(0, "b", PROMPT, [3, 1, 8, 4])])
-    assert run(pair.decode, 3) == expected[:3]
-    run(pair.prefill, 1)
-    assert pair.settled() == (("a", "the client left"), "the client left")
-    assert run(pair.decode, 3) == expected[3:]
-    pair.check_idle()
 
 
 @pytest.mark.parametrize(
@@ -123,13 +102,6 @@ def test_a_later_chunk_of_an_ended_transfer_offers_nothing(pair):
     pair.turn()
     assert pair.told == [("a", "given up")]
     pair.roles[0].transfers.check_idle()
-
-
-def test_a_decode_server_without_ranks_is_refused(pair):
-    task = pair.prefill_task()
-    task.disaggregate_info["decode_rdma_ports"] = []
-    pair.prefill.insert_tasks([task])
-    assert pair.told == [("a", "lease 'transfer of a' is offered to no rank of a decode server")]
 
 
 def test_a_rank_tells_where_it_listens_and_what_its_blocks_are(pair):

@@ -5,7 +5,6 @@ import socket
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
 from tests.fastdeploy_integration.cpu_worker.runners import run
 from tests.transfer.planes import HOST
 
@@ -75,17 +74,3 @@ def test_a_request_that_comes_to_a_sleeping_prefill_rank_fails(pair):
     without.ic_req_data = None
     pair.prefill.insert_tasks([pair.prefill_task("a"), without])
     assert pair.told == [("a", "the prefill server sleeps")]
-
-
-def test_a_lease_ends_when_the_engine_says_so(pair):
-    pair.fetch()
-    pair.fetch([4], "b")
-    pair.prefill.insert_tasks([pair.prefill_task(start=0, end=8)])
-    run(pair.prefill, 1)
-    pair.offered()
-    pair.leases.withdraw_all(PREFILL_PAUSED)
-    (name, error), fetch_error = pair.settled()
-    assert (name, error) == ("a", PREFILL_PAUSED)
-    assert PREFILL_PAUSED in fetch_error
-    pair.roles[0].transfers.check_idle()
-    assert len(pair.channel.news) == 1

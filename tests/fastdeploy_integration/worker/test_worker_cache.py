@@ -117,24 +117,6 @@ def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for(make_cache):
     cache.end_forward()
 
 
-@pytest.mark.parametrize("order", [(MAIN, DRAFT), (DRAFT, MAIN)])
-def test_draft_layers_are_swapped_with_the_main_models(make_cache, order):
-    cache = make_cache(parts=(MAIN, DRAFT))
-    made = {}
-    for part in order:
-        layers, first, blocks = (2, 0, 6) if part is MAIN else (1, 2, 9)
-        made[part] = register(cache, part, layers, blocks, first)
-    assert list(made[DRAFT]) == ["key_caches_2_rank0.device0", "value_caches_2_rank0.device0"]
-    fill(made[MAIN], 1, 10)
-    fill(made[DRAFT], 1, 50)
-    cache.receive([task(SwapStep(0, (evict((1, 0)), swap_in((0, 2)))))])
-    counter = cache.begin_forward(layer_by_layer=True)
-    assert counter.num_layers == 3
-    counter.wait_all()
-    assert content(made[MAIN], 2) + content(made[DRAFT], 2) == [10, 11, 12, 13, 50, 51]
-    cache.end_forward()
-
-
 @pytest.mark.parametrize(
     ("draft", "reason"), [({"heads": 2}, "layers are cached like"), ({"blocks": 5}, "fewer blocks")]
 )
