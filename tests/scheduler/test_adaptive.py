@@ -71,22 +71,6 @@ def test_it_goes_with_the_times() -> None:
     assert found > 0.9 * PREFIX_BLOCKS * 1500 / 2
 
 
-def test_the_order_is_recency_while_nothing_is_known() -> None:
-    cache = manager(4, eviction_policy="adaptive")
-    for text in ("ab!", "cd!", "ab!", "ef!"):
-        run(cache, text)
-    assert cached(cache, "ab") == ["device"] * 2
-    assert cached(cache, "cd") == []
-
-
-def test_it_is_deterministic() -> None:
-    results = []
-    for _ in range(2):
-        cache = CacheManager(config("adaptive", 16, 20))
-        results.append((favourites_and_strangers(cache, 5, 400), cache.stats()))
-    assert results[0] == results[1]
-
-
 @pytest.mark.parametrize("host", [0, 6])
 def test_what_the_line_expects_leaves_last_whatever_it_is_worth(monkeypatch: pytest.MonkeyPatch, host: int) -> None:
     monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 0.0 if b"x" in run.first_hash else 1.0)
@@ -132,18 +116,6 @@ def test_a_loaded_prefix_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.complete_load("load", 2) == 2
     run(cache, "56!")  # something must leave the host
     assert cached(cache, "xy") == ["host"] * 2
-    cache.check_idle()
-
-
-def test_what_the_line_expects_outlasts_what_is_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: float(run.kind))
-    cache = manager(6, eviction_policy="adaptive")
-    for text in ("ab!", "ab!", "cd!", "cd!", "xy!"):
-        run(cache, text)
-    expect(cache, "xy")
-    run(cache, "12!")
-    assert cached(cache, "xy") == ["device"] * 2
-    assert cached(cache, "ab") == []
     cache.check_idle()
 
 

@@ -9,46 +9,81 @@ from itertools import pairwise
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.errors import CacheStateError, UnknownRequestError
+from fastdeploy_kvcache_v1.errors import BlockPoolError, CacheStateError, UnknownRequestError
 from fastdeploy_kvcache_v1.metadata import Allocation, NoSpace
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes
 
-from .scenario import cached, manager, prompt, run
+from .scenario import manager, play, prompt
+
+SCENARIOS = {
+    # law: device blocks, events
+    "the duplicate of a block stays private": (
+        8,
+        "start ab one; start ab two; step; commit one 2; commit two 2; count duplicate_blocks 2; table one 0 1;"
+        "table two 2 3; finish one; finish two; count device_free_blocks 6; idle",
+    ),
+    "what an earlier step computed can be committed while the next one is decided": (
+        8,
+        "match abcd r; grow r 2; step; grow r 4; commit r 2; see ab DD; step; commit r 4; see abcd DDDD;finish r; idle",
+    ),
+    "fewer tokens than before are ignored": (8, "start abc r; step; commit r 3; commit r 1; see abc DDD; finish r"),
+    "a smaller allocation takes nothing back": (
+        8,
+        "match abcd r; grow r 4; step; grow r 2; step; grow r 6; commit r 4; see abcd DDDD; finish r; idle",
+    ),
+    # ---- slots lent to a scheduler that keeps its own block tables
+    "lent slots belong to the borrower": (
+        6,
+        "lend 4; refuse 3; are_lent 0 1 2 3; count device_cached_blocks 0; back; idle",
+    ),
+    "a refused loan lends nothing": (6, "refuse 7; are_lent; idle"),
+    "lending evicts": (6, "run abc; count device_free_blocks 3; lend 6; see abc -"),
+    "adopted slots are given back with the request": (
+        6,
+        "run abc; start abc r 3+0; lend 2; adopt r 3; are_lent 4; table r 0 1 2 3; preempt r;"
+        "count device_free_blocks 2; back; idle",
+    ),
+    "adopted blocks are cached, and as a duplicate where another request was first": (
+        6,
+        "start a one; match a two; grow two 0; lend 1; adopt two 1; step; commit one 1; commit two 1;"
+        "see a D; count duplicate_blocks 1; finish one; finish two; count device_free_blocks 5; idle",
+    ),
+    "lent slots hold the pool open until a forced reset": (
+        6,
+        "lend 6; stuck 5; reset forced; are_lent; resize 5; idle",
+    ),
+}
+
+
+@pytest.mark.parametrize("law", SCENARIOS)
+def test_law_of_a_request(law: str) -> None:
+    device, events = SCENARIOS[law]
+    play(events, device)
 
 
 def test_a_match_that_cannot_be_admitted_can_be_retried_forever() -> None:
-    cache = manager(4, 4)
-    run(cache, "abc!")
-    cache.match_prefix("holder", prompt("xy!"))
-    assert isinstance(cache.allocate("holder", 2), Allocation)
-    cache.match_prefix("look", prompt("abc!"))
+    cache = play("run abc; start xy holder; match abc look", 4, 4).cache
     before = [(node.hash, node.pins, node.hits) for node in cache.nodes("look")]
     cache.release("look")
     stats = cache.stats()
-    for attempt in range(1000):
+    for attempt in range(100):
         cache.match_prefix("big", prompt("abc456!"))
         assert isinstance(cache.allocate("big", 6), NoSpace)
         if attempt % 2:
             assert isinstance(cache.allocate("big", 7), NoSpace)
         cache.release("big")
     cache.match_prefix("look", prompt("abc!"))
-    after = [(node.hash, node.pins, node.hits) for node in cache.nodes("look")]
+    assert [(node.hash, node.pins, node.hits) for node in cache.nodes("look")] == before
     cache.release("look")
-    assert after == before
     assert cache.stats().device_evictable_blocks == stats.device_evictable_blocks
     cache.finish("holder")
     cache.take_swap_step()
     cache.check_idle()
 
 
-def test_a_second_finish_is_an_error_that_takes_no_other_requests_blocks() -> None:
-    cache = manager(4)
-    cache.match_prefix("one", prompt("ab!"))
-    cache.allocate("one", 3)
-    cache.finish("one")
-    cache.match_prefix("two", prompt("xy!"))
-    cache.allocate("two", 3)
+def test_a_second_end_is_an_error_that_takes_no_other_requests_blocks() -> None:
+    cache = play("start ab one; finish one; start xy two", 4).cache
     before = cache.stats()
     for end in (cache.finish, cache.preempt, cache.release):
         with pytest.raises(UnknownRequestError, match="one"):
@@ -67,63 +102,72 @@ def test_the_newest_token_is_never_cached_even_if_the_caller_counts_it() -> None
     hasher.extend([4])  # sampled: its KV is not written
     cache.commit("r", 4)
     assert len(cache.nodes("r")) == 3
-    cache.finish("r")
 
 
-def test_the_duplicate_of_a_block_stays_private() -> None:
-    cache = manager(8)
-    for name in ("one", "two"):
-        cache.match_prefix(name, prompt("ab!"))
-        cache.allocate(name, 3)
-    cache.take_swap_step()
-    cache.commit("one", 2)
-    cache.commit("two", 2)
-    assert cache.block_table("one") != cache.block_table("two")
-    assert cache.stats().counters.duplicate_blocks == 2
+REFUSALS = [
+    # events, call, its arguments, what is said
+    ("match ab r", CacheManager.match_prefix, ("r", prompt("ab!")), "already"),
+    ("match ab r", CacheManager.commit, ("r", 1), "committed, room for"),
+    ("match ab r; grow r 2", CacheManager.commit, ("r", 1), "take_swap_step"),
+    ("match ab r; grow r 2; step", CacheManager.commit, ("r", 3), "committed, room for"),
+    ("match ab r; grow r 2; step; commit r 1", CacheManager.release, ("r",), "computed blocks"),
+    ("match abcd r; grow r 2; step; grow r 4; commit r 2", CacheManager.commit, ("r", 3), "take_swap_step"),
+    ("run abc; match abc r", CacheManager.allocate, ("r", 2), "cached prefix"),
+    (
+        "match abcde r; grow r 0; lend 3; adopt r 0 1 2; step; grow r 4",
+        CacheManager.commit,
+        ("r", 4),
+        "closed its step",
+    ),
+    ("match ab r; lend 1", CacheManager.adopt, ("r", [0]), "allocate first"),
+]
+
+
+@pytest.mark.parametrize(("events", "call", "arguments", "said"), REFUSALS)
+def test_contract_breaches_change_nothing(events: str, call, arguments, said: str) -> None:  # type: ignore[no-untyped-def]
+    cache = play(events, 6).cache
+    before = cache.stats()
+    with pytest.raises(CacheStateError, match=said):
+        call(cache, *arguments)
+    assert cache.stats() == before
     cache.check()
-    cache.finish("one")
-    cache.finish("two")
-    assert cache.num_free_device_blocks == 6
-    cache.check_idle()
 
 
-def test_contract_breaches_change_nothing() -> None:
-    cache = manager(4)
-    cache.match_prefix("r", prompt("ab!"))
-    with pytest.raises(CacheStateError, match="already"):
-        cache.match_prefix("r", prompt("ab!"))
-    with pytest.raises(CacheStateError, match="committed, room for"):
-        cache.commit("r", 1)
-    cache.allocate("r", 2)
-    with pytest.raises(CacheStateError, match="take_swap_step"):
-        cache.commit("r", 1)
-    cache.take_swap_step()
-    with pytest.raises(CacheStateError, match="committed, room for"):
-        cache.commit("r", 3)
-    cache.commit("r", 1)
-    with pytest.raises(CacheStateError, match="computed blocks"):
-        cache.release("r")
+@pytest.mark.parametrize("call", [CacheManager.allocate, CacheManager.commit, CacheManager.adopt])
+def test_unknown_requests_are_refused(call) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UnknownRequestError):
-        cache.allocate("unknown", 1)
+        call(manager(4), "unknown", [0] if call is CacheManager.adopt else 1)
+
+
+@pytest.mark.parametrize("wrong", [[4], [0, 0], [0, 4]])
+def test_only_lent_slots_come_back(wrong: list[int]) -> None:
+    cache = play("lend 2; start ab r", 6).cache
+    for refuse in (lambda: cache.take_back(wrong), lambda: cache.adopt("r", wrong)):  # type: ignore[arg-type]
+        with pytest.raises(BlockPoolError):
+            refuse()
+    assert cache.lent_slots() == {0, 1}
     cache.check()
-    cache.finish("r")
-    cache.check_idle()
 
 
-def test_allocate_must_cover_the_matched_prefix() -> None:
-    cache = manager(4)
-    run(cache, "abc!")
-    cache.match_prefix("r", prompt("abc!"))
-    with pytest.raises(CacheStateError, match="cached prefix"):
-        cache.allocate("r", 2)
+def test_a_match_can_be_cut_short() -> None:
+    cache = play("run abc", 6).cache
+    assert cache.match_prefix("r", prompt("abc!"), max_blocks=2).num_blocks == 2
+    cache.check()
     cache.release("r")
+    assert cache.match_prefix("r", prompt("abc!"), max_blocks=9).num_blocks == 3
 
 
 def test_without_prefix_caching_nothing_is_ever_found() -> None:
-    cache = CacheManager(KVCacheConfig(4, 4, block_size=1, enable_prefix_caching=False))
-    run(cache, "ab!")
-    assert cached(cache, "ab") == []
-    assert cache.num_free_device_blocks == 4
+    play("run ab; see ab -; count device_free_blocks 4", 4, 4, enable_prefix_caching=False)
+
+
+def test_a_sequence_may_have_fewer_hashes_than_full_blocks() -> None:
+    cache = play("run abc", 8).cache
+    assert cache.match_prefix("r", GivenHashes(prompt("ab").hashes, 6)).num_blocks == 2
+    assert isinstance(cache.allocate("r", 5), Allocation)
+    cache.take_swap_step()
+    with pytest.raises(CacheStateError, match=r"committed, \d+ hashed"):
+        cache.commit("r", 5)
 
 
 def test_many_threads() -> None:
@@ -159,42 +203,13 @@ def test_many_threads() -> None:
     cache.check_idle()
 
 
-def test_what_an_earlier_step_computed_can_be_committed_while_the_next_one_is_decided() -> None:
-    cache = manager(8)
-    cache.match_prefix("r", prompt("abcd!"))
-    cache.allocate("r", 2)
-    cache.take_swap_step()
-    cache.allocate("r", 4)  # the engine plans ahead of the results
-    cache.commit("r", 2)
-    assert cached(cache, "ab") == ["device"] * 2
-    with pytest.raises(CacheStateError, match="take_swap_step"):
-        cache.commit("r", 3)
-    cache.take_swap_step()
-    cache.commit("r", 4)
-    assert cached(cache, "abcd") == ["device"] * 4
-    cache.finish("r")
-    cache.check_idle()
-
-
-def test_fewer_tokens_than_before_are_ignored() -> None:
-    cache = manager(8)
-    cache.match_prefix("r", prompt("abc!"))
-    cache.allocate("r", 3)
-    cache.take_swap_step()
-    cache.commit("r", 3)
-    cache.commit("r", 1)
-    assert cached(cache, "abc") == ["device"] * 3
-    cache.finish("r")
-
-
 def test_no_counter_ever_falls() -> None:
-    cache = manager(8, 8)
-    run(cache, "abc!")
-    seen = []
+    scene = play("run abc", 8, 8)
+    cache, seen = scene.cache, []
     for end in (cache.release, cache.finish, cache.preempt):
         for stepped in (False, True):
-            cache.match_prefix("r", prompt("abc1!"))
-            assert isinstance(cache.allocate("r", 5), Allocation)
+            scene.match("abc1", "r")
+            scene.grow("r", "5")
             seen.append(cache.stats().counters)
             if stepped:
                 cache.take_swap_step()
@@ -205,35 +220,10 @@ def test_no_counter_ever_falls() -> None:
     for before, after in pairwise(seen):
         assert all(value <= getattr(after, name) for name, value in asdict(before).items())
     # Admitted: the first run, the release that came too late, and both ways to end a request, twice each.
+    scene.hits("6", "15", "0", "29")
     counters = seen[-1]
-    assert (counters.requests_admitted, counters.requests_rolled_back) == (6, 2)
-    assert (counters.requests_finished, counters.requests_preempted) == (3, 2)
-    assert counters.device_hit_tokens == 5 * 3
-    assert counters.query_tokens == 4 + 5 * 5
-
-
-def test_a_smaller_allocation_takes_nothing_back() -> None:
-    cache = manager(8)
-    cache.match_prefix("r", prompt("abcd!"))
-    for tokens in (4, 2):
-        cache.allocate("r", tokens)
-        cache.take_swap_step()
-    cache.allocate("r", 6)
-    cache.commit("r", 4)  # allocated in the first step
-    assert cached(cache, "abcd") == ["device"] * 4
-    cache.finish("r")
-
-
-def test_a_sequence_may_have_fewer_hashes_than_full_blocks() -> None:
-    cache = manager(8)
-    run(cache, "abc!")
-    found = cache.match_prefix("r", GivenHashes(prompt("ab").hashes, 6))
-    assert found.num_blocks == 2
-    assert isinstance(cache.allocate("r", 5), Allocation)
-    cache.take_swap_step()
-    with pytest.raises(CacheStateError, match=r"committed, \d+ hashed"):
-        cache.commit("r", 5)
-    cache.finish("r")
+    ended = counters.requests_rolled_back, counters.requests_finished, counters.requests_preempted
+    assert ended == (2, 3, 2)
 
 
 def test_host_hits_are_reported_in_tokens_and_once() -> None:

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.metadata import BlockHash
 from fastdeploy_kvcache_v1.scheduler.cache_utils import (
     BlockHasher,
+    GivenHashes,
     MultimodalItem,
     get_block_hash_extra_keys,
     root_hash,
@@ -177,3 +179,28 @@ def test_tokens_that_are_refused_leave_the_hasher_as_it_was() -> None:
     assert (len(hasher.hashes), hasher.num_tokens) == (1, 3)
     hasher.extend([4])
     assert hasher.hashes == reference(2, [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({}, 4),
+        ({"salt": b"tenant"}, 0),
+        ({"lora": "adapter"}, 0),
+        ({"items": [MultimodalItem(9, 2, "image")]}, 2),
+        ({"items": [MultimodalItem(0, 2, "image")]}, 0),
+        ({"items": [MultimodalItem(99, 2, "image")]}, 4),
+    ],
+)
+def test_blocks_are_plain_as_far_as_token_ids_alone_decide_their_names(options, plain) -> None:
+    hasher = BlockHasher(4, **options)
+    hasher.extend(range(17))
+    assert hasher.num_plain_blocks == plain
+    plainly = BlockHasher(4)
+    plainly.extend(range(17))
+    assert hasher.hashes[:plain] == plainly.hashes[:plain]
+    assert not set(hasher.hashes[plain:]) & set(plainly.hashes)
+
+
+def test_of_given_hashes_nobody_knows_what_decided_them() -> None:
+    assert GivenHashes([BlockHash(b"a")], 2).num_plain_blocks == 0

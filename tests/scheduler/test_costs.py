@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -121,35 +121,6 @@ def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
     assert cache.stats().device_free_blocks == 0
 
 
-def test_events_are_bounded_by_the_blocks_they_name() -> None:
-    cache = manager(64, max_queued_events=10)
-    cache.take_events()
-    run(cache, "short", chain(1, 2, 3))
-    assert [len(event.hashes) for event in cache.take_events()] == [3]
-    run(cache, "long", chain(*range(100, 111)))  # one event, eleven blocks
-    assert cache.stats().events_overflowed == 1
-    assert [event.kind for event in cache.take_events()] == ["cleared", "stored", "stored"]
-
-
-def test_events_that_name_as_many_blocks_as_the_bound_are_kept() -> None:
-    cache = manager(64, max_queued_events=10)
-    cache.take_events()
-    run(cache, "long", chain(*range(10)))
-    assert cache.stats().events_overflowed == 0
-    assert [len(event.hashes) for event in cache.take_events()] == [10]
-
-
-def test_a_reset_names_no_block_and_overflows_nothing() -> None:
-    cache = manager(64, max_queued_events=20)
-    cache.take_events()
-    for number in range(3):
-        run(cache, str(number), chain(*range(100 * number, 100 * number + 16)))
-        cache.take_events()
-    cache.reset_cache()
-    assert cache.stats().events_overflowed == 0
-    assert [event.kind for event in cache.take_events()] == ["cleared"]
-
-
 def test_items_after_a_block_cost_it_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counted(tuple):  # type: ignore[type-arg]
         copied = 0
@@ -166,16 +137,6 @@ def test_items_after_a_block_cost_it_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert len(hasher.hashes) == 50
     assert Counted.copied == 0
     assert cache_utils.get_block_hash_extra_keys(0, 4, items)[0] != b""
-
-
-@pytest.mark.parametrize("empty", [CacheManager.take_events, CacheManager.reset_cache])
-def test_the_bound_on_events_starts_anew_when_the_queue_is_emptied(empty: Callable[[CacheManager], object]) -> None:
-    cache = manager(64, max_queued_events=10)
-    cache.take_events()
-    for number in range(5):
-        run(cache, str(number), chain(number, 1, 2, 3))
-        empty(cache)
-    assert cache.stats().events_overflowed == 0
 
 
 def test_what_is_forgotten_is_freed_at_once_and_not_by_the_garbage_collector() -> None:

@@ -4,70 +4,88 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, CacheStatus, TransferResult
+from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel
+from fastdeploy_kvcache_v1.scheduler import told_copies
 
-from .scenario import cached, fail, manager, on_host, prompt, run, start
+from .scenario import fail, play
+
+SCENARIOS = {
+    # law: device blocks, host blocks, write policy, events
+    "a failed swap in names the requests and forgets the blocks": (
+        (4, 4, "write_back"),
+        "run abc; run 1234; start abc r; step late; fail late device 1 r; uses r Dxx; commit r 3; preempt r; see abc D;"
+        "idle",
+    ),
+    "a failed backup forgets only the host copy": (
+        (4, 4, "write_through"),
+        "run ab; step late; fail late host all; see ab DD; count host_free_blocks 4; count failed_transfer_blocks 2",
+    ),
+    "nothing is cached below a block that was lost": (
+        (6, 4, "write_back"),
+        "run abc; run 123456; start abcde r; step late; fail late device 2 r; commit r 5; see abcde DD; finish r",
+    ),
+    "a late report does not touch a block whose copy into that slot is still to be made": (
+        (4, 1, "write_through"),
+        "run a; step late; run b; fail late host all; see b o; step; copied b y",
+    ),
+    "a match that waits on a lost block becomes empty and is not named": (
+        (4, 4, "write_back"),
+        "run ab; start 1234; step late; commit 1234 4; finish 1234; match ab waits 2; fail late host all; uses waits -;"
+        "grow waits 3; finish waits",
+    ),
+    "nor does it touch a copy of the same run that is still to be made": (
+        (4, 1, "write_through"),
+        "start a r; run a; step late; run b; step; commit r 1; see a o; fail late host all; see a o",
+    ),
+    "a backup that failed is forgotten after its run was joined with another": (
+        (4, 4, "write_through"),
+        "run a; step late; run ab; step; run ab joins; shape ab; fail late host all; see ab DD; copied a n",
+    ),
+    "a swap in that failed is forgotten once after its runs were joined": (
+        (2, 4, "write_back"),
+        "run ab; push 1; push 2; step; shape a b; start ab r; step late; finish r; shape ab; fail late device all;"
+        "see ab -; idle",
+    ),
+    "a copy that failed names every request that reads it after a reset": (
+        (6, 6, "write_back"),
+        "run ab; flush; start a upper; start ab lower; step late; reset; fail late device 0 upper lower; preempt upper;"
+        "preempt lower; idle",
+    ),
+    "a copy that failed before a reset concerns nothing that is cached after it": (
+        (4, 4, "write_through"),
+        "run ab; step late; reset; fail late host all; run ab; step; fail late host all; copied ab yy; idle",
+    ),
+    "a run whose copy is open is not joined with one whose copy is done": (
+        (8, 4, "write_through"),
+        "start ab first; start ab second; step; commit first 2; finish first; step late; start a cuts;"
+        "fail late host 0; release cuts; copied ab ny; commit second 2; finish second; step; out 1; copied ab yy",
+    ),
+    "nothing is appended to cells that a forgotten run still uses": (
+        (5, 1, "write_back"),
+        "run abc; run x; push 2; step late; run abc again; start abd r; step; push 1; step; push 2;"
+        "fail late host all; commit r 3; finish r; see abd DDD; idle",
+    ),
+    "host blocks that become unreachable are counted as evicted": (
+        (2, 4, "write_through"),
+        "run pc; step late; match p cuts; fail late host 0; release cuts; start 12; see pc -;"
+        "count device_evicted_blocks 2; count device_lost_blocks 1; count host_evicted_blocks 1;"
+        "count host_free_blocks 4",
+    ),
+}
 
 
-def test_a_failed_swap_in_names_the_requests_and_forgets_the_blocks() -> None:
-    cache = manager(4, 4)
-    run(cache, "abc!")
-    run(cache, "1234!")
-    cache.match_prefix("r", prompt("abc!"))
-    cache.allocate("r", 3)
-    step = cache.take_swap_step()
-    slots = (step.swap_in.target_slots[1],)
-    result = TransferResult(step.step, CacheLevel.HOST, CacheLevel.DEVICE, 1, 0, 0.0, slots, "injected")
-    assert cache.transfer_failed(result) == ["r"]
-    assert [node.status for node in cache.nodes("r")][1:] == [CacheStatus.DELETING] * 2
-    cache.check()
-    cache.commit("r", 3)  # ignored
-    cache.preempt("r")
-    assert cached(cache, "abc") == ["device"]
-    cache.take_swap_step()
-    cache.check_idle()
-
-
-def test_a_failed_backup_forgets_only_the_host_copy() -> None:
-    cache = manager(4, 4, "write_through")
-    run(cache, "ab!")
-    step = cache.take_swap_step()
-    result = TransferResult(
-        step.step, CacheLevel.DEVICE, CacheLevel.HOST, 2, 0, 0.0, step.evict.target_slots, "injected"
-    )
-    assert cache.transfer_failed(result) == []
-    assert cached(cache, "ab") == ["device", "device"]
-    assert cache.stats().host_free_blocks == 4
-    assert cache.stats().counters.failed_transfer_blocks == 2
-
-
-def test_nothing_is_cached_below_a_block_that_was_lost() -> None:
-    cache = manager(6, 4)
-    run(cache, "abc!")
-    run(cache, "123456!")
-    cache.match_prefix("r", prompt("abcde!"))
-    cache.allocate("r", 5)
-    step = cache.take_swap_step()
-    slots = step.swap_in.target_slots[2:]
-    failed = TransferResult(step.step, CacheLevel.HOST, CacheLevel.DEVICE, 1, 0, 0.0, slots, "injected")
-    assert cache.transfer_failed(failed) == ["r"]
-    cache.commit("r", 5)
-    cache.check()
-    assert cached(cache, "abcde") == ["device", "device"]
-    cache.finish("r")
+@pytest.mark.parametrize("law", SCENARIOS)
+def test_law_of_a_failed_copy(law: str) -> None:
+    (device, host, policy), events = SCENARIOS[law]
+    play(events, device, host, policy)
 
 
 def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
-    cache = manager(3, 6)
-    run(cache, "abc!")
-    step = run(cache, "123!")
-    cache.match_prefix("r", prompt("abc!"))
-    cache.allocate("r", 3)
-    slots = step.evict.target_slots
-    failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 3, 0, 0.0, slots, "injected")
+    scene = play("run abc; start 123; step late; commit 123 3; finish 123; start abc r", 3, 6)
+    cache, late = scene.cache, scene.steps["late"]
     cache.take_events()
     before = cache.stats().counters
-    assert cache.transfer_failed(failed) == ["r"]
+    assert fail(cache, late, CacheLevel.HOST, late.evict.target_slots) == ["r"]
     removed = cache.take_events()  # its device copy had never been announced
     assert [(event.kind, event.level, event.hashes[-1]) for event in removed] == [
         ("removed", CacheLevel.HOST, BlockHash(b"abc"))
@@ -76,66 +94,38 @@ def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
     counters = cache.stats().counters
     assert (counters.requests_admitted, counters.host_hit_tokens) == (before.requests_admitted, before.host_hit_tokens)
     assert not cache.take_swap_step().swap_in
-    assert cached(cache, "abc") == []
+    scene.see("abc", "-")
     cache.check_idle()
 
 
-def test_a_late_report_does_not_touch_a_block_whose_copy_into_that_slot_is_still_to_be_made() -> None:
-    cache = manager(4, 1, "write_through")
-    run(cache, "a!")
-    late = cache.take_swap_step()
-    run(cache, "b!")  # its copy goes into the slot that `a` had
-    assert fail(cache, late, CacheLevel.HOST, late.evict.target_slots) == []
-    cache.check()
-    assert cached(cache, "b") == ["swap_to_host"]
-    cache.take_swap_step()
-    assert on_host(cache, "b") == [True]
+@pytest.mark.parametrize("age", [0, 1, 2, 3])
+def test_a_copy_that_failed_too_long_ago_to_be_remembered_is_found(monkeypatch: pytest.MonkeyPatch, age: int) -> None:
+    monkeypatch.setattr(told_copies, "REMEMBERED_STEPS", 2)
+    events = "; ".join(f"run {text}; step {text}" for text in "abcd")
+    copied = "; ".join(f"copied {text} {'n' if text == 'dcba'[age] else 'y'}" for text in "abcd")
+    play(f"{events}; fail {'dcba'[age]} host all; {copied}", 8, 8, "write_through")
 
 
-def test_a_match_that_waits_on_a_lost_block_becomes_empty_and_is_not_named() -> None:
-    cache = manager(4, 4)
-    run(cache, "ab!")
-    step = run(cache, "1234!")
-    cache.match_prefix("waits", prompt("ab!"))
-    assert fail(cache, step, CacheLevel.HOST, step.evict.target_slots) == []
-    assert cache.nodes("waits") == ()
-    cache.check()
-    result = cache.allocate("waits", 3)
-    assert isinstance(result, Allocation)
-    assert result.num_cached_tokens == 0
-    cache.finish("waits")
+THEN = {
+    # what happens before the report: events, who is named
+    "runs": ("", "r"),
+    "finished": ("finish r", ""),
+    "left the device": ("finish r; lend 5; step; see abcde DDDHH", ""),
+    "was hit": ("finish r; start abcdef other", "other"),
+    "was matched": ("finish r; match abcdef other", ""),
+}
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through", "auto"])
-@pytest.mark.parametrize("failed", ["a", "c", "abc"])
-@pytest.mark.parametrize("then", ["runs", "finished", "left the device", "was hit", "was matched"])
+@pytest.mark.parametrize("failed", ["0", "2", "0,1,2"])
+@pytest.mark.parametrize("then", THEN)
 def test_after_a_report_that_comes_after_the_commit_nothing_of_it_is_found(policy: str, failed: str, then: str) -> None:
     """It comes too late for `r`, whose tokens were sampled from garbage; nobody else is to read that."""
-    cache = manager(8, 16, policy)
-    run(cache, "abc!")
-    run(cache, "12345678!")
-    start(cache, "abcde!", "r")
-    step = cache.take_swap_step()
-    cache.commit("r", 5)
-    if then != "runs":
-        cache.finish("r")
-    if then == "left the device":
-        cache.lend(5)
-        cache.take_swap_step()
-        assert cached(cache, "abcde") == ["device"] * 3 + ["host"] * 2
-    elif then == "was hit":
-        start(cache, "abcdef!", "other")
-    elif then == "was matched":
-        cache.match_prefix("other", prompt("abcdef!"))
-    lost = [slot for letter, slot in zip("abc", step.swap_in.target_slots, strict=True) if letter in failed]
-    named = fail(cache, step, CacheLevel.DEVICE, lost)
-    assert named == {"runs": ["r"], "was hit": ["other"]}.get(then, [])
-    cache.check()
-    left = cached(cache, "abcde")
-    assert left == ["device"] * "abc".index(failed[0])
-    cache.take_swap_step()
-    for name in named:
-        cache.commit(name, 5)  # ignored
-        cache.preempt(name)
-    cache.check()
-    assert cached(cache, "abcde") == left
+    events, named = THEN[then]
+    left = "D" * int(failed[0]) or "-"
+    end = f"commit {named} 5; preempt {named};" if named else ""
+    play(
+        f"run abc; run 12345678; start abcde r; step late; commit r 5; {events or 'see abc DDD'};"
+        f"fail late device {failed} {named}; see abcde {left}; step; {end} see abcde {left}",
+        *(8, 16, policy),
+    )

@@ -73,13 +73,8 @@ def play(cache: CacheManager, name: str, hashes: list[BlockHash]) -> None:
     cache.finish(name)
 
 
-POLICIES = [("write_back", 0), *((policy.value, 3000) for policy in WritePolicy)]
-
-
-@pytest.mark.parametrize(("policy", "host"), POLICIES)
-@pytest.mark.parametrize(
-    ("eviction", "most_runs"), [("lru", 3), ("adaptive", 3 + NUM_CLASSES), ("hyperbolic", 3 + NUM_CLASSES)]
-)
+@pytest.mark.parametrize(("policy", "host"), [("write_back", 0), *((policy.value, 3000) for policy in WritePolicy)])
+@pytest.mark.parametrize(("eviction", "most_runs"), [("lru", 3), ("adaptive", 3 + NUM_CLASSES)])
 def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int, eviction: str, most_runs: int) -> None:
     cache = manager(3000, host, policy, max_queued_events=0, eviction_policy=eviction)
     hashes = blocks(2000)
@@ -114,66 +109,105 @@ def test_a_conversation_of_any_length_is_a_few_runs(chunk: int) -> None:
     cache.check()
 
 
-@pytest.mark.parametrize(("policy", "host"), POLICIES)
-def test_a_waiting_head_of_a_long_conversation_is_matched_again_for_nearly_nothing(policy: str, host: int) -> None:
-    costs = []
-    for turns in (50, 500):
-        cache = manager(2 * turns + 2, host, policy, max_queued_events=0)
-        hashes = blocks(2 * turns)
-        for turn in range(1, turns + 1):
-            play(cache, "turn", hashes[: 2 * turn])
-        waiting = GivenHashes([*hashes, *blocks(10, 1)], 2 * turns + 11)
+# ---- one operation, on a small and on a large one of its adversary's shape
 
-        def retry(cache: CacheManager = cache, waiting: GivenHashes = waiting) -> None:
-            cache.match_prefix("head", waiting)
-            assert isinstance(cache.allocate("head", waiting.num_tokens), NoSpace)
-            cache.release("head")
-
-        costs.append(work(retry))
-    assert costs[1].is_like(costs[0])
+Shaped = tuple[CacheManager, Callable[[], object]]
+"""The shape, and the operation whose cost must not grow with it."""
 
 
-def test_one_block_leaves_a_long_run_as_cheaply_as_a_short_one() -> None:
-    costs = []
-    for length in (100, 5000):
-        cache = manager(length, max_queued_events=0)
-        play(cache, "long", blocks(length))
-        play(cache, "first", blocks(1, 1))
-        costs.append(work(lambda cache=cache: play(cache, "other", blocks(1, 2))))  # type: ignore[misc]
-    assert costs[1].is_like(costs[0])
+def waiting_head(turns: int) -> Shaped:
+    cache, hashes = manager(2 * turns + 2, 3000, "write_through", max_queued_events=0), blocks(2 * turns)
+    for turn in range(1, turns + 1):
+        play(cache, "turn", hashes[: 2 * turn])
+    waiting = GivenHashes([*hashes, *blocks(10, 1)], 2 * turns + 11)
+
+    def retry() -> None:
+        cache.match_prefix("head", waiting)
+        assert isinstance(cache.allocate("head", waiting.num_tokens), NoSpace)
+        cache.release("head")
+
+    return cache, retry
 
 
-def test_one_block_more_costs_a_long_request_what_it_costs_a_short_one() -> None:
-    costs = []
-    for length in (100, 5000):
-        cache = manager(length + 10, max_queued_events=0)
-        sequence = GivenHashes(blocks(length + 10), length + 1)
-        cache.match_prefix("r", sequence)
-        cache.allocate("r", length)
+def long_run(length: int) -> Shaped:
+    cache = manager(length, max_queued_events=0)
+    play(cache, "long", blocks(length))
+    play(cache, "first", blocks(1, 1))
+    return cache, lambda: play(cache, "other", blocks(1, 2))
+
+
+def long_request(length: int) -> Shaped:
+    cache = manager(length + 10, max_queued_events=0)
+    sequence = GivenHashes(blocks(length + 10), length + 1)
+    cache.match_prefix("r", sequence)
+    cache.allocate("r", length)
+    cache.take_swap_step()
+    cache.commit("r", length)
+
+    def grow() -> None:
+        cache.allocate("r", sequence.num_tokens)
+        sequence.num_tokens += 1
         cache.take_swap_step()
-        cache.commit("r", length)
+        cache.commit("r", sequence.num_tokens - 1)
 
-        def grow(cache: CacheManager = cache, sequence: GivenHashes = sequence) -> None:
-            cache.allocate("r", sequence.num_tokens)
-            sequence.num_tokens += 1
-            cache.take_swap_step()
-            cache.commit("r", sequence.num_tokens - 1)
-
-        grow()  # the list may have to move once to grow
-        costs.append(work(grow))
-    assert costs[1].is_like(costs[0])
+    grow()  # the list may have to move once to grow
+    return cache, grow
 
 
-def test_children_on_the_host_cost_their_parent_nothing_when_it_leaves_the_device() -> None:
+def many_children(children: int) -> Shaped:
+    cache, stem = manager(4, children + 16, max_queued_events=0), blocks(1)
+    for number in range(children):
+        play(cache, str(number), stem + blocks(1, 1 + number))
+    play(cache, "flush", blocks(4, 10_000))
+    play(cache, "stem", stem)
+    return cache, lambda: play(cache, "flush again", blocks(4, 20_000))
+
+
+def many_others(others: int) -> Shaped:
+    cache = manager(others + 10, others + 10, "write_through", max_queued_events=0)
+    for number in range(others):
+        play(cache, "other", blocks(1, 1 + number))
+    begin(cache, "r", blocks(4))
+    step = cache.take_swap_step()
+    slots = step.evict.target_slots[-4:]
+    failed = TransferResult(step.step, CacheLevel.DEVICE, CacheLevel.HOST, 4, 0, 0.0, slots, "injected")
+    return cache, lambda: cache.transfer_failed(failed)
+
+
+def stored_piece(length: int) -> Shaped:
+    cache = manager(length + 8, length + 8, "write_through", max_queued_events=0)
+    play(cache, "r", blocks(length))
+    step = cache.take_swap_step()
+    wanted = frozenset(step.evict.target_slots[32:64])
+    cache.begin_store("first", step.step, frozenset(step.evict.target_slots[:32]))
+    return cache, lambda: cache.begin_store("s", step.step, wanted)
+
+
+def piece_on_the_device(length: int) -> Shaped:
+    cache, hashes = manager(length + 8, max_queued_events=0), blocks(length)
+    play(cache, "r", hashes)
+    return cache, lambda: cache.begin_device_store("s", hashes, 128, most=32)
+
+
+SHAPES: dict[str, tuple[Callable[[int], Shaped], int, int]] = {
+    # what costs the same: how the shape is built, a small size, a large one
+    "a waiting head of a long conversation is matched again": (waiting_head, 50, 500),
+    "one block leaves a long run": (long_run, 100, 5000),
+    "a long request gets one block more": (long_request, 100, 5000),
+    "the parent of children on the host leaves the device": (many_children, 10, 2000),
+    "a copy among those of many others has failed": (many_others, 10, 1000),
+    "a piece of a long run is stored": (stored_piece, 256, 4096),
+    "a piece of a long prompt is kept on the device": (piece_on_the_device, 256, 4096),
+}
+
+
+@pytest.mark.parametrize("operation", SHAPES)
+def test_what_an_operation_costs_does_not_grow(operation: str) -> None:
+    build, small, large = SHAPES[operation]
     costs = []
-    for children in (10, 2000):
-        cache = manager(4, children + 16, max_queued_events=0)
-        stem = blocks(1)
-        for number in range(children):
-            play(cache, str(number), stem + blocks(1, 1 + number))
-        play(cache, "flush", blocks(4, 10_000))
-        play(cache, "stem", stem)
-        costs.append(work(lambda cache=cache: play(cache, "flush again", blocks(4, 20_000))))  # type: ignore[misc]
+    for size in (small, large):
+        cache, operate = build(size)
+        costs.append(work(operate))
         cache.check()
     assert costs[1].is_like(costs[0])
 
@@ -207,22 +241,6 @@ def test_a_chain_on_the_host_is_not_walked_for_every_block_that_leaves_it() -> N
         cache.check()
         per_block = [cost.calls / (10 * (depth // 4)) for depth, cost in zip((20, 400), costs, strict=False)]
     assert per_block[1] <= 2 * per_block[0]
-
-
-def test_a_failed_copy_costs_its_own_blocks_and_not_the_cache() -> None:
-    costs = []
-    for others in (10, 1000):
-        cache = manager(others + 10, others + 10, "write_through", max_queued_events=0)
-        for number in range(others):
-            play(cache, "other", blocks(1, 1 + number))
-        begin(cache, "r", blocks(4))
-        step = cache.take_swap_step()
-        failed = TransferResult(
-            step.step, CacheLevel.DEVICE, CacheLevel.HOST, 4, 0, 0.0, step.evict.target_slots[-4:], "injected"
-        )
-        costs.append(work(lambda cache=cache, failed=failed: cache.transfer_failed(failed)))  # type: ignore[misc]
-        assert cache.stats().host_free_blocks == 14 - 4
-    assert costs[1].is_like(costs[0])
 
 
 def test_a_reset_costs_what_is_in_use_and_is_finished_by_later_steps() -> None:
@@ -277,30 +295,3 @@ def test_a_piece_of_a_stored_prompt_is_loaded_at_the_same_cost_whatever_is_befor
     assert sorted(cost.calls for cost in costs.values())[-3] <= 2 * costs[256].calls + 10
     assert costs[4096].is_like(costs[256])
     cache.check()
-
-
-def test_a_piece_of_a_run_is_stored_at_the_same_cost_however_long_it_is() -> None:
-    costs = []
-    for length in (256, 4096):
-        cache = manager(length + 8, length + 8, "write_through", max_queued_events=0)
-        play(cache, "r", blocks(length))
-        step = cache.take_swap_step()
-        wanted = frozenset(step.evict.target_slots[32:64])
-        cache.begin_store("first", step.step, frozenset(step.evict.target_slots[:32]))
-        costs.append(work(lambda cache=cache, step=step, wanted=wanted: cache.begin_store("s", step.step, wanted)))  # type: ignore[misc]
-        assert len(cache._stores) == 2
-        for name in ("first", "s"):
-            cache.end_store(name)
-        cache.check_idle()
-    assert costs[1].is_like(costs[0])
-
-
-def test_a_piece_of_a_prompt_is_kept_on_the_device_at_the_same_cost_however_long_it_is() -> None:
-    costs = []
-    for length in (256, 4096):
-        cache = manager(length + 8, max_queued_events=0)
-        play(cache, "r", hashes := blocks(length))
-        costs.append(work(lambda cache=cache, hashes=hashes: cache.begin_device_store("s", hashes, 128, most=32)))  # type: ignore[misc]
-        cache.end_store("s")
-        cache.check_idle()
-    assert costs[1].is_like(costs[0])

@@ -6,65 +6,45 @@ from string import ascii_letters
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.lookahead import MOST_RUNS
 from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.radix_tree import RadixTree
 
-from .scenario import cached, expect, manager, on_host, prompt, run
+from .scenario import manager, play, prompt, run
+
+SCENARIOS = {
+    # law: events after three prompts fill the device, `ab` the oldest
+    "without a line the oldest leaves": "run 12; see ab -; see cd DD; see ef DD",
+    "what the line needs leaves last": "waiting ab; run 12; see ab DD; see cd -; see ef DD",
+    "the head of the line is spared for longest": (
+        "waiting ab cd ef; run 12; see ab DD; see cd DD; see ef -; waiting ab cd; run 3456; see ab DD; see cd -"
+    ),
+    "a prefix that the first and the last in line share is needed by the first": (
+        "waiting ab cd ab; run 1234; see ab DD; see cd -"
+    ),
+    "the line cannot keep more than there is": "waiting ab cd ef; run 123456; see ab -; see cd -; see ef -",
+    "a line that went away spares nothing": "waiting ab; waiting; run 12; see ab -",
+    "a line is forgotten with its step": "waiting ab; run 12; run 34; run 56; run 78; see ab -",
+    "a line told before a reset does no harm": "waiting ab cd; reset; run 123456; run ab; see ab DD",
+}
 
 
-def three_prompts(**options: int) -> CacheManager:
-    cache = manager(6, **options)
-    for text in ("ab!", "cd!", "ef!"):
-        run(cache, text)
-    return cache
-
-
-def test_without_a_line_the_oldest_leaves() -> None:
-    cache = three_prompts()
-    run(cache, "12!")
-    assert [cached(cache, text) for text in ("ab", "cd", "ef")] == [[], ["device"] * 2, ["device"] * 2]
-
-
-def test_what_the_line_needs_leaves_last() -> None:
-    cache = three_prompts()
-    expect(cache, "ab")
-    run(cache, "12!")
-    assert [cached(cache, text) for text in ("ab", "cd", "ef")] == [["device"] * 2, [], ["device"] * 2]
-
-
-def test_the_head_of_the_line_is_spared_for_longest() -> None:
-    cache = three_prompts()
-    expect(cache, "ab", "cd", "ef")
-    run(cache, "12!")
-    assert [cached(cache, text) for text in ("ab", "cd", "ef")] == [["device"] * 2, ["device"] * 2, []]
-    expect(cache, "ab", "cd")
-    run(cache, "3456!")
-    assert [cached(cache, text) for text in ("ab", "cd")] == [["device"] * 2, []]
-
-
-def test_the_longer_the_line_that_needs_a_prefix_the_head_still_counts() -> None:
-    """A prefix that the first and the last in line share is needed by the first."""
-    cache = three_prompts()
-    expect(cache, "ab", "cd", "ab")
-    run(cache, "1234!")
-    assert [cached(cache, text) for text in ("ab", "cd")] == [["device"] * 2, []]
+@pytest.mark.parametrize("law", SCENARIOS)
+def test_law_of_the_line(law: str) -> None:
+    play(f"run ab; run cd; run ef; {SCENARIOS[law]}", 6)
 
 
 def test_the_line_counts_for_the_host_tier_too() -> None:
-    cache = manager(2, 4)
-    for text in ("ab!", "cd!", "ef!"):
-        run(cache, text)
-    assert on_host(cache, "ab") == on_host(cache, "cd") == [True] * 2
-    expect(cache, "ab")
-    run(cache, "12!")
-    assert [cached(cache, text) for text in ("ab", "cd", "ef")] == [["host"] * 2, [], ["host"] * 2]
+    play("run ab; run cd; run ef; copied ab yy; copied cd yy; waiting ab; run 12; see ab HH; see cd -; see ef HH", 2, 4)
+
+
+def test_only_as_many_requests_as_the_settings_say_are_looked_at() -> None:
+    play("run ab; run cd; run ef; waiting ef ab; run 12; see ab -", 6, lookahead_requests=1)
 
 
 @pytest.mark.parametrize("order", EVICTION_POLICIES)
 @pytest.mark.parametrize(
-    ("line", "copied"), [("", "jklm"), ("j", "jklmn"), ("k", "jlmn"), ("l", "jkmn"), ("mlkj", "jnopq"), ("XYZ", "jklm")]
+    ("line", "copied"), [("", "jklm"), ("j", "jklmn"), ("l", "jkmn"), ("mlkj", "jnopq"), ("XYZ", "jklm")]
 )
 def test_what_the_line_needs_is_not_copied_ahead_of_what_leaves_before_it(order: str, line: str, copied: str) -> None:
     """The host tier is full: room for the copies is made while the order of the device is gone through."""
@@ -78,57 +58,13 @@ def test_what_the_line_needs_is_not_copied_ahead_of_what_leaves_before_it(order:
     cache.lend(5)
     cache.take_swap_step()  # `f` to `j` are copied ahead
     cache.lend(4)
-    expect(cache, *line)
+    cache.expect([prompt(letter + "!") for letter in line])
     cache.take_swap_step()
     cache.check()
-    on_device = [letter for letter in letters if cached(cache, letter) == ["device"]]
-    assert "".join(on_device) == letters[9:]
-    assert "".join(letter for letter in on_device if on_host(cache, letter)[0]) == copied
-
-
-def test_the_line_cannot_keep_more_than_there_is() -> None:
-    cache = three_prompts()
-    expect(cache, "ab", "cd", "ef")
-    run(cache, "123456!")
-    assert [cached(cache, text) for text in ("ab", "cd", "ef")] == [[], [], []]
-
-
-def test_a_line_that_went_away_spares_nothing() -> None:
-    cache = three_prompts()
-    expect(cache, "ab")
-    expect(cache)
-    run(cache, "12!")
-    assert cached(cache, "ab") == []
-
-
-def test_a_line_is_forgotten_with_its_step() -> None:
-    """A caller that tells nothing more, as an engine that has stopped, is not held to what it said."""
-    cache = three_prompts()
-    expect(cache, "ab")
-    run(cache, "12!")
-    run(cache, "34!")
-    run(cache, "56!")
-    run(cache, "78!")
-    assert cached(cache, "ab") == []
-
-
-def test_a_line_told_before_a_reset_does_no_harm() -> None:
-    cache = three_prompts()
-    expect(cache, "ab", "cd")
-    cache.reset_cache()
-    run(cache, "123456!")
-    run(cache, "ab!")
-    cache.check()
-    assert cached(cache, "ab") == ["device"] * 2
-
-
-def test_only_as_many_requests_as_the_settings_say_are_looked_at() -> None:
-    cache = manager(6, lookahead_requests=1)
-    for text in ("ab!", "cd!", "ef!"):
-        run(cache, text)
-    expect(cache, "ef", "ab")
-    run(cache, "12!")
-    assert cached(cache, "ab") == []
+    nodes = {node.hash.decode(): node for each in cache._tree.runs() for node in each.nodes()}
+    on_device = "".join(letter for letter in letters if nodes[letter].device_slot is not None)
+    assert on_device == letters[9:]
+    assert "".join(letter for letter in on_device if nodes[letter].host_slot is not None) == copied
 
 
 @pytest.fixture
@@ -147,19 +83,12 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_step_that_evicts_nothing_does_not_look(looked: list[int]) -> None:
-    cache = three_prompts()
-    expect(cache, "ab", "cd")
-    run(cache, "ab!", "again")
+    play("run ab; run cd; run ef; waiting ab cd; run ab again", 6)
     assert looked == []
 
 
 def test_a_step_that_evicts_twice_looks_once(looked: list[int]) -> None:
-    cache = three_prompts()
-    expect(cache, "ab")
-    cache.match_prefix("x", prompt("12!"))
-    cache.allocate("x", 1)
-    cache.allocate("x", 2)
-    assert cache.stats().counters.device_evicted_blocks == 2
+    play("run ab; run cd; run ef; waiting ab; match 12 x; grow x 1; grow x 2; count device_evicted_blocks 2", 6)
     assert looked == [1]
 
 

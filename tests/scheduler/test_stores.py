@@ -1,146 +1,131 @@
-"""Host blocks that storage or a peer reads: they stay where they are until that has ended, whatever happens."""
+"""Blocks that storage or a peer reads: they stay where they are until that has ended, whatever happens."""
 
 from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, StoreSource, SwapStep
-from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.errors import BlockPoolError, CacheStateError
+from fastdeploy_kvcache_v1.metadata import StoreSource
+from fastdeploy_kvcache_v1.scheduler.block_pool import DeviceBlockPool
 
-from .scenario import block, cached, fail, manager, on_host, prompt, run, start
+from .scenario import block, play, prompt
 
-NOTHING = StoreSource((), ())
-
-
-def backed_up(cache: CacheManager, text: str) -> SwapStep:
-    """A whole request under write_through; returns the step that copied its blocks."""
-    run(cache, text)
-    return cache.take_swap_step()
-
-
-def begin(cache: CacheManager, step: SwapStep, name: str = "store") -> StoreSource:
-    source = cache.begin_store(name, step.step, frozenset(step.evict.target_slots))
-    cache.check()
-    return source
-
-
-def fill_host(cache: CacheManager, text: str) -> None:
-    """A prompt whose backup takes every host slot that it can get."""
-    backed_up(cache, text)
-    cache.check()
-
-
-def test_a_store_names_the_blocks_and_slots_of_its_step() -> None:
-    cache = manager(8, 8, "write_through")
-    backed_up(cache, "ab!")
-    step = backed_up(cache, "abcd!")
-    assert begin(cache, step) == StoreSource((block("abc"), block("abcd")), step.evict.target_slots)
-    cache.end_store("store")
-    cache.check_idle()
-
-
-def test_blocks_do_not_leave_the_host_while_they_are_stored() -> None:
-    cache = manager(8, 2, "write_through")
-    step = backed_up(cache, "ab!")
-    begin(cache, step)
-    fill_host(cache, "xyz!")
-    assert on_host(cache, "ab") == [True, True]
-    assert on_host(cache, "xyz") == [False, False, False]
-    cache.end_store("store")
-    fill_host(cache, "uvw!")
-    assert on_host(cache, "ab") == [False, False]
-    cache.check_idle()
-
-
-def test_what_left_the_host_before_is_not_stored() -> None:
-    cache = manager(8, 2, "write_through")
-    step = backed_up(cache, "ab!")
-    fill_host(cache, "xy!")
-    assert begin(cache, step) == NOTHING
-    cache.check_idle()
-
-
-def test_a_slot_that_another_step_filled_since_is_not_taken_for_the_old_block() -> None:
-    cache = manager(8, 1, "write_through")
-    old = backed_up(cache, "a!")
-    new = backed_up(cache, "b!")
-    assert old.evict.target_slots == new.evict.target_slots
-    assert begin(cache, old) == NOTHING
-    assert begin(cache, new).hashes == (block("b"),)
-    cache.end_store("store")
-
-
-def test_only_the_part_that_the_step_copied_is_stored_of_a_run_that_was_joined() -> None:
-    cache = manager(8, 8, "write_through")
-    first = backed_up(cache, "ab!")
-    backed_up(cache, "abcd!")
-    assert begin(cache, first).hashes == (block("a"), block("ab"))
-    cache.end_store("store")
-    cache.check_idle()
-
-
-def test_a_copy_of_which_a_part_failed_is_not_stored() -> None:
-    cache = manager(8, 8, "write_through")
-    step = backed_up(cache, "ab!")
-    fail(cache, step, CacheLevel.HOST, step.evict.target_slots[1:])
-    assert on_host(cache, "ab") == [False, False], "a run is on the host as a whole or not"
-    assert begin(cache, step) == NOTHING
-    cache.check_idle()
-
-
-def test_stores_of_the_same_blocks_end_one_by_one() -> None:
-    cache = manager(8, 2, "write_through")
-    step = backed_up(cache, "ab!")
-    begin(cache, step, "one")
-    begin(cache, step, "two")
-    with pytest.raises(CacheStateError, match="store one has begun"):
-        begin(cache, step, "one")
-    cache.end_store("one")
-    fill_host(cache, "xy!")
-    assert on_host(cache, "ab") == [True, True]
-    cache.end_store("two")
-    with pytest.raises(CacheStateError, match="store two is unknown"):
-        cache.end_store("two")
-    cache.check_idle()
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_a_reset_forgets_the_blocks_and_leaves_the_bytes_of_a_store_alone(force: bool) -> None:
-    cache = manager(8, 2, "write_through")
-    begin(cache, backed_up(cache, "ab!"))
-    cache.reset_cache(force=force)
-    cache.check()
-    assert cached(cache, "ab") == []
-    stats = cache.stats()
-    assert stats.device_free_blocks == 8
-    assert stats.host_free_blocks == 0
-    fill_host(cache, "xy!")
-    assert on_host(cache, "xy") == [False, False], "the host slots are still being read"
-    cache.reset_cache(force=force)
-    cache.end_store("store")
-    cache.check_idle()
-    assert cache.stats().host_free_blocks == 2
+SCENARIOS = {
+    # law: device blocks, host blocks, write policy, events
+    "a store names the blocks of its step": (
+        (8, 8, "write_through"),
+        "run ab; step; run abcd; step late; store late abc,abcd; end; idle",
+    ),
+    "blocks do not leave the host while they are stored": (
+        (8, 2, "write_through"),
+        "run ab; step late; store late a,ab; run xyz; step; copied ab yy; copied xyz nnn; end; run uvw; step;"
+        "copied ab nn; idle",
+    ),
+    "what left the host before is not stored": (
+        (8, 2, "write_through"),
+        "run ab; step late; run xy; step; store late -; idle",
+    ),
+    "a slot that another step filled since is not taken for the old block": (
+        (8, 1, "write_through"),
+        "run a; step old; out 0>0; run b; step new; out 1>0; store old -; store new b; end",
+    ),
+    "only the part that the step copied is stored of a run that was joined": (
+        (8, 8, "write_through"),
+        "run ab; step late; run abcd; step; store late a,ab; end; idle",
+    ),
+    "a copy of which a part failed is not stored": (
+        (8, 8, "write_through"),
+        "run ab; step late; fail late host 1; copied ab nn; store late -; idle",
+    ),
+    "stores of the same blocks end one by one": (
+        (8, 2, "write_through"),
+        "run ab; step late; store late a,ab one; store late a,ab two; end one; run xy; step; copied ab yy; end two;"
+        "idle",
+    ),
+    "a reset leaves the bytes of a store alone": (
+        (8, 2, "write_through"),
+        "run ab; step late; store late a,ab; reset; see ab -; count device_free_blocks 8; count host_free_blocks 0;"
+        "run xy; step; copied xy nn; reset; end; idle; count host_free_blocks 2",
+    ),
+    "a forced reset leaves the bytes of a store alone": (
+        (8, 2, "write_through"),
+        "run ab; step late; store late a,ab; reset forced; see ab -; count host_free_blocks 0; run xy; step;"
+        "copied xy nn; reset forced; end; idle; count host_free_blocks 2",
+    ),
+    "a request goes on below blocks that are stored": (
+        (8, 8, "write_through"),
+        "run ab; step late; store late a,ab; run abcd; step; see abcd DDDD; end; idle",
+    ),
+    "a store keeps no block on the device": (
+        (4, 8, "write_through"),
+        "run abcd; step late; store late a,ab,abc,abcd; run wxyz; step; see abcd HHHH; end; idle",
+    ),
+    "a failed copy beside blocks that are stored frees no slot of theirs": (
+        (8, 4, "write_through"),
+        "run ab; step one; run abcd; step two; run abcd again; store one a,ab; fail two host all; run wxyz; step;"
+        "copied wxyz yynn; end; idle",
+    ),
+    # ---- of device slots
+    "a store on the device names blocks as far as they are there": (
+        (8, 0, "write_back"),
+        "run abc; store_on_device abcd 1 ab,abc; store_on_device abcd 3 - nothing; end; idle",
+    ),
+    "a slot is given to nobody else while it is read although its block is evicted": (
+        (4, 0, "write_back"),
+        "run ab; store_on_device ab 0 a,ab; match wxyz big; full big 3 3 2; grow big 2; release big; run uv; run wx;"
+        "refuse 3; end; lend 4; back; idle",
+    ),
+    "blocks that are evicted while they are read free their slots at the end": (
+        (4, 4, "write_back"),
+        "run ab; store_on_device ab 0 a,ab; match wxyz r; grow r 2; step; full r 3; finish r; resize 8; start uvwxyz r;"
+        "refuse 1; step; finish r; end; idle",
+    ),
+    "two readers of a slot end one by one": (
+        (2, 0, "write_back"),
+        "run ab; store_on_device ab 0 a,ab one; store_on_device a 0 a two; reset; count device_free_blocks 0;"
+        "count device_cached_blocks 0; end one; count device_free_blocks 1; end two; count device_free_blocks 2; idle",
+    ),
+    "a reset leaves what is read on the device alone, and those that go on using it": (
+        (4, 0, "write_back"),
+        "run ab; start abc r; store_on_device ab 0 a,ab; reset; see ab -; step; finish r; start xy; refuse 1; step;"
+        "finish xy; end; idle",
+    ),
+    "a forced reset leaves what is read on the device alone": (
+        (4, 0, "write_back"),
+        "run ab; start abc r; store_on_device ab 0 a,ab; reset forced; see ab -; start xy; refuse 1; step; finish xy;"
+        "end; idle",
+    ),
+    "what waits for a copy that was not told is not read": (
+        (4, 4, "write_back"),
+        "run ab; run wxyz; step; store_on_device ab 0 -; start ab; store_on_device ab 0 -; step late;"
+        "store_on_device ab 0 a,ab; fail late device all ab; preempt ab; end; idle",
+    ),
+    "the device tier does not shrink below what is read": (
+        (4, 0, "write_back"),
+        "run abcd; store_on_device abcd 0 a,ab,abc,abcd; stuck 2; end; resize 2",
+    ),
+}
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_reset_drops_a_swap_in_that_nobody_waits_for_of_blocks_that_are_stored(force: bool) -> None:
+@pytest.mark.parametrize("law", SCENARIOS)
+def test_law_of_a_store(law: str) -> None:
+    (device, host, policy), events = SCENARIOS[law]
+    play(events, device, host, policy)
+
+
+@pytest.mark.parametrize("how", ["", "forced"])
+def test_a_reset_drops_a_swap_in_that_nobody_waits_for_of_blocks_that_are_stored(how: str) -> None:
     """No request uses the blocks any more; one below them is on the device, so their swap-in was not cancelled."""
-    cache = manager(12, 16, "write_through")
-    step = backed_up(cache, "abc!")
-    run(cache, "123456789xyz!")
-    cache.take_swap_step()
-    assert cached(cache, "abc") == ["host"] * 3
+    scene = play("run abc; step late; run 123456789xyz; step; see abc HHH", 12, 16, "write_through")
+    cache = scene.cache
     cache.match_prefix("computes", prompt("abcd!"), max_blocks=0)
-    cache.allocate("computes", 4)
-    cache.take_swap_step()
-    begin(cache, step)
-    start(cache, "abc!", "plans")
-    cache.commit("computes", 4)
+    for event in ("grow computes 4", "step", "store late a,ab,abc", "start abc plans", "commit computes 4"):
+        word, *arguments = event.split()
+        getattr(scene, word)(*arguments)
     cache.release("plans")
     cache.finish("computes")
-    assert cached(cache, "abc") == ["swap_to_device"] * 3
-    cache.reset_cache(force=force)
+    scene.see("abc", "iii")
+    scene.reset(how)
     cache.check()
     assert not cache.take_swap_step().swap_in
     assert cache.stats().device_free_blocks == 12
@@ -149,63 +134,57 @@ def test_a_reset_drops_a_swap_in_that_nobody_waits_for_of_blocks_that_are_stored
     assert cache.stats().host_free_blocks == 16
 
 
-def test_a_request_goes_on_below_blocks_that_are_stored() -> None:
-    cache = manager(8, 8, "write_through")
-    begin(cache, backed_up(cache, "ab!"))
-    backed_up(cache, "abcd!")
-    assert cached(cache, "abcd") == ["device"] * 4
-    cache.end_store("store")
-    cache.check_idle()
-
-
 def test_a_store_of_a_step_of_long_ago_finds_nothing() -> None:
-    cache = manager(8, 8, "write_through")
-    step = backed_up(cache, "ab!")
+    scene = play("run ab; step late", 8, 8, "write_through")
     for number in range(300):
-        backed_up(cache, f"{chr(1000 + number)}!")
-    assert begin(cache, step) == NOTHING
-
-
-def test_looking_for_cached_blocks_changes_nothing() -> None:
-    cache = manager(8, 8, "write_through")
-    backed_up(cache, "abc!")
-    before = cache.stats()
-    assert [cache.count_cached(prompt(text).hashes) for text in ("", "a", "abc", "abcd", "b")] == [0, 1, 3, 3, 0]
-    assert cache.stats() == before
-    cache.check_idle()
-
-
-def test_a_store_keeps_no_block_on_the_device() -> None:
-    cache = manager(4, 8, "write_through")
-    begin(cache, backed_up(cache, "abcd!"))
-    assert cache.num_available_device_blocks == 4
-    backed_up(cache, "wxyz!")
-    assert cached(cache, "abcd") == ["host"] * 4
-    cache.end_store("store")
-    cache.check_idle()
-
-
-def test_a_failed_copy_beside_blocks_that_are_stored_frees_no_slot_of_theirs() -> None:
-    cache = manager(8, 4, "write_through")
-    first = backed_up(cache, "ab!")
-    second = backed_up(cache, "abcd!")
-    run(cache, "abcd!", "again")  # its end joins the blocks of both into one run
-    assert begin(cache, first).hashes == (block("a"), block("ab"))
-    fail(cache, second, CacheLevel.HOST, second.evict.target_slots)
-    cache.check()
-    backed_up(cache, "wxyz!")
-    assert on_host(cache, "wxyz").count(True) <= 2
-    cache.end_store("store")
-    cache.check_idle()
+        scene.run(chr(1000 + number))
+        scene.step()
+    scene.store("late", "-")
 
 
 def test_a_store_of_a_part_of_a_run_lets_the_rest_leave_the_host() -> None:
-    cache = manager(8, 6, "write_through")
-    step = backed_up(cache, "abcdef!")
-    source = cache.begin_store("store", step.step, frozenset(step.evict.target_slots[2:4]))
-    cache.check()
-    assert source == StoreSource((block("abc"), block("abcd")), step.evict.target_slots[2:4])
-    fill_host(cache, "uvwxyz!")
-    assert on_host(cache, "uvwxyz").count(True) == 4
+    scene = play("run abcdef; step late", 8, 6, "write_through")
+    late, cache = scene.steps["late"], scene.cache
+    source = cache.begin_store("store", late.step, frozenset(late.evict.target_slots[2:4]))
+    assert source == StoreSource((block("abc"), block("abcd")), late.evict.target_slots[2:4])
+    scene.run("uvwxyz")
+    scene.step()
+    scene.copied("uvwxyz", "yyyynn")
     cache.end_store("store")
+    cache.check_idle()
+
+
+def test_an_id_in_use_and_one_that_is_unknown_are_refused() -> None:
+    cache = play("run ab; store_on_device ab 0 a,ab; store_on_device x 0 - nothing", 8).cache
+    with pytest.raises(CacheStateError, match="store store has begun"):
+        cache.begin_device_store("store", prompt("ab").hashes, 0)
+    with pytest.raises(CacheStateError, match="store store has begun"):
+        cache.begin_store("store", 0, frozenset())
+    cache.end_store("store")
+    for unknown in ("store", "nothing"):
+        with pytest.raises(CacheStateError, match=f"store {unknown} is unknown"):
+            cache.end_store(unknown)
+
+
+def test_a_held_slot_is_not_given_back_twice() -> None:
+    pool = DeviceBlockPool(4)
+    slots = pool.allocate(3)
+    pool.hold(slots[:2])
+    pool.free(slots)
+    assert (pool.num_free, pool.num_held, pool.num_ownerless) == (2, 0, 2)
+    with pytest.raises(BlockPoolError, match="given back already"):
+        pool.free(slots[:1])
+    pool.check_owners([])
+    pool.let_go(slots[:2])
+    assert pool.num_free == 4
+    pool.check_owners([])
+
+
+def test_looking_for_cached_blocks_changes_nothing() -> None:
+    cache = play("run abcd; run xy; step", 4, 8).cache  # `c` and `d` have left the device
+    before = cache.stats()
+    for text, cached, on_device in (("", 0, 0), ("a", 1, 1), ("abc", 3, 2), ("abcde", 4, 2), ("zz", 0, 0)):
+        hashes = prompt(text).hashes
+        assert (cache.count_cached(hashes), cache.count_on_device(hashes)) == (cached, on_device)
+    assert cache.stats() == before
     cache.check_idle()
