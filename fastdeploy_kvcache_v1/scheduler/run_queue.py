@@ -22,12 +22,6 @@ class RunQueue:
         """
         return self._end
 
-    @property
-    def oldest(self) -> Run | None:
-        link = self._end.younger
-        assert link is not None
-        return None if link is self._end else link.run
-
     def __iter__(self) -> Iterator[Run]:
         """Oldest first. The run just yielded may be removed or moved by the caller."""
         link = self._end.younger

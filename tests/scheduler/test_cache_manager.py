@@ -226,6 +226,15 @@ def test_no_counter_ever_falls() -> None:
     assert ended == (2, 3, 2)
 
 
+def test_what_hosts_count_is_added_up() -> None:
+    scene = play("step", 4)
+    for tokens in (3, 4):
+        scene.cache.count_shared_prefill(tokens)
+        scene.cache.count_declined_load(2 * tokens)
+    for name, value in (("shared_prefill_requests", 2), ("shared_prefill_tokens", 7), ("declined_load_tokens", 14)):
+        scene.count(name, str(value))
+
+
 def test_host_hits_are_reported_in_tokens_and_once() -> None:
     cache = CacheManager(KVCacheConfig(4, 4, block_size=2, write_policy=WritePolicy.WRITE_BACK))
     prompts = [BlockHasher(2), BlockHasher(2)]

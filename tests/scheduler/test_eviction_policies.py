@@ -12,6 +12,7 @@ from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
 from fastdeploy_kvcache_v1.scheduler.run import Run
 
+from .other_policies import OTHER_POLICIES
 from .scenario import cached, manager, play, run
 
 ALL = list(EVICTION_POLICIES)
@@ -40,6 +41,14 @@ def test_candidates_are_all_that_can_leave_and_the_same_traffic_leads_to_the_sam
         assert set(orders[1]) == {each for each in cache._tree.runs() if each.host is not None}
         found.append(([[each.last_hash for each in order] for order in orders], cache.stats()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("order", [*ALL, *OTHER_POLICIES])
+@pytest.mark.parametrize(("device", "host"), [(4, 0), (4, 8), (2, 4)])
+def test_whatever_waited_for_others_or_for_a_request_can_leave_in_the_end(order: str, device: int, host: int) -> None:
+    searched = "match pc waits; run 1; release waits; match p waits; run 2; release waits; match pc waits; run 3"
+    events = f"run pc; run x; run p; run y; {searched}; release waits; run p; lend {device}; step; back"
+    play(f"{events}; resize 12; run abcdefghijkl; run ABCDEFGHIJKL; idle", device, host, eviction_policy=order)
 
 
 @pytest.mark.parametrize("order", ALL)

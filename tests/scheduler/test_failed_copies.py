@@ -33,6 +33,11 @@ SCENARIOS = {
         "run ab; start 1234; step late; commit 1234 4; finish 1234; match ab waits 2; fail late host all; uses waits -;"
         "grow waits 3; finish waits",
     ),
+    "a match that became empty has made no block younger": (
+        (3, 4, "write_back"),
+        "run ab; start xy; step late; commit xy 2; finish xy; see ab DH; match ab waits 2; fail late host all;"
+        "uses waits -; run 1; see xy DD; see ab H",
+    ),
     "nor does it touch a copy of the same run that is still to be made": (
         (4, 1, "write_through"),
         "start a r; run a; step late; run b; step; commit r 1; see a o; fail late host all; see a o",

@@ -41,6 +41,8 @@ def test_everything_is_loaded_until_both_rates_are_known() -> None:
     computed(no_copies, 100, 0.0, 0.001)
     for costs in (unknown, no_steps, no_copies):
         assert chosen(costs, 50, 10, budget=MUCH) == 50
+    computed(no_steps, FEWEST_TOKENS, 0.0, 0.001)
+    assert chosen(no_steps, 50, 10, budget=MUCH) == 0
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 10, 1000])

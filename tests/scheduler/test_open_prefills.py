@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.metadata import Allocation, CacheLevel
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.open_prefills import MOST_LOOKED_AT, OpenPrefills
 
 from .scenario import fail, manager, prompt, run
@@ -36,6 +37,13 @@ def test_blocks_before_the_cached_ones_of_the_leader_are_not_computed() -> None:
 def test_a_short_prefix_is_not_worth_a_batch() -> None:
     prefills = computing("abcd", worth=3)
     assert [prefills.to_wait_for(prompt(text), 0, []) for text in ("ab!", "abc!")] == [0, 3]
+
+
+@pytest.mark.parametrize(("worth", "expected"), [(6, 3), (7, 0)])
+def test_what_waiting_saves_is_counted_in_tokens_and_the_last_token_is_computed(worth: int, expected: int) -> None:
+    prefills, hashes = OpenPrefills(block_size=2, worth_tokens=worth), prompt("abcd").hashes
+    prefills.compute("leader", hashes)
+    assert prefills.to_wait_for(GivenHashes(hashes, 8), 0, []) == expected
 
 
 def test_what_the_whole_line_saves_counts() -> None:

@@ -100,6 +100,11 @@ SCENARIOS = {
         "run ab; run wxyz; step; store_on_device ab 0 -; start ab; store_on_device ab 0 -; step late;"
         "store_on_device ab 0 a,ab; fail late device all ab; preempt ab; end; idle",
     ),
+    "nor is what lies below it": (
+        (8, 8, "write_back"),
+        "start a first; start ab second; step; commit first 1; finish first; run 123456; see a H; start a waits;"
+        "commit second 2; finish second; see ab iD; store_on_device ab 0 -",
+    ),
     "the device tier does not shrink below what is read": (
         (4, 0, "write_back"),
         "run abcd; store_on_device abcd 0 a,ab,abc,abcd; stuck 2; end; resize 2",

@@ -12,7 +12,7 @@ SCENARIOS = {
     # law: device blocks, host blocks, write policy, events
     "an eviction reads the slots its blocks had although they are used again": (
         (3, 4, "write_back"),
-        "run abc; push 2; lend 1; lend 2; step; out 0>2 1>0 2>1",
+        "run abc; push 2; lend 1; lend 2; step; out 0>2 1>0 2>1; count backup_skipped_blocks 0",
     ),
     "an eviction of a block that is computed again meanwhile reads the new slot": (
         (4, 4, "write_back"),
