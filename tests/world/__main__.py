@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", action="append", default=[], metavar="NAME=N", help="instead of the drawn one")
     parser.add_argument("--check-every", type=int, default=10)
     parser.add_argument("--shrink", action="store_true", help="of the first seed that fails")
+    parser.add_argument("--trace", action="store_true", help="print what happens, though nothing is wrong")
     chosen = parser.parse_args(arguments)
     tickets = numbers(chosen.tickets) if chosen.tickets else range(chosen.events)
     off = frozenset(filter(None, chosen.off.split(",")))
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = Run(chosen.scenario, seed, tickets, off, sizes, chosen.check_every)
         result = try_run(run)
         if result.error is None:
+            print(*(result.trace if chosen.trace else ()), sep="\n", end="\n" * chosen.trace)
             continue
         failed += 1
         print(f"{result.error}\n  {line(run)}", flush=True)

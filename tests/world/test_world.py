@@ -1,6 +1,11 @@
 """Fixed seeds of every scenario. `python -m tests.world SCENARIO --seeds 0-999` looks at more of them."""
 
+import os
 import shlex
+import shutil
+import subprocess
+import sys
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +14,7 @@ import pytest
 from .__main__ import main
 from .chooser import numbers, ranges
 from .faults import FAULTS
-from .mutations import MUTATIONS, PACKAGE
+from .mutations import MUTANTS, PACKAGE
 from .ranks import Worker
 from .scenarios import SCENARIOS
 from .trial import line, shrink, try_run
@@ -66,8 +71,26 @@ def test_tickets_are_written_as_they_are_read(text):
     assert ranges(numbers(text)) == text
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_a_mutation_has_one_place(mutation):
-    source = Path(find_spec(f"{PACKAGE}.{mutation.module}").origin).read_text()
-    assert source.count(mutation.was) == 1
-    compile(source.replace(mutation.was, mutation.now), mutation.module, "exec")
+@pytest.mark.process
+def test_a_seed_replays_bit_for_bit_in_another_process_from_the_sources_alone(tmp_path):
+    """Also where Python hashes texts otherwise, and files lie elsewhere."""
+    root = Path(__file__).parents[2]
+    for name in (PACKAGE, "tests"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    run = Run("embedded roles file", 3, range(200), check_every=1)
+    command = [sys.executable, "-m", *shlex.split(line(run))[2:], "--trace"]
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(tmp_path)}
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert printed.stdout.splitlines() == try_run(run).trace
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_has_its_place(mutant):
+    compile(mutant.applied_to((Path(find_spec(PACKAGE).origin).parent / mutant.file).read_text()), mutant.file, "exec")
+
+
+def test_there_are_mutants_of_every_part():
+    parts = Counter(mutant.name.partition(":")[0] for mutant in MUTANTS)
+    assert all(
+        parts[part] >= least for part, least in {"scheduler": 10, "worker": 10, "storage": 5, "hosts": 5}.items()
+    )
