@@ -1,8 +1,7 @@
-"""The way back from workers to the engine, over real sockets and, where one of them ends, real processes."""
+"""The way back from workers to the engine, over real sockets and, where the engine is killed, a real process."""
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -24,19 +23,6 @@ from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CopyPath, TransferRep
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 
 LIMIT_S = 30.0
-
-WORKER = """
-import sys
-from pathlib import Path
-from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
-from fastdeploy_kvcache_v1.metadata import EVICT, TransferReport, TransferResult
-
-reporter = CopyReporter(Path(sys.argv[1]), int(sys.argv[2]))
-for line in sys.stdin:
-    step = int(line)
-    reporter.tell(TransferReport((TransferResult(step, *EVICT, 1, 10, 0.0, (step,), "injected"),)))
-    print(step, flush=True)
-"""
 
 ENGINE = """
 import sys, time
@@ -106,37 +92,15 @@ def listening(path):
         reports.close()
 
 
-@contextmanager
-def process(code, *arguments):
-    """A Python process that runs `code`; killed at the end."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ}
-    ) as started:
-        try:
-            yield started
-        finally:
-            started.kill()
-
-
-def tell(worker, *steps):
-    """The worker process has handed its reports of these failed copies to its socket."""
-    for step in steps:
-        worker.stdin.write(f"{step}\n")
-        worker.stdin.flush()
-        assert worker.stdout.readline() == f"{step}\n"
-
-
 # ---- what arrives
 
 
-@pytest.mark.process
-def test_each_ranks_failures_arrive_once_and_in_step_order(path):
-    with listening(path) as reports, process(WORKER, path, 0) as first, process(WORKER, path, 1) as second:
-        for step in range(0, 40, 2):
-            tell(first, step)
-            tell(second, step + 1)
+def test_each_ranks_failures_arrive_once_and_in_step_order(path, make_reporter):
+    reporters = [make_reporter(rank) for rank in range(2)]
+    reporters[0].tell(copied(0, error="injected"))  # before there is an engine
+    with listening(path) as reports:
+        for step in range(1, 40):
+            reporters[step % 2].tell(copied(step, error="injected"))
         steps = steps_failed(reports, 40)
         assert [step for step in steps if step % 2 == 0] == list(range(0, 40, 2))
         assert [step for step in steps if step % 2 == 1] == list(range(1, 40, 2))
@@ -196,15 +160,6 @@ def test_what_copies_in_and_prefills_took_arrives_once_and_by_rank(path, make_re
         assert reports.take().timings == {}, "each once"
 
 
-def test_the_worker_may_start_first(path, make_reporter):
-    reporter = make_reporter()
-    for step in range(5):
-        reporter.tell(copied(step, error="injected"))
-    with listening(path) as reports:
-        assert steps_failed(reports, 5) == [0, 1, 2, 3, 4]
-        assert reports.num_lost == 0
-
-
 # ---- who ends and starts again
 
 
@@ -222,11 +177,11 @@ def test_an_engine_that_starts_again_learns_the_totals(path, make_reporter):
 @pytest.mark.process
 def test_an_engine_that_was_killed_leaves_the_worker_and_the_next_engine_alone(path, make_reporter):
     reporter = make_reporter()
-    with process(ENGINE, path) as engine:
+    command = [sys.executable, "-c", ENGINE, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as engine:
         reporter.tell(copied(0, blocks=2))
         assert engine.stdout.readline() == "heard\n"
-        engine.send_signal(signal.SIGKILL)
-        engine.wait()
+        engine.kill()
     assert path.exists(), "nobody could remove it"
     with listening(path) as reports:
         reporter.tell(copied(1, blocks=3))
@@ -234,18 +189,16 @@ def test_an_engine_that_was_killed_leaves_the_worker_and_the_next_engine_alone(p
     assert not path.parent.exists()
 
 
-@pytest.mark.process
-def test_a_worker_that_was_killed_is_followed_by_another(path):
+def test_another_worker_of_a_rank_counts_from_0(path, make_reporter):
     with listening(path) as reports:
         for steps in ((1, 2, 3), (4,)):
-            with process(WORKER, path, 0) as worker:
-                tell(worker, *steps)
-                assert steps_failed(reports, len(steps)) == list(steps)
-                worker.send_signal(signal.SIGKILL)
-                worker.wait()
+            reporter = make_reporter()
+            for step in steps:
+                reporter.tell(copied(step, error="injected"))
+            assert steps_failed(reports, len(steps)) == list(steps)
+            reporter.close()
         assert [report.copies.swap_out.failures for report in reports.latest()] == [3, 1]
-        assert len({report.worker for report in reports.latest()}) == 2
-        assert reports.num_lost == 0, "another worker counts from 0"
+        assert reports.num_lost == 0
 
 
 # ---- bounds
