@@ -6,8 +6,8 @@ import pytest
 
 from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from tests.storage.file.stores import FILE_BYTES, put
-from tests.storage.values import namespace
+from tests.storage.file.stores import FILE_BYTES
+from tests.storage.values import namespace, put
 
 
 @pytest.fixture
@@ -30,18 +30,15 @@ def directory(tmp_path):
 
 
 @pytest.fixture
-def server(directory):
-    """Opens a backend as a server does."""
-    opened = []
+def server(store):
+    """Opens a backend as a server does, and stores some values."""
 
-    def open_server(*numbers, capacity=100 * FILE_BYTES, **changes):
-        opened.append(FileBackend(directory, namespace(**changes), capacity_bytes=capacity))
-        put(opened[-1], *numbers)
-        return opened[-1]
+    def open_server(*numbers, **changes):
+        backend = store(**changes)
+        put(backend, *numbers)
+        return backend
 
-    yield open_server
-    for backend in opened:
-        backend.close()
+    return open_server
 
 
 @pytest.fixture

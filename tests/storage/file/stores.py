@@ -1,26 +1,13 @@
-"""Shared by the tests of the file store: what a test puts and gets, ages, and finds again."""
+"""Shared by the tests of the file store: what a test ages, damages, and finds again."""
 
 import os
 import time
 
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
-from tests.storage.values import empty, holds, keys, values
+from tests.storage.values import keys
 
 FILE_BYTES = 8192
 """What a value takes on the disk."""
-
-
-def put(backend, *numbers):
-    return backend.put(keys(*numbers), values(keys(*numbers), backend.namespace_digest))
-
-
-def got(backend, *numbers):
-    """How many values arrived; checks each of them."""
-    buffers = empty(len(numbers))
-    count = backend.get(keys(*numbers), buffers)
-    digest = backend.namespace_digest
-    assert all(holds(buffer, key, digest) for buffer, key in zip(buffers[:count], keys(*numbers), strict=False))
-    return count
 
 
 def used_by(backend):

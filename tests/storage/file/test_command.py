@@ -10,12 +10,13 @@ import pytest
 from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.storage.file import command
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
+from fastdeploy_kvcache_v1.storage.file.inventory import amount
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION
-from fastdeploy_kvcache_v1.units import GIB
+from fastdeploy_kvcache_v1.units import GIB, MIB
 from tests.forked import ended_well, start
-from tests.storage.file.stores import FILE_BYTES, age, damage, everything, flip_a_byte, got, put, stored
-from tests.storage.values import keys, namespace
+from tests.storage.file.stores import FILE_BYTES, age, damage, everything, flip_a_byte, stored
+from tests.storage.values import got, keys, namespace, put
 
 DAY_S = 24 * 60 * 60
 
@@ -46,6 +47,19 @@ def test_info_is_readable(server, directory, capsys):
     assert "model m, weights 0, 4 tokens a block, 2 layers of key 2x4x8 float32, tensor parallel 1, by test" in text
     assert f"{namespace(model='a' * 99).digest}  empty\n    model {'a' * 24}..., " in text
     assert "manifest.json is missing or damaged" in text
+
+
+@pytest.mark.parametrize(
+    ("num_values", "num_bytes", "text"),
+    [
+        (0, 0, "0 values (0.0 MiB)"),
+        (1, MIB, "1 value (1.0 MiB)"),
+        (1234, GIB - MIB, "1,234 values (1023.0 MiB)"),
+        (2, GIB, "2 values (1.00 GiB)"),
+    ],
+)
+def test_amounts_are_readable(num_values, num_bytes, text):
+    assert amount(num_values, num_bytes) == text
 
 
 def test_info_changes_nothing(server, storage, directory):

@@ -13,8 +13,8 @@ from fastdeploy_kvcache_v1.storage.file import directory
 from fastdeploy_kvcache_v1.storage.file.directory import check_directory
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from tests.forked import ended_well, start
-from tests.storage.file.stores import FILE_BYTES, got, put, used_by
-from tests.storage.values import namespace
+from tests.storage.file.stores import FILE_BYTES, used_by
+from tests.storage.values import got, namespace, put
 
 
 @pytest.mark.process

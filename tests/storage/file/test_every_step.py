@@ -22,8 +22,8 @@ from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage.backends import open_backend
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.storage.file.broken_disk import CHANGES, READS, BrokenDisk, Fault, ProcessEndedError
-from tests.storage.file.stores import FILE_BYTES, found_in, got, put
-from tests.storage.values import DIGEST, keys, namespace
+from tests.storage.file.stores import FILE_BYTES, found_in
+from tests.storage.values import DIGEST, got, keys, namespace, put
 
 CAPACITY = 10
 """In values."""
@@ -156,6 +156,7 @@ def memory():
 def test_a_fault_at_every_step(operation, fault, memory, capsys):
     for number in itertools.count(1):
         place = Place(memory / f"{number}", capsys)
+        files = open_files()
         operation.prepare(place)
         disk = BrokenDisk(fault, number)
         with contextlib.suppress(ProcessEndedError), disk.mounted():
@@ -167,8 +168,13 @@ def test_a_fault_at_every_step(operation, fault, memory, capsys):
                 assert operation.name.startswith("open")
         check(place, operation, fault)
         place.close()
+        assert fault.code is None or open_files() == files, "what failed is closed"
         if not disk.has_failed:
             return
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
 
 
 def check(place, operation, fault):

@@ -3,9 +3,7 @@
 import errno
 import os
 import random
-import signal
 import subprocess
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,63 +11,67 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage.file import file_backend, shared_counter
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from tests.forked import ended_well, start
-from tests.storage.file.stores import FILE_BYTES, age, found_in, got, put, used_by
-from tests.storage.values import VALUE_BYTES, empty, holds, keys, namespace
+from tests.storage.file.stores import FILE_BYTES, age, found_in, stored, used_by
+from tests.storage.values import got, keys, namespace, put, values
 
 
-def test_a_value_is_written_once(store):
-    backend = store()
-    assert put(backend, 1, 2) == 2
-    assert put(backend, 2, 3) == 1
-    assert found_in(backend) == (3, 3 * FILE_BYTES)
-    assert used_by(backend) == 3 * FILE_BYTES
-
-
-@pytest.mark.parametrize("size", [0, VALUE_BYTES - 1, VALUE_BYTES + 1])
-def test_a_value_of_another_size_is_a_miss_and_is_stored_again(store, size):
+def test_what_is_stored_is_counted_and_what_is_removed_is_not(store):
     backend = store()
     put(backend, 1, 2)
-    os.truncate(backend._path(keys(2)[0]), size)
-    assert got(backend, 1, 2) == 1
-    assert backend.count_stored(keys(1, 2)) == 1
-    assert put(backend, 1, 2) == 1
-    assert got(backend, 1, 2) == 2
+    put(backend, 2, 3)
+    assert used_by(backend) == found_in(backend)[1] == 3 * FILE_BYTES
+    backend.remove(keys(1, 4))
+    assert used_by(backend) == found_in(backend)[1] == 2 * FILE_BYTES
 
 
-def test_what_was_not_used_for_longest_goes_first(store, monkeypatch):
+@pytest.mark.parametrize(
+    # For how many values there is room; those that are stored, each older than the next one, and what is used then; the
+    # values that are stored in one go after that, and all that are left.
+    ("room", "old", "used", "new", "left"),
+    [
+        (
+            10,
+            range(10),
+            ("get", 0, 1),
+            [10],
+            [0, 1, 4, 5, 6, 7, 8, 9, 10],
+        ),  # a tenth, and room for 10
+        (4, [1, 2, 3, 4], ("get", 1, 2, 3, 4), [5], [1, 2, 5]),  # of a prefix the last block goes first
+        (4, [1, 2, 3], ("put", 1), [4, 5], [1, 4, 5]),  # what is stored again counts as used
+        (10, range(1, 11), ("touch", 1), [11], [1, 4, 5, 6, 7, 8, 9, 10, 11]),
+        (6, [], ("put", 1, 2, 3, 4), [5, 6, 7], [1, 2, 5, 6, 7]),  # of a put the first block is the last to go
+        (4, range(4), ("get", 3), [], [0, 1, 2, 3]),  # it is full, and nothing goes
+    ],
+)
+def test_what_was_not_used_for_longest_goes_first(store, monkeypatch, room, old, used, new, left):
     monkeypatch.setattr(file_backend, "TOUCHED_S", 0)
-    backend = store(capacity=10 * FILE_BYTES)
-    for number in range(10):
+    backend = store(capacity=room * FILE_BYTES)
+    for number in old:
         put(backend, number)
         age(backend, number, 100 - number)
-    assert got(backend, 0, 1) == 2
-    put(backend, 10)
-    kept = [number for number in range(11) if backend.count_stored(keys(number))]
-    assert kept == [0, 1, 4, 5, 6, 7, 8, 9, 10], "2 and 3: a tenth is freed, and room for the new one"
-    assert used_by(backend) == len(kept) * FILE_BYTES
+    how, *numbers = used
+    {"get": got, "put": put, "touch": lambda store, *some: store.touch(keys(*some))}[how](backend, *numbers)
+    put(backend, *new)
+    assert stored(backend, *range(12)) == left
+    assert used_by(backend) == len(left) * FILE_BYTES
 
 
-def test_of_a_prefix_the_last_block_goes_first(store, monkeypatch):
-    monkeypatch.setattr(file_backend, "TOUCHED_S", 0)
-    backend = store(capacity=4 * FILE_BYTES)
-    put(backend, 1, 2, 3, 4)
-    for number in (1, 2, 3, 4):
-        age(backend, number, 100)
-    assert got(backend, 1, 2, 3, 4) == 4
-    put(backend, 5)
-    assert backend.count_stored(keys(1, 2, 3, 4)) == 2
+def test_a_value_is_marked_as_used_now_and_then_and_only_by_who_can_write(store):
+    writer, reader = store(), store()
+    reader.close()
+    reader._used = None
+    put(writer, 1)
 
+    def marked(backend, seconds):
+        age(writer, 1, seconds)
+        before = os.stat(writer._path(keys(1)[0])).st_mtime_ns
+        assert got(backend, 1) == 1
+        return os.stat(writer._path(keys(1)[0])).st_mtime_ns != before
 
-def test_values_that_are_stored_again_count_as_used(store):
-    backend = store(capacity=4 * FILE_BYTES)
-    put(backend, 1, 2, 3)
-    for number in (1, 2, 3):
-        age(backend, number, 100)
-    put(backend, 1)
-    put(backend, 4, 5)
-    assert [backend.count_stored(keys(number)) for number in (1, 2, 3, 4, 5)] == [1, 0, 0, 1, 1]
+    assert marked(writer, file_backend.TOUCHED_S + 1)
+    assert not marked(writer, file_backend.TOUCHED_S - 5)
+    assert not marked(reader, file_backend.TOUCHED_S + 1)
 
 
 def test_capacity_holds_for_all_namespaces_and_processes_together(store):
@@ -93,27 +95,6 @@ def test_more_than_the_capacity_at_once_is_refused_and_costs_nothing(store):
         put(backend, 2, 3, 4)
     assert got(backend, 1) == 1
     assert used_by(backend) == FILE_BYTES
-
-
-def test_a_full_disk_stores_what_it_can_and_leaves_nothing_half(store, monkeypatch):
-    backend = store()
-    write, left = os.write, [FILE_BYTES + 1000]
-
-    def write_until_full(file, data):
-        if not left[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = write(file, data[: left[0]])
-        left[0] -= written
-        return written
-
-    monkeypatch.setattr(os, "write", write_until_full)
-    with pytest.raises(StorageError, match="No space left on device"):
-        put(backend, 1, 2, 3)
-    monkeypatch.undo()
-    assert got(backend, 1, 2) == 1
-    assert list((backend.directory / "tmp").iterdir()) == []
-    assert used_by(backend) == FILE_BYTES
-    assert put(backend, 1, 2, 3) == 2
 
 
 def bytes_in(directory):
@@ -327,6 +308,7 @@ def test_a_value_that_can_neither_be_read_nor_deleted_counts_as_missing(store, m
             assert backend.count_stored(keys(1, 2, 3)) == 1
         assert len(caplog.messages) == 1
         assert put(backend, 1, 2, 3) == 1
+        os.utime(backend._path(keys(2)[0]), ns=(0, os.fstat(kept).st_mtime_ns))  # of a clock that ticks slowly
     assert backend.count_stored(keys(1, 2, 3)) == got(backend, 1, 2, 3) == 3
     os.close(kept)
 
@@ -339,7 +321,7 @@ def test_what_is_no_file_is_a_miss_and_is_stored_again(store, tmp_path, make, fi
     path, other = backend._path(keys(2)[0]), tmp_path / "other"
     os.unlink(path)
     if make.startswith("link"):
-        other.write_bytes(b"x")
+        other.write_bytes(values(keys(2))[0])
         os.symlink(other if make == "link" else "nothing", path)
     elif make == "pipe":
         os.mkfifo(path)
@@ -353,43 +335,7 @@ def test_what_is_no_file_is_a_miss_and_is_stored_again(store, tmp_path, make, fi
         assert backend.count_stored(keys(1, 2, 3)) == 1
     assert put(backend, 1, 2, 3) == 1
     assert got(backend, 1, 2, 3) == 3
-    assert not make.startswith("link") or other.read_bytes() == b"x"
-
-
-@pytest.mark.process
-def test_a_killed_writer_leaves_nothing_half(store):
-    rng = random.Random(5)
-    backend = store(capacity=40 * FILE_BYTES)
-    survivors = 0
-
-    def write(round_, tell):
-        writer = FileBackend(backend.directory, namespace(), capacity_bytes=40 * FILE_BYTES)
-        for number in range(100):
-            put(writer, *(1000 * round_ + 4 * number + i for i in range(4)))
-            os.write(tell, b".")
-        signal.pause()
-
-    for round_ in range(40):
-        told, tell = os.pipe()
-        child = start(write, round_, tell)
-        os.close(tell)
-        begun = os.read(told, 1)  # however slow the machine is, it is killed while it writes
-        time.sleep(rng.uniform(0.0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(told)
-        assert begun
-        files = list(stored_files(backend.directory))
-        survivors += len(files)
-        assert {file.num_bytes for file in files} <= {FILE_BYTES}
-        assert sum(file.num_bytes for file in files) <= 40 * FILE_BYTES
-    assert survivors > 40
-    for path in (os.path.basename(file.path) for file in stored_files(backend.directory)):
-        buffers = empty(1)
-        assert backend.get([path], buffers) == 1
-        assert holds(buffers[0], path)
-    put(backend, *range(7))
-    assert got(backend, *range(7)) == 7, "room that killed writers had reserved is found again"
+    assert not make.startswith("link") or other.read_bytes() == values(keys(2))[0]
 
 
 def test_what_a_killed_writer_left_is_removed_later(store, tmp_path):
@@ -423,34 +369,6 @@ def test_two_processes_write_and_evict_at_once(store):
 def test_a_capacity_of_nothing_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="capacity above 0"):
         FileBackend(tmp_path / "kv", namespace(), capacity_bytes=0)
-
-
-def test_what_is_removed_is_not_counted(store):
-    backend = store()
-    put(backend, 1, 2)
-    backend.remove(keys(1, 3))
-    assert used_by(backend) == found_in(backend)[1] == FILE_BYTES
-
-
-def test_within_one_put_the_first_block_is_the_last_to_go(store):
-    backend = store(capacity=6 * FILE_BYTES)
-    put(backend, 1, 2, 3, 4)
-    put(backend, 5, 6, 7)
-    assert backend.count_stored(keys(1, 2)) >= 1
-    assert backend.count_stored(keys(5, 6, 7)) == 3
-
-
-def test_a_prefix_in_use_outlives_newer_blocks(store):
-    backend = store(capacity=10 * FILE_BYTES)
-    put(backend, 1)
-    for number in range(2, 11):
-        put(backend, number)
-        age(backend, number, 50 - number)
-    age(backend, 1, 100)
-    backend.touch(keys(1))
-    put(backend, 11)
-    assert backend.count_stored(keys(1)) == 1
-    assert backend.count_stored(keys(2)) == 0
 
 
 def test_a_lock_that_nobody_gives_back_is_an_error_and_no_hang(store, monkeypatch):

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
-from tests.storage.file.stores import FILE_BYTES, everything, put, stored
-from tests.storage.values import keys, namespace
+from tests.storage.file.stores import FILE_BYTES, everything, stored
+from tests.storage.values import keys, namespace, put
 
 ACTIONS = (["info"], ["verify"], ["verify", "--repair"], ["prune", "--to-gib", "0"], ["clear"])
 
