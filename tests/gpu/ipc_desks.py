@@ -5,7 +5,6 @@ The checks are the decode rank; as a program this is the prefill rank, which ans
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -189,10 +188,5 @@ CHECKS: dict[str, Callable[[], None]] = {
 }
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        prefill = PrefillRank()
-        answer(prefill, prefill.turn)
-    else:
-        from ipc_checks import run
-
-        sys.exit(run(CHECKS))
+    prefill = PrefillRank()
+    answer(prefill, prefill.turn)

@@ -260,6 +260,7 @@ class MemoryNetwork:
     # ---- what desks call
 
     def _thread(self, *, target, args, name, daemon):
+        assert daemon, "an interpreter that ends would wait for a peer"
         return Starting(self, target, args)
 
     def _listen(self, host, port, ours, inbox):

@@ -1,6 +1,6 @@
 """CudaIpcPlane between two processes over the fake GPU, and over memory of this one; what it says where there is none.
 
-The checks are those of `scripts/test-gpu` (tests/gpu/ipc_checks.py), and some that only a fake can be made to do.
+tests/gpu/test_dry_run.py runs the checks of `scripts/test-gpu` between two processes (`ipc_checks.py`, `ipc_desks.py`).
 Nothing here shows that CUDA does what its documentation says.
 """
 
@@ -24,11 +24,10 @@ from tests.transfer.planes import CudaIpc
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("script", "checks"), [("ipc_checks.py", 16), ("ipc_fake_checks.py", 3), ("ipc_desks.py", 3)])
-def test_two_processes_on_one_gpu(script, checks):
-    done = run(script)
+def test_what_only_a_fake_gpu_can_be_made_to_do():
+    done = run("ipc_fake_checks.py")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok  ") == checks
+    assert done.stdout.count("ok  ") == 3
 
 
 @pytest.fixture

@@ -56,20 +56,6 @@ def test_a_fetch_that_hears_nothing_new_fails(ranks, phase):
         assert "nothing new" in prefill.done[0].error
 
 
-def test_late_progress_does_not_bring_a_failed_fetch_back(pair):
-    prefill, decode = pair
-    decode.desk.fetch("r", [4])
-    prefill.offer("l", [0], decode.port, request="r")
-    until(lambda: decode.desk.num_offers, prefill, decode)
-    decode.desk.cancel("r")
-    prefill.all_there("l", 1)
-    until(lambda: prefill.done and decode.done, prefill, decode)
-    decode.net.settle()
-    decode.turn()
-    assert not decode.touched()
-    assert len(decode.done) == 1
-
-
 @pytest.mark.parametrize(
     "told", [[(6, 1)], [(3, LAYERS + 1)], [(3, 2), (5, 4)], [(3, 2), (3, 2)], [(3, 4), (2, 4)], [(3, 0)]]
 )

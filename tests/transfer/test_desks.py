@@ -79,23 +79,6 @@ def test_only_the_missing_tail_is_read(pair):
     assert decode.touched() == {1, 2}
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (2, 4), (4, 2), (8, 2), (2, 8)])
-def test_ranks_of_other_numbers_read_the_heads_they_need(ranks, prefill_tp, decode_tp):
-    """There are 4 heads: with 8 ranks each head is there twice."""
-    prefills = [ranks(PrefillRank, rank_geometry=geometry(prefill_tp, rank)) for rank in range(prefill_tp)]
-    decodes = [ranks(DecodeRank, rank_geometry=geometry(decode_tp, rank)) for rank in range(decode_tp)]
-    slots = [3, 1, 2]
-    for number, decode in enumerate(decodes):
-        decode.desk.fetch("r", [7, 8, 20])
-        for prefill in prefills:
-            prefill.offer(f"l{number}", slots, decode.port, request="r")
-            prefill.all_there(f"l{number}", 3)
-    until(lambda: all(decode.done for decode in decodes), *prefills, *decodes)
-    for decode in decodes:
-        assert result_of(decode).error is None
-        assert decode.holds([7, 8, 20], 1, slots)
-
-
 def test_two_thousand_blocks_cost_one_message_a_chunk_and_layer_group(pair):
     """2,048 blocks in four chunks, each told in two layer groups."""
     prefill, decode = pair
@@ -204,44 +187,6 @@ def test_an_offer_for_a_request_that_is_not_wanted_any_more_ends_at_once_where_n
         decode.desk.cancel(request)
 
 
-@over_both_networks
-@pytest.mark.parametrize("event", ["cancelled", "aborted", "it ends"])
-def test_no_byte_arrives_after_a_fetch_ended(pair, event):
-    """It ends while it is read; its slots are given out again."""
-    prefill, decode = pair
-    decode.desk.fetch("r", [4, 5])
-    prefill.offer("l", [0, 1], decode.port, request="r")
-    until(lambda: decode.desk.num_offers, prefill, decode)
-    if isinstance(decode.net, MemoryNetwork):
-        decode.net.held = {"read"}
-    prefill.all_there("l", 2)
-    until(lambda: decode.desk._by_request["r"][0].num_open_reads, prefill, decode)
-    if event == "cancelled":
-        decode.desk.cancel("r")
-    elif event == "aborted":
-        prefill.desk.withdraw("l", "aborted")
-    else:
-        next(iter(prefill.desk._opened)).close("it ends")
-    decode.net.held = set()
-    until(lambda: decode.done and prefill.done, prefill, decode)
-    result = result_of(decode)
-    if event != "cancelled" and result.error is None:
-        return  # on sockets the last byte may be first
-    assert result.failed_slots == (4, 5)
-    assert {"it ends": "link"}.get(event, event) in result.error
-    assert decode.hazards.failed([4, 5, 6]) == [4, 5]
-    for tensor in decode.tensors:
-        tensor[:] = 0xEE
-    decode.net.settle()
-    assert not decode.touched()
-    decode.desk.fetch("next", [4, 5])
-    prefill.offer("l2", [6, 7], decode.port, request="next")
-    prefill.all_there("l2", 2)
-    until(lambda: len(decode.done) == 2, prefill, decode)
-    assert decode.holds([4, 5], 1, [6, 7])
-    assert decode.touched() == {4, 5}
-
-
 def test_a_cancel_of_one_fetch_leaves_the_others_of_its_peer_alone(pair):
     prefill, decode = pair
     decode.net.held = {"read"}
@@ -258,16 +203,6 @@ def test_a_cancel_of_one_fetch_leaves_the_others_of_its_peer_alone(pair):
     assert decode.holds([8, 9], 1, [2, 3])
     assert decode.touched() == {8, 9}
     assert sorted((end.lease, end.error) for end in prefill.done) == [("l", "it was cancelled"), ("m", None)]
-
-
-def test_an_offer_that_nobody_wants_any_more_is_refused(pair):
-    prefill, decode = pair
-    prefill.offer("l", [0], decode.port, request="r")
-    until(lambda: decode.desk.num_offers, prefill, decode)
-    decode.desk.cancel("r", "the client is gone")
-    until(lambda: prefill.done, prefill, decode)
-    assert prefill.done == [("l", "r", "the client is gone")]
-    assert decode.done == []
 
 
 @over_both_networks

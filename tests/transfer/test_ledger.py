@@ -1,7 +1,5 @@
 """The engine's account: slots come back once, when every rank has said that its part is over."""
 
-import random
-
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
@@ -104,35 +102,20 @@ def test_a_report_that_is_not_owed_is_a_bug():
         fetching().check_idle()
 
 
-def test_random_lives_end_once_and_leave_nothing():
-    rng = random.Random(5)
-    for _ in range(300):
-        ledger, ends = FetchLedger(num_ranks=2), []
-        names = [str(number) for number in range(4)]
-        owed = {}
-        for _ in range(60):
-            name = rng.choice(names)
-            action = rng.randrange(3)
-            if action == 0 and name not in owed and name not in [end.request_id for end in ends]:
-                assert ledger.grant(name, 60.0)
-                ledger.start(name)
-                owed[name] = {0, 1}
-            elif action == 1:
-                ends += filter(None, [ledger.cancel(name, "left")])
-            elif owed.get(name):
-                rank = rng.choice(sorted(owed[name]))
-                owed[name].discard(rank)
-                end = ledger.report(rng.choice([arrived, failed])(name), rank)
-                assert (end is not None) == (not owed[name])
-                ends += filter(None, [end])
-            ledger.check()
-        for name, ranks in owed.items():
-            for rank in ranks:
-                ends += filter(None, [ledger.report(arrived(name), rank)])
-        ledger.check_idle()
-        assert sorted(end.request_id for end in ends) == sorted(owed)
-        totals = ledger.totals
-        assert totals.started == len(owed) == totals.arrived + totals.failed + totals.cancelled
+@pytest.mark.parametrize(
+    ("ledger", "spoil"),
+    [
+        (fetching(), lambda ledger: ledger._fetches["r"].ranks_left.clear()),
+        (fetching(), lambda ledger: setattr(ledger._fetches["r"], "state", FetchState.GRANTED)),
+        (FetchLedger(), lambda ledger: ledger._to_cancel.update(r="it is over")),
+    ],
+)
+def test_check_sees_a_ledger_that_lost_count(ledger, spoil):
+    ledger.check()
+    spoil(ledger)
+    for check in (ledger.check, ledger.check_idle):
+        with pytest.raises(InvariantError, match=r"ranks left|to be cancelled"):
+            check()
 
 
 def test_a_lease_is_over_when_no_rank_holds_it():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_kvcache_v1.transfer import presence
 from fastdeploy_kvcache_v1.transfer.presence import Presence, Visit
 from tests.transfer.peer import ChildProcess, own, visit
 
@@ -49,6 +50,15 @@ def test_an_owner_that_does_not_wait_is_gone_for_its_visitors(owner):
     assert not owner.close(0.05)
     assert not visitor.owner_is_alive()
     visitor.close()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_it_lies_in_shared_memory_where_there_is_some(monkeypatch, tmp_path, is_there):
+    monkeypatch.setattr(presence.os, "access", lambda path, mode: is_there)
+    monkeypatch.setattr(presence.tempfile, "gettempdir", lambda: str(tmp_path))
+    made = Presence()
+    assert Path(made.path).parent == (Path("/dev/shm") if is_there else tmp_path)
+    assert made.close(0)
 
 
 def test_a_file_without_an_owner_is_no_owner(tmp_path):

@@ -133,8 +133,9 @@ def test_a_command_that_cannot_be_carried_out_fails_alone(pair):
     assert decode.fetches[-1].error == "not wanted"
 
 
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 2), (2, 1), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 2), (2, 1), (2, 4), (4, 1), (8, 2), (2, 8)])
 def test_servers_with_other_numbers_of_ranks_read_what_each_needs(servers, num_prefill, num_decode):
+    """There are 4 heads: with 8 ranks each head is there twice."""
     prefills, decodes = servers(num_prefill, num_decode)
     for decode in decodes:
         decode.glue.handle([StartFetch("r", (20, 21), 0)])
