@@ -53,15 +53,18 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
     rig.close()
 
 
-def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch):
+@pytest.mark.parametrize(("overwritten", "op"), [(None, "swap_cache_all_layers"), (SlotSet(), "swap_cache_per_layer")])
+def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritten, op):
+    """Layer by layer where it is said what is written soon: what the same step fills is."""
     copied = []
-    for op in ("swap_cache_all_layers", "swap_cache_per_layer"):
-        monkeypatch.setattr(ops, op, lambda to, of, runs, *, stream=0, op=op: copied.append((op, list(runs))))
-    rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (3, 5)))
+    for name in ("swap_cache_all_layers", "swap_cache_per_layer"):
+        monkeypatch.setattr(ops, name, lambda to, of, runs, *, stream=0, op=name: copied.append((op, list(runs))))
+    step = SwapStep.of(1, evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (4, 3)))
+    rig.controller.submit_swap_tasks(step, overwritten=overwritten)
     rig.controller.drain()
-    evicted = [("swap_cache_all_layers", [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])]
-    swapped_in = [("swap_cache_per_layer", [CopyRun(0, 3, 1), CopyRun(1, 5, 1)])]
-    assert sorted(copied) == evicted + swapped_in * rig.layout.num_layers
+    evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])] * (1 if overwritten is None else rig.layout.num_layers)
+    swapped_in = [("swap_cache_per_layer", [CopyRun(0, 4, 1), CopyRun(1, 3, 1)])] * rig.layout.num_layers
+    assert sorted(copied) == evicted + swapped_in
 
 
 def test_one_step_evicts_a_slot_and_swaps_into_it(rig):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -100,10 +101,9 @@ def _on_a_queue(compiled: CompiledOps) -> Copy:
     return copy
 
 
-def _by_paddle(compiled: CompiledOps, *, by_rows: bool) -> Copy:
-    """The side whose rows are dense is the device's. Paddle has tensors of its own there, which are brought back.
-
-    `by_rows`: as the worker calls the operators inside FastDeploy.
+def _by_paddle(compiled: CompiledOps) -> Copy:
+    """As the worker calls the operators inside FastDeploy. The side whose rows are dense is the device's; Paddle has
+    tensors of its own there, which are brought back.
     """
 
     def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
@@ -111,24 +111,16 @@ def _by_paddle(compiled: CompiledOps, *, by_rows: bool) -> Copy:
 
         to_device = targets[0][0].is_dense
         device, host = (targets, sources) if to_device else (sources, targets)
-        caches = [[paddle.to_tensor(rows.array) for rows in layer] for layer in device]
-        flat = [cache for layer in caches for cache in layer]
-        if by_rows:
-            made = [
-                LayerRows(tensor_rows(cache, num_rows=rows.num_rows, row_bytes=rows.row_bytes) for cache, rows in pairs)
-                for pairs in map(zip, caches, device)
-            ]
-            sides = (made, host) if to_device else (host, made)
-            paddle_ops.PaddleOps(compiled).swap_cache_all_layers(*sides, runs, 0)
-        else:
-            first, last = host[0][0], host[-1][-1]
-            pool = paddle_ops.HostBlocks(first.address, first.num_rows, last.address + last.row_bytes - first.address)
-            of, to = runs.sources.tolist(), runs.targets.tolist()
-            slots = (to, of) if to_device else (of, to)
-            paddle_ops.swap_cache_all_layers(flat, pool, *slots, to_device=to_device)
-        if to_device:
-            for rows, cache in zip((rows for layer in device for rows in layer), flat, strict=True):
-                rows.array[:] = cache.numpy()
+        made = [
+            LayerRows(
+                tensor_rows(paddle.to_tensor(rows.array), num_rows=rows.num_rows, row_bytes=rows.row_bytes)
+                for rows in layer
+            )
+            for layer in device
+        ]
+        paddle_ops.PaddleOps(compiled).swap_cache_all_layers(*((made, host) if to_device else (host, made)), runs, 0)
+        for rows, copied in zip(chain(*device), chain(*made), strict=True):
+            rows.array[:] = copied.owner.numpy()
 
     return copy
 
@@ -153,11 +145,11 @@ def path(name: str) -> Copy:
         pytest.importorskip("paddle")
         if not paddle_ops.LIBRARY.exists():
             pytest.skip("the Paddle operators are not built: scripts/build_ops.sh")
-        return _by_paddle(compiled, by_rows=name == "paddle rows")
+        return _by_paddle(compiled)
     return _on_a_queue(compiled) if name == "queue" else _by(compiled, Path[name.upper()])
 
 
 CHECK_NOTHING = ("numpy", "cupy")
 """Their callers do."""
 
-PATHS = (*CHECK_NOTHING, "auto", "memcpy", "stream", "queue", "paddle", "paddle rows")
+PATHS = (*CHECK_NOTHING, "auto", "memcpy", "stream", "queue", "paddle")
