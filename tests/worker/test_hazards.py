@@ -78,6 +78,16 @@ def test_memory_is_bounded_by_the_slots_in_use():
     assert len(table) <= 64
 
 
+def test_a_use_that_has_ended_goes_whatever_still_runs_before_it():
+    table, ended = HazardTable("device", 4), FakeEvent()
+    for slot in (0, 1):
+        table.after(OUT, FakeEvent(), reads=(slot,))
+    table.after(IN, ended, writes=(2,))
+    ended.is_done = True
+    table.prune()
+    assert table.num_uses == 2
+
+
 def test_clearing_refuses_while_copies_run():
     table, event = HazardTable("device", 4), FakeEvent()
     table.after(IN, event, writes=(1,))

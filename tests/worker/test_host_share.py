@@ -206,6 +206,7 @@ def test_ends_are_told_whether_they_were_asked_for_or_not(pair):
     asked.wait(LIMIT_S)
     bad.finish(OSError("torn"))
     writer.close()  # what has ended is told
+    assert not writer._teller.is_alive()
     reader._peers[0]._thread.join(LIMIT_S)
     (told_before,) = reader.peers_ends(2)
     with pytest.raises(TransferError, match="rank 0: OSError: torn"):

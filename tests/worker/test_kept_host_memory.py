@@ -93,11 +93,18 @@ def test_other_blocks_are_allocated_anew(rig):
 
 def test_a_start_that_fails_leaves_no_caches(rig):
     rig.controller.free(keep_host_memory=True)
-    rig.runtime.host_bytes_left = 0
+    rig.runtime.host_bytes_left, arrays = 6 * rig.layout.block_bytes - 1, rig.backend.arrays
     with pytest.raises(ConfigError, match="needs more than there is"):
         rig.controller.initialize_kv_cache(4, 6)
     rig.controller.check()
     assert (rig.runtime.live, rig.controller.caches) == ([], {})
+    assert rig.backend.arrays is arrays, "no tensors were made"
+
+
+def test_memory_that_was_given_back_is_not_kept(rig):
+    rig.controller.free()
+    rig.controller.initialize_kv_cache(4, 5)
+    assert rig.controller.host_pool.block(0).size == rig.layout.block_bytes
 
 
 def test_check_sees_memory_kept_beside_caches(rig):

@@ -111,6 +111,7 @@ def test_sides_that_do_not_fit_are_refused_before_a_byte_moves():
 def test_rows_need_memory(num_rows, row_bytes, pitch, address):
     with pytest.raises(CacheStateError, match="block rows need memory and a pitch of at least one row"):
         BlockRows(address, num_rows, row_bytes, pitch)
+    assert BlockRows(8, 1, 1, 1).is_dense
 
 
 def test_rows_are_a_view_of_the_tensor():

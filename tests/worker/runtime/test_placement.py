@@ -115,6 +115,7 @@ def test_an_interrupt_does_not_wait_for_all_pages(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         touch(np.zeros(50 * PAGE, np.uint8))
     assert len(touched) <= 2
+    assert gate.is_set(), "no thread is left"
 
 
 class Machine:
