@@ -1,6 +1,6 @@
 """A decode server's cache: what a request finds, what is fetched for it, and when others may find that."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
 from types import SimpleNamespace
 
@@ -256,22 +256,19 @@ def test_what_is_lost_between_the_match_and_the_blocks_is_fetched(blocks):
 def test_another_thread_asks_for_its_own_room():
     decode = Decode(6)
     decode.served("a", [*PREFIX, 5])
-    answers = []
+    asked = []
 
     def allocate(request):
-        def ask():
-            answers.append((decode.cache.can_allocate_gpu_blocks(4), decode.cache.can_allocate_gpu_blocks(3)))
-            answers.append(decode.cache.allocate_gpu_blocks(1, request.request_id))
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as another:
+            room = [another.submit(decode.cache.can_allocate_gpu_blocks, count).result() for count in (4, 3)]
+            assert room == [False, True], "three of six are pinned by the request that is given blocks"
+            assert len(another.submit(decode.cache.allocate_gpu_blocks, 1, request.request_id).result()) == 1
         assert decode.cache.can_allocate_gpu_blocks(5)
+        asked.append(request)
         return False
 
     assert not decode.cache.preallocate(decode.request("b", [*PREFIX, 6]), allocate)
-    assert answers[0] == (False, True), "three of six are pinned by the request that is given blocks"
-    assert len(answers[1]) == 1
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import grants as grants_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import (
-    FAILED,
     NOT_THERE,
     TRY_AGAIN_S,
     Grants,
@@ -83,16 +82,6 @@ def test_blocks_come_back_only_when_every_rank_is_done_with_them():
     assert desk.given_back == []
     desk.report(made, rank=0)  # this rank had everything when it was told
     assert desk.given_back == [([3, 4, 5], "r")]
-    desk.grants.check_idle()
-
-
-def test_blocks_whose_fetch_is_over_come_back_at_once(desk):
-    made = desk.grant()
-    desk.report(made, "the prefill server died")
-    assert desk.grants.lost(()) == [
-        Lost("r", FAILED, "PD Error: the blocks of r did not arrive: the prefill server died")
-    ]
-    assert not desk.grants.recycle([3, 4], "r")
     desk.grants.check_idle()
 
 

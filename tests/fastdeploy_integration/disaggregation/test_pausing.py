@@ -1,6 +1,6 @@
 """Before a server with a role is paused, its requests and what it shares with peers end, or the pause fails."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from types import SimpleNamespace
 
 import pytest
@@ -21,29 +21,14 @@ SILENCE_S = 4.0
 
 
 def test_a_closed_gate_has_nobody_inside():
-    gate, inside, closed = Gate(), threading.Event(), threading.Event()
-    leave = threading.Event()
-
-    def pass_through():
+    gate = Gate()
+    with ThreadPoolExecutor(1) as another:
         with gate.passing() as is_open:
             assert is_open
-            inside.set()
-            leave.wait(30)
-            assert not closed.is_set()
-
-    def close():
-        gate.close()
-        closed.set()
-
-    threads = [threading.Thread(target=pass_through), threading.Thread(target=close)]
-    threads[0].start()
-    assert inside.wait(30)
-    threads[1].start()
-    assert not closed.wait(0.05)
-    leave.set()
-    for thread in threads:
-        thread.join(30)
-    assert closed.is_set()
+            closing = another.submit(gate.close)
+            with pytest.raises(TimeoutError):
+                closing.result(0.05)
+        closing.result(30)
     with gate.passing() as is_open:
         assert not is_open
 

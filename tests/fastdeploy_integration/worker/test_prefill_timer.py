@@ -54,6 +54,9 @@ def chunk(row, start, end):
     return prefill(row, f"r{row}", range(500), (), start=start, end=end)
 
 
+LEAVE = other(PREEMPTED, 0, "r0"), other(ABORT, 1, "r1")
+
+
 def test_a_pass_counts_when_the_device_has_ended_it_with_all_its_prompts(timed):
     run_pass(timed, chunk(0, 0, 100), other(DECODE, 1, "r1"), chunk(2, 200, 300))
     assert timed.timer.take() == ()
@@ -73,32 +76,25 @@ def test_passes_are_told_in_order_though_they_overlap_with_the_host(timed):
     assert [(each.num_tokens, each.seconds) for each in timed.timer.take()] == [(50, 1.5)]
 
 
-def test_a_pass_that_only_decodes_is_not_timed(timed):
-    run_pass(timed, chunk(0, 0, 100))
-    run_pass(timed)
-    run_pass(timed, other(DECODE, 0, "r0"))
-    assert len(timed.stream.events) == 2
-
-
-def test_a_pass_that_waits_for_copies_inside_says_nothing_and_the_next_one_is_its_own(timed):
-    run_pass(timed, chunk(0, 0, 100), waits_inside=True)
-    run_pass(timed, chunk(1, 0, 40))
+@pytest.mark.parametrize(
+    ("passes", "told"),
+    [
+        # what comes before each pass, and whether it waits for copies inside; the tokens of those that are told
+        ([([chunk(0, 0, 100)], False), ([], False), ([other(DECODE, 0, "r0")], False)], [100]),
+        ([([chunk(0, 0, 100)], True), ([chunk(1, 0, 40)], False)], [40]),
+        ([([chunk(0, 0, 100), chunk(1, 0, 70), chunk(2, 0, 30), *LEAVE], False)], [30]),
+        ([([chunk(0, 0, 100), chunk(0, 0, 60)], False)], [60]),
+    ],
+    ids=["prompts", "no waits", "prompts that stay", "announced twice"],
+)
+def test_a_pass_is_told_with_the_prompts_that_it_computes(timed, passes, told):
+    for tasks, waits_inside in passes:
+        for task in tasks:
+            timed.timer.received([task])
+        run_pass(timed, waits_inside=waits_inside)
+    assert len(timed.stream.events) == 2 * len(told)
     timed.stream.reach(1.0, 2.0)
-    assert [each.num_tokens for each in timed.timer.take()] == [40]
-
-
-def test_prompts_that_leave_before_their_pass_are_not_counted(timed):
-    timed.timer.received([chunk(0, 0, 100), chunk(1, 0, 70), chunk(2, 0, 30)])
-    run_pass(timed, other(PREEMPTED, 0, "r0"), other(ABORT, 1, "r1"))
-    timed.stream.reach(1.0, 2.0)
-    assert [each.num_tokens for each in timed.timer.take()] == [30]
-
-
-def test_a_row_that_is_announced_twice_before_its_pass_counts_once(timed):
-    timed.timer.received([chunk(0, 0, 100)])
-    run_pass(timed, chunk(0, 0, 60))
-    timed.stream.reach(1.0, 2.0)
-    assert [each.num_tokens for each in timed.timer.take()] == [60]
+    assert [each.num_tokens for each in timed.timer.take()] == told
 
 
 def test_a_pass_that_failed_says_nothing(timed):
