@@ -68,33 +68,24 @@ def test_a_request_that_is_sent_again_waits_for_what_is_left_of_its_first_grant(
     cache.check()
 
 
-def prefill_manager(*, has_room=True):
-    manager = Manager(None)
+def test_a_request_gets_another_name_each_time_that_it_is_taken_up_and_one_of_a_live_id_waits():
+    manager, first, second = Manager(None), request("r"), request("r")
 
     def preallocate_resource_in_p(made):
-        if has_room:
-            made.idx = len(manager.tasks_list)
-            manager.tasks_list.append(made)
-            manager.requests[made.request_id] = made
-        return has_room
+        made.idx = len(manager.tasks_list)
+        manager.tasks_list.append(made)
+        manager.requests[made.request_id] = made
+        return True
 
-    manager.preallocate = lambda made: patches.preallocate_in_prefill(preallocate_resource_in_p, manager, (made,), {})
-    return manager
+    def preallocate(made):
+        return patches.preallocate_in_prefill(preallocate_resource_in_p, manager, (made,), {})
 
-
-def test_a_request_gets_another_name_each_time_that_it_is_taken_up():
-    manager, made = prefill_manager(), request("r")
-    given = name_of(made)
-    assert manager.preallocate(made)
-    assert name_of(made) not in (None, given)
-
-
-def test_a_request_of_a_live_id_waits_at_prefill():
-    manager, first, second = prefill_manager(), request("r"), request("r")
-    assert manager.preallocate(first)
-    assert not manager.preallocate(second)
+    given = name_of(first)
+    assert preallocate(first)
+    assert name_of(first) not in (None, given)
+    assert not preallocate(second)
     manager.tasks_list[first.idx] = None  # it ended
-    assert manager.preallocate(second)
+    assert preallocate(second)
 
 
 class Connector:

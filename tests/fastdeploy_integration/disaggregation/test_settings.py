@@ -59,22 +59,21 @@ def test_workers_learn_what_the_engine_knows():
         settings.rank_place({})
 
 
-def config(**changed):
-    cache = {"num_cpu_blocks": 0, "sized_by_swap_space": False, "kvcache_storage_backend": None}
-    parts = {
-        "cache_config": SimpleNamespace(**{**cache, **changed.pop("cache", {})}),
-        "parallel_config": SimpleNamespace(
-            tensor_parallel_size=changed.pop("ranks", 1), data_parallel_size=changed.pop("engines", 1)
-        ),
-        "scheduler_config": SimpleNamespace(
-            splitwise_role=changed.pop("role", "decode"), name=changed.pop("scheduler", "local")
-        ),
-        "speculative_config": SimpleNamespace(method=changed.pop("method", None)),
-        "load_config": SimpleNamespace(dynamic_load_weight=changed.pop("dynamic", False)),
-        "router_config": changed.pop("router", SimpleNamespace(router="127.0.0.1:9000")),
-    }
-    assert not changed
-    return SimpleNamespace(**parts)
+ROUTER = SimpleNamespace(router="127.0.0.1:9000")
+CACHE = {"num_cpu_blocks": 0, "sized_by_swap_space": False, "kvcache_storage_backend": None}
+
+
+def config(
+    *, cache=(), ranks=1, engines=1, role="decode", scheduler="local", method=None, dynamic=False, router=ROUTER
+):
+    return SimpleNamespace(
+        cache_config=SimpleNamespace(**{**CACHE, **dict(cache)}),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, data_parallel_size=engines),
+        scheduler_config=SimpleNamespace(splitwise_role=role, name=scheduler),
+        speculative_config=SimpleNamespace(method=method),
+        load_config=SimpleNamespace(dynamic_load_weight=dynamic),
+        router_config=router,
+    )
 
 
 def refused(environment=None, **changed):
