@@ -168,6 +168,13 @@ class Recorder:
         return [token for delta in self.deltas for token in delta.token_ids]
 
     @property
+    def cached(self) -> int:
+        """Prompt tokens that came from the cache, once it has ended."""
+        usage = self.deltas[-1].usage
+        assert usage is not None
+        return usage.cached_tokens
+
+    @property
     def text(self) -> str:
         return "".join(delta.text for delta in self.deltas)
 

@@ -127,7 +127,7 @@ class StorageServer:
         recorder = self.harness.submit(name, prompt, count, **options)
         self.settle()
         assert recorder.tokens == expected_outputs(prompt, count)
-        return recorder.deltas[-1].usage.cached_tokens
+        return recorder.cached
 
     def send(self):
         """Begin a step; the worker has not looked at it yet."""

@@ -27,7 +27,7 @@ def test_equal_prompts_of_two_tenants_in_one_batch_are_both_computed():
     assert tokens_of(harness.step()) == [("0", 40), ("1", 40), ("2", 40)], "the second request of tenant a waits"
     harness.run()
     assert [recorder.tokens for recorder in recorders] == [expected_outputs(prompt, 2)] * 4
-    assert [recorder.deltas[-1].usage.cached_tokens for recorder in recorders] == [0, 0, 0, 36]
+    assert [recorder.cached for recorder in recorders] == [0, 0, 0, 36]
 
 
 def test_one_that_does_not_write_is_not_waited_for_and_one_that_does_not_read_does_not_wait():
@@ -47,11 +47,11 @@ def test_what_a_request_finds_and_what_it_leaves(access, cached, left):
         recorder = harness.submit(name, tokens, 2, access=limit)
         harness.run()
         assert recorder.tokens == expected_outputs(tokens, 2)
-    assert recorder.deltas[-1].usage.cached_tokens == cached
+    assert recorder.cached == cached
     after = harness.submit("after", prompt, 2)
     harness.run()
     assert after.tokens == expected_outputs(prompt, 2)
-    assert after.deltas[-1].usage.cached_tokens == left
+    assert after.cached == left
 
 
 @pytest.mark.parametrize(("access", "queries", "loads"), [(NO_READS, 0, 0), (NO_WRITES, 1, 7), (NOTHING, 0, 0)])

@@ -82,19 +82,6 @@ def test_guesses_are_used_once_the_first_tokens_are_there():
     assert used == [(), (), (70,)]
 
 
-def test_a_budget_of_one_token_leaves_no_room_for_guesses(engine):
-    served = engine(max_num_batched_tokens=1)
-    assert served.ask(PROMPT, max_tokens=LENGTH) == output()
-    assert served.drafts == (0, 0)
-
-
-def test_behind_the_last_token_nothing_is_guessed(engine):
-    """The position of a guess could be beyond the model's last one."""
-    served = engine()
-    assert served.ask(PROMPT, max_tokens=2) == output()[:2]
-    assert served.drafts == (0, 0)
-
-
 def test_a_guess_pushes_nobody_out():
     """Both requests have filled their blocks but for one token, and no block is left for a guess behind it."""
     harness = Harness(KVCacheConfig(4, 0, block_size=4))

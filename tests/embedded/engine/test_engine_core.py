@@ -40,9 +40,7 @@ def test_what_waits_is_served_from_the_cache_though_it_was_used_longest_ago():
     waiting = harness.submit("waiting", [1] * 13, 1)
     harness.run()
     assert harness.manager.stats().counters.device_evicted_blocks > 0
-    usage = waiting.deltas[-1].usage
-    assert usage is not None
-    assert usage.cached_tokens == 12
+    assert waiting.cached == 12
 
 
 def test_generated_tokens_are_found_by_the_next_turn():
@@ -52,9 +50,7 @@ def test_generated_tokens_are_found_by_the_next_turn():
     harness.run()
     second = harness.submit("turn-2", [*prompt, *first.tokens, 77], 1)
     harness.run()
-    usage = second.deltas[-1].usage
-    assert usage is not None
-    assert usage.cached_tokens == 16, "17 tokens were computed: four full blocks"
+    assert second.cached == 16, "17 tokens were computed: four full blocks"
 
 
 @pytest.mark.parametrize("when", ["waiting", "running", "in flight"])
@@ -151,6 +147,4 @@ def test_reset_forgets_the_cache_and_disturbs_nobody():
     assert recorder.tokens == expected_outputs(range(18), 6)
     again = harness.submit("b", range(18), 1)
     harness.run()
-    usage = again.deltas[-1].usage
-    assert usage is not None
-    assert usage.cached_tokens == 0
+    assert again.cached == 0

@@ -37,12 +37,6 @@ def test_a_prefix_that_is_longer_than_the_host_tier_is_loaded_once_and_as_far_as
     assert second.clock.now == 0.0, "nothing waited for a deadline"
 
 
-def test_what_is_stored_already_is_loaded_and_not_stored_again():
-    second = HostTierServer(stored=stored_by_a_first_server())
-    second.ask("second", PROMPT)
-    assert second.tier.counters.store.blocks == 0
-
-
 def test_others_pass_a_request_that_waits_for_the_store():
     server = HostTierServer(stored=stored_by_a_first_server())
     waits = server.harness.submit("waits", PROMPT, 2)
@@ -52,7 +46,7 @@ def test_others_pass_a_request_that_waits_for_the_store():
     assert other.tokens == expected_outputs([50, 51, 52], 2)
     assert waits.events == []
     server.settle()
-    assert waits.deltas[-1].usage.cached_tokens == 28
+    assert waits.cached == 28
 
 
 def test_a_request_waits_no_longer_than_its_deadline():
@@ -68,7 +62,7 @@ def test_a_request_waits_no_longer_than_its_deadline():
     while server.harness.step() is not None:
         pass
     assert recorder.tokens == expected_outputs(PROMPT, 2)
-    assert recorder.deltas[-1].usage.cached_tokens == 0
+    assert recorder.cached == 0
     assert server.tier.counters.late_requests == 1
     server.settle()
 
@@ -106,7 +100,7 @@ def test_what_has_arrived_by_the_deadline_is_used():
     server.clock.now = 10.0
     while server.harness.step() is not None:
         pass
-    assert recorder.deltas[-1].usage.cached_tokens == 32 * BLOCK
+    assert recorder.cached == 32 * BLOCK
     assert recorder.tokens == expected_outputs(long, 1)
     server.settle()
 
@@ -116,7 +110,7 @@ def test_best_effort_waits_for_nothing():
     recorder = server.harness.submit("now", PROMPT, 2)
     assert server.harness.step() is not None
     server.settle()
-    assert recorder.deltas[-1].usage.cached_tokens == 0
+    assert recorder.cached == 0
     assert server.tier.counters.late_requests == 0
 
 
@@ -193,7 +187,7 @@ def test_equal_prefixes_are_loaded_once():
     assert len(server.store.loads) == 1
     server.settle()
     assert server.tier.counters.load.blocks == 7
-    assert [recorder.deltas[-1].usage.cached_tokens for recorder in recorders] == [28] * 12
+    assert [recorder.cached for recorder in recorders] == [28] * 12
 
 
 def test_many_requests_that_wait_their_turn_are_no_failures_of_the_store():

@@ -9,7 +9,6 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, positions
 from tests.embedded.shadow import Harness, expected_outputs
 
@@ -98,32 +97,6 @@ class TimedHarness(Harness):
         return self.manager.stats().counters.declined_load_tokens
 
 
-def time_to_first_token(copy_s, length, num_known, choice=None, **options):
-    """Of a prompt whose first `num_known` tokens are on the host."""
-    harness = TimedHarness(copy_s, **options)
-    prompt = [*range(length)]
-    if choice is None:
-        harness.learn()
-    else:
-        harness.scheduler.load_costs.blocks_to_load = choice
-    harness.serve(prompt[:num_known])
-    harness.push_out()
-    return harness.serve(prompt)
-
-
-@pytest.mark.parametrize("speeds", [((1.0, 1.0),), ((0.01, 1.0), (1.0, 0.1)), ((1.0, 1.0), (0.1, 0.2))])
-@pytest.mark.parametrize("copy_s", [0.05, 1.3, 50.0])
-@pytest.mark.parametrize(("length", "num_known"), [(17, 16), (500, 496)])
-def test_first_token_is_never_later_than_the_better_of_both(copy_s, length, num_known, speeds):
-    """By the slowest rank of copies and of computing, be it the same rank or not."""
-
-    def took(choice=None):
-        return time_to_first_token(copy_s, length, num_known, choice, speeds=speeds)
-
-    loading, computing = took(lambda num_blocks, *_, **__: num_blocks), took(lambda *_, **__: 0)
-    assert took() <= 1.05 * min(loading, computing)
-
-
 def test_a_step_that_loads_says_nothing_of_computing_where_ranks_wait_for_each_other():
     """Rank 0 computes for 64 s while rank 1 waits for its copies: subtracting that wait would leave 64 s less."""
     harness = TimedHarness(1.0, speeds=((0.01, 1.0), (1.0, 0.1)))
@@ -146,43 +119,6 @@ def test_a_step_that_loads_says_what_computing_costs_where_one_rank_waits_for_it
     harness.serve([*range(200), *range(900, 964)])
     assert harness.manager.stats().counters.host_hit_tokens == 200
     assert harness.scheduler.load_costs.seconds_saved(10, 0, 200, CacheLevel.DEVICE) > 1.2 * before
-
-
-def test_declined_tokens_are_counted_once_and_their_host_copies_stay():
-    harness = TimedHarness(100.0)
-    harness.learn()
-    before = harness.num_declined
-    prompt = [*range(500, 701)]
-    harness.serve(prompt)
-    harness.push_out()
-    host_hits = harness.manager.stats().counters.host_hit_tokens
-    harness.serve(prompt)
-    counters = harness.manager.stats().counters
-    loaded = counters.host_hit_tokens - host_hits
-    assert harness.num_declined - before == 200 - loaded
-    assert harness.num_declined - before >= 190
-    harness.push_out()
-    harness.copy_s = 0.001
-    for _ in range(PROBE_EVERY + 1):
-        harness.serve(prompt)
-        harness.push_out()
-    before, host_hits = harness.num_declined, harness.manager.stats().counters.host_hit_tokens
-    harness.serve(prompt)
-    assert harness.num_declined == before
-    assert harness.manager.stats().counters.host_hit_tokens - host_hits == 200
-
-
-def test_equal_prompts_compute_declined_blocks_once():
-    harness = TimedHarness(100.0)
-    harness.learn()
-    prompt = [*range(500, 701)]
-    harness.serve(prompt)
-    harness.push_out()
-    before = harness.core.counters.computed_tokens
-    recorders = [harness.submit(name, prompt, 1) for name in "abc"]
-    harness.run()
-    assert [recorder.tokens for recorder in recorders] == [expected_outputs(prompt, 1)] * 3
-    assert harness.core.counters.computed_tokens - before <= 201 + 2
 
 
 def test_what_waits_for_room_declines_nothing():

@@ -137,32 +137,6 @@ def test_a_fetch_that_never_ends_is_given_up():
     peers.check_idle()
 
 
-@pytest.mark.parametrize("phase", ["waiting", "asked", "computed", "token", "arrived", "running"])
-def test_a_client_that_leaves_gets_everything_back_in_every_phase(phase):
-    peers = Peers()
-    peers.submit("r", PROMPT, 8)
-    if phase != "waiting":
-        peers.step(peers.decode)
-    if phase in ("computed", "token", "arrived", "running"):
-        compute(peers)
-    if phase in ("token", "running"):
-        peers.answer("r")
-    if phase in ("arrived", "running"):
-        assert peers.arrive("r")
-        peers.tell_news(peers.decode)
-    if phase == "running":
-        peers.step(peers.decode)
-    peers.decode.core.abort("r")
-    assert peers.decode.core.counters.aborted == 1
-    for name in peers.fetches:
-        peers.scribble(name)
-    # What arrives late must not be in the blocks of the next one.
-    other = peers.submit("other", list(range(500, 530)), 4, remote=False)
-    peers.settle()
-    assert other.tokens == expected_outputs(list(range(500, 530)), 4)
-    peers.check_idle()
-
-
 def test_slots_of_a_request_that_left_are_not_used_until_its_fetch_has_ended():
     peers = Peers(decode_blocks=6)
     start(peers)
