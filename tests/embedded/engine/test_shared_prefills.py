@@ -39,6 +39,17 @@ def test_sixteen_equal_prompts_at_once_cost_little_more_than_one():
     assert [usage.cached_tokens for usage in usages if usage] == [0, *[496] * 15]
 
 
+def test_a_prefix_that_saves_less_than_a_step_costs_is_computed_again():
+    harness = make(worth=40, max_num_batched_tokens=256)
+    for name in ("first", "second", "third"):
+        harness.submit(name, [*range(16), ord(name[0])], 1)
+    assert tokens_of(harness.step()) == [("first", 17), ("second", 17), ("third", 17)], "2 * 16 tokens"
+    for name in ("1st", "2nd", "3rd", "4th"):
+        harness.submit(name, [*range(50, 66), ord(name[0])], 1)
+    assert tokens_of(harness.step()) == [("1st", 17)], "3 * 16 tokens"
+    assert tokens_of(harness.step()) == [("2nd", 1), ("3rd", 1), ("4th", 1)]
+
+
 def test_a_follower_starts_when_the_shared_prefix_is_committed_not_when_the_leader_ends():
     harness = make(max_num_batched_tokens=24)
     harness.submit("leader", range(40), 9)
