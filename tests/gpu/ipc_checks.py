@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import select
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -108,9 +107,3 @@ def run(checks: dict[str, Callable[[], None]]) -> int:
             failed += 1
             print(f"FAILED  {name}\n{traceback.format_exc()}", flush=True)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    status = run(CHECKS)
-    WORLD.peer().kill()
-    sys.exit(status)

@@ -36,7 +36,7 @@ class GpuTensors(Tensors):
 
     def fetched(self, array: Any) -> np.ndarray:
         cupy.cuda.Device().synchronize()
-        return cupy.asnumpy(array)  # type: ignore[no-any-return]
+        return cupy.asnumpy(array)
 
 
 class PeerWorker:

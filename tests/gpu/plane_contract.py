@@ -1,6 +1,9 @@
 """What data planes promise: checks of one that reads the tensors of another one.
 
-tests/transfer/test_planes.py asks planes of one process; `ipc_checks.py` asks two processes on a GPU.
+tests/transfer/test_planes.py asks planes of one process; `ipc_checks.py` asks two processes on a GPU. A world is one
+kind of plane: `make` makes one, `ours` is `Ours` for a while. A peer has an `address`, and does what it is asked: it
+waits for its readers and frees its tensors (`leave`). `peer()` is shared and holds `content(1)`; `own_peer` holds
+`content(3)`, and has ended behind the block. `limits` says where the most spans and bytes of a batch stand.
 """
 
 from __future__ import annotations
@@ -8,8 +11,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any, Protocol
+from contextlib import closing, contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -41,14 +44,6 @@ def canaries() -> list[np.ndarray]:
     return [np.full((NUM_BLOCKS, width), CANARY, np.uint8) for width in WIDTHS]
 
 
-class Peer(Protocol):
-    """A rank that is read. `ask`: `leave`, wait for readers and free the tensors; more in what starts processes."""
-
-    address: bytes
-
-    def ask(self, *message: Any) -> Any: ...
-
-
 class Tensors:
     """The first two and the last one lie in one allocation, with something before, between and behind them."""
 
@@ -78,7 +73,7 @@ class Tensors:
 
     def fetched(self, array: Any) -> np.ndarray:
         """A copy in this process's memory."""
-        return array.copy()  # type: ignore[no-any-return]
+        return array.copy()
 
     def read(self) -> list[np.ndarray]:
         return [self.fetched(each) for each in self.arrays]
@@ -105,7 +100,7 @@ class Ours:
         self.plane, self.tensors = plane, tensors
         plane.register(tensors.rows())
 
-    def open(self, peer: Peer) -> Source:
+    def open(self, peer: Any) -> Source:
         return self.plane.open(peer.address, soon())
 
     def holds(self, expected: list[np.ndarray]) -> bool:
@@ -117,23 +112,6 @@ class Ours:
 
     def refill(self) -> None:
         self.tensors.write(canaries())
-
-
-class World(Protocol):
-    """One kind of plane."""
-
-    limits: tuple[object, str, str]
-    """Where the most spans and bytes of a batch stand."""
-
-    def make(self) -> DataPlane: ...
-    def ours(self) -> AbstractContextManager[Ours]: ...
-    def peer(self) -> Peer:
-        """Shared: it holds `content(1)`."""
-        ...
-
-    def own_peer(self) -> AbstractContextManager[Any]:
-        """It holds `content(3)`, and has ended behind the block."""
-        ...
 
 
 def everything() -> Spans:
@@ -166,7 +144,7 @@ def expect(error: type[Exception], part: str, call: Callable[..., object], *argu
 
 
 @contextmanager
-def opened(world: World) -> Iterator[tuple[Ours, Source]]:
+def opened(world: Any) -> Iterator[tuple[Ours, Source]]:
     with world.ours() as mine, closing(mine.open(world.peer())) as source:
         yield mine, source
 
@@ -174,7 +152,7 @@ def opened(world: World) -> Iterator[tuple[Ours, Source]]:
 # ---- of every plane
 
 
-def a_read_fills_its_spans_and_touches_nothing_else(world: World) -> None:
+def a_read_fills_its_spans_and_touches_nothing_else(world: Any) -> None:
     for seed in range(4):
         chosen = random.Random(seed)
         sources, targets = chosen.sample(range(NUM_BLOCKS), 20), chosen.sample(range(NUM_BLOCKS), 20)
@@ -193,7 +171,7 @@ def a_read_fills_its_spans_and_touches_nothing_else(world: World) -> None:
             assert mine.holds(content(1))
 
 
-def more_than_one_batch_arrives_whole(world: World) -> None:
+def more_than_one_batch_arrives_whole(world: Any) -> None:
     """By spans as by bytes: both limits of a batch are passed."""
     owner, *names = world.limits
     before = [getattr(owner, name) for name in names]
@@ -211,13 +189,13 @@ def more_than_one_batch_arrives_whole(world: World) -> None:
             setattr(owner, name, limit)
 
 
-def nothing_is_read_where_nothing_is_wanted(world: World) -> None:
+def nothing_is_read_where_nothing_is_wanted(world: Any) -> None:
     with opened(world) as (mine, source):
         source.read("all", Spans.of([]), soon())
         assert mine.is_untouched()
 
 
-def the_same_peer_may_be_open_twice(world: World) -> None:
+def the_same_peer_may_be_open_twice(world: Any) -> None:
     with opened(world) as (mine, first):
         second = mine.open(world.peer())
         second.read("all", whole_blocks([1], [1]), soon())
@@ -228,7 +206,7 @@ def the_same_peer_may_be_open_twice(world: World) -> None:
         assert mine.holds(content(1))
 
 
-def spans_outside_of_either_side_read_nothing(world: World) -> None:
+def spans_outside_of_either_side_read_nothing(world: Any) -> None:
     end = NUM_BLOCKS * WIDTHS[0]
     with opened(world) as (mine, source):
         for span in (Span(0, 0, end, 1), Span(len(WIDTHS), 0, 0, 1), Span(0, 0, -1, 1)):
@@ -238,7 +216,7 @@ def spans_outside_of_either_side_read_nothing(world: World) -> None:
         assert mine.is_untouched()
 
 
-def a_plane_is_made_for_one_set_of_dense_tensors(world: World) -> None:
+def a_plane_is_made_for_one_set_of_dense_tensors(world: Any) -> None:
     with world.ours() as mine:
         expect(CacheStateError, "registered already", mine.plane.register, mine.tensors.rows())
         first = mine.tensors.rows()[0]
@@ -247,14 +225,14 @@ def a_plane_is_made_for_one_set_of_dense_tensors(world: World) -> None:
             expect(CacheStateError, "one contiguous range", other.register, [strided])
 
 
-def addresses_of_other_planes_are_refused(world: World) -> None:
+def addresses_of_other_planes_are_refused(world: Any) -> None:
     kind, *rest = msgspec.msgpack.decode(world.peer().address)
     with world.ours() as mine:
         for address in (b"", b"\xc1", msgspec.msgpack.encode([f"no {kind}", *rest]), msgspec.msgpack.encode([kind])):
             expect(PeerRefusedError, "data plane", mine.plane.open, address, soon())
 
 
-def a_peer_that_is_gone_is_an_error_and_another_one_is_read(world: World) -> None:
+def a_peer_that_is_gone_is_an_error_and_another_one_is_read(world: Any) -> None:
     with world.ours() as mine:
         with world.own_peer() as peer:
             source = mine.open(peer)
@@ -272,14 +250,14 @@ def a_peer_that_is_gone_is_an_error_and_another_one_is_read(world: World) -> Non
 # ---- where the peer takes no part
 
 
-def a_deadline_that_is_over_reads_nothing(world: World) -> None:
+def a_deadline_that_is_over_reads_nothing(world: Any) -> None:
     with opened(world) as (mine, source):
         expect(RemoteReadError, "in time", source.read, "all", everything(), time.monotonic() - 1)
         expect(RemoteReadError, "in time", source.read, "all", everything(), soon())
         assert mine.is_untouched()
 
 
-def closing_a_plane_closes_what_it_opened(world: World) -> None:
+def closing_a_plane_closes_what_it_opened(world: Any) -> None:
     with world.own_peer() as peer, world.ours() as mine:
         source = mine.open(peer)
         mine.plane.close()
@@ -292,7 +270,7 @@ def closing_a_plane_closes_what_it_opened(world: World) -> None:
 # ---- of CUDA IPC
 
 
-def tensors_of_a_pool_are_named_by_their_place_in_it(world: World) -> None:
+def tensors_of_a_pool_are_named_by_their_place_in_it(world: Any) -> None:
     fields = msgspec.msgpack.decode(world.peer().address)
     allocations, regions = fields[5], fields[6]
     assert len(allocations) == 2, "each is exported once"
@@ -301,7 +279,7 @@ def tensors_of_a_pool_are_named_by_their_place_in_it(world: World) -> None:
     assert all(region[1] > 0 for region in (regions[0], regions[1], regions[3]))
 
 
-def addresses_that_cannot_be_read_are_refused(world: World) -> None:
+def addresses_that_cannot_be_read_are_refused(world: Any) -> None:
     good = msgspec.msgpack.decode(world.peer().address)
 
     def with_field(index: int, value: object) -> bytes:
@@ -327,7 +305,7 @@ def addresses_that_cannot_be_read_are_refused(world: World) -> None:
         mine.plane.open(with_field(6, [[0, beyond - 10, 10]]), soon()).close()
 
 
-def a_peer_that_ended_is_named_as_such(world: World) -> None:
+def a_peer_that_ended_is_named_as_such(world: Any) -> None:
     with world.ours() as mine:
         with world.own_peer() as peer:
             source = mine.open(peer)
@@ -336,7 +314,7 @@ def a_peer_that_ended_is_named_as_such(world: World) -> None:
         assert mine.is_untouched()
 
 
-EVERY_PLANE: tuple[Callable[[World], None], ...] = (
+EVERY_PLANE: tuple[Callable[[Any], None], ...] = (
     a_read_fills_its_spans_and_touches_nothing_else,
     more_than_one_batch_arrives_whole,
     nothing_is_read_where_nothing_is_wanted,

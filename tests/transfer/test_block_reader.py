@@ -151,6 +151,20 @@ def test_a_failed_read_is_told_and_the_next_one_has_a_source_of_its_own(plane, r
     assert plane.saw(5) == [OPEN, read("a"), "close", OPEN, read("b")]
 
 
+def test_a_source_that_opens_while_the_reader_closes_is_closed(plane, reader):
+    plane.may_open.clear()
+    reader.submit(job("a"))
+    assert plane.saw(1) == [OPEN]
+    thread = threading.Thread(target=reader.close)
+    thread.start()
+    while not reader._is_closed:
+        time.sleep(0.001)
+    thread.join(0.02)
+    plane.may_open.set()
+    thread.join(20)
+    assert plane.saw(1) == ["close"]
+
+
 @pytest.mark.parametrize("is_reading", [True, False])
 def test_close_ends_everything_and_tells_nothing(plane, reader, ends, is_reading):
     reader.submit(job("a"))

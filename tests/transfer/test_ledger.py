@@ -55,6 +55,15 @@ def test_a_cancelled_fetch_is_over_only_when_its_rank_says_so():
     assert ledger.totals.cancelled == 1
 
 
+def test_a_cancel_that_crosses_the_result_is_not_told():
+    ledger = fetching()
+    assert len(ledger) == ledger.num_open == 1
+    ledger.cancel("r", "the client left")
+    assert ledger.report(arrived()) == FetchEnd("r", FetchOutcome.CANCELLED, "the client left")
+    assert ledger.take_cancels() == {}
+    assert len(ledger) == ledger.num_open == 0
+
+
 def test_what_no_rank_was_told_of_is_over_at_once():
     ledger = FetchLedger()
     assert ledger.grant("r", 60.0)
@@ -123,6 +132,8 @@ def test_a_lease_is_over_when_no_rank_holds_it():
     ledger.open("l")
     with pytest.raises(CacheStateError, match="open already"):
         ledger.open("l")
+    assert len(ledger) == ledger.num_open == 1
+    assert ("l" in ledger, "m" in ledger) == (True, False)
     assert not ledger.report(LeaseEnd("l", "r", None), rank=0)
     with pytest.raises(CacheStateError, match="was not told of"):
         ledger.report(LeaseEnd("l", "r", None), rank=0)
