@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import signal
 import socket
 import subprocess
@@ -97,7 +98,9 @@ class Master:
                 time.sleep(0.02)
 
     def freeze(self) -> None:
+        """Returns when it stands still."""
         self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)

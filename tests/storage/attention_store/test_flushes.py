@@ -5,9 +5,13 @@ import random
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.metadata import CacheEvent, CacheLevel
 from fastdeploy_kvcache_v1.storage.attention_store import flushes
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone
+from fastdeploy_kvcache_v1.storage.attention_store.token_index import Statement, TokenIndex
+from fastdeploy_kvcache_v1.storage.engine.target import Prefix
 from tests.storage.engines import Engine
+from tests.storage.values import block_hash
 
 
 def server(**options):
@@ -115,3 +119,15 @@ def test_statements_that_a_broken_store_does_not_take_are_bounded_and_counted(mo
 def test_to_follow_the_cache_its_events_are_needed():
     with pytest.raises(ConfigError, match="set max_queued_events above 0"):
         server(events=0)
+
+
+def test_a_block_is_named_by_all_tokens_up_to_its_end():
+    index, (one, two) = TokenIndex(), (block_hash(1), block_hash(2))
+    stored = CacheEvent("stored", CacheLevel.DEVICE, (one, two))
+    path = Prefix((one, two), (7, 8, 9, 10))
+    assert index.update([stored], [path], block_size=2) == [Statement((7, 8, 9, 10), 0, exists=True)]
+    removed = CacheEvent("removed", CacheLevel.DEVICE, (two,))
+    assert index.update([removed], [path], block_size=2) == [
+        Statement((7, 8, 9, 10), 1, exists=False),
+        Statement((7, 8), 0, exists=True),
+    ]

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheAccess, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_S
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
 from fastdeploy_kvcache_v1.storage.messages import QueryDone, UseNamespace
@@ -215,8 +216,8 @@ def test_a_load_that_failed_keeps_its_slots_until_the_last_rank_is_quiet(engine)
     assert made.tier.may_start("r")
     assert made.manager.stats().quarantined_blocks == 3
     assert made.tier.seconds_to_next_deadline() == 20.0
-    made.now = 29.9
-    made.tier.go_on()
+    for made.now in (14.0, 18.0, 22.0, 29.9):
+        made.tier.go_on()
     assert not made.tier.is_left_alone, "who has answered is not silent"
     assert made.manager.stats().quarantined_blocks == 3
     made.now = 30.0
@@ -331,16 +332,24 @@ def measured(made, num_blocks, seconds):
 def test_a_request_does_not_wait_for_what_is_sooner_computed_and_one_tries_now_and_then(engine):
     made = engine(host=4096, device=4096)
     measured(made, 32, 32.0)
-    made.tier.weigh(lambda num_blocks, start, end, level: num_blocks * 0.5)
-    waiting = []
-    for number in range(100):
-        text = chr(9000 + number) * 11
+    asked = iter(range(1000))
+
+    def waits(saved_s):
+        """Whether a request does that saves so much for each of its 10 blocks."""
+        made.tier.weigh(lambda num_blocks, start, end, level: num_blocks * saved_s)
+        text = chr(9000 + next(asked)) * 11
         made.arrive(text, text, 10)
-        waiting.append(not made.tier.may_start(text))
-        made.loaded(made.loads[-1], seconds=10.0)
+        is_waiting = not made.tier.may_start(text)
+        for load in made.loads[-1:]:
+            made.loaded(load, seconds=10.0)
         made.tier.request_left(text)
-    assert 0 < sum(waiting) < 20
-    assert made.tier.counters.declined_requests == 100 - sum(waiting)
+        return is_waiting
+
+    assert [waits(0.5) for _ in range(PROBE_EVERY)] == [False] * (PROBE_EVERY - 1) + [True]
+    assert not any(waits(0.5) for _ in range(PROBE_EVERY - 1))
+    assert waits(2.0)
+    assert not waits(0.5), "it is counted from there on"
+    assert made.tier.counters.declined_requests == 2 * PROBE_EVERY - 1
     assert made.tier.counters.late_requests == 0
 
 

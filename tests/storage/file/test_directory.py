@@ -43,18 +43,52 @@ def allow_everybody_to_read(root):
         path.chmod(0o555 if path.is_dir() else 0o444)
 
 
-def test_a_directory_of_another_version_is_refused(tmp_path):
+@pytest.fixture
+def another_user(monkeypatch):
+    """Becomes one: files of this test belong to `ME` then."""
+
+    def become():
+        monkeypatch.setattr(os, "geteuid", lambda: ME + 1)
+        monkeypatch.setattr(directory, "ROOT", ME + 2)
+
+    return become
+
+
+ME = os.geteuid()
+
+
+@pytest.mark.parametrize(
+    # What is in the directory, its mode, whether another user opens it, and the refusal.
+    ("files", "mode", "is_another", "refusal"),
+    [
+        ({"format": "fastdeploy-kvcache-v1 storage 0\n"}, 0o700, False, "another version"),
+        ({"letter.txt": "Dear"}, 0o700, False, "holds other files"),
+        ({}, 0o777, False, "everybody can write"),
+        ({}, 0o700, True, f"belongs to user {ME}, and this process to user {ME + 1}: chown it"),
+    ],
+)
+def test_a_directory_that_is_not_ours_alone_is_refused_and_left_as_it_is(
+    tmp_path, another_user, files, mode, is_another, refusal
+):
     (tmp_path / "kv").mkdir()
-    (tmp_path / "kv" / "format").write_text("fastdeploy-kvcache-v1 storage 0\n")
-    with pytest.raises(ConfigError, match="another version"):
+    for name, text in files.items():
+        (tmp_path / "kv" / name).write_text(text)
+    (tmp_path / "kv").chmod(mode)
+    if is_another:
+        another_user()
+    with pytest.raises(ConfigError, match=refusal):
         FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
+    assert {path.name: path.read_text() for path in (tmp_path / "kv").iterdir()} == files
 
 
-def test_a_directory_with_other_files_is_refused(tmp_path):
-    (tmp_path / "letter.txt").write_text("Dear")
-    with pytest.raises(ConfigError, match="holds other files"):
-        FileBackend(tmp_path, namespace(), capacity_bytes=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+def test_a_directory_that_became_another_users_is_not_written_to(store, another_user):
+    backend = store()
+    put(backend, 1)
+    remove_tree(backend.directory, "everything")
+    another_user()
+    with pytest.raises(StorageError, match="belongs to user"):
+        put(backend, 2)
+    assert list(backend.directory.iterdir()) == []
 
 
 @pytest.mark.parametrize("deleted", ["namespace", "tmp", "format", "used", "everything", "the directory"])
@@ -133,23 +167,6 @@ def test_backends_that_open_a_new_directory_at_once_can_all_write(tmp_path):
             assert all(threads.map(open_one, range(8)))
 
 
-def test_a_directory_that_everybody_can_write_to_is_refused(tmp_path):
-    (tmp_path / "kv").mkdir()
-    (tmp_path / "kv").chmod(0o777)
-    with pytest.raises(ConfigError, match="everybody can write"):
-        FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
-
-
-def test_a_directory_of_another_user_is_refused_and_left_as_it_is(tmp_path, monkeypatch):
-    (tmp_path / "kv").mkdir()
-    me = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    monkeypatch.setattr(directory, "ROOT", me + 2)
-    with pytest.raises(ConfigError, match=f"belongs to user {me}, and this process to user {me + 1}: chown it"):
-        FileBackend(tmp_path / "kv", namespace(), capacity_bytes=1)
-    assert list((tmp_path / "kv").iterdir()) == []
-
-
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
 @pytest.mark.parametrize(
@@ -167,18 +184,6 @@ def test_a_user_trusts_its_own_directories_and_those_of_root(tmp_path, owner, re
             check_directory(tmp_path / "kv")
 
     assert ended_well(start(use, user=2))
-
-
-def test_a_directory_that_became_another_users_is_not_written_to(store, monkeypatch):
-    backend = store()
-    put(backend, 1)
-    remove_tree(backend.directory, "everything")
-    me = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    monkeypatch.setattr(directory, "ROOT", me + 2)
-    with pytest.raises(StorageError, match="belongs to user"):
-        put(backend, 2)
-    assert list(backend.directory.iterdir()) == []
 
 
 def test_nobody_else_can_read_what_is_stored(store, tmp_path):

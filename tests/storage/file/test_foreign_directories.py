@@ -1,6 +1,7 @@
 """The `storage` command touches nothing that servers do not write."""
 
 import os
+import shutil
 
 import pytest
 
@@ -11,37 +12,29 @@ from tests.storage.values import keys, namespace, put
 ACTIONS = (["info"], ["verify"], ["verify", "--repair"], ["prune", "--to-gib", "0"], ["clear"])
 
 
+@pytest.mark.parametrize(
+    ("format_", "refusal"),
+    [
+        ("fastdeploy-kvcache-v1 storage 0\n", "another version"),
+        (None, "is not a storage directory"),
+        ("no directory", "is not a storage directory"),
+    ],
+)
 @pytest.mark.parametrize("action", ACTIONS, ids=" ".join)
-def test_a_directory_that_is_not_ours_is_left_alone(server, directory, capsys, action):
+def test_a_directory_that_is_not_ours_is_one_line_and_left_alone(server, directory, capsys, action, format_, refusal):
     server(1)
-    (directory / "format").unlink()
+    if format_ is None:
+        (directory / "format").unlink()
+    elif format_ == "no directory":
+        shutil.rmtree(directory)
+    else:
+        (directory / "format").write_text(format_)
     before = everything(directory)
     assert cli.main(["storage", *action, "--kvcache-storage-dir", str(directory)]) == 2
     error = capsys.readouterr().err
-    assert f"{directory} is not a storage directory" in error
+    assert refusal in error
     assert error.count("\n") == 1
     assert everything(directory) == before
-
-
-@pytest.mark.parametrize("action", ACTIONS, ids=" ".join)
-def test_a_directory_of_another_version_is_left_alone(server, directory, capsys, action):
-    server(1)
-    (directory / "format").write_text("fastdeploy-kvcache-v1 storage 0\n")
-    before = everything(directory)
-    assert cli.main(["storage", *action, "--kvcache-storage-dir", str(directory)]) == 2
-    error = capsys.readouterr().err
-    assert "another version" in error
-    assert error.count("\n") == 1
-    assert everything(directory) == before
-
-
-@pytest.mark.parametrize("action", ACTIONS, ids=" ".join)
-def test_a_missing_directory_is_one_line_and_is_not_made(directory, capsys, action):
-    assert cli.main(["storage", *action, "--kvcache-storage-dir", str(directory)]) == 2
-    error = capsys.readouterr().err
-    assert "is not a storage directory" in error
-    assert error.count("\n") == 1
-    assert not directory.exists()
 
 
 @pytest.mark.parametrize("link", ["namespace", "shard", "value", "tmp"])

@@ -9,7 +9,7 @@ import pytest
 from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.storage.file import verification
 from tests.storage.file.stores import FILE_BYTES, damage, flip_a_byte, stored
-from tests.storage.values import keys, namespace
+from tests.storage.values import keys, namespace, sealed
 
 
 def test_verify_finds_nothing_wrong_with_what_was_stored(server, storage):
@@ -35,8 +35,10 @@ def test_verify_finds_nothing_wrong_with_what_was_stored(server, storage):
         lambda file: file.truncate(0),
         lambda file: file.truncate(FILE_BYTES - 1),
         lambda file: file.truncate(63),
+        lambda file: file.write(sealed(keys(1)[0])),
+        lambda file: file.write(sealed(keys(2)[0], namespace(model="n").digest)),
     ],
-    ids=["a changed byte", "empty", "cut", "shorter than a trailer"],
+    ids=["a changed byte", "empty", "cut", "shorter than a trailer", "another value", "of another namespace"],
 )
 def test_verify_names_a_damaged_value_and_repair_deletes_it(server, storage, directory, how):
     backend = server(1, 2, 3)
@@ -50,21 +52,6 @@ def test_verify_names_a_damaged_value_and_repair_deletes_it(server, storage, dir
     assert stored(backend, 1, 2, 3) == [1, 3]
     assert backend._used.read() == 2 * FILE_BYTES
     assert storage("verify")[0] == 0
-
-
-def test_a_value_that_was_moved_to_another_namespace_is_damaged(server, storage):
-    backend, other = server(1), server(2, model="n")
-    os.makedirs(os.path.dirname(other._path(keys(1)[0])))
-    os.replace(backend._path(keys(1)[0]), other._path(keys(1)[0]))
-    result = storage("verify")[1]
-    assert (result["values"], result["damaged_values"]) == (2, 1)
-
-
-def test_a_value_under_the_key_of_another_is_damaged(server, storage):
-    backend = server(1, 2)
-    first, second = (backend._path(key) for key in keys(1, 2))
-    os.replace(first, second)
-    assert storage("verify")[1]["damaged_values"] == 1
 
 
 def test_a_value_that_vanishes_while_it_is_verified_is_no_error(server, storage, monkeypatch):

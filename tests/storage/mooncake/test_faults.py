@@ -49,15 +49,6 @@ def behind_proxy(master, proxy, store):
     backend.close()
 
 
-def test_a_slow_master_is_only_slow(store, behind_proxy, proxy):
-    put(store(COUNT), *range(COUNT))
-    proxy.fault = Fault.SLOW
-    assert behind_proxy.count_stored(keys(*range(COUNT))) == COUNT
-    assert got(behind_proxy, *range(COUNT)) == COUNT
-    assert put(behind_proxy, 100) == 1
-    assert proxy.faults_met > 4
-
-
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.RESET])
 def test_a_master_that_is_not_reached_is_an_error_until_it_is(store, behind_proxy, proxy, fault):
     put(store(COUNT), *range(COUNT))
@@ -151,30 +142,6 @@ def test_a_client_ends_with_the_process_that_uses_it_even_while_it_waits(store, 
     backend._client._connection.close()  # as the end of this process would
     assert process.wait(20) == 0
     share._given[settings]._process.send_signal(signal.SIGCONT)
-
-
-def test_without_room_some_are_refused_and_the_store_goes_on(start_master, monkeypatch):
-    """Nothing can be evicted here, because all is in use."""
-    monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
-    settings = MooncakeSettings.read(start_master("-default_kv_lease_ttl=1h").environment())
-    backend = MooncakeBackend(settings, namespace())
-    slots = register(backend, 1000)
-
-    def put_twice_the_room():
-        for begin in range(0, 2 * SEGMENT_BYTES // VALUE_BYTES, 1000):
-            some = keys(*range(begin, begin + 1000))
-            assert backend.put(some, slots) == 1000
-            backend.touch(some)
-
-    try:
-        with pytest.raises(StorageFullError) as told:
-            put_twice_the_room()
-        assert told.value.num_refused > 0
-        assert told.value.num_written + told.value.num_refused == 1000
-        assert backend.count_stored(keys(0)) == 1, "the connection works"
-    finally:
-        backend.close()
-        share.take_back_memory()
 
 
 def test_what_is_touched_is_evicted_last(start_master):
