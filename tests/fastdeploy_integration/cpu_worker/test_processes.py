@@ -28,28 +28,25 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.token_channel impor
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING
 
 HOST_COMMAND = (
-    "A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m paddle.distributed.launch --log_dir /logs --devices 0 "
-    "/fd/fastdeploy/engine/../worker/worker_process.py --model m --config '{\"a\": 1}' 2>/logs/launch_worker.log"
+    "A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m paddle.distributed.launch --log_dir /logs --devices {} "
+    "/fd/fastdeploy/engine/../worker/worker_process.py {}--model m --config '{{\"a\": 1}}' 2>/logs/launch_worker.log"
 )
 
 
-def test_the_workers_command_keeps_its_arguments():
-    assert hooks.cpu_worker_command(HOST_COMMAND) == (
-        "exec env A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m "
-        "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.launch worker --model m --config '{\"a\": 1}' "
-        ">/logs/workerlog.0 2>/logs/launch_worker.log"
+@pytest.mark.parametrize(
+    ("devices", "size", "launched", "output"),
+    [
+        ("0", "", "worker ", "/logs/workerlog.0"),
+        ("0,1", "--tensor_parallel_size 2 ", "ranks 2 /logs ", "/dev/null"),
+        ("0", "--tensor_parallel_size 1 ", "worker ", "/logs/workerlog.0"),
+    ],
+)
+def test_the_workers_command_keeps_its_arguments(devices, size, launched, output):
+    """Several ranks are started by a process of their own."""
+    assert hooks.cpu_worker_command(HOST_COMMAND.format(devices, size)) == (
+        f"exec env A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m {supervisor.PACKAGE}.launch "
+        f"{launched}{size}--model m --config '{{\"a\": 1}}' >{output} 2>/logs/launch_worker.log"
     )
-
-
-def test_several_ranks_are_started_by_a_process_of_their_own():
-    command = HOST_COMMAND.replace("--model m", "--tensor_parallel_size 2 --model m").replace("s 0", "s 0,1")
-    assert hooks.cpu_worker_command(command) == (
-        "exec env A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m "
-        "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.launch ranks 2 /logs --tensor_parallel_size 2 "
-        "--model m --config '{\"a\": 1}' >/dev/null 2>/logs/launch_worker.log"
-    )
-    one = hooks.cpu_worker_command(HOST_COMMAND.replace("--model m", "--tensor_parallel_size 1 --model m"))
-    assert "launch worker --tensor_parallel_size 1" in one
 
 
 def test_an_unknown_command_is_an_error():

@@ -268,3 +268,14 @@ def test_a_preempted_request_that_goes_on_as_a_new_one_has_no_blocks_of_its_own_
         cache.batch_lost()
         assert (request.block_tables, cache.can_allocate_gpu_blocks(8)) == ([], True)
         cache.check()
+
+
+def test_a_reset_forgets_requests_with_and_without_a_match():
+    cache = adapter()
+    computed(cache, FakeTask("a", [1] * 13))
+    preallocate(cache, FakeTask("b", [1] * 13))
+    cache.reset()
+    cache.check()
+    again = FakeTask("b", [1] * 13)
+    assert computed(cache, again) == 0
+    done(cache, again)

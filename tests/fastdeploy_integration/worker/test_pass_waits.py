@@ -99,3 +99,17 @@ def test_a_swap_in_into_free_slots_runs_beside_the_pass_before(make_cache, gates
     cache._controller.drain(20)
     assert content(tensors, 2) == [7, 8, 9, 10]
     table.check()
+
+
+def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(make_cache, gates):
+    """It may have been submitted all the same."""
+    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates, threaded_compute=True), layer_timeout_s=20)
+    register(cache)
+    for computes in (prefill(table=(3, 1), start=2, end=3), prefill(table=(2,))):
+        cache.receive([computes])
+        cache.begin_forward(layer_by_layer=True)
+    cache._controller._runtime.compute_stream.submit(lambda: None)
+    cache.end_forward()
+    (use,) = compute_uses(cache)
+    assert (use.reads | use.writes, use.writes) == (0b1110, 0b110)
+    gates.let("compute")
