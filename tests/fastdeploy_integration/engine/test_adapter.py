@@ -28,7 +28,8 @@ def test_what_is_cached_of_prompts_that_are_served_one_after_the_other(settings,
     server = Server(**settings)
     assert server.serve(*prompts, max_tokens=max_tokens) == cached
     assert server.counters.swap_in_blocks == (3 if "host" in settings else 0), "the tail of its path went first"
-    assert server.cache.hit_rates.num_host_tokens == 4 * server.counters.swap_in_blocks
+    rates, from_host = server.cache.hit_rates, 4 * server.counters.swap_in_blocks
+    assert (rates.num_host_tokens, rates.num_device_tokens) == (from_host, sum(cached) - from_host)
 
 
 def test_a_failed_host_copy_is_forgotten_and_what_the_device_holds_is_not():
@@ -179,6 +180,7 @@ def test_fastdeploys_gauges_show_the_size_that_profiling_found():
     cache = make_adapter(8)
     cache.update_cache_config(SimpleNamespace(total_block_num=np.int32(5)))
     assert (cache.num_gpu_blocks, cache._gauges.max_gpu_block_num.value) == (5, 5)
+    assert cache._gauges.available_gpu_block_num.value == 5
     assert type(cache.num_gpu_blocks) is int
 
 

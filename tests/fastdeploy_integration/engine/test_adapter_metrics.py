@@ -59,7 +59,10 @@ def test_hit_rates_tell_the_tiers_apart_and_count_a_request_that_hit_only_once()
     rates = HitRates()
     rates.publish(gauges)
     assert shown(gauges, *RATES) == [0, 0, 0, 0]
-    for device, host in ((4, 4), (0, 1), (0, 0), (1, 0)):
+    rates.count(10, device=4, host=4)
+    rates.publish(gauges)
+    assert shown(gauges, *RATES) == [1, 8 / 10, 4 / 10, 4 / 10]
+    for device, host in ((0, 1), (0, 0), (1, 0)):
         rates.count(10, device=device, host=host)
     rates.publish(gauges)
     assert shown(gauges, *RATES) == [3 / 4, 10 / 40, 5 / 40, 5 / 40]

@@ -35,8 +35,16 @@ def test_sixteen_equal_prompts_at_once_cost_little_more_than_one():
     assert (counters.shared_prefill_requests, counters.shared_prefill_tokens) == (15, 15 * 500)
 
 
+def test_what_a_follower_finds_is_counted_once_however_many_batches_the_rest_takes():
+    server = server_of(budget=16)
+    server.add("leader", NINE)
+    server.add("follower", range(1, 60))
+    assert server.is_idle
+    assert (server.counters.shared_prefill_requests, server.counters.shared_prefill_tokens) == (1, 8)
+
+
 def test_others_pass_a_follower_and_it_is_next():
-    server = server_of()
+    server = server_of(budget=19)  # both prompts, and a token for one row that decodes
     for name in ("leader", "follower"):
         server.add(name, NINE)
     server.add("other", range(50, 59))
@@ -46,12 +54,13 @@ def test_others_pass_a_follower_and_it_is_next():
 
 
 @pytest.mark.parametrize(
-    ("device", "budget", "seats"),
-    [(200, 64, 3), (8, 64, 6), (200, 18, 6)],
-    ids=["no seat for both", "no room for both", "no budget for all of it"],
+    ("device", "budget", "seats", "speculative"),
+    [(200, 64, 3, 0), (8, 64, 6, 0), (200, 18, 6, 0), (200, 21, 6, 3)],
+    ids=["no seat for both", "no room for both", "no budget for all of it", "what decodes may need it"],
 )
-def test_who_would_take_what_the_follower_needs_stays_behind_it(device, budget, seats):
+def test_who_would_take_what_the_follower_needs_stays_behind_it(device, budget, seats, speculative):
     server = server_of(device, budget=budget, seats=seats)
+    server.host.config.speculative_config.num_speculative_tokens = speculative
     for name, prompt in (("leader", NINE), ("follower", NINE), ("other", range(50, 59)), ("last", range(80, 89))):
         server.add(name, prompt, 1)
     expected = {"leader": 9}, ["follower", "other", "last"]

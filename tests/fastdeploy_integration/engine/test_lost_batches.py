@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 
 from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, found, make_adapter
 
@@ -155,8 +156,10 @@ def test_copies_that_were_lost_leave_no_block_to_be_trusted():
     server = Server(8, 40, write_policy="write_back")
     server.serve([1] * 24, [2] * 24)
     task = server.add("c", [1] * 24)
-    server.step("lost in put")
+    server.schedule("lost in put")
     assert task.prefill_start_index == 20, "its prefix was to be swapped in"
+    server.cache.transit.recover(server.host)
+    assert SWAP_ATTRIBUTE not in vars(task), "it is sent again"
     server.run_dry()
     assert task.prefill_start_index == 0
     assert server.serve([1] * 24) == [20]

@@ -4,18 +4,16 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.rank_passes import RankPasses
 from fastdeploy_kvcache_v1.metadata import PassProgress
+from tests.world.clock import Clock
 
-
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
+IDLE = True
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    clock = Clock()
+    clock.now = 100.0
+    return clock
 
 
 @pytest.fixture
@@ -32,9 +30,9 @@ def say(passes, *progress):
 
 def test_nothing_is_quiet_before_every_rank_has_said_something(passes):
     assert not passes.have_ended(-1, 0.0)
-    passes.reported(0, PassProgress(7, 100.0))
+    say(passes, (7, 100.0))
     assert not passes.have_ended(-1, 0.0)
-    passes.reported(1, PassProgress(7, 100.0))
+    say(passes, (7, 100.0), (7, 100.0))
     assert passes.have_ended(-1, 0.0)
 
 
@@ -48,31 +46,39 @@ def test_the_slowest_rank_decides_by_step_and_by_time(passes, slow_rank, is_quie
 
 
 def test_a_rank_that_begins_again_to_compute_is_not_idle_any_more(passes):
-    say(passes, (7, 200.0, True), (7, 200.0, True))
+    say(passes, (7, 200.0, IDLE), (7, 200.0, IDLE))
     assert passes.have_ended(7, 199.0)
     say(passes, (7, 150.0), (7, 200.0))
     assert not passes.have_ended(7, 199.0)
 
 
-def test_what_is_doubted_is_known_with_the_next_step(passes):
-    say(passes, (7, 300.0), (7, 300.0))
+@pytest.mark.parametrize(
+    # What the two ranks say after a doubt at 100 s, when step 7 had been told; then both say (7, 500.0).
+    ("progress", "is_known"),
+    [
+        (((7, 300.0), (7, 300.0)), False),
+        (((7, 300.0), (8, 300.0)), False),
+        (((8, 300.0), (8, 300.0)), True),
+        # a rank that is idle since, and that no batch is on its way to
+        (((7, 100.0, IDLE), (8, 100.0)), True),
+        (((7, 99.9, IDLE), (8, 100.0)), False),
+        (((6, 100.0, IDLE), (8, 100.0)), False),
+    ],
+)
+def test_what_is_doubted_is_known_with_the_next_step_or_by_a_rank_that_is_idle(passes, progress, is_known):
     passes.doubt()
     assert not passes.have_ended(7, 90.0)
-    say(passes, (7, 400.0), (8, 400.0))
-    assert not passes.have_ended(7, 90.0), "one rank has not taken it"
-    say(passes, (8, 400.0))
-    assert passes.have_ended(7, 90.0)
-
-
-@pytest.mark.parametrize(
-    ("progress", "is_known"),
-    [((7, 100.0, True), True), ((7, 99.9, True), False), ((7, 100.0, False), False), ((6, 100.0, True), False)],
-)
-def test_or_by_a_rank_that_is_idle_since_and_that_no_batch_is_on_its_way_to(passes, progress, is_known):
-    passes.doubt()
-    say(passes, progress, (8, 100.0))
-    say(passes, (7, 500.0), (8, 500.0))
+    say(passes, *progress)
+    say(passes, (7, 500.0), (7, 500.0))
     assert passes.have_ended(7, 90.0) is is_known
+
+
+def test_two_doubts_before_the_first_step_are_over_with_it(clock):
+    passes = RankPasses(1, clock)
+    for _ in range(2):
+        passes.doubt()
+    say(passes, (0, 200.0))
+    assert passes.have_ended(0, 150.0)
 
 
 def test_rows_that_the_engine_has_forgotten_end_only_when_a_rank_is_idle(passes, clock):
@@ -82,7 +88,7 @@ def test_rows_that_the_engine_has_forgotten_end_only_when_a_rank_is_idle(passes,
     clock.now = 110.0
     say(passes, (8, 120.0), (8, 120.0))
     assert not passes.have_ended(7, 90.0)
-    say(passes, (8, 121.0, True), (8, 121.0))
+    say(passes, (8, 121.0, IDLE), (8, 121.0))
     assert not passes.have_ended(7, 90.0)
-    say(passes, (8, 130.0), (8, 122.0, True))
+    say(passes, (8, 130.0), (8, 122.0, IDLE))
     assert passes.have_ended(7, 90.0)
