@@ -11,7 +11,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, NoSpace
-from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from tests.scheduler.scenario import manager, prompt
 from tests.worker.worker_fakes import NumpyBackend, Rig
 from tests.world.clock import Clock
@@ -172,58 +171,3 @@ def test_whichever_allocation_finds_no_room_takes_nothing(policy):
         engine.end()
         assert engine.failed == []
     assert refused > num_allocations // 2
-
-
-class Memory(VirtualDevice):
-    """The `failing`-th allocation of a start fails: of host memory, or of a tensor."""
-
-    def __init__(self, failing: int) -> None:
-        super().__init__(Clock())
-        self.failing, self.asked, self.held = failing, 0, 0
-
-    def ask(self) -> None:
-        self.asked += 1
-        if self.asked - 1 == self.failing:
-            raise MemoryError("no more")
-
-    def allocate_host(self, nbytes, **options):
-        self.ask()
-        self.held += 1
-        return super().allocate_host(nbytes, **options)
-
-    def free_host(self, buffer):
-        self.held -= 1
-        super().free_host(buffer)
-
-
-class Tensors(NumpyBackend):
-    def __init__(self, memory: Memory) -> None:
-        super().__init__(2)
-        self.memory = memory
-
-    def create_kv_cache(self, num_blocks, **options):
-        for _ in range(4):
-            self.memory.ask()
-        return super().create_kv_cache(num_blocks, **options)
-
-
-@pytest.mark.parametrize("failing", range(5))
-@pytest.mark.parametrize("restart", [False, True])
-def test_whichever_memory_is_missing_at_a_start_a_later_start_works(failing, restart):
-    """At a restart of another size the host memory of before is given back first, whatever fails then."""
-    memory = Memory(-1 if restart else failing)
-    controller = CacheController(Tensors(memory), runtime=memory)
-    if restart:
-        controller.initialize_kv_cache(4, 3)
-        controller.free(keep_host_memory=True)
-        assert memory.held == 1
-        memory.failing = memory.asked + failing
-    with pytest.raises(MemoryError):
-        controller.initialize_kv_cache(4, 5)
-    controller.check()
-    assert memory.held == 0
-    assert controller.caches == {}
-    controller.initialize_kv_cache(4, 5)
-    controller.check()
-    controller.free()
-    assert memory.held == 0

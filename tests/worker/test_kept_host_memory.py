@@ -91,14 +91,29 @@ def test_other_blocks_are_allocated_anew(rig):
     assert (len(rig.runtime.live), rig.runtime.num_allocated) == (1, 2)
 
 
-def test_a_start_that_fails_leaves_no_caches(rig):
-    rig.controller.free(keep_host_memory=True)
-    rig.runtime.host_bytes_left, arrays = 6 * rig.layout.block_bytes - 1, rig.backend.arrays
-    with pytest.raises(ConfigError, match="needs more than there is"):
-        rig.controller.initialize_kv_cache(4, 6)
+def no_more(*_, **__):
+    raise MemoryError("no more")
+
+
+@pytest.mark.parametrize("missing", ["room", "tensors", "host memory"])
+@pytest.mark.parametrize("is_restart", [False, True])
+def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, missing, is_restart):
+    """At a restart of another size the host memory of before is given back first, whatever fails then."""
+    rig.controller.free(keep_host_memory=is_restart)
+    with monkeypatch.context() as now:
+        if missing == "room":
+            now.setattr(rig.runtime, "host_bytes_left", 6 * rig.layout.block_bytes - 1)
+            now.setattr(rig.backend, "create_kv_cache", lambda *_, **__: pytest.fail("tensors are made"))
+        elif missing == "tensors":
+            now.setattr(rig.backend, "create_kv_cache", no_more)
+        else:
+            now.setattr(ChosenRuntime, "allocate_host", no_more)
+        with pytest.raises((MemoryError, ConfigError), match=r"no more|more than there is"):
+            rig.controller.initialize_kv_cache(4, 6)
+        rig.controller.check()
+        assert (rig.runtime.live, rig.controller.caches) == ([], {})
+    rig.controller.initialize_kv_cache(4, 6)
     rig.controller.check()
-    assert (rig.runtime.live, rig.controller.caches) == ([], {})
-    assert rig.backend.arrays is arrays, "no tensors were made"
 
 
 def test_memory_that_was_given_back_is_not_kept(rig):
