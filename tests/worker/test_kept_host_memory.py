@@ -28,6 +28,7 @@ class CountingRuntime(ChosenRuntime):
         super().free_host(buffer)
 
     def require_memory(self, *, device_bytes: int, host_bytes: int) -> None:
+        self.asked = device_bytes, host_bytes
         if host_bytes > self.host_bytes_left:
             raise ConfigError("the host cache needs more than there is")
 
@@ -99,10 +100,11 @@ def no_more(*_, **__):
 @pytest.mark.parametrize("is_restart", [False, True])
 def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, missing, is_restart):
     """At a restart of another size the host memory of before is given back first, whatever fails then."""
+    block = rig.layout.block_bytes
     rig.controller.free(keep_host_memory=is_restart)
     with monkeypatch.context() as now:
         if missing == "room":
-            now.setattr(rig.runtime, "host_bytes_left", 6 * rig.layout.block_bytes - 1)
+            now.setattr(rig.runtime, "host_bytes_left", 6 * block - 1)
             now.setattr(rig.backend, "create_kv_cache", lambda *_, **__: pytest.fail("tensors are made"))
         elif missing == "tensors":
             now.setattr(rig.backend, "create_kv_cache", no_more)
@@ -112,6 +114,7 @@ def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, miss
             rig.controller.initialize_kv_cache(4, 6)
         rig.controller.check()
         assert (rig.runtime.live, rig.controller.caches) == ([], {})
+        assert missing == "host memory" or rig.runtime.asked == (4 * block, 6 * block)
     rig.controller.initialize_kv_cache(4, 6)
     rig.controller.check()
 

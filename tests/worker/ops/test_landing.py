@@ -279,10 +279,10 @@ OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.
 class Nvml:
     """NVML 550.1.2, whose start answers `status`."""
 
-    def __init__(self, status):
+    def __init__(self, status, ended):
         self.nvmlInit_v2 = lambda: status
         self.nvmlSystemGetDriverVersion = lambda text, size: setattr(text, "value", b"550.1.2")
-        self.nvmlShutdown = lambda: None
+        self.nvmlShutdown = lambda: ended.append(True)
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ class Nvml:
     ],
 )
 def test_the_driver_release_is_read_wherever_it_stands(tmp_path, monkeypatch, module, process, nvml, release):
-    files = tmp_path / "module", tmp_path / "process"
+    files, ended = (tmp_path / "module", tmp_path / "process"), []
     for file, text in zip(files, (module, process), strict=True):
         if text is not None:
             file.write_text(text)
@@ -307,11 +307,12 @@ def test_the_driver_release_is_read_wherever_it_stands(tmp_path, monkeypatch, mo
         assert name == "libnvidia-ml.so.1"
         if nvml is None:
             raise OSError(f"{name}: cannot open shared object file")
-        return Nvml(nvml)
+        return Nvml(nvml, ended)
 
     monkeypatch.setattr(landing, "RELEASE_FILES", files)
     monkeypatch.setattr(landing.ctypes, "CDLL", library)
     assert landing.driver_release() == release
+    assert bool(ended) == (release == "550.1.2")
 
 
 # ---- what the paths cost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -172,9 +173,13 @@ def test_host_memory_is_zeroed_aligned_and_given_back_once():
     assert (view == 9).all(), "a view keeps the memory alive"
     with pytest.raises(CacheStateError, match="freed"):
         ops.host_free(buffer)
+    num_files = len(os.listdir("/proc/self/fd"))
     for allocate in (ops.host_alloc, ops.host_alloc_shared):
         with pytest.raises(CacheStateError, match="at least one byte"):
             allocate(0)
-        assert allocate(1).nbytes == 1
+        one = allocate(1)
+        assert one.nbytes == 1
+        one.free()
         with pytest.raises(MemoryError):
             allocate(1 << 60)
+    assert len(os.listdir("/proc/self/fd")) == num_files

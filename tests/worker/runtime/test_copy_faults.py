@@ -33,6 +33,12 @@ def test_delays_are_those_of_the_stream(monkeypatch):
     faults("kv-input")
     faults("kv-output")
     assert slept == [0.02, 0.0]
+    slept.clear()
+    faults = CopyFaults(max_delay_ms=10)
+    for _ in range(50):
+        faults("kv-input")
+    assert all(0 <= seconds <= 0.01 for seconds in slept)
+    assert len({*slept}) > 40
 
 
 @pytest.mark.parametrize(("rank", "fails"), [(0, False), (1, True)])

@@ -243,7 +243,10 @@ def test_each_ranks_host_memory_is_on_the_node_of_its_own_device(gpu, monkeypatc
         directory.mkdir(parents=True)
         (directory / "numa_node").write_text(f"{node}\n")
     nodes = {0: frozenset(os.sched_getaffinity(0)), 1: frozenset({10_000})}
-    pinned, bound = set(), []
+    pinned, bound, used = set(), [], []
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda.Device, "use", lambda device: used.append(device.id))
     monkeypatch.setattr(cuda, "node_of_pci_device", lambda bus_id: node_of_pci_device(bus_id, tmp_path))
     monkeypatch.setattr(placement, "numa_nodes", lambda: nodes)
     monkeypatch.setattr(placement, "pages_by_node", lambda address: {})
@@ -254,4 +257,5 @@ def test_each_ranks_host_memory_is_on_the_node_of_its_own_device(gpu, monkeypatc
         runtime = CudaRuntime(device, compute_handle=COMPUTE)
         runtime.free_host(runtime.allocate_host(4096, shared=shared))
         assert pinned == {nodes[node]}, "its pages come from there"
+    assert [*dict.fromkeys(used)] == [0, 1, 2, 3]
     assert bound == ([] if shared else [1, 1, 0, 0]), "what can be bound is"
