@@ -296,13 +296,6 @@ def test_the_attention_store_is_tried_out_by_a_round_trip(attention_store_doctor
     ("faults", "line"),
     [
         ({"match": {"error": "no route to host"}}, "the attention store cannot be used: no route to host"),
-        ({"write": {"error": "no space"}}, "the attention store could not write: no space"),
-        ({"write": {"short": 5}}, "of 32 blocks that were to be stored, only the first 5 are there"),
-        ({"write": {"answer": 33}}, "the attention store answered 33 to a write of 32 blocks"),
-        ({"read": {"short": 5}}, "of 32 blocks that were stored, 5 came back, and 5 unchanged"),
-        ({"read": {"short": 31, "answer": 32}}, "of 32 blocks that were stored, 32 came back, and 31 unchanged"),
-        ({"read": {"error": "timed out", "late_s": 1.0}}, "the attention store could not read: timed out"),
-        ({"read": {"crash": "segment"}}, "the attention store failed: RuntimeError('segment')"),
     ],
 )
 def test_an_attention_store_that_does_not_work_is_a_problem(attention_store_doctor, attention_store, faults, line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
@@ -12,7 +13,7 @@ from ..attention.base import CacheLayout, RoleSpec
 from ..errors import StorageError
 from ..metadata import BlockHash
 from ..units import MIB
-from .base import SlotMemory, StorageBackend, StoreKey
+from .base import StorageBackend, StoreKey
 from .namespace import Namespace, block_key
 from .seal import TRAILER_BYTES, is_sealed, seal
 
@@ -67,14 +68,11 @@ def _round_trip(backend: StorageBackend) -> RoundTrip:
     keys = [block_key(BlockHash(os.urandom(32)), 0) for _ in range(NUM_VALUES)]
     memory = memoryview(bytearray(os.urandom(NUM_BYTES)))
     values = [memory[begin : begin + VALUE_BYTES] for begin in range(0, NUM_BYTES, VALUE_BYTES)]
-    try:
-        backend.register(SlotMemory(memory, VALUE_BYTES))
+    with contextlib.closing(backend):
         try:
             return _checked(backend, keys, values)
         finally:
             backend.remove(keys)
-    finally:
-        backend.close()
 
 
 def trial_namespace(layout: CacheLayout, *, block_size: int) -> Namespace:

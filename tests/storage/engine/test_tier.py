@@ -194,6 +194,18 @@ def test_a_load_waits_for_copies_that_use_its_slots():
     assert made.tier.counters.skipped_store_blocks == 3
 
 
+def test_nothing_is_loaded_into_a_tier_that_is_full_of_blocks_in_use():
+    made = host(host=3)
+    made.report(made.compute("abc!"))
+    (store,) = made.stores
+    made.arrive("r", "xyz!", 3)
+    assert made.loads == []
+    assert made.tier.may_start("r")
+    made.stored(store)
+    assert made.loads == []
+    made.check_idle()
+
+
 def test_loads_wait_each_for_their_own_copies():
     made = host(host=16)
     first = made.compute("abcdefghijklmnop!")
@@ -529,6 +541,17 @@ def test_nothing_is_stored_while_a_request_waits_for_nearly_the_whole_tier():
     made.tier.tokens_wanted(56)
     made.tier.go_on()
     assert len(made.stores) == 1
+
+
+def test_blocks_that_left_the_device_before_they_were_stored_are_counted():
+    made = device(device=64)
+    made.tier.tokens_wanted(64)
+    made.report(made.compute("abc!"))
+    made.manager.reset_cache()
+    made.tier.tokens_wanted(0)
+    made.tier.go_on()
+    assert (made.stores, made.tier.counters.skipped_store_blocks) == ([], 3)
+    made.check_idle()
 
 
 @pytest.mark.parametrize("what", ["failed", "doubted", "reset", "elsewhere"])

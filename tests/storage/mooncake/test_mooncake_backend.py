@@ -191,6 +191,7 @@ def test_a_client_that_hangs_or_ends_is_an_error_and_the_next_one_works(store, c
     cluster.fault = fault
     with pytest.raises(StorageError, match=line):
         backend.count_stored(keys(1))
+    assert cluster.killed.is_set()
     cluster.fault = None
     monkeypatch.setattr(client, "CALL_TIMEOUT_S", 10)
     with pytest.raises(StorageError, match="client has ended"):

@@ -32,7 +32,9 @@ def test_variables_and_file_say_the_same(tmp_path):
     file.write_text(json.dumps(given))
     by_variables = MooncakeSettings.read({f"MOONCAKE_{name.upper()}": str(value) for name, value in given.items()})
     by_file = MooncakeSettings.read({"MOONCAKE_CONFIG_PATH": str(file), "MOONCAKE_PROTOCOL": "rdma"})
-    assert by_variables == by_file == MooncakeSettings(**given)
+    file.write_text(json.dumps({**given, "rdma_devices": ["mlx5_0", "mlx5_1"]}))
+    with_a_list = MooncakeSettings.read({"MOONCAKE_CONFIG_PATH": str(file)})
+    assert by_variables == by_file == with_a_list == MooncakeSettings(**given)
 
 
 @pytest.mark.parametrize(
