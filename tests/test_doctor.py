@@ -3,14 +3,12 @@
 import importlib.metadata
 import os
 import re
-from pathlib import Path
 
 import pytest
 
 from fastdeploy_kvcache_v1 import cli, doctor, plugin
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import activation
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import release
-from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import OVERRIDE, FastDeployTree, fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 from fastdeploy_kvcache_v1.storage.file import file_backend
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
@@ -97,40 +95,6 @@ def test_a_fastdeploy_with_its_own_manager_is_left_alone(make_tree, capsys):
 def test_no_fastdeploy_there(tmp_path, capsys):
     assert cli.main(["doctor", "--source", str(tmp_path)]) == 2
     assert "holds no FastDeploy" in capsys.readouterr().err
-
-
-def test_where_the_version_comes_from(make_tree, monkeypatch):
-    tree = make_tree(version=None)
-    with pytest.raises(doctor.OverlayError, match=f"set {OVERRIDE}"):
-        fastdeploy_at(tree)
-    (tree / "setup.py").write_text('V = os.environ.get("FASTDEPLOY_VERSION", "2.5.0")\n', encoding="utf-8")
-    assert fastdeploy_at(tree).release == "2.5"
-    (tree / "fastdeploy" / "version.txt").write_text(
-        "Paddle version: 3.3\nfastdeploy version: 2.5.0\nfastdeploy version: 2.6.1\n", encoding="utf-8"
-    )
-    assert fastdeploy_at(tree).version == "2.6.1"
-    assert fastdeploy_at(tree / "fastdeploy").release == "2.6"
-    monkeypatch.setenv(OVERRIDE, "2.5.9")
-    assert fastdeploy_at(tree).release == "2.5"
-
-
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [
-        ("2.6.0", "2.6"),
-        ("2.6", "2.6"),
-        ("2.6.1.post2", "2.6"),
-        ("2.6.0rc1", "2.6"),
-        ("2.6.0-dev", "2.6-dev"),
-        ("2.6.0.dev0", "2.6-dev"),
-        ("2.6.0.dev20260415+cuda12", "2.6-dev"),
-        ("2.10.0-dev", "2.10-dev"),
-        ("2.6.0+devbox", "2.6"),
-        ("develop", "develop"),
-    ],
-)
-def test_which_release_a_version_belongs_to(version, release):
-    assert FastDeployTree(Path(), version).release == release
 
 
 def test_this_machine_is_described(monkeypatch):

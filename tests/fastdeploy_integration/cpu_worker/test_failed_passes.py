@@ -3,6 +3,8 @@
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED, NO_TOKEN, RELEASED
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import MAX_RETRIES
+from fastdeploy_kvcache_v1.model.step import StepResult
 
 from .host_tasks import ABORT, PREEMPTED, other, prefill
 from .runners import LONG, PROMPT, decode_alone, fail_next_pass, run, tokens, with_swaps
@@ -38,6 +40,15 @@ def test_what_was_not_computed_does_not_reach_the_host(make_runner):
         runner.execute(1)
     copies = [result for report in reports for result in report.transfers]
     assert [(result.step, result.ok) for result in copies] == [(0, False)]
+
+
+def test_a_request_that_is_always_to_be_computed_again_is_given_up(runner, monkeypatch):
+    def retry(batch):
+        return StepResult(retry={each.request_id: "a copy failed" for each in batch.requests})
+
+    monkeypatch.setattr(runner._steps, "run", retry)
+    runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
+    assert run(runner, MAX_RETRIES + 1) == [NO_TOKEN] * MAX_RETRIES + [FAILED]
 
 
 # ---- a chunk fails, and FastDeploy has sent the next one before it can know

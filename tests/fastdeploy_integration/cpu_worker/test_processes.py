@@ -280,6 +280,7 @@ class Server:
 
     def __init__(self, looks=10**6, *, obeys=True):
         self.looks, self.obeys, self.returncode, self.told = looks, obeys, None, []
+        self.is_reaped = False
 
     def poll(self):
         self.looks -= 1
@@ -298,6 +299,7 @@ class Server:
     def wait(self, timeout=None):
         if self.returncode is None:
             raise subprocess.TimeoutExpired("server", timeout)
+        self.is_reaped = timeout is None
         return self.returncode
 
 
@@ -369,7 +371,7 @@ def test_a_server_is_announced_when_it_has_settled_and_ended_when_it_is_not_well
     out, error = capsys.readouterr()
     assert ("this package's cache manager: http://x" in out) == ours
     assert f"error: enough: MemoryError; the logs are in {tmp_path}" in error
-    assert server.told == told
+    assert (server.told, server.is_reaped) == (told, True)
     ((command,), process) = started[0]
     assert " ".join(command[2:]) == (
         f"-m {supervisor.PACKAGE}.launch api --model /m --host h --port 5 --engine-worker-queue-port 6"

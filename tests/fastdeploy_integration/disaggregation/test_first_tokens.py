@@ -75,6 +75,8 @@ def test_a_first_token_waits_for_its_blocks_and_others_pass_it():
     server.report(fast)
     assert server.loop(first_token(slow), first_token(fast), items=others) == [["new"], DROP, ["fast"]]
     assert server.loop() == []
+    assert server.tokens.is_empty(lambda: True) is True
+    assert server.tokens.is_empty(lambda: False) is False
     server.report(slow)
     assert server.loop() == [["slow"]]
     assert server.answers == []

@@ -105,7 +105,7 @@ class Connector:
             self.gate.close()
 
     def send_first_token(self, info, outputs):
-        self.errors += [(each.request_id, each.error_code, each.error_msg) for each in outputs]
+        self.errors += [(each.request_id, each.finished, each.error_code, each.error_msg) for each in outputs]
 
     def ask(self, port):
         task = request("r")
@@ -148,7 +148,7 @@ def test_how_long_prefill_asks_for_room(port, monkeypatch, answers, paused, full
     if paused == "before":
         connector.gate.close()
     assert connector.ask(port) == result
-    assert connector.errors == ([] if told is None else [("r", 502, told)])
+    assert connector.errors == ([] if told is None else [("r", True, 502, told)])
     assert connector.asked == asked_again
     assert ("r" in connector.current_request_ids) == (paused is None)
 

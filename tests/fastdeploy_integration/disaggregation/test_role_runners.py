@@ -79,6 +79,14 @@ def test_a_lease_ends_before_its_blocks_hold_anything_else(pair, again, reason):
     assert "withdrew" in fetch_error
 
 
+def test_a_lease_goes_on_where_another_request_shares_its_prefix(pair):
+    pair.fetch()
+    pair.prefill.insert_tasks([pair.prefill_task()])
+    run(pair.prefill, 1)
+    pair.prefill.insert_tasks([pair.prefill_task("b", row=1, blocks=(5, 9, 4), start=16)])
+    assert pair.settled() == (("a", None), None)
+
+
 def test_a_request_that_cannot_be_computed_fails_its_transfer(pair, monkeypatch):
     pair.fetch()
 

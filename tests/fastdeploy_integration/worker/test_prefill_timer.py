@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.prefill_timer import PrefillTimer
 from fastdeploy_kvcache_v1.timings import PrefillTime
-from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, DECODE, PREEMPTED, other, prefill
+from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
 
 
 class FakeEvent:
@@ -81,11 +81,12 @@ def test_passes_are_told_in_order_though_they_overlap_with_the_host(timed):
     [
         # what comes before each pass, and whether it waits for copies inside; the tokens of those that are told
         ([([chunk(0, 0, 100)], False), ([], False), ([other(DECODE, 0, "r0")], False)], [100]),
+        ([([chunk(0, 0, 100), other(DECODE, 0, "r0"), other(EXTEND, 0, "r0")], False)], [100]),
         ([([chunk(0, 0, 100)], True), ([chunk(1, 0, 40)], False)], [40]),
         ([([chunk(0, 0, 100), chunk(1, 0, 70), chunk(2, 0, 30), *LEAVE], False)], [30]),
         ([([chunk(0, 0, 100), chunk(0, 0, 60)], False)], [60]),
     ],
-    ids=["prompts", "no waits", "prompts that stay", "announced twice"],
+    ids=["prompts", "longer tables", "no waits", "prompts that stay", "announced twice"],
 )
 def test_a_pass_is_told_with_the_prompts_that_it_computes(timed, passes, told):
     for tasks, waits_inside in passes:
