@@ -17,12 +17,8 @@ def clean_environment(monkeypatch):
 
 
 def flags(backend="file", directory="/a", gib=1.0, prefetch="timeout"):
-    return SimpleNamespace(
-        kvcache_storage_backend=backend,
-        kvcache_storage_dir=directory,
-        kvcache_storage_gib=gib,
-        storage_prefetch=prefetch,
-    )
+    names = "kvcache_storage_backend", "kvcache_storage_dir", "kvcache_storage_gib", "storage_prefetch"
+    return SimpleNamespace(**dict(zip(names, (backend, directory, gib, prefetch), strict=True)))
 
 
 WORKER = flags(directory=None, gib=None, prefetch=None)

@@ -75,19 +75,15 @@ def test_swap_space_is_what_all_ranks_take_together():
             assert cache.num_cpu_blocks * block <= 3.7 * GIB < (cache.num_cpu_blocks + 1) * block
 
 
-def test_an_explicit_number_is_kept():
-    config = fd_config(GQA, swap=4.0, num_cpu_blocks=7, host_block_bytes=None, sized_by_swap_space=False)
-    swap_space.size_host_tier(config, "APPEND_ATTN")
-    assert (config.cache_config.num_cpu_blocks, config.cache_config.host_block_bytes) == (7, None)
-
-
-def test_sizing_again_gives_the_same():
-    config = fd_config(GQA, swap=1.0)
-    numbers = set()
-    for _ in range(3):
-        swap_space.size_host_tier(config, "APPEND_ATTN")
-        numbers.add(config.cache_config.num_cpu_blocks)
-    assert numbers == {GIB // (10 * GQA_BYTES)}
+def test_an_explicit_number_is_kept_and_sizing_again_gives_the_same():
+    for cache, expected in (
+        ({"num_cpu_blocks": 7, "host_block_bytes": None, "sized_by_swap_space": False}, (7, None)),
+        ({}, (GIB // (10 * GQA_BYTES), 10 * GQA_BYTES)),
+    ):
+        config = fd_config(GQA, swap=1.0, **cache)
+        for _ in range(3):
+            swap_space.size_host_tier(config, "APPEND_ATTN")
+            assert (config.cache_config.num_cpu_blocks, config.cache_config.host_block_bytes) == expected
 
 
 def test_exactly_one_block_is_enough_and_one_byte_less_is_an_error():
@@ -95,12 +91,9 @@ def test_exactly_one_block_is_enough_and_one_byte_less_is_an_error():
     with pytest.raises(ConfigError, match=r"--swap-space 1 GiB is less than one block.*each of 4 .* 1 GiB") as caught:
         swap_space.num_host_blocks(1.0, GIB // 4 + 1, 4)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("gib", [-1.0, float("nan"), float("inf")])
-def test_what_is_no_amount_of_memory(gib):
-    with pytest.raises(ConfigError, match="--swap-space must be a number of GiB"):
-        swap_space.num_host_blocks(gib, 1024, 1)
+    for gib in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="--swap-space must be a number of GiB"):
+            swap_space.num_host_blocks(gib, 1024, 1)
 
 
 @pytest.mark.parametrize(
@@ -135,38 +128,28 @@ def test_how_the_cache_is_quantized(worker, model, command_line, expected):
     assert swap_space.kv_cache_quant_type(config) == expected
 
 
-@pytest.fixture
-def engine_config(monkeypatch):
-    """1 GiB is free; 4 GiB are asked for."""
+@pytest.mark.parametrize(
+    # Four ranks take 4 GiB together, and 1 GiB is free.
+    ("chips", "cache", "needs"),
+    [
+        (8, {}, "on the 4 ranks of this machine needs 4.00 GiB but only 1.00"),
+        (2, {}, "on the 2 ranks of this machine needs 2.00 GiB"),  # others have memory of their own
+        (1, {}, None),
+        (8, {"host_block_bytes": None}, None),  # nobody sized it
+        (8, {"enable_prefix_caching": False}, None),
+    ],
+)
+def test_memory_for_all_ranks_of_a_machine_is_asked_for_before_there_are_any(monkeypatch, chips, cache, needs):
     monkeypatch.setattr(swap_space, "free_host_memory", lambda: GIB)
-
-    def make(**settings):
-        config = fd_config(GQA, ranks=4, swap=4.0, enable_prefix_caching=True)
-        swap_space.size_host_tier(config, "APPEND_ATTN")
-        config.max_chips_per_node = 8
-        for name, value in settings.items():
-            setattr(config if name == "max_chips_per_node" else config.cache_config, name, value)
-        return config
-
-    return make
-
-
-def test_memory_for_all_ranks_at_once_is_asked_for_before_there_are_any(engine_config):
-    with pytest.raises(
-        ConfigError, match=r"--swap-space on the 4 ranks of this machine needs 4\.00 GiB but only 1\.00"
-    ):
-        EnginePrefixCache(engine_config())
-
-
-def test_ranks_of_other_machines_have_memory_of_their_own(engine_config):
-    with pytest.raises(ConfigError, match=r"on the 2 ranks of this machine needs 2\.00 GiB"):
-        swap_space.require_host_memory(engine_config(max_chips_per_node=2))
-    swap_space.require_host_memory(engine_config(max_chips_per_node=1))
-
-
-@pytest.mark.parametrize("settings", [{"host_block_bytes": None}, {"enable_prefix_caching": False}])
-def test_no_memory_is_asked_for_where_ranks_take_none_or_nobody_sized_it(engine_config, settings):
-    swap_space.require_host_memory(engine_config(**settings))
+    config = fd_config(GQA, ranks=4, swap=4.0, enable_prefix_caching=True)
+    swap_space.size_host_tier(config, "APPEND_ATTN")
+    config.max_chips_per_node = chips
+    vars(config.cache_config).update(cache)
+    if needs is None:
+        swap_space.require_host_memory(config)
+    else:
+        with pytest.raises(ConfigError, match=needs):
+            EnginePrefixCache(config)
 
 
 def test_the_log_says_what_was_asked_and_what_it_bought():

@@ -62,22 +62,24 @@ def test_what_is_no_output_of_a_request_is_passed_on(reschedules):
     ]
 
 
-@pytest.mark.parametrize("logged", [True, False])
-def test_a_completion_that_was_only_logged_fails_with_its_reason(reschedules, logged):
-    async def generate():
-        _, queue = await connection([fails()] if logged else [says(5)])
+@pytest.mark.parametrize(
+    ("batch", "made", "reason"),
+    [
+        ([fails()], None, "it broke"),
+        ([says(5)], None, "the log of the API server says why"),
+        ([says(5)], "an answer", None),
+    ],
+)
+def test_a_completion_that_was_only_logged_fails_with_its_reason(reschedules, batch, made, reason):
+    async def generate(**named):
+        _, queue = await connection(batch)
         with contextlib.suppress(ValueError):
             await asyncio.wait_for(queue.get(), 10)  # FastDeploy asks in a task of its own, before Python 3.12
+        return made and (made, named)
 
-    reason = "it broke" if logged else "the log of the API server says why"
-    with pytest.raises(ValueError, match=reason):
-        asyncio.run(failed_answers.completion_full_generator(generate, None, (), {}))
-
-
-def test_a_completion_that_is_well_is_the_hosts(reschedules):
-    async def generate(**named):
-        return named
-
-    assert asyncio.run(failed_answers.completion_full_generator(generate, None, (), {"request_id": "r"})) == {
-        "request_id": "r"
-    }
+    answer = failed_answers.completion_full_generator(generate, None, (), {"request_id": "r"})
+    if reason is None:
+        assert asyncio.run(answer) == (made, {"request_id": "r"})
+    else:
+        with pytest.raises(ValueError, match=reason):
+            asyncio.run(answer)

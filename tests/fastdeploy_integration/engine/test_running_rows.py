@@ -22,10 +22,8 @@ STEP = SwapStep.of(0, CacheSwapMetadata(*EVICT, (1,), (2,)), CacheSwapMetadata(*
 
 
 def test_a_row_has_a_length_once_it_has_a_token_behind_what_it_prefills():
-    def request(idx, total, prefill):
-        return SimpleNamespace(idx=idx, num_total_tokens=total, need_prefill_tokens=prefill)
-
-    running = [request(3, 100, 100), request(0, 101, 100), request(7, 120, 120), request(1, 121, 120)]
+    rows = [(3, 100, 100), (0, 101, 100), (7, 120, 120), (1, 121, 120)]
+    running = [SimpleNamespace(idx=i, num_total_tokens=total, need_prefill_tokens=p) for i, total, p in rows]
     manager = SimpleNamespace(lock=threading.Lock(), running=running)
     assert running_rows(manager) == [(3, 0), (0, 101), (7, 0), (1, 121)]
 
