@@ -53,17 +53,25 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
     rig.close()
 
 
-@pytest.mark.parametrize(("overwritten", "op"), [(None, "swap_cache_all_layers"), (SlotSet(), "swap_cache_per_layer")])
-def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritten, op):
+@pytest.mark.parametrize(
+    ("overwritten", "filled", "op"),
+    [
+        (None, 4, "swap_cache_all_layers"),
+        (SlotSet(), 4, "swap_cache_per_layer"),
+        (SlotSet(), 5, "swap_cache_all_layers"),
+    ],
+)
+def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritten, filled, op):
     """Layer by layer where it is said what is written soon: what the same step fills is."""
     copied = []
     for name in ("swap_cache_all_layers", "swap_cache_per_layer"):
         monkeypatch.setattr(ops, name, lambda to, of, runs, *, stream=0, op=name: copied.append((op, list(runs))))
-    step = SwapStep.of(1, evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (4, 3)))
+    step = SwapStep.of(1, evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)))
     rig.controller.submit_swap_tasks(step, overwritten=overwritten)
     rig.controller.drain()
-    evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])] * (1 if overwritten is None else rig.layout.num_layers)
-    swapped_in = [("swap_cache_per_layer", [CopyRun(0, 4, 1), CopyRun(1, 3, 1)])] * rig.layout.num_layers
+    evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])]
+    evicted *= rig.layout.num_layers if op == "swap_cache_per_layer" else 1
+    swapped_in = [("swap_cache_per_layer", [CopyRun(0, filled, 1), CopyRun(1, 3, 1)])] * rig.layout.num_layers
     assert sorted(copied) == evicted + swapped_in
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.worker.ops import CopyRun, CopyRuns, LayerRows, plan_runs
+from fastdeploy_kvcache_v1.worker.ops import CopyRun, CopyRuns, plan_runs
 from tests.worker.ops.copies import CHECK_NOTHING, PATHS, Memory, by_cupy, path
 
 
@@ -103,18 +103,3 @@ def test_a_refused_copy_moves_nothing(request, copy, rng, runs):
     with pytest.raises(CacheStateError):
         copy(memory.host_rows, memory.device_rows, CopyRuns.of([CopyRun(*run) for run in runs]))
     assert (memory.bytes == before).all()
-
-
-def test_rows_that_do_not_fit_are_refused_by_the_core(rng):
-    copy, small, large = path("auto"), Memory(rng), Memory(rng, widths=(40, 16))
-    before = small.bytes.copy()
-    to, of = small.host_rows, small.device_rows
-    refused = {
-        "rows of 16 bytes cannot be copied to rows of 8": (to, large.device_rows),
-        "source and target are the same memory": (of, of),
-        "two of the targets are the same memory": ([LayerRows([to[0][0]] * 2)], [LayerRows([of[0][0], of[1][0]])]),
-    }
-    for message, (targets, sources) in refused.items():
-        with pytest.raises(CacheStateError, match=message):
-            copy(targets, sources, CopyRuns.of([CopyRun(0, 1, 1)]))
-    assert (small.bytes == before).all()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError, TransferError
+from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, LayerRows, library
 from fastdeploy_kvcache_v1.worker.ops.compiled import CUDA_PATHS, CompiledOps, Path
 from fastdeploy_kvcache_v1.worker.ops.peer_memory import Allocation, Gpu, PeerMemory
@@ -72,6 +73,12 @@ def test_a_copy_with_a_gpu_is_asked_of_the_core_with_its_direction_path_and_stre
         ("kvswap_cuda_copy", 4, [0, 0, 9]),
     ]
     assert [core.has_cuda_path(path) for path in (Path.KERNEL, Path.RUNS)] == [True, False]
+
+
+@pytest.mark.parametrize(("code", "platforms"), [(library.OK, {"cpu", "cuda"}), (library.UNAVAILABLE, {"cpu"})])
+def test_the_core_copies_on_a_gpu_where_there_is_a_driver(code, platforms):
+    core = CompiledOps(SimpleNamespace(raw=SimpleNamespace(kvswap_cuda_available=lambda: code)))
+    assert {platform for _, platform in ops.compiled_implementations(core)} == platforms
 
 
 class Peers:

@@ -160,6 +160,12 @@ def test_a_context_that_breaks_while_paths_are_timed_ends_the_worker_in_words(co
         land()
 
 
+def test_a_gpu_that_was_broken_before_is_not_taken_for_a_full_one(core):
+    core.gpu.statuses |= {"cuMemAlloc": 700, "cuEventCreate": 700}
+    with pytest.raises(ConfigError, match=r"the CUDA context broke .* when copies by kernel were tried"):
+        land()
+
+
 @pytest.mark.parametrize(
     ("room", "live"),
     [
@@ -377,6 +383,12 @@ def test_the_constants_are_those_of_this_gpu(core, monkeypatch):
     assert out["gather_rate"] == pytest.approx(TRUTH["gather_rate"], rel=1e-5)
     assert into == pytest.approx(TRUTH | {"gather_rate": 7.0}, rel=1e-3), "nothing is gathered on the way in"
     assert {entry[2] for entry in core.gpu.log if entry[0] == "stream"} == {"non-blocking"}
+
+
+def test_nothing_joins_the_rows_that_are_timed_as_scattered():
+    runs, slots = calibration.shapes().scattered, calibration.SLOTS
+    of, to = runs.sources.tolist(), runs.targets.tolist()
+    assert len(ops.plan_runs(of, to, num_sources=slots, num_targets=slots)) == calibration.COPIES == len({*of})
 
 
 def test_a_path_that_does_not_live_is_not_timed(core, monkeypatch):

@@ -113,6 +113,7 @@ def test_rows_need_memory(num_rows, row_bytes, pitch, address):
     with pytest.raises(CacheStateError, match="block rows need memory and a pitch of at least one row"):
         BlockRows(address, num_rows, row_bytes, pitch)
     assert BlockRows(8, 1, 1, 1).is_dense
+    assert rows_of(np.zeros((1, 64), np.uint8)[:, :8]).array.shape == (1, 8)
 
 
 def test_rows_are_a_view_of_the_tensor():

@@ -66,14 +66,6 @@ def test_a_copy_takes_its_turn_in_its_queue_and_keeps_what_describes_it(compiled
     other.close()
 
 
-def test_a_handle_that_is_no_queue_is_refused(compiled, memory):
-    queue = Queue(compiled.library, "closed")
-    queue.close()
-    for handle in (queue.id, 1 << 40):
-        with pytest.raises(CacheStateError, match=f"there is no queue {handle}"):
-            compiled.swap_cache_all_layers(memory.host_rows, memory.device_rows, RUNS, handle)
-
-
 def test_work_that_is_skipped_or_refused_is_let_go(compiled):
     """Else every failed unit would keep what its functions hold, for ever."""
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker.runtime import base, memory_limits
 
 ABUNDANT = 1 << 62
@@ -51,6 +52,12 @@ def groups(tmp_path, monkeypatch):
 def test_limits_of_this_process_and_of_those_above_it(groups, membership, limits, room):
     groups(membership, limits)
     assert memory_limits.room() == room
+
+
+def test_what_is_free_may_be_used_to_the_last_byte():
+    base.require("the pool", 5, 5)
+    with pytest.raises(ConfigError, match="the pool needs"):
+        base.require("the pool", 6, 5)
 
 
 def test_free_memory_is_the_machines_or_what_limits_leave(groups):
