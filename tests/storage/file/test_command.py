@@ -87,23 +87,19 @@ def test_prune_deletes_what_was_not_used_for_so_long(server, storage):
     assert stored(old, 1, 2, 3) == [3]
 
 
-def test_prune_to_a_size_deletes_the_least_recently_used_first(server, storage):
+@pytest.mark.parametrize(
+    # The age in days and the size in values that are asked for; what of 1, 2, 3 and the other model's 4, 5 is left.
+    ("days", "size", "left"),
+    [(None, 3, [1, 3, 5]), (0.5, 9, [1, 3, 4, 5]), (0.5, 2, [1, 5]), (None, 0, [])],
+)
+def test_prune_deletes_what_either_limit_deletes_the_least_recently_used_first(server, storage, days, size, left):
     old, new = server(1, 2, 3), server(4, 5, model="n")
-    for backend, number, seconds in ((old, 1, 10), (old, 2, 50), (old, 3, 30), (new, 4, 40), (new, 5, 20)):
+    for backend, number, seconds in ((old, 1, 10), (old, 2, DAY_S), (old, 3, 30), (new, 4, 40), (new, 5, 20)):
         age(backend, number, seconds)
-    _, result = storage("prune", "--to-gib", str(3 * FILE_BYTES / GIB))
-    assert (result["deleted_values"], result["bytes"]) == (2, 3 * FILE_BYTES)
-    assert (stored(old, 1, 2, 3), stored(new, 4, 5)) == ([1, 3], [5])
-
-
-def test_prune_by_age_and_size_deletes_what_either_deletes(server, storage):
-    backend = server(1, 2, 3)
-    for number, seconds in ((1, 2 * DAY_S), (2, 20), (3, 10)):
-        age(backend, number, seconds)
-    storage("prune", "--older-than", "1", "--to-gib", str(2 * FILE_BYTES / GIB))
-    assert stored(backend, 1, 2, 3) == [2, 3]
-    storage("prune", "--older-than", "1", "--to-gib", str(FILE_BYTES / GIB))
-    assert stored(backend, 1, 2, 3) == [3]
+    words = ["--older-than", str(days)] if days else []
+    _, result = storage("prune", *words, "--to-gib", str(size * FILE_BYTES / GIB))
+    assert (result["deleted_values"], result["bytes"]) == (5 - len(left), len(left) * FILE_BYTES)
+    assert stored(old, 1, 2, 3) + stored(new, 4, 5) == left
 
 
 def test_what_prune_and_clear_delete_is_room_for_a_running_server(server, storage):

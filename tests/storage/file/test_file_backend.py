@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -97,10 +96,6 @@ def test_more_than_the_capacity_at_once_is_refused_and_costs_nothing(store):
     assert used_by(backend) == FILE_BYTES
 
 
-def bytes_in(directory):
-    return sum(path.stat().st_size for path in directory.rglob("*.*") if path.is_file())
-
-
 def test_who_cannot_write_finds_a_value_that_another_process_has_repaired(store):
     writer, reader = store(), store()
     reader.close()
@@ -115,52 +110,64 @@ def test_who_cannot_write_finds_a_value_that_another_process_has_repaired(store)
     assert got(reader, 1, 2) == 2
 
 
+def bytes_in(directory):
+    return sum(path.stat().st_size for path in directory.rglob("*.*") if path.is_file())
+
+
+@pytest.fixture
+def small_disk(store, monkeypatch):
+    """A backend's disk is full once so many bytes are on it; `refused` has the writes that it refused."""
+
+    def mount(backend, room, code, before=lambda: None):
+        disk, write = SimpleNamespace(room=room, refused=[]), os.write
+
+        def write_on_it(file, data):
+            before()
+            if bytes_in(backend.directory) + len(data) > disk.room:
+                disk.refused.append(len(data))
+                raise OSError(code, os.strerror(code))
+            return write(file, data)
+
+        monkeypatch.setattr(os, "write", write_on_it)
+        return disk
+
+    return mount
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_disk_that_is_full_below_the_capacity_goes_on_with_its_newest_values(store, monkeypatch, caplog, code):
+def test_a_disk_that_is_full_below_the_capacity_goes_on_with_its_newest_values(store, small_disk, caplog, code):
     backend = store()
-    write, room, refused = os.write, [bytes_in(backend.directory) + 10 * FILE_BYTES], []
-
-    def write_on_a_small_disk(file, data):
-        if bytes_in(backend.directory) + len(data) > room[0]:
-            refused.append(len(data))
-            raise OSError(code, os.strerror(code))
-        return write(file, data)
-
-    monkeypatch.setattr(os, "write", write_on_a_small_disk)
+    disk = small_disk(backend, bytes_in(backend.directory) + 10 * FILE_BYTES, code)
     for number in range(0, 40, 2):
         assert put(backend, number, number + 1) == 2
         assert used_by(backend) == found_in(backend)[1]
-    assert refused
+    assert disk.refused
     assert got(backend, 38, 39) == 2
     assert backend.count_stored(keys(0)) == 0
     assert found_in(backend)[0] >= 8, "it makes room for some values, not for all"
     (warning,) = caplog.messages
     assert "is full: the oldest values make room" in warning
     assert list((backend.directory / "tmp").iterdir()) == []
-    room[0], stored = 1 << 30, found_in(backend)[0]
+    disk.room, before = 1 << 30, found_in(backend)[0]
     for number in range(40, 80):
         assert put(backend, number) == 1
-    assert found_in(backend)[0] == stored + 40, "a disk with room again is used up to the capacity"
+    assert found_in(backend)[0] == before + 40, "a disk with room again is used up to the capacity"
 
 
-def test_processes_that_fill_a_disk_at_once_make_room_once(store, monkeypatch, caplog):
+def test_processes_that_fill_a_disk_at_once_make_room_once(store, small_disk, caplog):
     """Ranks of a server store the same blocks at the same time, and are refused at the same time."""
-    ranks, full = [store() for _ in range(4)], {}
+    ranks, met = [store() for _ in range(4)], []
     for number in range(80):
         put(ranks[0], number)
-    write, room = os.write, bytes_in(ranks[0].directory)
 
-    def write_on_a_small_disk(file, data):
-        if len(full) < len(ranks):  # all are refused before the first makes room
-            full[len(full)] = True
-            if len(full) < len(ranks):
-                put(ranks[len(full)], 80 + len(full))
+    def meet():  # all are refused before the first makes room
+        if len(met) < len(ranks):
+            met.append(True)
+            if len(met) < len(ranks):
+                put(ranks[len(met)], 80 + len(met))
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        if bytes_in(ranks[0].directory) + len(data) > room:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        return write(file, data)
 
-    monkeypatch.setattr(os, "write", write_on_a_small_disk)
+    small_disk(ranks[0], bytes_in(ranks[0].directory), errno.EDQUOT, meet)
     assert put(ranks[0], 80) == 1
     assert len(caplog.messages) == 1, "the first one makes room, for all"
     assert found_in(ranks[0])[0] == 77, "a tenth is deleted once, and four are new"
@@ -202,29 +209,6 @@ def test_a_disk_that_others_have_filled_takes_nothing_and_loses_nothing(store, m
             put(backend, 2, 3)
     assert (got(backend, 1), used_by(backend)) == (1, FILE_BYTES)
     assert put(backend, 2, 3) == 2
-
-
-@pytest.mark.process
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root")
-def test_a_small_file_system_under_a_large_capacity_goes_on_with_its_newest_values(tmp_path, store):
-    (tmp_path / "disk").mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "none", str(tmp_path / "disk")],
-        capture_output=True,
-        text=True,
-    )
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
-    try:
-        backend = store(directory=tmp_path / "disk" / "kv", capacity=10 << 30)
-        for number in range(0, 2000, 20):
-            assert put(backend, *range(number, number + 20)) == 20
-        assert got(backend, *range(1980, 2000)) == 20
-        assert backend.count_stored(keys(0)) == 0
-        assert used_by(backend) == found_in(backend)[1] > 2 << 20
-        backend.close()
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path / "disk")], check=True)
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ETIMEDOUT, errno.ENOTDIR, errno.EROFS, errno.EMFILE])
