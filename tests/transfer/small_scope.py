@@ -143,6 +143,7 @@ class World:
             self.prefill.ledger = self.leases.ledger
         self.decode = Server("decode", decodes, FetchLedger(num_ranks=scope.decodes, clock=self.clock))
         self.computed = {}
+        self.withdrawn = set()
         for _ in range(scope.begun):
             self._go_on_well()
 
@@ -238,7 +239,9 @@ class World:
         return lease is not None and not lease.is_withdrawn
 
     def _withdraw(self, request):
+        self.withdrawn.add(request)
         if self.leases is not None:
+            self.withdrawn.update(self.scope.requests)
             self.leases.withdraw_all("aborted")
             return
         assert self.prefill.ledger.withdraw(request)
@@ -293,7 +296,7 @@ class World:
 
     def _lease_is_over(self, request):
         slots = set(self.prefill.slots[request])
-        if not self.faulty and not self._was_withdrawn(request):
+        if not self.faulty and request not in self.withdrawn | self.decode.past:
             for reader in self.net.readers:
                 if reader.source in [self.net.planes[rank.name] for rank in self.prefill.ranks]:
                     width = reader.source.tensors[0].shape[1]
@@ -301,11 +304,10 @@ class World:
                     assert not slots & read, f"{request}'s slots are given back while a peer reads them"
         self.prefill.give_back(request)
 
-    def _was_withdrawn(self, request):
-        return self.prefill.ledger.totals.arrived < 1 or request in self.decode.past
-
     def _fetch_is_over(self, end):
         slots = self.decode.slots[end.request_id]
+        given_up = self.faulty or end.request_id in self.decode.past or end.request_id in self.withdrawn
+        assert end.outcome is FetchOutcome.ARRIVED or given_up, f"{end.request_id} {end.outcome}: {end.reason}"
         if end.outcome is FetchOutcome.ARRIVED:
             for rank in self.decode.ranks:
                 for block, slot in enumerate(slots):

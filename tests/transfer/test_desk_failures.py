@@ -1,6 +1,7 @@
 """Leases and fetches of both desks when something goes wrong: each ends, with its reason, and by its deadline."""
 
 import dataclasses
+import re
 from collections import deque
 
 import pytest
@@ -105,6 +106,19 @@ def test_more_offers_than_a_desk_keeps_are_refused(pair, monkeypatch):
     prefill.offer("3", [3], decode.port)
     until(lambda: decode.desk.num_offers, prefill, decode)
     decode.desk.cancel("3")
+
+
+def test_only_the_latest_names_that_come_once_are_remembered(ranks, monkeypatch):
+    monkeypatch.setattr(fetch_desk, "MAX_OFFERS", 2)
+    prefill, decode = ranks(PrefillRank), ranks(DecodeRank, names_come_once=True)
+    for name in ("oldest", "older", "old"):
+        decode.desk.cancel(name, "aborted")
+    for number, name in enumerate(("old", "older", "oldest")):
+        prefill.offer(name, [number], decode.port)
+    until(lambda: decode.desk.num_offers and len(prefill.done) == 2, prefill, decode)
+    assert len(prefill.desk) == 1
+    assert {end.request_id for end in prefill.done} == {"old", "older"}
+    decode.desk.cancel("oldest")
 
 
 def test_bugs_of_the_caller_are_refused_and_change_nothing(pair):
@@ -275,8 +289,10 @@ def test_check_sees_a_desk_that_lost_count(net, side, spoil):
     with pytest.raises(InvariantError, match=r"are being fetched|leases are open"):
         desk.check_idle()
     spoil(desk)
-    with pytest.raises(InvariantError):
+    with pytest.raises(InvariantError) as seen:
         desk.check()
+    with pytest.raises(InvariantError, match=re.escape(str(seen.value))):
+        desk.check_idle()
 
 
 def test_an_offer_alone_keeps_a_desk_busy(pair):

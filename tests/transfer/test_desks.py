@@ -187,24 +187,6 @@ def test_an_offer_for_a_request_that_is_not_wanted_any_more_ends_at_once_where_n
         decode.desk.cancel(request)
 
 
-def test_a_cancel_of_one_fetch_leaves_the_others_of_its_peer_alone(pair):
-    prefill, decode = pair
-    decode.net.held = {"read"}
-    for lease, request, slots, sources in (("l", "r", [4, 5], [0, 1]), ("m", "other", [8, 9], [2, 3])):
-        decode.desk.fetch(request, slots)
-        prefill.offer(lease, sources, decode.port, request=request)
-        prefill.all_there(lease, 2)
-    until(lambda: len(decode.net.wants_to_read()) == 2, prefill, decode)
-    decode.desk.cancel("nobody")
-    decode.desk.cancel("r")
-    decode.net.held.clear()
-    until(lambda: len(decode.done) == 2 and len(prefill.done) == 2, prefill, decode)
-    assert result_of(decode, "other").error is None
-    assert decode.holds([8, 9], 1, [2, 3])
-    assert decode.touched() == {8, 9}
-    assert sorted((end.lease, end.error) for end in prefill.done) == [("l", "it was cancelled"), ("m", None)]
-
-
 @over_both_networks
 def test_a_burst_of_requests_from_one_prefill_rank_to_three_decode_ranks_loses_none(ranks):
     """64 requests at once, before any link is there."""

@@ -103,9 +103,10 @@ def test_a_fetch_waits_for_its_step(pair):
     open_lease(prefill, decode, slots=[3], tokens=BLOCK)
     decode.glue.handle([StartFetch("r", (20,), 0, after_step=5)], step=4)
     compute(prefill, BLOCK)
-    for _ in range(3):
-        decode.net.settle()
-        decode.turn()
+    until(lambda: decode.glue._fetches.num_offers, prefill, decode)
+    decode.net.settle()
+    decode.turn()
+    decode.net.settle()
     assert not decode.rank.touched()
     decode.glue.handle([], step=5)
     until(lambda: decode.fetches, prefill, decode)
