@@ -94,7 +94,7 @@ def add_store(world: Any, rng: random.Random, backend: str, cache: EngineCache, 
 def embedded(world: Any, rng: random.Random, *, backend: str = "", has_roles: bool = False) -> None:
     block_size = rng.choice([2, 4])
     seats, budget = rng.randrange(2, 7), rng.choice([8, 24, 64])
-    world.clients = Clients(world, block_size=block_size, most=3 * seats, kinds=8)
+    world.clients = Clients(world, block_size=block_size, most=3 * seats, kinds=3 if has_roles else 8)
     if not has_roles:
         engine = make_engine(world, rng, "", block_size, backend=backend, seats=seats, budget=budget)
         world.host = EmbeddedHost(world, engine)
@@ -146,7 +146,7 @@ def make_engine(
         world.others += [store, TierWatch(tier)]
         if settings.flush_only:
             world.others.append(IndexWatch(world, tier, manager, store))
-    engine = kind(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0]), **options)
+    engine = kind(world, manager, rank, storage=tier, pace=rng.choice([0.1, 1.0, 100.0, 100.0]), **options)
     if settings is not None:
         store.listen(engine.core.on_storage)
     return engine

@@ -183,6 +183,30 @@ def test_what_fails_on_one_rank_is_cancelled_on_the_others_before_its_slots_are_
     peers.check_idle()
 
 
+def test_a_prefill_that_is_dropped_withdraws_its_lease():
+    peers = Peers(max_num_batched_tokens=8)
+    start(peers)
+    peers.step(peers.prefill)
+    assert "r" in peers.leases
+    peers.prefill.core.abort("r")
+    peers.step(peers.prefill)
+    assert not peers.leases
+
+
+def test_a_fetching_request_that_lost_its_prefix_starts_again_when_no_byte_arrives_any_more():
+    peers = Peers()
+    start(peers)
+    peers.settle()
+    longer = PROMPT[:12] + list(range(300, 310))
+    recorder = start(peers, "longer", longer)
+    peers.decode.core.peers.lose(generation_of(peers, "longer"))
+    assert generation_of(peers, "longer").state is State.FETCHING
+    peers.settle()
+    assert peers.decode.harness.num_preemptions == 1
+    assert recorder.tokens == expected_outputs(longer, 4)
+    peers.check_idle()
+
+
 def test_a_lease_that_ends_early_fails_the_prefill_and_not_the_request():
     peers = Peers(max_num_batched_tokens=8)
     recorder = start(peers)
