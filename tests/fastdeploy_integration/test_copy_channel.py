@@ -223,15 +223,19 @@ class Explosive:
         return os.abort, ()
 
 
-def test_what_is_no_report_is_counted_said_once_and_never_unpickled(path, make_reporter, caplog):
-    junk = [b"", b"junk", pickle.dumps(Explosive()), b"[99]", b"[" * 100_000]
-    with listening(path) as reports, zmq.Context.instance().socket(zmq.PUSH) as sender:
-        sender.connect(f"ipc://{path}")
+def test_what_is_no_report_is_counted_said_once_and_never_unpickled(path, make_reporter, caplog, monkeypatch):
+    monkeypatch.setattr("fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports.MAX_REPORT_BYTES", 200_000)
+    junk, push = [b"", b"junk", pickle.dumps(Explosive()), b"[99]", b"[" * 100_000], zmq.Context.instance().socket
+    with listening(path) as reports, push(zmq.PUSH) as sender, push(zmq.PUSH) as other:
+        for each in (other, sender):
+            each.connect(f"ipc://{path}")
+        other.send(b"[" * 200_001)  # it is not even read
         for message in junk:
             sender.send(message)
         wait_for(lambda: reports.num_unreadable == len(junk), "the junk")
         make_reporter().tell(copied(0))
         wait_for(lambda: blocks_by_rank(reports) == {0: 1}, "a report behind the junk")
+        assert reports.num_unreadable == len(junk)
     assert len([each for each in caplog.messages if each.startswith("a report of copies cannot be read")]) == 1
 
 
@@ -263,7 +267,7 @@ def test_a_directory_that_somebody_else_could_have_made_is_refused(path, make):
         CopyReports(path)
 
 
-def test_a_socket_that_cannot_be_made_says_why(path):
+def test_a_eachthat_cannot_be_made_says_why(path):
     path.mkdir(parents=True, mode=0o700)
     path.parent.chmod(0o700)
     with pytest.raises(ConfigError, match="cannot make the socket"):

@@ -212,17 +212,6 @@ def test_what_fastdeploy_clears_is_never_found():
     assert server.serve([1] * 24, [1] * 24) == [0, 20]
 
 
-def test_requests_that_run_keep_their_blocks_when_the_cache_is_forgotten():
-    """After a weight update FastDeploy asks for an empty cache, though requests may be running again."""
-    server = Server(24, 24, write_policy="write_through")
-    server.serve([1] * 20)
-    server.add("running", [1] * 30, 12)
-    server.step()
-    server.cache.batch_dropped()
-    server.add("new", [2] * 40, 12)
-    assert server.is_idle
-
-
 # ---- at a decode server, whose requests cannot be computed again
 
 
@@ -270,19 +259,13 @@ def test_a_request_waits_while_another_one_has_its_id(caplog):
     assert server.clients.num_ended == {"finished": 3}
 
 
-def test_an_id_that_the_host_forgot_to_forget_is_free():
-    server = Server(24)
-    server.host.requests["x"] = FakeTask("x", [1])  # ended with an error, before it was scheduled
-    task = server.add("x", [2])
-    assert server.host.waiting[0] is task
-
-
-def test_an_id_that_comes_again_is_of_no_abortion_on_its_way():
-    """2.5 keeps it there when its request ends first. While that one lives it stays: its abortion is not confirmed."""
-    server = Server(24)
-    server.host.to_be_aborted_req_id_set.update("xy")
-    server.host.requests["x"] = FakeTask("x", [1])
-    for name in "xy":
+def test_an_id_is_free_that_the_host_forgot_to_forget_and_of_no_abortion_on_its_way():
+    """2.5 keeps an abortion there when its request ends first. While that one lives it stays: it is not confirmed."""
+    host = (server := Server(24)).host
+    host.to_be_aborted_req_id_set.update("xy")
+    for name in "xz":
+        host.requests[name] = FakeTask(name, [1])  # z ended with an error, before it was scheduled
+    for name in "xyz":
         server.add(name, [2])
-    assert server.host.to_be_aborted_req_id_set == {"x"}
-    assert [task.request_id for task in server.host.waiting] == ["y"]
+    assert host.to_be_aborted_req_id_set == {"x"}
+    assert [task.request_id for task in host.waiting] == ["y", "z"]

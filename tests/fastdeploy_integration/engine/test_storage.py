@@ -106,17 +106,6 @@ def test_a_request_that_cannot_be_looked_at_goes_straight_to_the_queue(caplog):
     assert "request a does not wait for storage" in caplog.messages
 
 
-def test_two_requests_of_one_id_do_not_meet_while_one_waits_for_the_store():
-    server = Server(32, 40, backend="file")
-    first, second = server.add("same", TOKENS), server.add("same", TOKENS)
-    assert (server.host.requests, len(server.cache.held_back)) == ({}, 1)
-    answered(server, 1)
-    server.step()
-    assert server.host.requests["same"] is first
-    answered(server)
-    assert (second.prefill_end_index, server.clients.num_ended) == (17, {"finished": 2})
-
-
 def test_two_requests_of_one_id_that_come_at_the_same_time_do_not_meet(monkeypatch):
     """FastDeploy's fetch thread brings one, and the schedule loop, which lets held ones go, the other."""
     server, tokens_of = Server(32, 40, backend="file"), adapter.TaskTokens
@@ -227,8 +216,18 @@ def test_released_requests_are_taken_once_in_order_of_arrival():
     storage.release_all()
     assert [names(storage.take_released(most)) for most in (0, -1, 2)] == [[], [], ["a", "b"]]
     assert [storage.holds(name) for name in "abc"] == [False, False, True]
+
+
+def test_when_fastdeploy_has_ended_every_request_the_tier_waits_for_none():
+    storage, tier, told = storage_of()
+    storage.hold(FakeTask("released", TOKENS), "tokens")
+    storage.release_all()
+    tier.startable.add("ahead")
+    assert [storage.hold(FakeTask(name, TOKENS), "tokens") for name in ("held", "ahead")] == [True, False]
+    told.clear()
     storage.clear()
-    assert storage.take_released(3) == []
+    assert told == [("request_left", "held"), ("request_left", "ahead")]
+    assert (storage.take_released(3), storage.holds("held")) == ([], False)
 
 
 def test_only_so_many_wait_and_the_others_are_fetched_for_all_the_same():
@@ -253,16 +252,6 @@ def test_what_is_fetched_for_in_the_queue_is_left_when_it_is_scheduled_or_gone_a
     storage.release(manager_of(tasks[2]))
     storage.release(manager_of())
     assert [each for each in told if each[0] == "request_left"] == [("request_left", "c")]
-
-
-def test_when_fastdeploy_has_ended_every_request_the_tier_waits_for_none():
-    storage, tier, told = storage_of()
-    tier.startable.add("ahead")
-    assert [storage.hold(FakeTask(name, TOKENS), "tokens") for name in ("held", "ahead")] == [True, False]
-    told.clear()
-    storage.clear()
-    assert told == [("request_left", "held"), ("request_left", "ahead")]
-    assert not storage.holds("held")
 
 
 @pytest.mark.parametrize("follows_passes", [True, False])
@@ -383,7 +372,7 @@ def test_blocks_have_a_name_once_when_model_and_workers_are_there():
 
 
 def test_other_weights_empty_the_tier_before_anything_is_named_again():
-    storage, _, told = storage_of()
+    storage, _, told = storage_of(link := Link())
     storage.weights_changed()
     assert told == [("cache_reset",), ("forget_namespace",)], "of weights that change before a name is found"
     storage.start(run=lambda find: find())
@@ -392,19 +381,12 @@ def test_other_weights_empty_the_tier_before_anything_is_named_again():
     epochs = [name.weight_epoch for name in told_names(told)]
     assert len({*epochs, namespace().weight_epoch}) == 3
     assert [each[0] for each in told[-3:]] == ["cache_reset", "forget_namespace", "use_namespace"]
-
-
-def test_weights_that_change_while_nobody_can_be_told_are_told_later():
-    link = Link()
-    storage, _, told = storage_of(link)
-    storage.start(run=lambda find: find())
-    storage.release(manager_of())
     link.is_ready = False
     storage.weights_changed()
-    assert told[-1] == ("forget_namespace",), "a question would be about the old weights"
+    assert told[-1] == ("forget_namespace",), "nobody can be told, and a question would be about the old weights"
     link.is_ready = True
     storage.release(manager_of())
-    assert len(set(told_names(told))) == 2
+    assert len(set(told_names(told))) == 3
 
 
 def test_what_the_workers_answer_is_told_before_requests_are_let_go():

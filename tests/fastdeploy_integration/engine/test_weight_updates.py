@@ -133,6 +133,9 @@ def test_the_cache_is_cleared_before_it_is_said_and_the_thread_survives_a_failur
         signals.set(weights=CLEARED, tree=CLEARING)
     failed.clear()
     signals.updates.start()
+    kept = [each.daemon for each in threading.enumerate() if each.name == "kvcache-v1-weights"]
+    assert kept, "it is there"
+    assert all(kept), "and keeps no process alive"
     while signals.tree.value[0] != CLEARED:
         pass
     signals.updates.stop()
