@@ -225,6 +225,7 @@ def test_settings(parse, tmp_path):
     assert chosen.tensor_parallel_size == 1
     for flag in ("--tensor-parallel-size", "--tensor_parallel_size", "-tp"):
         assert parse(["--port", "0", flag, "2"]).tensor_parallel_size == 2
+    assert parse(["--port", "0", "--tensor", "2"]).passed_on == ("--tensor", "2"), "FastDeploy may know it"
     assert len({chosen.port, chosen.queue_port, chosen.cache_queue_port}) == 3
     assert chosen.uses_our_manager
     assert chosen.model is None
@@ -379,4 +380,5 @@ def test_a_server_is_announced_when_it_has_settled_and_ended_when_it_is_not_well
     )
     assert process["env"]["ENABLE_V1_KVCACHE_MANAGER"] == ("1" if ours else "0")
     assert process["env"][RUN_DIRECTORY] == process["env"]["TMPDIR"] == str(tmp_path)
+    assert process["env"]["PROMETHEUS_MULTIPROC_DIR"] == str(tmp_path / "prometheus")
     assert process["start_new_session"], "a Ctrl-C reaches us, and we tell it"

@@ -142,6 +142,7 @@ def test_host_memory_while_the_caches_are_away(make_runner, monkeypatch, expecte
     runner.drop_caches()
     assert freed == ([] if keep else [8 * runner.block_bytes])
     runner.restore(weights=True, caches=True)
+    assert not runner.not_need_stop(), "no request outlives the caches"
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
     assert run(runner, 6) == expected
 
@@ -192,11 +193,12 @@ def test_passes_that_compute_prompts_are_timed(make_runner):
 
 
 def test_storage_of_device_blocks_hears_of_passes(make_runner):
-    reports = []
+    reports, used = [], []
     storage = SimpleNamespace(
-        uses_device_tier=True, host_trailer_bytes=0, host_is_shared=False, use=lambda _: None, let_go=lambda: True
+        uses_device_tier=True, host_trailer_bytes=0, host_is_shared=False, use=used.append, let_go=lambda: True
     )
     runner = make_runner(tell_copies=reports.append, storage=storage)
+    assert used == [runner._controller]
     assert not runner.not_need_stop()
     assert (reports[-1].passes.step, reports[-1].passes.is_idle) == (-1, True)
     runner.insert_tasks([with_swaps(prefill(0, "a", PROMPT, range(4)), 0)])

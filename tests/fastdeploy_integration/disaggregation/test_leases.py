@@ -3,7 +3,7 @@
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases, LeaseWithdrawn
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.messager import Messager
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
@@ -73,6 +73,16 @@ def test_the_first_reason_is_told_and_the_withdrawal_is_sent_once():
     assert account.sent == [WithdrawLease("a", "the link broke")]
     assert account.ended() == [("a", "error: the link broke")]
     assert account.leases.ledger.totals.failed == 1
+
+
+def test_what_the_ranks_give_up_themselves_counts_as_cancelled(account):
+    account.open("a")
+    for rank in (0, 1):
+        account.leases.heard(rank, LeaseWithdrawn("a"))
+        account.end(rank, "a", "given up")
+    assert account.sent == []
+    assert account.ended() == [("a", "error: given up")]
+    assert account.leases.ledger.totals == TransferTotals(started=1, cancelled=1)
 
 
 def test_an_end_that_no_rank_owes_is_refused_and_changes_nothing(account):
