@@ -1,6 +1,6 @@
 """An engine's storage tier with what it decides for: a cache manager, a link that records, and a clock.
 
-Blocks have one token; a prompt is a text, of which the last letter is not cached.
+A prompt is a text; each letter is a block, and the last one is not cached.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tests.storage.values import namespace
 
 
 class Prompt(GivenHashes):
-    def __init__(self, text: str, num_plain_blocks: int | None = None):
-        super().__init__([BlockHash(text[: end + 1].encode()) for end in range(len(text))], len(text))
+    def __init__(self, text: str, num_plain_blocks: int | None = None, block_size: int = 1):
+        super().__init__([BlockHash(text[: end + 1].encode()) for end in range(len(text))], len(text) * block_size)
         self.num_plain_blocks = len(text) if num_plain_blocks is None else num_plain_blocks
 
 
@@ -47,6 +47,7 @@ class RecordingLink:
 
     def query(self, query_id, hashes):
         self.queries.append(query_id)
+        self.sent.append([block.decode() for block in hashes])
 
     def commit(self, hashes):
         self.committed.append(hashes[-1].decode())
@@ -61,13 +62,15 @@ class RecordingLink:
 class Engine:
     """`kind`: which tier the store exchanges blocks with, host or device. `backup`: host blocks that it does not."""
 
-    def __init__(self, kind, *, device=256, host=64, backup=0, ranks=2, events=0, **settings):
-        self.kind, self.ranks, self.now = kind, ranks, 0.0
+    def __init__(self, kind, *, device=256, host=64, backup=0, ranks=2, events=0, block_size=1, **settings):
+        self.kind, self.ranks, self.block_size, self.now = kind, ranks, block_size, 0.0
         on_host = kind == "host"
         make = StorageTier if on_host else AttentionStoreTier
         policy = {"write_policy": WritePolicy.WRITE_THROUGH} if on_host else {}
         self.manager = CacheManager(
-            KVCacheConfig(device, host if on_host else backup, block_size=1, max_queued_events=events, **policy)
+            KVCacheConfig(
+                device, host if on_host else backup, block_size=block_size, max_queued_events=events, **policy
+            )
         )
         self.link = RecordingLink(ranks)
         settings = StorageSettings("mooncake" if on_host else "attention_store", **{"min_tokens": 1, **settings})
@@ -75,7 +78,7 @@ class Engine:
         self.tier = make(self.manager, settings, self.namespace, self.link, clock=lambda: self.now)
 
     def arrive(self, name, text, stored=None):
-        self.tier.request_arrived(name, Prompt(text), tuple(map(ord, text)))
+        self.tier.request_arrived(name, Prompt(text, block_size=self.block_size), tuple(map(ord, text)))
         if stored is not None:
             self.answer(stored)
 

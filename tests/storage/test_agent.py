@@ -6,8 +6,9 @@ from fastdeploy_kvcache_v1.errors import StorageError
 from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageFullError
 from fastdeploy_kvcache_v1.storage.messages import QueryDone
 from fastdeploy_kvcache_v1.storage.namespace import block_key, commit_key
+from fastdeploy_kvcache_v1.storage.seal import TRAILER_BYTES, is_sealed
 from tests.storage.machines import BLOCKS, HASHES, LIMIT_S, HostMemory
-from tests.storage.values import VALUE_BYTES, namespace, sealed
+from tests.storage.values import DIGEST, VALUE_BYTES, namespace, sealed
 
 SOON = pytest.approx(0, abs=LIMIT_S)
 KEYS = [block_key(each, 0) for each in HASHES]
@@ -56,7 +57,11 @@ def test_with_several_ranks_a_block_is_stored_once_it_is_committed(machine):
     assert server.commit(0, 1, 2) == QueryDone("", 3, SOON)
     assert server.query(*BLOCKS) == QueryDone("q", 3, SOON)
     backend = server.connect(namespace())
-    assert backend.count_stored([commit_key(each) for each in HASHES]) == 3
+    markers = [commit_key(each) for each in HASHES]
+    assert backend.count_stored(markers) == 3
+    marker = memoryview(bytearray(TRAILER_BYTES))
+    assert backend.get(markers[:1], [marker]) == 1
+    assert is_sealed(marker, markers[0], namespace=DIGEST)
     backend.close()
 
 

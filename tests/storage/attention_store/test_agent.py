@@ -189,8 +189,13 @@ def test_what_was_reserved_in_an_earlier_device_tier_is_neither_filled_nor_store
 def test_memory_that_the_sdk_may_still_touch_stays_until_it_does_not(machine, monkeypatch, fault):
     monkeypatch.setattr(agent_module, "STOP_TIMEOUT_S", 0.05)
     monkeypatch.setattr(agent_module, "QUIET_MARGIN_S", 3600)
-    is_quiet = threading.Event()
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: seconds == 0 or is_quiet.wait(LIMIT_S))
+    is_quiet, slept = threading.Event(), []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        assert seconds == 0 or is_quiet.wait(LIMIT_S)
+
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     monkeypatch.setattr(agent_module, "time", clock)
     server = machine()
     (agent,) = server.agents
@@ -213,6 +218,7 @@ def test_memory_that_the_sdk_may_still_touch_stays_until_it_does_not(machine, mo
     while gone() is not None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    assert slept == [pytest.approx(3600, abs=LIMIT_S) if "error" in fault else 0]
 
 
 def test_memory_that_is_not_touched_goes_at_once(machine):
@@ -232,6 +238,15 @@ def test_every_rank_says_that_it_is_connected_or_why_not(machine):
     server.use_namespace(weight_epoch="next")
     for answer in server.ask(Connect()):
         assert "licence expired" in answer.error
+
+
+def test_the_connection_of_an_earlier_namespace_is_let_go(machine):
+    server = machine()
+    (agent,) = server.agents
+    for changes in ({}, {"weight_epoch": "1"}):
+        server.use_namespace(**changes)
+        server.store(0), server.load(0), server.query(0)
+        assert len(agent._shared) == 1
 
 
 def test_a_store_that_is_not_ready_fails_the_start(machine):

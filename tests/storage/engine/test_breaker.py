@@ -56,3 +56,7 @@ def test_every_failed_try_doubles_the_pause_up_to_a_limit():
         breaker.failed("no route")
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     assert pauses[-1] == LONGEST_PAUSE_S
+    breaker.succeeded()
+    for _ in range(3):
+        breaker.failed("no route")
+    assert breaker.seconds_left() == FIRST_PAUSE_S

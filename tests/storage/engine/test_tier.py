@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheAccess, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
+from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask
 from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_S
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
 from fastdeploy_kvcache_v1.storage.messages import QueryDone, UseNamespace
@@ -64,6 +65,10 @@ def test_only_what_is_missing_is_asked_for_and_loaded(engine):
     made.arrive("r", "abcdef!", 2)
     (load,) = made.loads
     assert (load.path, len(load.slots)) == ("abcde", 2)
+    if made.kind == "host":
+        assert ["abcd", "abcde", "abcdef"] in made.link.sent
+    else:
+        assert made.link.all(MatchTask)[0].first_block_idx == 3
     assert made.tier.counters.queried_blocks == 3
     assert made.tier.counters.found_blocks == 2
 
@@ -78,6 +83,14 @@ def test_what_is_too_short_is_neither_asked_for_nor_loaded(engine, num_tokens, s
     made.arrive("r", LONG[:num_tokens], stored)
     assert (len(made.link.queries), len(made.loads)) == (num_queries, num_loads)
     assert made.tier.may_start("r") == (not num_loads)
+
+
+def test_what_is_worth_it_and_how_long_it_takes_is_a_matter_of_tokens():
+    made = host(block_size=4, min_tokens=20)
+    made.arrive("short", "abcd!")
+    assert made.link.queries == []
+    made.arrive("r", "vwxyz!", 5)
+    assert made.tier.seconds_to_next_deadline() == pytest.approx(0.5 + 0.5 * 20 / 1000)
 
 
 def test_nothing_is_fetched_before_there_is_a_namespace_or_for_who_does_not_read(engine):
@@ -522,6 +535,17 @@ def test_the_same_blocks_are_stored_once():
     made.stored(store)
     assert made.stores == [store]
     assert made.tier.is_idle
+
+
+def test_after_a_reset_all_is_stored_again():
+    """Under the name of other weights."""
+    made = device(device=64)
+    made.report(made.compute(LONG[:5]))
+    made.stored(made.stores[0])
+    made.manager.reset_cache()
+    made.tier.cache_reset()
+    made.report(made.compute(LONG[:5]))
+    assert [store.path for store in made.stores] == [LONG[:4]] * 2
 
 
 def test_a_request_behind_one_whose_blocks_are_being_stored_passes_it():

@@ -107,6 +107,10 @@ def test_many_damaged_values_are_counted_and_some_are_named(server, directory, c
     assert "checked 12 values (0.1 MiB): 12 damaged\n" in text
     assert text.count(namespace().digest) == 10
     assert "and 2 more" in text
+    assert "--repair deletes them" in text
+    assert cli.main(["storage", "verify", "--repair", "--kvcache-storage-dir", str(directory)]) == 1
+    assert "12 damaged, deleted\n" in (text := capsys.readouterr().out)
+    assert "--repair" not in text
 
 
 def test_verify_without_the_checksum_library_says_how_to_get_it(server, directory, capsys, monkeypatch):
