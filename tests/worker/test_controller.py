@@ -53,8 +53,10 @@ def test_reset_forgets_and_free_allows_a_new_start(rig):
     rig.controller.check()
     assert rig.controller.take_results() == []
     assert rig.controller.failed_slots([4]) == []
+    assert rig.controller.layout is rig.layout
     rig.controller.free()
     rig.controller.free()
+    assert [stream.closed for stream in rig.runtime._streams] == [True]
     pool, copies = lambda: rig.controller.host_pool, lambda: rig.controller.num_unreported_copies
     for use in (rig.controller.take_results, pool, copies):
         with pytest.raises(CacheStateError, match="initialize_kv_cache"):

@@ -121,6 +121,16 @@ def test_a_swap_in_waits_for_another_ranks_eviction(ranks):
         reader.controller.host_pool.block(0)[:] = 1
 
 
+def test_a_reader_asks_for_no_memory_of_its_own(pair, monkeypatch):
+    asked = []
+    for share in pair:
+        runtime = ChosenRuntime()
+        monkeypatch.setattr(runtime, "require_memory", lambda *, device_bytes, host_bytes: asked.append(host_bytes))
+        Rig(runtime, share=share).close()
+    needed = 6 * NumpyBackend().layout.block_bytes
+    assert asked == [needed, needed, 0]
+
+
 def test_what_one_rank_could_not_evict_no_rank_reads(ranks):
     writer, reader = ranks.rigs
     writer.runtime.fail_next(OUTPUT, RuntimeError("torn"))

@@ -28,6 +28,7 @@ def test_it_is_the_set_of_its_slots(size, kind):
     assert ours.isdisjoint(second) is first.isdisjoint(second)
     assert SlotSet.of(ours) is ours
     assert len({ours, SlotSet.of(first)}) == 1
+    assert repr(ours) == f"SlotSet({sorted(first)})"
 
 
 @pytest.mark.parametrize("slots", [(-1,), (*range(20), -5)])

@@ -75,6 +75,26 @@ def test_a_copy_with_a_gpu_is_asked_of_the_core_with_its_direction_path_and_stre
     assert [core.has_cuda_path(path) for path in (Path.KERNEL, Path.RUNS)] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("choice", "is_there", "reason"),
+    [
+        ("numpy", True, "FASTDEPLOY_KVCACHE_OPS says so"),
+        ("", False, "they were not built"),
+        ("", True, "of another build"),
+    ],
+)
+def test_without_a_core_there_is_a_reason(monkeypatch, tmp_path, choice, is_there, reason):
+    def unfit():
+        raise ConfigError("it is of another build")
+
+    monkeypatch.setenv(library.CHOICE, choice)
+    monkeypatch.setattr(library, "CORE", tmp_path if is_there else tmp_path / "none")
+    monkeypatch.setattr(library, "Library", unfit)
+    core, why = library.load()
+    assert core is None
+    assert reason in why
+
+
 @pytest.mark.parametrize(("code", "platforms"), [(library.OK, {"cpu", "cuda"}), (library.UNAVAILABLE, {"cpu"})])
 def test_the_core_copies_on_a_gpu_where_there_is_a_driver(code, platforms):
     core = CompiledOps(SimpleNamespace(raw=SimpleNamespace(kvswap_cuda_available=lambda: code)))

@@ -141,6 +141,11 @@ def test_the_table_names_what_runs(cpu_ops):
     assert ops.copy_paths("cpu") == (CopyPath("in", cpu_ops), CopyPath("out", cpu_ops))
 
 
+def test_slow_copies_are_warned_of(cpu_ops, caplog):
+    ops.warn_of_slow_copies()
+    assert len(caplog.records) == (cpu_ops == "numpy")
+
+
 def test_another_implementation_can_take_over():
     calls = []
     array = np.zeros((2, 8), np.uint8)

@@ -156,7 +156,7 @@ def machine(monkeypatch, caplog):
 
 
 def test_memory_is_bound_and_touched_on_the_chosen_node(machine, caplog):
-    offered = []
+    offered, machine.pages = [], {0: 1, 1: 19}
 
     def choose(nodes):
         offered.append(nodes)
