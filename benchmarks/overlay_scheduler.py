@@ -166,7 +166,7 @@ class Contender:
     """ResourceManagerV1 with the cache manager that this process has."""
 
     def __init__(self, blocks: int, *, ours: bool) -> None:
-        from tests.fastdeploy.drive_resource_manager import make_manager, make_request
+        from tests.fastdeploy.real_manager import make_manager, make_request
 
         self.make_request = make_request
         self.manager = make_manager(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from .chooser import numbers
 from .scenarios import SCENARIOS
@@ -48,4 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if find_spec("fastdeploy") is not None:  # its own hosts have scenarios, too
+        from . import real_host, real_roles  # noqa: F401
     sys.exit(main())

@@ -170,13 +170,16 @@ class FastDeployHost:
     # ---- what clients ask for
 
     def add(self, request: Request) -> None:
-        task = Task(request)
+        task = self.task(request)
         if self.pausing:
             self._outside.append(task)
         else:
             self.add_request(task)
 
-    def add_request(self, task: Task) -> None:
+    def task(self, request: Request) -> Any:
+        return Task(request)
+
+    def add_request(self, task: Any) -> None:
         patches.add_request(self._add_request, self, (task,), {})
 
     def _add_request(self, task: Task) -> None:
@@ -364,6 +367,16 @@ class FastDeployHost:
     def _prepare_preempt_task(self, task: Task) -> Control:
         return Control(Kind.PREEMPTED, task)
 
+    def preempted_all(self) -> Any:
+        tasks = []
+        while self.running:
+            victim = self.running.pop()
+            victim.status, victim.num_computed_tokens = Status.PREEMPTED, 0
+            self._free_blocks(victim)
+            self.to_be_rescheduled_request_id_set.add(victim.request_id)
+            tasks.append(self._prepare_preempt_task(victim))
+        return tasks
+
     def reschedule_preempt_task(self, request_id: str) -> None:
         if request_id in self.to_be_rescheduled_request_id_set and request_id in self.requests:
             self.waiting.appendleft(self.requests[request_id])
@@ -437,7 +450,7 @@ class FastDeployHost:
                 self.abort(task.request_id)
         elif not self.queue.exist_tasks():
             self.pausing, self._paused_at = "paused", self.world.clock()
-            tasks = preempted_all(self)
+            tasks = self.preempted_all()
             if tasks:
                 self.queue.put_tasks((tasks, len(tasks)))
 
@@ -552,14 +565,3 @@ def schedule(host: FastDeployHost) -> tuple[list[Any], list[Any]]:
                 break
         host.waiting.extend(skip_requests)
         return scheduled_reqs, []
-
-
-def preempted_all(host: FastDeployHost) -> list[Control]:
-    tasks = []
-    while host.running:
-        victim = host.running.pop()
-        victim.status, victim.num_computed_tokens = Status.PREEMPTED, 0
-        host._free_blocks(victim)
-        host.to_be_rescheduled_request_id_set.add(victim.request_id)
-        tasks.append(host._prepare_preempt_task(victim))
-    return tasks

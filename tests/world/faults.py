@@ -30,6 +30,9 @@ FAULTS = {
     "lease breaks": Fault(0.05, "a prefill server loses its peer"),
     "answer breaks": Fault(0.05, "the connection on which a first token is awaited breaks"),
     "answer is lost": Fault(0.05, "a first token never comes, and nothing says so: a time-out ends it"),
+    "message comes twice": Fault(0.1, "what a prefill server sends is sent again"),
+    "late batch": Fault(0.95, "the decode server's worker has its batch late"),
+    "garbled images": Fault(0.05, "a client sends images that cannot be hashed"),
 }
 
 

@@ -23,7 +23,7 @@ from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 
 from .clients import Clients
 from .embedded_host import EmbeddedHost, Engine, EngineRank
-from .fastdeploy_host import LEAST_BLOCKS, EngineCache, FastDeployHost, preempted_all
+from .fastdeploy_host import LEAST_BLOCKS, EngineCache, FastDeployHost
 from .memory import WrongError
 from .ranks import Rank, Worker
 from .reports import Reports
@@ -47,32 +47,39 @@ def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "
     )
     cache = EngineCache(config, budget=budget, reports=reports)
     cache.update_cache_config(SimpleNamespace(total_block_num=device))
-    copies = world.chooser.source("copies")
-
-    def copy_fails(stream: str) -> bool:
-        return stream == "kv-output" and world.faults.strike("copy to host fails", copies)
-
-    devices = [VirtualDevice(world.clock, copy_fails) for _ in range(ranks)]
-    memories = [RankMemory(on_device=backend == "attention_store") if backend else None for _ in devices]
-    made = [
-        Rank(
-            number, each, blocks=device, host_blocks=host, block_size=block_size, tags=world.tags, tell=reports.tell,
-            storage=memories[number], clock=world.clock,
-        )
-        for number, each in enumerate(devices)
-    ]  # fmt: skip
+    sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
+    memories = [RankMemory(on_device=backend == "attention_store") if backend else None for _ in range(ranks)]
+    worker = make_worker(world, reports, memories, **sizes)
     world.clients = Clients(world, block_size=block_size, most=3 * seats, images=rng.random() < 0.3)
-    world.host = FastDeployHost(world, cache, Worker(made, world.root), release=release, seats=seats, budget=budget)
+    world.host = FastDeployHost(world, cache, worker, release=release, seats=seats, budget=budget)
     world.others = [reports]
     if backend:
         add_store(world, rng, backend, cache, memories)
 
 
-def fastdeploy_updates(world: Any, rng: random.Random, *, release: int) -> None:
+def make_worker(
+    world: Any, reports: Reports, memories: Sequence[Any], kind: type[Worker] = Worker, **sizes: int
+) -> Worker:
+    copies = world.chooser.source("copies")
+
+    def copy_fails(stream: str) -> bool:
+        return stream == "kv-output" and world.faults.strike("copy to host fails", copies)
+
+    ranks = [
+        Rank(
+            number, VirtualDevice(world.clock, copy_fails), tags=world.tags, tell=reports.tell, storage=memory,
+            clock=world.clock, **sizes,
+        )
+        for number, memory in enumerate(memories)
+    ]  # fmt: skip
+    return kind(ranks, world.root)
+
+
+def updating(world: Any, rng: random.Random, *, make: Callable[..., None], **options: Any) -> None:
     """Weights change while requests run and arrive; nothing is paused."""
-    fastdeploy(world, rng, release=release)
+    make(world, rng, **options)
     host = world.host
-    host.pause, host.preempted_all = (lambda _: None), partial(preempted_all, host)
+    host.pause = lambda _: None
     updater = Updater(world, host, rng)
     host._put = updater.put_later(host._put)
     world.others.append(updater)
@@ -194,8 +201,8 @@ class IndexWatch(TierWatch):
 SCENARIOS: dict[str, Callable[[Any, random.Random], None]] = {
     "fastdeploy25": partial(fastdeploy, release=25),
     "fastdeploy26": partial(fastdeploy, release=26),
-    "fastdeploy25 updates": partial(fastdeploy_updates, release=25),
-    "fastdeploy26 updates": partial(fastdeploy_updates, release=26),
+    "fastdeploy25 updates": partial(updating, make=fastdeploy, release=25),
+    "fastdeploy26 updates": partial(updating, make=fastdeploy, release=26),
     "fastdeploy25 file": partial(fastdeploy, release=25, backend="file"),
     "fastdeploy26 file": partial(fastdeploy, release=26, backend="file"),
     "fastdeploy26 attention_store": partial(fastdeploy, release=26, backend="attention_store"),

@@ -69,6 +69,8 @@ class Updater:
 
     def check_idle(self) -> None:
         """An update that has ended leaves nothing."""
+        self._host.count["updates"] += self.num_updated
+        self._host.count["dropped batches"] += self.num_dropped
 
     def api(self, rng: random.Random) -> None:
         self._rng = rng

@@ -13,7 +13,8 @@ import pytest
 import fastdeploy  # noqa: F401  (first: its modules import each other in a circle)
 from fastdeploy.engine.request import ImagePosition
 from fastdeploy.multimodal.hasher import MultimodalHasher
-from tests.fastdeploy.drive_resource_manager import BLOCK_SIZE, Drive, make_manager
+from tests.fastdeploy.real_manager import BLOCK_SIZE, make_manager
+from tests.fastdeploy.scene import Scene
 
 IMAGE_TOKEN = 9
 MERGED = 4
@@ -82,16 +83,15 @@ class Line:
     """Prompts that come one after the other, into a cache that loses none."""
 
     def __init__(self):
-        self.drive = Drive(random.Random(1), make_manager(8000, 0, "write_through", max_tokens=512))
+        self.scene = Scene(make_manager(8000, 0, "write_through", max_tokens=512))
         self.before = []
 
     def ask(self, pieces):
         """Returns tokens found, and those that the definition allows."""
         tokens, inputs = multimodal_inputs(pieces)
-        self.drive.add(f"r{len(self.before)}", tokens, 1, inputs)
-        request = self.drive.requests[f"r{len(self.before)}"]
+        request = self.scene.add(f"r{len(self.before)}", tokens, 1, inputs)
         assert all(isinstance(each, ImagePosition) for each in request.multimodal_inputs.get("mm_positions", []))
-        self.drive.run_dry()
+        self.scene.run_dry()
         meaning = list(identities(pieces))
         most = max((shared(meaning, each) for each in self.before), default=0)
         self.before.append(meaning)
@@ -156,6 +156,4 @@ def test_random_prompts_find_what_the_definition_allows():
         assert found == allowed, pieces
         hits += found > 0
         with_items += found > 0 and any(isinstance(piece, Item) for piece in pieces)
-    line.drive.cache.check()
-    line.drive.cache.manager.check_idle()
     assert min(hits, with_items) > 40

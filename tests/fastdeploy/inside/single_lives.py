@@ -1,21 +1,19 @@
 """FastDeploy's real ResourceManagerV1 over our adapter, in scenes of a few requests."""
 
-import random
 from concurrent.futures import Future
 
-# First: it names the secret that roles need, and activates the overlay.
-from tests.fastdeploy.drive_roles import BLOCK_SIZE, FakeWorker, Queue, make_manager, make_request  # isort: skip
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
-from tests.fastdeploy.drive_resource_manager import Drive
+from tests.fastdeploy.real_manager import make_manager
+from tests.fastdeploy.scene import Scene
 
 NUM_PROMPTS = 16
 LENGTH = 20
 
 
-def make_drive(*sizes, **options):
-    return Drive(random.Random(1), make_manager(*sizes, "write_through", **options))
+def make_scene(num_blocks, **options):
+    return Scene(make_manager(num_blocks, 0, "write_through", **options))
 
 
 class Chunks:
@@ -35,16 +33,14 @@ class Chunks:
 
 def computed_tokens(prompts, budget, worth_tokens):
     """Prompt tokens of all batches; in the end everything was served, in the order in which it came."""
-    drive = make_drive(4000, 0, seats=NUM_PROMPTS, max_tokens=budget)
-    drive.cache._batch.prefills._worth_tokens = worth_tokens
-    chunks = Chunks(drive.manager)
+    scene = make_scene(4000, seats=NUM_PROMPTS, max_tokens=budget)
+    scene.cache._batch.prefills._worth_tokens = worth_tokens
+    chunks = Chunks(scene.manager)
     for index, prompt in enumerate(prompts):
-        drive.add(f"r{index}", prompt, 4)
-    drive.run_dry()
-    drive.cache.manager.check_idle()
+        scene.add(f"r{index}", prompt, 4)
+    scene.run_dry()
     started = dict.fromkeys(name for name, _, _ in chunks.seen)
     assert list(started) == [f"r{index}" for index in range(len(prompts))], "nobody is passed for ever"
-    assert len({tuple(output) for output in drive.outputs.values()}) == len({tuple(prompt) for prompt in prompts})
     return sum(end - start for _, start, end in chunks.seen)
 
 
@@ -64,95 +60,68 @@ def test_equal_cold_prompts_are_computed_once(prompts, most, budget):
 
 @pytest.mark.parametrize(("seats", "num_requests"), [(1, 2), (6, 9)])
 def test_a_lost_batch_had_a_request_for_every_seat(seats, num_requests):
-    drive = make_drive(300, 0, seats=seats, max_tokens=LENGTH * seats)
+    scene = make_scene(300, seats=seats, max_tokens=LENGTH * seats)
     for number in range(num_requests):
-        drive.add(f"r{number}", [number + 1] * LENGTH, 10)
-    drive.step(lose="before put")
-    assert (drive.num_lost, len(drive.manager.running)) == (1, seats)
-    drive.run_dry()
-    assert all(drive.manager.stop_flags)
-    assert (drive.finished, drive.preempted) == (num_requests, seats)
-
-
-@pytest.mark.parametrize("seats", [1, 6])
-def test_a_lost_batch_of_prefill_had_a_request_for_every_seat(seats):
-    manager = make_manager(300, 0, "write_through", seats=seats, max_tokens=LENGTH * seats, role="prefill")
-    worker, queue, preempted, finished = FakeWorker(BLOCK_SIZE), Queue(), 0, set()
-    for number in range(seats):
-        request = make_request(f"r{number}", [number + 1] * LENGTH)
-        request.disaggregate_info = {"prefill_ip": "p", "prefill_connector_port": 1}
-        assert manager.preallocate_resource_in_p(request)
-        manager.add_request_in_p([request])
-    assert len(manager.schedule()[0]) == seats, "and nothing takes them to the worker"
-    for _ in range(10):
-        tasks, _ = manager.schedule()
-        if tasks:
-            queue.put_tasks((tasks, len(tasks)))
-            for request_id in worker.receive(queue.take())[0]:
-                preempted += 1
-                manager.reschedule_preempt_task(request_id)
-        for request_id in worker.step():
-            worker.stop(request_id)
-            manager.finish_requests([request_id])
-            finished.add(request_id)
-        manager.cache_manager.check()
-    assert all(manager.stop_flags)
-    assert (len(finished), preempted) == (seats, seats)
+        scene.add(f"r{number}", [number + 1] * LENGTH, 10)
+    scene.step("lost before put")
+    assert (scene.host.count["lost before put"], len(scene.manager.running)) == (1, seats)
+    scene.run_dry()
+    assert (scene.num_finished, scene.host.count["preempted"]) == (num_requests, seats)
 
 
 def test_only_a_release_that_can_disable_chunks_cuts_no_prompt(monkeypatch):
     """What latent attention needs, which is refused in other releases."""
     monkeypatch.setenv("FD_DISABLE_CHUNKED_PREFILL", "1")
-    drive, lengths = make_drive(80, 0, caching=False), (40, 40, 24, 64, 1, 63)
-    chunks = Chunks(drive.manager)
+    scene, lengths = make_scene(80, caching=False), (40, 40, 24, 64, 1, 63)
+    chunks = Chunks(scene.manager)
     for number, length in enumerate(lengths):
-        drive.add(f"r{number}", [number + 1] * length, 4)
-    drive.run_dry()
-    assert drive.finished == len(lengths)
+        scene.add(f"r{number}", [number + 1] * length, 4)
+    scene.run_dry()
     is_cut = any((start, end) != (0, lengths[int(name[1:])]) for name, start, end in chunks.seen)
     assert is_cut != overlay.active().table.capabilities.disables_chunked_prefill
 
 
-def run_until_running(drive, request_id):
-    while request_id not in [each.request_id for each in drive.manager.running]:
-        drive.step()
+def run_until_running(scene, request_id):
+    while request_id not in [each.request_id for each in scene.manager.running]:
+        scene.step()
 
 
 def test_a_lost_batch_takes_no_request_whose_id_was_once_aborted():
     """A request ends while its abortion is on its way, its id comes again: 2.5 keeps that id."""
-    drive = make_drive(40, 0)
-    manager = drive.manager
-    drive.add("r", [1] * LENGTH, 60)
-    run_until_running(drive, "r")
+    scene = make_scene(40)
+    manager = scene.manager
+    first = scene.add("r", [1] * LENGTH, 60)
+    run_until_running(scene, "r")
     manager.add_abort_req_ids("r")
     while "r" not in manager.to_be_aborted_req_id_set:
         manager.schedule()
     manager.cache_manager.transit.sent()  # the worker has it
-    drive.finish("r")  # its last token was sent before
-    drive.add("r", [2] * LENGTH, 60)
-    run_until_running(drive, "r")
-    drive.add("s", [3] * LENGTH, 3)
-    while not drive.num_lost:
-        drive.step(lose="before put")
+    scene.host.finish(first)  # its last token was sent before
+    scene.host.worker.drop_rows()
+    scene.clients.ended(first.uid, "stopped")
+    scene.add("r", [2] * LENGTH, 60)
+    run_until_running(scene, "r")
+    scene.add("s", [3] * LENGTH, 3)
+    while not scene.host.count["lost before put"]:
+        scene.step("lost before put")
     manager.cache_manager.transit.recover(manager)
     assert [each.request_id for each in manager.running] == ["r"]
-    drive.run_dry()
-    manager.cache_manager.manager.check_idle()
-    assert drive.finished == 3
+    scene.run_dry()
+    assert scene.num_finished == 2
 
 
 def test_a_request_that_was_passed_over_when_schedule_raised_still_waits():
     """It is passed over because it is not complete yet."""
-    drive, loaded = make_drive(60, 0, caching=False), Future()
-    manager = drive.manager
+    scene, loaded = make_scene(60, caching=False), Future()
+    manager = scene.manager
     manager.apply_async_preprocess = lambda request: request.async_process_futures.extend(
         [loaded] if request.request_id == "a" else []
     )
     for name in "abcd":
-        drive.add(name, [ord(name)] * LENGTH, 3)
-    while not drive.num_lost:
-        drive.step(lose="schedule")
+        scene.add(name, [ord(name)] * LENGTH, 3)
+    while not scene.host.count["lost in schedule"]:
+        scene.step("lost in schedule")
     assert "a" in [each.request_id for each in manager.waiting]
     loaded.set_result(None)
-    drive.run_dry()
-    assert drive.finished == 4
+    scene.run_dry()
+    assert scene.num_finished == 4
