@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError
+from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases, LeaseWithdrawn
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.messager import Messager
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
@@ -39,6 +39,8 @@ def test_transfers_that_end_in_another_order_on_each_rank_are_not_mixed_up(accou
     account.end(0, "a")
     account.end(1, "b", "the peer died")
     assert account.ended() == [], "the other rank of either has yet to end"
+    with pytest.raises(InvariantError):
+        account.leases.check_idle()
     account.end(0, "b", "the peer died")
     assert account.ended() == [("b", "error: the peer died")]
     account.end(1, "a")
