@@ -64,22 +64,6 @@ def test_a_block_view_is_writable_and_bounded(pool):
             pool.block(slot)
 
 
-def test_copies_leave_the_trailer_of_a_slot_alone():
-    pool = HostPool(LAYOUT, 3, CpuRuntime(), trailer_bytes=64)
-    assert pool.nbytes == 3 * (LAYOUT.block_bytes + 64)
-    for slot in range(3):
-        pool.slot(slot)[-64:] = 200 + slot
-    for layer in pool.layers:
-        for rows in layer:
-            rows.array[:] = 9
-    for slot in range(3):
-        assert (pool.slot(slot)[:-64] == 9).all()
-        assert (pool.slot(slot)[-64:] == 200 + slot).all()
-        assert pool.block(slot).size == LAYOUT.block_bytes
-    pool.check()
-    pool.free()
-
-
 def test_an_empty_or_freed_pool_has_nothing(pool):
     empty = HostPool(LAYOUT, 0, CpuRuntime())
     pool.free()

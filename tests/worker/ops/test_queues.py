@@ -89,18 +89,6 @@ def test_work_that_is_skipped_or_refused_is_let_go(compiled):
     assert [one() for one in watched] == [None, None]
 
 
-def test_of_a_failure_long_ago_only_the_fact_is_known(queue, monkeypatch):
-    monkeypatch.setattr(queues, "REMEMBERED_FAILURES", 2)
-    monkeypatch.setattr(queues, "_failures", {})
-    events = []
-    for number in range(3):
-        queue.begin()
-        queue.call(lambda number=number: [][number])
-        events.append(queue.record())
-    assert events[-1].wait(LIMIT_NS)
-    assert [type(event.error) for event in events] == [RuntimeError, IndexError, IndexError]
-
-
 @pytest.mark.parametrize(("failed", "always", "ran"), [(0, False, True), (1, False, False), (1, True, True)])
 def test_work_runs_in_a_unit_that_has_not_failed_or_always(failed, always, ran):
     seen = []

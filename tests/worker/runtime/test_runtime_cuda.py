@@ -83,24 +83,6 @@ def test_calls_of_one_step(gpu, rig):
     rig.close()
 
 
-def test_neighbours_are_one_copy(gpu, rig):
-    """Rows of a device tensor are dense, those of one layer in the block-major host pool are a block apart."""
-    rig.submit(evict((2, 3, 4, 0), (1, 2, 3, 5)))
-    block, host = rig.layout.block_bytes, rig.controller.host_pool.block(0).ctypes.data
-    copies = [entry for entry in gpu.log if entry[0].startswith("copy")]
-    expected, offset, stream = [], 0, copies[0][1]
-    for array, width in zip(rig.arrays, [16, 24, 16, 24], strict=True):
-        base = array.ctypes.data
-        expected.append(("copy", stream, host + 5 * block + offset, base, width))
-        to, of = host + block + offset, base + 2 * width
-        expected.append(("copy 2D", stream, to, block, of, width, width, 3))
-        offset += width
-    assert copies == expected
-    assert stream != 0, "never the legacy NULL stream"
-    gpu.run_all()
-    rig.close()
-
-
 def test_a_copy_that_cannot_be_submitted_fails_its_transfer_only(gpu, rig):
     gpu.statuses["cuMemcpyAsync"] = 1
     bad = rig.submit(evict((1,), (1,)), swap_in((1,), (4,)))
