@@ -183,17 +183,19 @@ def test_a_lease_holds_its_slots_until_the_last_rank_has_read_them(servers):
     assert not is_held(prefill, [3, 9])
 
 
-def test_closing_ends_what_is_open_and_tells_it(servers):
-    (prefill,), (decode,) = servers(1, 1)
+@pytest.mark.parametrize("first", ["prefill", "decode"])
+def test_closing_ends_what_is_open_and_tells_it(pair, first):
+    prefill, decode = pair
     decode.glue.handle([StartFetch("r", (20, 21), 0)])
     open_lease(prefill, decode, slots=[3, 9], tokens=2 * BLOCK)
     until(lambda: decode.glue._fetches.num_offers, prefill, decode)
-    prefill.glue.close()
-    decode.glue.close()
-    assert prefill.glue.take_news().leases == (("r", "r", "the prefill server ends"),)
-    (result,) = decode.glue.take_news().fetches
-    assert result.error == "the decode server ends"
-    assert prefill.rank.plane.is_dead
+    closing = {"prefill": prefill, "decode": decode}[first]
+    closing.glue.close()
+    news = closing.glue.take_news()
+    assert [end.error for end in (*news.leases, *news.fetches)] == [f"the {first} server ends"]
+    assert closing.rank.plane.is_dead
+    prefill.net.settle()
+    assert all(link.is_closed for link in prefill.net.links)
 
 
 def test_an_address_that_is_a_secret_is_told_to_peers_only(ranks):
