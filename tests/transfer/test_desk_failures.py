@@ -108,6 +108,18 @@ def test_more_offers_than_a_desk_keeps_are_refused(pair, monkeypatch):
     decode.desk.cancel("3")
 
 
+def test_a_name_whose_fetch_failed_does_not_come_again(ranks):
+    prefill, decode = ranks(PrefillRank), ranks(DecodeRank, names_come_once=True)
+    decode.desk.fetch("r", [4])
+    prefill.offer("l", [0], decode.port, request="r")
+    until(lambda: decode.desk.num_offers, prefill, decode)
+    prefill.desk.withdraw("l", "aborted")
+    until(lambda: decode.done, prefill, decode)
+    prefill.offer("m", [0], decode.port, request="r")
+    until(lambda: len(prefill.done) == 2, prefill, decode)
+    assert "aborted" in prefill.done[1].error
+
+
 def test_only_the_latest_names_that_come_once_are_remembered(ranks, monkeypatch):
     monkeypatch.setattr(fetch_desk, "MAX_OFFERS", 2)
     prefill, decode = ranks(PrefillRank), ranks(DecodeRank, names_come_once=True)
@@ -224,7 +236,7 @@ def test_words_about_a_lease_that_is_over_or_unknown_change_nothing(pair):
     until(lambda: decode.desk.num_offers, prefill, decode)
     to_prefill, to_decode = decode.net.links
     to_decode.coming.extend(map(encode, [Progress("m", 1, 1), Withdraw("m", "gone"), Settled("m")]))
-    to_prefill.coming.extend(map(encode, [Done("m", "not wanted"), Done("m")]))
+    to_prefill.coming.extend(map(encode, [Done("n", "not wanted"), Done("m")]))
     decode.net.settle()
     prefill.turn()
     decode.turn()
