@@ -2,7 +2,6 @@
 
 import pickle
 import threading
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import (
     WeightUpdates,
     start_again,
 )
-from tests.world.fastdeploy_host import preempted_all
 
 from .by_hand import Server
 
@@ -88,7 +86,6 @@ def test_a_clear_that_the_api_gave_up_is_an_update_all_the_same():
         signals.set(weights=status)
     signals.set(heartbeats=8)
     assert signals.num_dropped == 0
-    server.host.preempted_all = partial(preempted_all, server.host)
     assert server.serve([1] * 24) == [0]
 
 
@@ -194,7 +191,6 @@ def test_a_batch_travels_as_a_plain_list():
 def test_requests_start_again_in_order_of_arrival_and_those_that_have_ended_do_not():
     server = Server(24)
     host = server.host
-    host.preempted_all = partial(preempted_all, host)
     tasks = {name: server.add(name, [1] * 4, 50) for name in "abcd"}
     server.step()
     server.add("late", [1])
