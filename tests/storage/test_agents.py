@@ -1,5 +1,7 @@
 """What the agents of every store promise: what moves, and what happens when the store does not work."""
 
+import threading
+
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
@@ -109,6 +111,8 @@ def test_an_agent_whose_store_hangs_says_that_its_slots_are_in_use(machine, monk
     server.link.send(server.loading(*BLOCKS))
     server.wait_until_it_hangs()
     (agent,) = server.agents
+    hanging = [thread for thread in threading.enumerate() if thread.name.startswith("kv-storage")]
+    assert all(thread.daemon for thread in hanging), "the process may end"
     assert not agent.settle()
     assert not agent.close()
     assert not agent.close()
