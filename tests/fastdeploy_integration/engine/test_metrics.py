@@ -121,6 +121,19 @@ def test_the_ways_of_copying_are_shown_until_others_take_their_place(publisher, 
     }
 
 
+def test_numbers_of_a_role_have_its_side(publisher, samples):
+    class Ledger(float):
+        def __getattr__(self, name):
+            return self
+
+    metrics.exported_role.cache_clear()
+    publisher.role = "decode", {Source.TRANSFERS: Ledger(7)}
+    publisher.publish()
+    metrics.exported_role.cache_clear()
+    shown = [value for (_, *labels), value in samples().items() if ("side", "decode") in labels]
+    assert shown == [7] * len(rows(Source.TRANSFERS))
+
+
 def test_latencies_of_the_store_are_a_histogram_by_operation(samples, monkeypatch):
     registry = prometheus_client.CollectorRegistry()
     monkeypatch.setattr(prometheus_client, "Histogram", partial(prometheus_client.Histogram, registry=registry))

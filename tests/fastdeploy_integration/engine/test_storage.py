@@ -421,6 +421,9 @@ def test_the_start_names_the_namespace_and_waits_for_every_rank():
     storage, _, told = storage_of(link)
     storage.start_connected()
     assert (told_names(told), link.sent) == ([namespace()], [Connect])
+    link.close = lambda: link.sent.append("closed")
+    storage.close()
+    assert link.sent == [Connect, "closed"]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def test_variables_of_the_release_count_whatever_they_are_called(config, monkeyp
         monkeypatch.setenv(variable, "1")
         names.append(storage_namespace.settings_digest(config, ["CUDA_VISIBLE_DEVICES", "ROUND_UP"]))
     assert names[0] == names[1] != names[2] == names[3]
+    assert {len(each) for each in names} == {32}
 
 
 def test_the_order_in_which_settings_were_made_does_not_count(config):

@@ -129,13 +129,15 @@ def test_the_cache_is_cleared_before_it_is_said_and_the_thread_survives_a_failur
     with pytest.raises(RuntimeError):
         signals.set(weights=CLEARED, tree=CLEARING)
     failed.clear()
+    before = {*threading.enumerate()}
     signals.updates.start()
-    kept = [each.daemon for each in threading.enumerate() if each.name == "kvcache-v1-weights"]
-    assert kept, "it is there"
-    assert all(kept), "and keeps no process alive"
+    (thread,) = {*threading.enumerate()} - before
     while signals.tree.value[0] != CLEARED:
         pass
     signals.updates.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert thread.daemon, "it keeps no process alive"
     assert seen == [CLEARING] * 3
 
 
