@@ -7,6 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheAccess, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask
+from fastdeploy_kvcache_v1.storage.engine import stores
 from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_S
 from fastdeploy_kvcache_v1.storage.engine.tier import HELD_S, LOOK_AGAIN_S
 from fastdeploy_kvcache_v1.storage.messages import QueryDone, UseNamespace
@@ -546,6 +547,14 @@ def test_after_a_reset_all_is_stored_again():
     made.tier.cache_reset()
     made.report(made.compute(LONG[:5]))
     assert [store.path for store in made.stores] == [LONG[:4]] * 2
+
+
+def test_of_too_many_pieces_that_wait_the_oldest_is_given_up(monkeypatch):
+    monkeypatch.setattr(stores, "MOST_WAITING", 2)
+    made = host(host=256)
+    made.report(made.compute(LONG))
+    assert made.tier.counters.skipped_store_blocks == 5 * 32, "of 7 pieces two are left"
+    assert [store.path for store in made.stores] == [LONG[:192], LONG[:199]]
 
 
 def test_a_request_behind_one_whose_blocks_are_being_stored_passes_it():
