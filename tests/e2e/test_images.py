@@ -83,27 +83,6 @@ def server(tmp_path_factory):
         assert running.wait_idle()["ok"]
 
 
-def test_a_hit_needs_the_same_images_at_the_same_places(server):
-    asked = Asked(server)
-    before, after = text("x" * 14), text("what is it? " * 3)
-    one, two = (part(url) for url in BLOCK_SIZED[:2])
-    assert asked.ask(before, one, after) == 0
-    assert asked.ask(before, one, after) == 64, "an image that fills a block, from its first token to its last"
-    assert asked.ask(before, two, after) == BLOCK, "same text, other image: only the block before it"
-    assert asked.ask(before, one, two, after) == 2 * BLOCK, "the image ends exactly at a block's end"
-    assert asked.ask(before, two, one, after) == 2 * BLOCK, "the other order"
-    assert asked.ask(text("x" * 13), one, after) == 0, "one token earlier"
-    small = [part(url) for url in SMALL]
-    assert asked.ask(text("y" * 14), *small, after) == 0
-    assert asked.ask(text("y" * 14), *small, after) > BLOCK
-    assert asked.ask(text("y" * 14), *small[:3], small[0], after) == BLOCK, "one of four in a block is another one"
-    assert asked.ask(text("y" * 14), *small[::-1], after) == BLOCK
-    large = [part(url) for url in LARGE]
-    assert asked.ask(text("z" * 20), large[0], after) == 0
-    assert asked.ask(text("z" * 20), large[0], text("else")) == 80, "it spans six blocks"
-    assert asked.ask(text("z" * 20), large[1], after) == BLOCK
-
-
 @pytest.mark.parametrize("num_blocks", [600, 36])
 def test_any_prompts_hit_what_they_have_in_common_and_change_no_token(tmp_path, num_blocks):
     """Chunks cut images. With few blocks, what leaves the device comes back from the host, or is computed again."""

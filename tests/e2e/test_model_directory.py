@@ -1,11 +1,9 @@
 """A Hugging Face directory behind the server: it answers, or says in one line what is wrong with the directory."""
 
 import httpx
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from tests.e2e.server_process import ServerProcess, started
+from tests.e2e.server_process import started
 from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
 pytestmark = pytest.mark.process
@@ -32,33 +30,3 @@ def test_model_directory_is_served_under_its_name(tmp_path, model):
         too_long = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x " * 600})
         assert too_long.status_code == 400
         assert "too long for --max-model-len 512" in too_long.json()["error"]["message"]
-
-
-def break_weights(path):
-    tensors = load_file(path / "model.safetensors")
-    tensors["model.norm.weight"] = np.zeros(7, np.float32)
-    save_file(tensors, path / "model.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (break_weights, "model.norm.weight"),
-        (lambda path: (path / "model.safetensors").unlink(), "safetensors"),
-        (lambda path: (path / "tokenizer.json").write_text("{"), "tokenizer.json"),
-        (lambda path: (path / "config.json").unlink(), "config.json"),
-    ],
-)
-def test_damaged_directory_is_one_line(tmp_path, model, damage, message):
-    damage(model)
-    directory = tmp_path / "server"
-    server = ServerProcess(directory, "--model", str(model))
-    try:
-        assert server.wait_exit() == 2
-        assert server.stderr.startswith("fastdeploy-kvcache: error: ")
-        assert message in server.stderr
-        assert server.stderr.count("\n") == 1
-        assert server.stdout == ""
-        server.assert_nothing_left()
-    finally:
-        server.kill()

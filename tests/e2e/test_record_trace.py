@@ -1,10 +1,7 @@
 """A trace that a real server records, replayed: the same hits as the server's own counters say."""
 
 import json
-import os
 import random
-import signal
-from contextlib import suppress
 
 import pytest
 
@@ -12,7 +9,6 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from tests.e2e.server_process import refusal, started, wait_until
-from tests.e2e.small_disk import SmallDisk, needs_small_disk
 
 pytestmark = pytest.mark.process
 
@@ -80,52 +76,6 @@ def test_a_replay_hits_what_the_server_hit(tmp_path):
     assert found.num_input_tokens == metrics["query_tokens_total"]
     assert min(hits) > 100
     assert metrics["device_evicted_blocks_total"] > 20
-
-
-def fill(path):
-    with path.open("wb") as file, suppress(OSError):
-        while True:
-            os.write(file.fileno(), bytes(4096))
-
-
-def wait_for_requests(server, count):
-    """Until so many are recorded or lost; how many are lost."""
-    found = {}
-
-    def are_counted():
-        found.update(server.metrics())
-        return found["trace_lines_total"] + found["trace_lost_lines_total"] == count
-
-    wait_until(are_counted, "the line, or its loss")
-    return found["trace_lost_lines_total"]
-
-
-@needs_small_disk()
-def test_a_full_disk_costs_lines_and_no_answer(tmp_path):
-    disk = SmallDisk(tmp_path / "disk", 1)
-    trace = tmp_path / "disk" / "trace.jsonl"
-    with started(tmp_path / "server", *SIZE, "--record-trace", str(trace), wrapper=disk.wrapper) as server:
-        seen = disk.seen_by(server.process.pid)
-        with server.client() as client:
-            asker = Asker(client, seed=1)
-            asker.ask("first")
-            wait_until(lambda: server.metrics()["trace_lines_total"] == 1, "the first line")
-            fill(seen / "ballast")
-            lost, num_asked = 0, 1
-            while not lost:
-                asker.ask(f"user-{num_asked}")
-                num_asked += 1
-                assert num_asked < 60
-                lost = wait_for_requests(server, num_asked)
-            asker.ask("last")
-        metrics = server.metrics()
-        kept = [json.loads(line) for line in (seen / "trace.jsonl").read_text().splitlines()]
-        assert (seen / "trace.jsonl").read_bytes().endswith(b"}\n")
-        assert len(kept) == metrics["trace_lines_total"] == num_asked - 1
-        assert server.wait_idle()["ok"]
-        assert server.stop(signal.SIGTERM) == 0, server.stderr
-    assert server.stderr.count("the trace") == 1
-    assert f"the trace {trace} ends here, after {len(kept)} requests" in server.stderr
 
 
 def test_a_file_that_cannot_be_made_ends_the_start(tmp_path, capsys):

@@ -179,18 +179,6 @@ def test_a_router_that_is_killed_leaves_nothing(servers, expected):
     servers.assert_idle()
 
 
-def test_three_decode_servers_share_one_prefill_server_in_a_cold_burst(tmp_path, expected):
-    """The decode servers' tiers are nearly full, too."""
-    small = ("--num-gpu-blocks-override", "60", "--swap-space", "0.02", "--max-model-len", "400")
-    with cluster(tmp_path, *FLAGS[:-2], *small, num_decode=3) as servers:
-        with servers.router.client() as client, ThreadPoolExecutor(16) as pool:
-            outputs = list(pool.map(lambda seed: ask(client, seed, 150 + seed), range(48)))
-        assert outputs == [expected(seed, 150 + seed) for seed in range(48)]
-        assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") >= 40
-        servers.assert_idle()
-        servers.stop()
-
-
 def test_requests_that_no_router_sent_are_refused_or_served_here(servers, expected):
     prefill, decode = servers.servers["prefill0"], servers.servers["decode0"]
     body = {"prompt": prompt_of(70), "max_tokens": 2}

@@ -1,7 +1,9 @@
-"""Real servers with a storage directory: what one computed, the next one and the other one do not compute again."""
+"""Real servers with a store between them: what one computed, the other one does not compute again.
+
+The store with a real Mooncake is in `test_mooncake.py`.
+"""
 
 import random
-import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,10 +12,9 @@ import httpx
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
-from fastdeploy_kvcache_v1.storage.file.value_files import namespaces, stored_files
-from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION
-from tests.e2e.server_process import OPERATOR, refusal, started, wait_until
-from tests.model.model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
+from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
+from tests.e2e.server_process import OPERATOR, started, wait_until
+from tests.storage.attention_store.stand_in import environment, set_faults
 
 pytestmark = pytest.mark.process
 
@@ -74,36 +75,58 @@ def end(server):
     server.assert_nothing_left()
 
 
-@pytest.fixture
-def stored(tmp_path):
-    """A directory with the blocks of `PROMPT`, and the answer."""
-    directory = tmp_path / "kv"
-    with started(tmp_path / "first", *flags(directory)) as server:
-        tokens, cached = ask(server)
-        assert cached == 0
-        wait_stored(server)
-        end(server)
-    return directory, tokens
+STORES = {
+    # backend: its flags, and the environment of its servers
+    "file": lambda path: (flags(path), {}),
+    "attention_store": lambda path: ([*SIZE, *ATTENTION_STORE], environment(path)),
+}
+ATTENTION_STORE = (
+    *("--kvcache-storage-backend", "attention_store", "--storage-prefetch", "wait_complete"),
+    *("--swap-space", "0"),
+)
 
 
-def test_a_restarted_server_does_not_compute_again_what_is_stored(tmp_path, stored):
-    directory, tokens = stored
-    with started(tmp_path / "second", *flags(directory)) as server:
-        assert ask(server) == (tokens, CACHED)
-        metrics = server.metrics()
-        assert metrics["storage_blocks_total{direction=load}"] == CACHED / 16
-        latencies = {name: metrics[f"storage_latency_seconds_count{{operation={name}}}"] for name in ("query", "load")}
-        assert latencies == {"query": 1, "load": 2}, "37 blocks, at most 32 in one load"
-        assert metrics["storage_damaged_blocks_total"] == 0
-        end(server)
-
-
-def test_two_servers_share_what_they_compute(tmp_path):
-    directory = tmp_path / "kv"
-    with started(tmp_path / "one", *flags(directory)) as one, started(tmp_path / "two", *flags(directory)) as two:
+@pytest.mark.parametrize("backend", STORES)
+def test_two_servers_share_what_they_compute(tmp_path, backend):
+    words, variables = STORES[backend](tmp_path / "kv")
+    with (
+        started(tmp_path / "one", *words, environment=variables) as one,
+        started(tmp_path / "two", *words, environment=variables) as two,
+    ):
         assert_they_share(one, two)
         end(one)
         end(two)
+
+
+FAULTS = [
+    # what goes wrong in the stand-in of the vendor's store, tokens that are cached all the same
+    ({"read": {"delay_s": 0.3}}, CACHED),
+    ({"read": {"short": 5, "times": 1}}, 5 * 16),
+    ({"match": {"error": "no route to host", "times": 1}}, 0),
+    ({"match": {"answer": -1, "times": 1}}, 0),
+    ({"write": {"short": 3}}, CACHED),
+    ({"write": {"error": "no space", "times": 1}}, CACHED),
+    ({"read": {"error": "timed out", "late_s": 4.0, "times": 1}}, 0),
+]
+
+
+def test_faults_cost_hits_and_no_token(tmp_path):
+    """The last one leaves blocks in quarantine, while bytes go on arriving in them."""
+    store = tmp_path / "kv"
+    words, variables = STORES["attention_store"](store)
+    with started(tmp_path / "server", *words, environment=variables) as server:
+        tokens, _ = ask(server)
+        wait_stored(server)
+        for faults, cached in [*FAULTS, *[({}, None)] * 4]:
+            httpx.post(f"{server.url}/reset_prefix_cache", headers=OPERATOR, timeout=30.0).raise_for_status()
+            wait_until(lambda: server.metrics()["storage_is_left_alone"] == 0, "a store that is asked")
+            if "match" in faults:  # a write asks, too, and would meet the fault in place of the request
+                wait_until(lambda: server.check()["storage_idle"], "the end of what is stored")
+            set_faults(store, **faults)
+            found = ask(server)
+            assert found == (tokens, cached if faults else found[1]), faults
+        wait_until(lambda: server.metrics()["quarantined_blocks"] == 0, "the end of failed calls", 90.0)
+        end(server)
 
 
 def test_servers_that_are_killed_while_they_store_leave_a_directory_that_works(tmp_path, capsys):
@@ -130,92 +153,3 @@ def test_servers_that_are_killed_while_they_store_leave_a_directory_that_works(t
         httpx.post(f"{server.url}/reset_prefix_cache", headers=OPERATOR, timeout=30.0).raise_for_status()
         assert [ask(server, prompt(number)) for number in range(4)] == [(tokens, 0) for tokens, _ in found]
         end(server)
-
-
-def test_damaged_files_cost_hits_and_no_token(tmp_path, stored):
-    directory, tokens = stored
-    for number, file in enumerate(sorted(stored_files(directory), key=lambda file: file.path)):
-        with open(file.path, "r+b") as content:
-            if number % 3 == 0:
-                content.seek(1000)
-                content.write(b"damage")
-            elif number % 3 == 1:
-                content.truncate(1000)
-    with started(tmp_path / "second", *flags(directory)) as server:
-        again, cached = ask(server)
-        assert again == tokens
-        assert cached < CACHED
-        assert server.metrics()["storage_damaged_blocks_total"] > 0
-        end(server)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"--cache-dtype": "bfloat16"},
-        {"--block-size": "32"},
-    ],
-)
-def test_servers_with_other_blocks_do_not_meet(tmp_path, stored, change):
-    directory, _ = stored
-    with started(tmp_path / "second", *flags(directory, **change)) as server:
-        assert ask(server)[1] == 0
-        metrics = server.metrics()
-        assert (metrics["storage_queries_total"], metrics["storage_found_blocks_total"]) == (1, 0)
-        end(server)
-
-
-def test_two_models_of_one_shape_in_one_directory_never_meet(tmp_path):
-    directory = tmp_path / "kv"
-    answers = []
-    for seed in range(2):
-        model = write_model(tmp_path / f"model-{seed}", random_tensors(BASE, seed), BASE)
-        byte_level_tokenizer().save(str(model / "tokenizer.json"))
-        own = ("--model", str(model), "--max-model-len", "512")
-        with started(tmp_path / f"server-{seed}", *flags(directory), *own) as server:
-            tokens, cached = ask(server, PROMPT[:400])
-            assert cached == 0
-            assert server.metrics()["storage_found_blocks_total"] == 0
-            wait_stored(server, 24)
-            answers.append(tokens)
-            end(server)
-    assert answers[0] != answers[1]
-    assert len(namespaces(directory)) == 2
-
-
-def changed_at(directory):
-    return {path: path.lstat().st_ctime_ns for path in (directory, *directory.rglob("*"))}
-
-
-@pytest.mark.parametrize("version", [FORMAT_VERSION - 1, FORMAT_VERSION + 1], ids=["older", "newer"])
-def test_a_directory_of_another_format_is_refused_by_all_and_left_as_it_is(tmp_path, version, capsys):
-    directory = tmp_path / "kv"
-    value = directory / ("0" * 32) / "ab" / "abcd.0"
-    value.parent.mkdir(parents=True)
-    value.write_text("of another format")
-    (directory / "format").write_text(f"fastdeploy-kvcache-v1 storage {version}\n")
-    before = changed_at(directory)
-    line = f"was written by another version ('fastdeploy-kvcache-v1 storage {version}'"
-    assert line in refusal(capsys, *flags(directory))
-    for action in (["info"], ["verify", "--repair"], ["prune", "--to-gib", "0"], ["clear"]):
-        assert cli.main(["storage", *action, "--kvcache-storage-dir", str(directory)]) == 2
-        error = capsys.readouterr().err
-        assert (error.count("\n"), line in error) == (1, True), error
-    assert cli.main(["doctor", "--kvcache-storage-dir", str(directory)]) == 1
-    (found,) = (each for each in capsys.readouterr().out.splitlines() if "storage file" in each)
-    assert (found.startswith("FAIL"), line in found) == (True, True), found
-    assert changed_at(directory) == before
-
-
-def test_a_directory_that_vanishes_costs_hits_and_nothing_else(tmp_path, stored):
-    directory, tokens = stored
-    with started(tmp_path / "second", *flags(directory)) as server:
-        shutil.rmtree(directory)
-        assert ask(server) == (tokens, 0)
-        assert ask(server) == (tokens, CACHED), "the tiers of the server itself"
-        end(server)
-
-
-def test_a_directory_that_cannot_be_used_is_one_line_at_the_start(tmp_path, capsys):
-    (tmp_path / "letter.txt").write_text("Dear")
-    assert "letter.txt" in refusal(capsys, *flags(tmp_path / "letter.txt"))

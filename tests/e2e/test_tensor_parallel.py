@@ -1,13 +1,9 @@
 """Real servers with two worker processes: the answers of one, from every tier, and one clear end."""
 
-import re
-
 import httpx
-import openai
-import psutil
 import pytest
 
-from tests.e2e.server_process import refusal, started, wait_until
+from tests.e2e.server_process import started, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -54,33 +50,3 @@ def test_every_tier_of_two_ranks_gives_the_answer_of_one(tmp_path, expected):
         assert (tokens, stored >= 256) == (expected, True), "what both ranks have stored is found"
     with started(tmp_path / "alone", *flags) as server:
         assert answer(server) == (expected, 0), "another number of ranks keeps other bytes"
-
-
-def test_a_killed_rank_ends_the_server_with_one_line_that_names_it(tmp_path):
-    with started(tmp_path / "server", *SMALL, *TWO) as server, server.client() as client:
-        stream = client.completions.create(
-            model="default", prompt="go on", stream=True, max_tokens=250, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        workers = [
-            child
-            for child in psutil.Process(server.process.pid).children(recursive=True)
-            if "fastdeploy_kvcache_v1.embedded.worker.process" in child.cmdline()
-        ]
-        assert len(workers) == 2
-        second = max(workers, key=lambda child: child.pid)
-        reason = rf"the worker process of rank \d {second.pid} was killed by SIGKILL"
-        second.kill()
-        with pytest.raises(openai.APIError, match=reason):
-            list(stream)
-        health = httpx.get(f"{server.url}/health")
-        assert health.status_code == 503
-        assert re.fullmatch(reason, health.json()["error"]["message"])
-        assert server.wait_exit() == 1
-        assert "Traceback" not in server.stderr
-        server.assert_nothing_left()
-
-
-def test_what_cannot_be_split_is_refused_in_one_line(capsys):
-    wrong = "--tensor-parallel-size 3 must divide the model's num_heads 8 and num_kv_heads 4"
-    assert refusal(capsys, "--tensor-parallel-size", "3") == f"fastdeploy-kvcache: error: {wrong}\n"
