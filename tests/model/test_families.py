@@ -45,6 +45,23 @@ CASES = [
 ]
 
 
+ODD = replace(
+    RANDOM_MODEL,
+    **{"architecture": "qwen3", "num_layers": 2, "hidden_size": 20, "intermediate_size": 27, "num_heads": 6},
+    **{"num_kv_heads": 2, "head_dim": 6, "vocab_size": 101, "seed": 5},
+    **{"qkv_bias": True, "output_bias": True, "qk_norm": True, "tie_word_embeddings": True},
+)
+"""Sizes that no vector register divides, query and key norms, biases, a group of three."""
+
+BIT_CASES = [
+    # family, dtype of the cache, tokens per block
+    *((family, dtype, BLOCK) for family, dtype in CASES),
+    *(("odd", "float32", block) for block in (1, 7, 300)),
+    ("odd", "float16", 64),
+    ("odd", "bfloat16", 64),
+]
+
+
 class Recording(RandomSource):
     """Keeps what it gave."""
 
@@ -59,15 +76,20 @@ class Recording(RandomSource):
 
 @pytest.fixture(scope="module")
 def decoders():
-    return {name: Decoder.load(None, config) for name, config in SMALL.items()}
+    return {name: Decoder.load(None, config) for name, config in {**SMALL, "odd": ODD}.items()}
 
 
-def caches_of(config, dtype):
+def bits(tensor):
+    """The memory of a cache, as integers."""
+    widths = {"paddle.uint8": 1, "paddle.bfloat16": 2, "paddle.float16": 2, "paddle.float32": 4}
+    return as_array(tensor, f"u{widths[str(tensor.dtype)]}")
+
+
+def caches_of(config, dtype, block=BLOCK, num_blocks=NUM_BLOCKS):
     """As memory that nobody has written may be: not a number, in any dtype."""
-    tensors = list(config.cache_backend(block_size=BLOCK, dtype=dtype).create_kv_cache(NUM_BLOCKS).values())
+    tensors = list(config.cache_backend(block_size=block, dtype=dtype).create_kv_cache(num_blocks).values())
     for tensor in tensors:
-        width = {"paddle.uint8": 1, "paddle.bfloat16": 2, "paddle.float32": 4}[str(tensor.dtype)]
-        as_array(tensor, f"u{width}")[...] = 2 ** (8 * width) - 1
+        bits(tensor)[...] = np.iinfo(bits(tensor).dtype).max
     return tensors
 
 
@@ -76,14 +98,13 @@ def ids_of(config):
     return [rng.integers(0, config.vocab_size, length) for length in LENGTHS]
 
 
-def written(caches, table, end):
+def written(caches, table, end, block=BLOCK):
     """What the slots of `end` tokens hold, as bytes, whatever the role's axes are."""
     rows = []
     for tensor in caches:
-        width = {"paddle.uint8": 1, "paddle.bfloat16": 2, "paddle.float32": 4}[str(tensor.dtype)]
-        blocks = as_array(tensor, f"u{width}")[table]
-        by_token = np.moveaxis(blocks, list(tensor.shape[1:]).index(BLOCK) + 1, 1)
-        rows.append(by_token.reshape(len(table) * BLOCK, -1)[:end].tobytes())
+        blocks = bits(tensor)[table]
+        by_token = np.moveaxis(blocks, list(tensor.shape[1:]).index(block) + 1, 1)
+        rows.append(by_token.reshape(len(table) * block, -1)[:end].tobytes())
     return rows
 
 
@@ -103,26 +124,28 @@ def test_logits_match_the_reference(family, dtype):
 
 
 @pytest.mark.parametrize("cut", [None, FIXED_TILES], ids=["any rows", "tiles"])
-@pytest.mark.parametrize(("family", "dtype"), CASES)
-def test_chunks_batches_and_block_tables_change_no_bit(decoders, family, dtype, cut):
-    config, decoder = SMALL[family], decoders[family]
+@pytest.mark.parametrize(("family", "dtype", "block"), BIT_CASES)
+def test_chunks_batches_and_block_tables_change_no_bit(decoders, family, dtype, block, cut):
+    """Each sequence alone, a token at a time (or a tile), and then in any chunks, batches and slots."""
+    decoder = decoders[family]
+    config = decoder.config
     if cut is not None:
         decoder = Decoder(read_decoder(RandomSource(config.seed), config), config, cut)
-    prompts = ids_of(config)
+    prompts, sizes = ids_of(config), [-(-length // block) for length in LENGTHS]
+    step, num_blocks = (1 if cut is None else 30), sum(sizes) + 3
     baseline = []
     for ids in prompts:
-        caches, table = caches_of(config, dtype), list(range(NUM_BLOCKS))
-        steps = range(len(ids)) if cut is None else range(0, len(ids), 30)
-        step = 1 if cut is None else 30
+        caches, table = caches_of(config, dtype, block, num_blocks), list(range(num_blocks))
         logits = {
             min(at + step, len(ids)): decoder.forward([SequenceSlice(ids[at : at + step], at, table)], caches)[0]
-            for at in steps
+            for at in range(0, len(ids), step)
         }
-        baseline.append((logits, written(caches, table, len(ids))))
-    rng = np.random.default_rng(len(family))
-    slots = rng.permutation(NUM_BLOCKS).tolist()
-    tables = [[slots.pop() for _ in range(-(-length // BLOCK))] for length in LENGTHS]
-    caches, done = caches_of(config, dtype), [0] * len(LENGTHS)
+        baseline.append((logits, written(caches, table, len(ids), block)))
+    rng = np.random.default_rng(len(family) + block)
+    spare = rng.permutation(num_blocks).tolist()
+    tables = [[spare.pop() for _ in range(size)] for size in sizes]
+    caches, done = caches_of(config, dtype, block, num_blocks), [0] * len(LENGTHS)
+    untouched = [bits(tensor)[spare].tobytes() for tensor in caches]
     compared = 0
     while any(at < length for at, length in zip(done, LENGTHS, strict=True)):
         chosen = [i for i in range(len(LENGTHS)) if done[i] < LENGTHS[i] and rng.random() < 0.8]
@@ -139,7 +162,39 @@ def test_chunks_batches_and_block_tables_change_no_bit(decoders, family, dtype, 
                 compared += 1
     assert compared >= len(LENGTHS)
     for i, length in enumerate(LENGTHS):
-        assert written(caches, tables[i], length) == baseline[i][1], i
+        assert written(caches, tables[i], length, block) == baseline[i][1], i
+    assert [bits(tensor)[spare].tobytes() for tensor in caches] == untouched
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_prefix_from_somebody_elses_blocks_is_as_good(decoders, dtype):
+    """In the same batch as the sequence that computed it."""
+    config, decoder, ids = SMALL["gqa"], decoders["gqa"], ids_of(SMALL["gqa"])[0][:100]
+    expected = decoder.forward([SequenceSlice(ids, 0, list(range(NUM_BLOCKS)))], caches_of(config, dtype))[0]
+    caches = caches_of(config, dtype)
+    decoder.forward([SequenceSlice(ids[:50], 0, list(range(10)))], caches)
+    slices = [SequenceSlice(ids[50:], 50, list(range(10))), SequenceSlice(ids[48:], 48, [0, 1, 2, *range(20, 30)])]
+    assert [logits.tobytes() for logits in decoder.forward(slices, caches)] == [expected.tobytes()] * 2
+
+
+WRONG_SLICES = [
+    # token ids, the first one's position, block table, what is said
+    ([], 0, [0], "at least one token"),
+    ([0], -1, [0], "at least one token"),
+    ([0] * 17, 0, [0], "1 blocks of 16 do not cover 17 tokens"),
+    ([500], 0, [0], "token ids must be in"),
+    ([-1], 0, [0], "token ids must be in"),
+    ([1], 0, [2], "block ids must be in"),
+    ([1], ODD.max_position, list(range(2)) * 5000, f"position {ODD.max_position} is beyond the model's"),
+]
+
+
+@pytest.mark.parametrize(("ids", "start", "table", "said"), WRONG_SLICES, ids=lambda each: str(each)[:20])
+def test_slices_that_do_not_fit_are_refused(decoders, ids, start, table, said):
+    caches = caches_of(ODD, "float32", num_blocks=2)
+    with pytest.raises(ValueError, match=said):
+        decoders["odd"].forward([SequenceSlice(np.array(ids, dtype=np.int64), start, table)], caches)
+    assert all(np.isnan(cache.numpy()).all() for cache in caches)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "block_wise_fp8"])
@@ -154,12 +209,10 @@ def test_blocks_behind_the_window_are_never_read(decoders, dtype):
     behind = (start - config.sliding_window + 1) // BLOCK
     assert behind > 10
     for tensor in caches:
-        width = {"paddle.uint8": 1, "paddle.float32": 4}[str(tensor.dtype)]
-        as_array(tensor, f"u{width}")[:behind] = 2 ** (8 * width) - 1
+        bits(tensor)[:behind] = np.iinfo(bits(tensor).dtype).max
     assert decoder.forward([SequenceSlice(ids[start:], start, table)], caches)[0].tobytes() == expected.tobytes()
     for tensor in caches:
-        width = {"paddle.uint8": 1, "paddle.float32": 4}[str(tensor.dtype)]
-        as_array(tensor, f"u{width}")[behind] = 2 ** (8 * width) - 1
+        bits(tensor)[behind] = np.iinfo(bits(tensor).dtype).max
     spoiled = decoder.forward([SequenceSlice(ids[start:], start, table)], caches)[0]
     assert spoiled.tobytes() != expected.tobytes(), "the first block within the window is read"
 
@@ -202,18 +255,11 @@ def test_models_that_cannot_be_are_refused(changes, message):
         replace(RANDOM_MODEL, **changes)
 
 
-def test_latent_attention_is_not_cached_in_fp8():
+def test_what_does_not_fit_a_family_is_refused(tmp_path, decoders):
     with pytest.raises(ConfigError, match="cannot be cached as block_wise_fp8"):
         SMALL["mla"].cache_backend(block_size=BLOCK, dtype="block_wise_fp8")
-
-
-def test_a_family_says_how_many_caches_it_needs(decoders):
-    caches = caches_of(SMALL["mla"], "float32")
     with pytest.raises(ValueError, match="2 layers need 4 or 8 caches, got 2"):
-        decoders["gqa"].forward([SequenceSlice(np.array([1]), 0, [0])], caches)
-
-
-def test_a_directory_has_a_family_of_its_own(tmp_path):
+        decoders["gqa"].forward([SequenceSlice(np.array([1]), 0, [0])], caches_of(SMALL["mla"], "float32"))
     with pytest.raises(ModelError, match="--model-family mla is for --model random"):
         load_model_config(tmp_path, "mla")
     with pytest.raises(ModelError, match="unknown --model-family 'rwkv': choose one of gqa, window, mla, dsa"):

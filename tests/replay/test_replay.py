@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1 import replay as command
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.errors import ConfigError, InvariantError, TraceError
+from fastdeploy_kvcache_v1.errors import ConfigError, InvariantError
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, SwapStep
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
@@ -21,8 +21,8 @@ def play(trace, *, limit=None, window=128, admissions=8, outputs=True, **config)
 
 
 @pytest.mark.parametrize("policy", list(WritePolicy))
-@pytest.mark.parametrize(("window", "admissions"), [(1, 1), (128, 1), (128, 16)])
-@pytest.mark.parametrize("num_host_blocks", [0, 5, 400])
+@pytest.mark.parametrize(("window", "admissions"), [(1, 1), (128, 16)])
+@pytest.mark.parametrize("num_host_blocks", [5, 400])
 def test_every_block_holds_what_it_should(synthetic_trace, policy, window, admissions, num_host_blocks):
     done = play(
         synthetic_trace,
@@ -41,13 +41,6 @@ def test_every_block_holds_what_it_should(synthetic_trace, policy, window, admis
         assert done.num_swap_in_copies > 100
     if window == 128:
         assert done.num_no_space > 100
-
-
-@pytest.mark.parametrize("block_size", [32, 128, 512])
-def test_other_block_sizes(synthetic_trace, block_size):
-    done = play(synthetic_trace, block_size=block_size, num_device_blocks=9_600 // block_size)
-    assert done.num_device_hit_tokens > 0
-    assert done.num_device_hit_tokens % block_size == 0
 
 
 def test_a_cache_that_forgets_nothing_hits_every_repeated_block(synthetic_trace):
@@ -72,12 +65,6 @@ def test_outputs_fill_the_cache_too(synthetic_trace):
         for request in read_trace(synthetic_trace)
     )
     assert more == expected
-
-
-def test_requests_longer_than_the_device_tier_are_counted_and_left_out(synthetic_trace):
-    done = play(synthetic_trace, num_device_blocks=20)
-    longer = sum(request.input_length > 20 * 64 for request in read_trace(synthetic_trace))
-    assert done.num_too_long == longer > 0
 
 
 def test_outputs_that_no_empty_tier_holds_are_cut_before_their_blocks_are_named(tmp_path, monkeypatch):
@@ -169,13 +156,6 @@ def test_bad_options_are_one_clear_line(synthetic_trace, arguments, words):
     assert "\n" not in str(raised.value)
 
 
-def test_broken_trace_names_its_line(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 0, "input_length": 3, "output_length": 1, "hash_ids": [0]}\noops\n')
-    with pytest.raises(TraceError, match=rf"{path}:2: "):
-        run_command(str(path))
-
-
 @pytest.mark.parametrize("policy", [WritePolicy.AUTO, WritePolicy.WRITE_THROUGH_SELECTIVE])
 def test_the_whole_real_trace(real_trace, policy):
     done = play(real_trace, num_device_blocks=20_000, num_host_blocks=80_000, write_policy=policy)
@@ -183,13 +163,3 @@ def test_the_whole_real_trace(real_trace, policy):
     assert done.num_no_space > 1_000
     assert done.num_device_hit_tokens > 0.05 * done.num_input_tokens
     assert done.num_swap_in_copies > 1_000
-
-
-def test_the_real_trace_with_far_too_few_blocks(real_trace):
-    done = play(
-        real_trace, num_device_blocks=2_000, num_host_blocks=3_000, write_policy=WritePolicy.WRITE_THROUGH, limit=3_000
-    )
-    assert len(done.request_seconds) == 3_000
-    assert done.num_no_space > 1_000
-    assert done.manager.stats().counters.host_evicted_blocks > 100_000
-    assert done.num_swap_in_copies > 0
