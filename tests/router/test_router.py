@@ -6,6 +6,7 @@ import json
 import httpx
 import pytest
 
+from fastdeploy_kvcache_v1.cli import main
 from fastdeploy_kvcache_v1.embedded.prefill_job import PREFILL_HEADER, PROOF_HEADER, proves
 from fastdeploy_kvcache_v1.router.app import RouterSettings, create_app
 from fastdeploy_kvcache_v1.router.servers import ServerGroup
@@ -163,6 +164,7 @@ def test_a_decode_server_that_stops_loses_its_requests_and_comes_back(routed):
         assert [answer.json() for answer in answers] == [{"from": "d1"}] * 2
         fleet.broken = {}
         health = await router.knows(*ALL)
+        assert health["status"] == "ok"
         assert all(state["open_requests"] == 0 for role in ("prefill", "decode") for state in health[role].values())
 
     routed(scene)
@@ -180,7 +182,8 @@ def test_errors_say_who_does_not_answer(routed):
         answer = await router.ask()
         assert answer.status_code == 503
         assert "no decode server answers: http://d" in answer.json()["error"]["message"]
-        assert (await router.client.get("/health")).status_code == 503
+        health = await router.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "no decode server answers")
 
     routed(scene)
 
@@ -236,3 +239,21 @@ def test_a_watch_ends_when_it_is_cancelled_while_a_look_ends(turns):
         assert watch.cancelled()
 
     asyncio.run(cancel())
+
+
+REFUSALS = [
+    # flags, the one line
+    (("--decode", "d0:80"), "a server's URL begins with http://, got 'd0:80'"),
+    (("--decode", "http://d", "--prefill", "p0"), "a server's URL begins with http://, got 'p0'"),
+    (("--decode", "http://d", "--health-interval", "0"), "--health-interval must be above 0, got 0"),
+    (("--decode", "http://d", "--health-timeout", "inf"), "--health-timeout must be above 0, got inf"),
+    (("--decode", "http://d", "--max-request-mib", "-1"), "--max-request-mib must be above 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("flags", "line"), REFUSALS)
+def test_wrong_flags_are_one_line(capsys, flags, line):
+    assert main(["router", *flags]) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1

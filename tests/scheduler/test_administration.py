@@ -89,7 +89,7 @@ def test_too_many_named_blocks_collapse_into_a_snapshot(
 def test_the_bound_on_events_starts_anew_when_the_queue_is_emptied(empty: Callable[[CacheManager], object]) -> None:
     scene = play("step", 64, max_queued_events=10)
     scene.cache.take_events()
-    for text in ("abcd", "efgh", "ijkl", "mnop"):
+    for text in ("abcdefghij", "klmnopqrst"):  # as many blocks as the bound, each time
         scene.run(text)
         empty(scene.cache)
     scene.count("events_overflowed", "0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -33,6 +34,8 @@ def damaged_by(damage: Damage) -> str:
     damage(cache)
     with pytest.raises(InvariantError) as caught:
         cache.check()
+    with pytest.raises(InvariantError, match=re.escape(str(caught.value))):
+        cache.check_idle()
     return str(caught.value)
 
 

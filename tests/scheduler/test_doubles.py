@@ -33,6 +33,11 @@ SCENARIOS = {
         TWO + "resize 3; run a; run 1; run 2; run 3; see a H; see b H; see c H; see d H; run 4; step; see b -; run 5;"
         "step; see c -; run 6; step; see d -; see a H",
     ),
+    "one that is the only copy again stays while a request waits for it": (
+        (2, 4, "write_back"),
+        TWO + "run b; push 2; step; see b H; match b waits; run e; run f; run g; run h; run i; run j; run k;"
+        "uses waits H; release waits; idle",
+    ),
     "a larger host tier keeps its copies": (
         (2, 2 * SHORT_HOST + 1, "write_back"),
         TWO + "run b; run e; run b; run f; run b; run g; run b; run h; copied b y; see a -",
