@@ -91,21 +91,3 @@ def test_a_closed_loop_has_no_bound(tmp_path, capsys):
     ]
     assert at["clairvoyant"] is None
     assert {run["requests"] for run in at["runs"]} == {1}  # the second turn comes although the first was refused
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (("--policies", "lru"), "--policies needs --compare"),
-        (("--compare", "--policies", "mru"), "unknown policy 'mru': choose from auto, write_through"),
-        (("--compare", "--write-policy", "write_back"), "--write-policy write_back: --compare plays every policy"),
-        (("--compare", "--device-blocks", "0,5"), "num_device_blocks must be at least 1, got 0"),
-        (("--device-blocks", "5,6"), "--device-blocks takes several numbers with --compare only, got 5,6"),
-        (("--host-blocks", "5,6"), "--host-blocks takes several numbers with --compare only, got 5,6"),
-    ],
-)
-def test_wrong_words_are_one_clear_line(synthetic_trace, capsys, words, error):
-    assert main(["replay", str(synthetic_trace), *words]) == 2
-    printed = capsys.readouterr().err
-    assert error in printed
-    assert printed.count("\n") == 1

@@ -1,13 +1,12 @@
 """Whole replays: every policy, several admissions per step, too few blocks, with the shadow data plane watching."""
 
-import argparse
 import json
 
 import pytest
 
-from fastdeploy_kvcache_v1 import replay as command
+from fastdeploy_kvcache_v1.cli import main
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.errors import ConfigError, InvariantError
+from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, SwapStep
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
@@ -103,17 +102,11 @@ def test_a_lost_copy_is_noticed(synthetic_trace, monkeypatch, lost):
         replay.run(read_trace(synthetic_trace))
 
 
-def run_command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(arguments))
-
-
 SMALL = ("--device-blocks", "150", "--host-blocks", "400", "--limit", "100")
 
 
 def test_table_names_the_facts(synthetic_trace, capsys):
-    assert run_command(str(synthetic_trace), *SMALL, "--verify", "--outputs") == 0
+    assert main(["replay", str(synthetic_trace), *SMALL, "--verify", "--outputs"]) == 0
     out, err = capsys.readouterr()
     for name in ("requests", "hit rate", "evictions", "swaps", "time per request", "peak memory", "verified", "check"):
         assert any(line.startswith(name) for line in out.splitlines()), name
@@ -122,7 +115,7 @@ def test_table_names_the_facts(synthetic_trace, capsys):
 
 
 def test_json_is_one_object(synthetic_trace, capsys):
-    assert run_command(str(synthetic_trace), *SMALL, "--json", "--write-policy", "write_back") == 0
+    assert main(["replay", str(synthetic_trace), *SMALL, "--json", "--write-policy", "write_back"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["requests"] + result["requests_too_long"] == 100
     assert result["options"]["write_policy"] == "write_back"
@@ -130,30 +123,34 @@ def test_json_is_one_object(synthetic_trace, capsys):
     assert result["manager"]["counters"]["requests_finished"] == result["requests"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--write-policy", "sometimes"), "write_through, write_through_selective, write_back"),
-        (("--write-through-threshold", "0"), "write_through_threshold must be at least 1"),
-        (("--device-blocks", "0"), "num_device_blocks must be at least 1"),
-        (("--host-blocks", "-1"), "num_host_blocks must be at least 0"),
-        (("--block-size", "100"), "block size 100 must divide the 512 tokens of a hash id"),
-        (("--tokens-per-id", "0"), "--tokens-per-id must be at least 1"),
-        (("--window", "0"), "window must be at least 1"),
-        (("--admissions-per-step", "0"), "admissions_per_step must be at least 1"),
-        (("--limit", "0"), "--limit must be at least 1"),
-        (
-            ["--device-blocks", "1000000000000"],
-            "a replay has room for 67108864 device blocks at most, got 1000000000000",
-        ),
-        (["--host-blocks", "67108865"], "a replay has room for 67108864 host blocks at most, got 67108865"),
-    ],
-)
-def test_bad_options_are_one_clear_line(synthetic_trace, arguments, words):
-    with pytest.raises(ConfigError) as raised:
-        run_command(str(synthetic_trace), *arguments)
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
+REFUSALS = [
+    # flags, the one line
+    (("--write-policy", "sometimes"), "write_through, write_through_selective, write_back"),
+    (("--write-through-threshold", "0"), "write_through_threshold must be at least 1"),
+    (("--device-blocks", "0"), "num_device_blocks must be at least 1"),
+    (("--device-blocks", "1000000000000"), "a replay has room for 67108864 device blocks at most, got 1000000000000"),
+    (("--device-blocks", "5,6"), "--device-blocks takes several numbers with --compare only, got 5,6"),
+    (("--host-blocks", "-1"), "num_host_blocks must be at least 0"),
+    (("--host-blocks", "67108865"), "a replay has room for 67108864 host blocks at most, got 67108865"),
+    (("--host-blocks", "5,6"), "--host-blocks takes several numbers with --compare only, got 5,6"),
+    (("--block-size", "100"), "block size 100 must divide the 512 tokens of a hash id"),
+    (("--tokens-per-id", "0"), "--tokens-per-id must be at least 1"),
+    (("--window", "0"), "window must be at least 1"),
+    (("--admissions-per-step", "0"), "admissions_per_step must be at least 1"),
+    (("--limit", "0"), "--limit must be at least 1"),
+    (("--policies", "lru"), "--policies needs --compare"),
+    (("--compare", "--policies", "mru"), "unknown policy 'mru': choose from auto, write_through"),
+    (("--compare", "--write-policy", "write_back"), "--write-policy write_back: --compare plays every policy"),
+    (("--compare", "--device-blocks", "0,5"), "num_device_blocks must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("flags", "line"), REFUSALS)
+def test_wrong_flags_are_one_line(synthetic_trace, capsys, flags, line):
+    assert main(["replay", str(synthetic_trace), *flags]) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("policy", [WritePolicy.AUTO, WritePolicy.WRITE_THROUGH_SELECTIVE])
