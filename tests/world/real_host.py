@@ -86,7 +86,7 @@ class RealHost(FastDeployHost):
 
     def schedule(self, rng: random.Random) -> None:
         strike = [name for name in LOSSES if self.world.faults.strike(name, rng)]
-        lost, passed = (strike or [""])[0], rng.randrange(4)
+        lost, passed = (strike or [""])[0], rng.choice([0, 0, 1, 2])
         if not self.queue.exist_tasks() and self.pausing != "paused":
             self.schedule_once(lost, passed)
 
