@@ -86,11 +86,10 @@ def router(release: str, directory: Path, port: int) -> Iterator[Router]:
 class Servers:
     """A router, and servers that are started as they are asked for."""
 
-    def __init__(
-        self, release: str, directory: Path, where: Router, stack: ExitStack, limits: str = "{}", plane: str = "socket"
-    ) -> None:
+    def __init__(self, release: str, directory: Path, where: Router, stack: ExitStack, limits: str, plane: str) -> None:
         self.release, self.directory, self.router = release, directory, where
         self._stack = stack
+        self._beginning: list[CpuServer] = []
         secret = directory / "secret"
         secret.write_text(secrets.token_hex(16))
         secret.chmod(0o600)
@@ -122,13 +121,20 @@ class Servers:
         environment = {**self._environment, **({"PYTHONPATH": str(PROXY)} if proxied else {})}
         server = CpuServer(self.release, directory, *FLAGS, *own, environment=environment)
         self._stack.callback(server.kill)
+        self._beginning.append(server)
         return server
+
+    def wait_ready(self, num_decode: int = 1) -> None:
+        """Until all that have begun serve, and the router knows so many of each role."""
+        while self._beginning:
+            self._beginning.pop().wait_ready()
+        self.router.wait_registered(prefill=1, decode=num_decode)
 
 
 @contextmanager
-def servers(release: str, directory: Path, port: int, limits: str = "{}", plane: str = "socket") -> Iterator[Servers]:
-    with router(release, directory / "router", port) as where, ExitStack() as stack:
-        yield Servers(release, directory, where, stack, limits, plane)
+def servers(release: str, directory: Path, plane: str = "socket") -> Iterator[Servers]:
+    with router(release, directory / "router", free_port()) as where, ExitStack() as stack:
+        yield Servers(release, directory, where, stack, LIMITS, plane)
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ import pytest
 from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until
-from .role_servers import FORMS, LIMITS, PROMPTS, ask, free_port, hear, num_fetches, servers, stream, wait_idle
+from .role_servers import FORMS, PROMPTS, ask, hear, num_fetches, servers, stream, wait_idle
 from .server_workload import noise
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
@@ -25,15 +25,13 @@ SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02")
 @pytest.fixture(scope="module")
 def group(release, tmp_path_factory):
     """A prefill, a decode and a mixed server."""
-    with servers(release, tmp_path_factory.mktemp("roles"), free_port(), LIMITS) as made:
+    with servers(release, tmp_path_factory.mktemp("roles")) as made:
         started = {
             "prefill": made.begin("prefill", "prefill", *SWAPPING, "--write-policy", "write_through", proxied=True),
             "decode": made.begin("decode", "decode", *SWAPPING),
             "mixed": made.begin("mixed", "mixed"),
         }
-        for each in started.values():
-            each.wait_ready()
-        made.router.wait_registered(prefill=1, decode=1)
+        made.wait_ready()
         yield made, started
 
 

@@ -1,4 +1,5 @@
-"""Prefill and decode servers that a test has to itself: they die, stand still, are full, or begin with a burst.
+"""Prefill and decode servers that a test has to itself: they die, stand still, are full, begin with a burst,
+have a store, or read over Mooncake.
 
 Not beside those of test_server_roles.py: FastDeploy's processes use the processor while they wait.
 """
@@ -12,21 +13,20 @@ import openai
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import janitor
+from tests.mooncake_master import needs_mooncake
 
 from .cpu_server import wait_until
-from .role_servers import FORMS, LIMITS, PROMPTS, ask, free_port, hear, num_fetches, servers, wait_idle
+from .role_servers import FORMS, PROMPTS, ask, free_port, hear, num_fetches, servers, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 
 def test_a_cold_burst_for_one_prefill_and_three_decode_servers(release, tmp_path):
     """Every pair of servers makes its link while requests for it wait."""
-    with servers(release, tmp_path, free_port(), LIMITS) as made:
+    with servers(release, tmp_path) as made:
         prefill = made.begin("prefill", "prefill")
         decodes = [made.begin("decode", f"decode{number}") for number in range(3)]
-        for each in (prefill, *decodes):
-            each.wait_ready()
-        made.router.wait_registered(prefill=1, decode=3)
+        made.wait_ready(3)
         answers = defaultdict(set)
         with made.router.client(timeout_s=300.0) as client, ThreadPoolExecutor(64) as pool:
             asked = [(prompt, pool.submit(ask, client, prompt, max_tokens=4)) for prompt in (PROMPTS * 5)[:64]]
@@ -40,12 +40,10 @@ def test_a_cold_burst_for_one_prefill_and_three_decode_servers(release, tmp_path
 
 def test_two_hundred_requests_through_a_decode_server_that_holds_six(release, tmp_path):
     """2.6 alone stands still as soon as requests that have their blocks fill it."""
-    with servers(release, tmp_path, free_port(), LIMITS) as made:
+    with servers(release, tmp_path) as made:
         prefill = made.begin("prefill", "prefill")
         decode = made.begin("decode", "decode", "--num-gpu-blocks-override", "40")
-        for each in (prefill, decode):
-            each.wait_ready()
-        made.router.wait_registered(prefill=1, decode=1)
+        made.wait_ready()
         with made.router.client(timeout_s=300.0) as client, ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda number: ask(client, PROMPTS[number % 12], max_tokens=4), range(200)))
         assert all(len(answer) == 4 for answer in answers)
@@ -59,12 +57,10 @@ def test_a_server_that_dies_or_stops_costs_its_peer_nothing(release, tmp_path, r
     """Requests of both fail, their blocks and seats at the other one come back. When it goes on, or another one listens
     at its port, the two serve.
     """
-    with servers(release, tmp_path, free_port(), LIMITS) as made:
+    with servers(release, tmp_path) as made:
         flags = {"prefill": (), "decode": ("--rdma-comm-ports", str(free_port()))}
         running = {each: made.begin(each, each, *flags[each]) for each in flags}
-        for each in running.values():
-            each.wait_ready()
-        made.router.wait_registered(prefill=1, decode=1)
+        made.wait_ready()
         peer = running["decode" if role == "prefill" else "prefill"]
         shortly = {"timeout_s": 30.0}  # before an unhealthy server is ended
         with made.router.client(**shortly) as client, ThreadPoolExecutor(12) as pool:
@@ -86,8 +82,7 @@ def test_a_server_that_dies_or_stops_costs_its_peer_nothing(release, tmp_path, r
             else:
                 running[role].kill()
                 running[role] = made.begin(role, "another", *flags[role])
-                running[role].wait_ready()
-            made.router.wait_registered(prefill=1, decode=1)
+                made.wait_ready()
             wait_until(lambda: _answers(client) == first, "an answer", 120.0)
             for form, (error, tokens) in zip(FORMS, heard, strict=True):
                 assert error or (None, tokens) == hear(made.router.url, *form, PROMPTS[8])
@@ -100,3 +95,77 @@ def _answers(client):
     except openai.APIError:
         time.sleep(0.5)  # the router looks every five seconds
         return None
+
+
+def storing(directory):
+    return (
+        *("--num-gpu-blocks-override", "64", "--swap-space", "0.02", "--write-policy", "write_through"),
+        *("--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(directory)),
+        *("--storage-prefetch", "wait_complete"),
+    )
+
+
+def test_blocks_outlive_a_pause_and_the_server(release, tmp_path):
+    """A pause empties both tiers of prefill."""
+    with servers(release, tmp_path) as made:
+        prefill = made.begin("prefill", "prefill", *storing(tmp_path / "kv"))
+        decode = made.begin("decode", "decode")
+        made.wait_ready()
+        with made.router.client() as client:
+            expected = [ask(client, prompt) for prompt in PROMPTS]
+
+            def is_stored():
+                ask(client, "go on", max_tokens=1)  # the last copies ride on a batch
+                return prefill.metrics()["storage_blocks_total"] >= 20
+
+            wait_until(is_stored, lambda: f"blocks to be stored: {prefill.metrics()['storage_blocks_total']}", 120.0)
+            prefill.control("pause")
+            prefill.control("resume")
+            assert_loaded(prefill, client, expected)
+            wait_idle(prefill, decode)
+            prefill.kill()
+            again = made.begin("prefill", "again", *storing(tmp_path / "kv"))
+            made.wait_ready()
+            assert_loaded(again, client, expected)
+            wait_idle(again, decode)
+
+
+def assert_loaded(prefill, client, expected):
+    """Eight at a time: some wait for the store, others pass."""
+    before = prefill.metrics()["storage_found_blocks_total"]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda prompt: ask(client, prompt), PROMPTS)) == expected
+    wait_until(lambda: prefill.metrics()["storage_found_blocks_total"] >= before + 10, "blocks from the store")
+    assert prefill.failed_copies() == 0
+
+
+@needs_mooncake()
+def test_tokens_over_mooncake_are_those_of_a_mixed_server(release, tmp_path):
+    """Then a prefill server that ends under load: its requests fail or are answered, and another one is read from."""
+    with servers(release, tmp_path, plane="mooncake") as made:
+        mixed, prefill, decode = (
+            made.begin(role, role, "--swap-space", "0.02") for role in ("mixed", "prefill", "decode")
+        )
+        made.wait_ready()
+        with mixed.client() as client:
+            expected = [ask(client, prompt) for prompt in PROMPTS]
+        mixed.kill()
+        with made.router.client() as client:
+            assert [ask(client, prompt) for prompt in PROMPTS] == expected
+            with ThreadPoolExecutor(8) as pool:
+                assert list(pool.map(lambda prompt: ask(client, prompt), PROMPTS)) == expected
+        wait_idle(prefill, decode)
+        assert num_fetches(decode) == 2 * len(PROMPTS)
+        assert decode.metrics()["transfer_bytes_total"] > 0
+
+        with made.router.client() as client, ThreadPoolExecutor(8) as pool:
+            under_way = [pool.submit(ask, client, f"{prompt} again") for prompt in PROMPTS]
+            prefill.kill()
+            for each in under_way:
+                each.exception()
+        wait_idle(decode)
+        again = made.begin("prefill", "again", "--swap-space", "0.02")
+        made.wait_ready()
+        with made.router.client() as client:
+            assert [ask(client, prompt) for prompt in PROMPTS] == expected
+        wait_idle(again, decode)

@@ -10,7 +10,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
 
 from .cpu_server import wait_until
-from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
+from .role_servers import PROMPTS, ask, num_fetches, servers, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
@@ -22,11 +22,9 @@ CLIENT_S = 60.0
 
 @pytest.fixture(scope="module")
 def group(release, tmp_path_factory):
-    with servers(release, tmp_path_factory.mktemp("roles"), free_port(), LIMITS) as made:
+    with servers(release, tmp_path_factory.mktemp("roles")) as made:
         started = {"prefill": made.begin("prefill", "prefill", *SWAPPING), "decode": made.begin("decode", "decode")}
-        for each in started.values():
-            each.wait_ready()
-        made.router.wait_registered(prefill=1, decode=1)
+        made.wait_ready()
         yield made, started
 
 

@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.transfer.role_info import RoleInfo
 from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until
-from .role_servers import LIMITS, PROMPTS, ask, free_port, num_fetches, servers, wait_idle
+from .role_servers import PROMPTS, ask, num_fetches, servers, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
 
@@ -22,7 +22,7 @@ SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02", "--write-
 
 @pytest.fixture(scope="module")
 def made(release, tmp_path_factory):
-    with servers(release, tmp_path_factory.mktemp("ranks"), free_port(), LIMITS) as made:
+    with servers(release, tmp_path_factory.mktemp("ranks")) as made:
         yield made
 
 
