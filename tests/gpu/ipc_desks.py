@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import cupy
 import numpy as np
@@ -90,9 +89,6 @@ class PrefillRank(Rank):
             pass
         self.desk.progress("lease", len(SOURCES), layer + 1)
 
-    def withdraw(self) -> None:
-        self.desk.withdraw("lease", "the request was aborted")
-
     def end_of_lease(self) -> str | None:
         """Why it ended, None for well."""
         until = time.monotonic() + SECONDS
@@ -162,30 +158,8 @@ def a_request_is_fetched_layer_by_layer_while_it_is_computed() -> None:
     mine.close()
 
 
-def fails(end: Callable[[Peer], object], reason: str) -> None:
-    """A fetch whose first layer is there, when its prefill rank ends it."""
-    peer, mine = Peer(0, __file__), DecodeRank()
-    mine.desk.fetch("request", TARGETS)
-    peer.ask("offer", mine.desk.port)
-    peer.ask("compute", 0)
-    mine.turn_until(lambda: mine.has_layers(1))
-    end(peer)
-    mine.turn_until(lambda: mine.results)
-    assert sorted(mine.results[0].failed_slots) == sorted(TARGETS)
-    assert reason in str(mine.results[0].error)
-    peer.kill()
-    mine.close()
+CHECKS = {check.__name__: check for check in (a_request_is_fetched_layer_by_layer_while_it_is_computed,)}
 
-
-CHECKS: dict[str, Callable[[], None]] = {
-    "a_request_is_fetched_layer_by_layer_while_it_is_computed": (
-        a_request_is_fetched_layer_by_layer_while_it_is_computed
-    ),
-    "a_fetch_whose_lease_was_withdrawn_has_failed": partial(
-        fails, lambda peer: peer.ask("withdraw"), "the request was aborted"
-    ),
-    "a_fetch_whose_prefill_rank_died_has_failed": partial(fails, Peer.kill, ""),
-}
 
 if __name__ == "__main__":
     prefill = PrefillRank()

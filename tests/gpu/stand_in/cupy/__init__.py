@@ -108,10 +108,6 @@ def full(shape: Any, value: Any, dtype: Any = np.float32) -> ndarray:
     return made
 
 
-def zeros_like(array: ndarray) -> ndarray:
-    return zeros(array.shape, array.dtype)
-
-
 def asarray(array: Any) -> ndarray:
     source = np.asarray(array)
     made = ndarray(source.shape, source.dtype)

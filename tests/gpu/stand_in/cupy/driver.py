@@ -17,19 +17,15 @@ Body = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint64)
 
 _CONTROLS: dict[str, tuple[Any, list[Any]]] = {
     "fake_reset": (None, [c_uint64, c_int, c_int]),
-    "fake_progress": (None, [c_int]),
-    "fake_has_batch": (None, [c_int]),
     "fake_fail_copy": (None, [c_int64, c_int64]),
     "fake_pump": (c_int, [c_int]),
     "fake_run_all": (None, []),
     "fake_pending": (c_uint64, []),
-    "fake_num_live": (c_uint64, []),
     "fake_num_mapped": (c_uint64, []),
     "fake_gpus": (None, [c_int, c_int, c_int]),
     "fake_launch": (c_int, [c_uint64, Body, c_void_p, c_uint64, c_int]),
     "fake_resolve": (c_void_p, [c_uint64, c_uint64]),
     "fake_faults": (c_char_p, []),
-    "fake_counters": (ctypes.POINTER(c_uint64), []),
 }
 for _name, (_result, _arguments) in _CONTROLS.items():
     getattr(library, _name).restype, getattr(library, _name).argtypes = _result, _arguments
@@ -136,14 +132,6 @@ def release(name: str, handle: int, made_in: int) -> None:
     """The finalizer of a handle or an allocation."""
     if made_in == epoch:
         status_of(name, handle)
-
-
-COUNTERS = ("copies", "copies_2d", "batches", "descriptors", "launches")
-
-
-def counted(name: str) -> int:
-    """How often since the last reset: one of `COUNTERS`, the first numbers of `fake::Counters`."""
-    return int(library.fake_counters()[COUNTERS.index(name)])
 
 
 def faults() -> list[str]:

@@ -53,10 +53,6 @@ def memcpy2DAsync(
     driver.call("cuMemcpy2DAsync", ctypes.byref(copy), stream)
 
 
-def memsetAsync(address: int, value: int, size: int, stream: int) -> None:
-    driver.call("cuMemsetD8Async", address, ctypes.c_ubyte(value), size, stream)
-
-
 def eventQuery(event: int) -> int:
     """CuPy returns the status of this one, whatever it is."""
     return driver.status_of("cuEventQuery", event)
