@@ -14,9 +14,6 @@ from tests.transfer.planes import HOST, SECRET
 from tests.transfer.ranks import LAYERS, DecodeRank, PrefillRank, both_ended, geometry, result_of, until
 from tests.world.clock import Clock
 
-SLOTS, SOURCES = [10, 11, 12, 13, 14, 15], [0, 1, 2, 3, 4, 5]
-PHASES = ["offered", "part told", "being read", "all read"]
-
 
 def test_a_lease_that_is_not_asked_for_ends_and_one_that_is_does_not(ranks):
     clock = Clock()
@@ -106,18 +103,6 @@ def test_more_offers_than_a_desk_keeps_are_refused(pair, monkeypatch):
     prefill.offer("3", [3], decode.port)
     until(lambda: decode.desk.num_offers, prefill, decode)
     decode.desk.cancel("3")
-
-
-def test_a_name_whose_fetch_failed_does_not_come_again(ranks):
-    prefill, decode = ranks(PrefillRank), ranks(DecodeRank, names_come_once=True)
-    decode.desk.fetch("r", [4])
-    prefill.offer("l", [0], decode.port, request="r")
-    until(lambda: decode.desk.num_offers, prefill, decode)
-    prefill.desk.withdraw("l", "aborted")
-    until(lambda: decode.done, prefill, decode)
-    prefill.offer("m", [0], decode.port, request="r")
-    until(lambda: len(prefill.done) == 2, prefill, decode)
-    assert "aborted" in prefill.done[1].error
 
 
 def test_only_the_latest_names_that_come_once_are_remembered(ranks, monkeypatch):
@@ -314,64 +299,6 @@ def test_an_offer_alone_keeps_a_desk_busy(pair):
     with pytest.raises(InvariantError, match="1 offers are open"):
         decode.desk.check_idle()
     decode.desk.cancel("r")
-
-
-class Scene:
-    """A fetch of six blocks, in a phase in which it goes no further by itself; another prefill rank is well."""
-
-    def __init__(self, ranks, phase):
-        self.net = ranks.net
-        self.prefill, self.other, self.decode = ranks(PrefillRank), ranks(PrefillRank, seed=2), ranks(DecodeRank)
-        self.prefill.offer("l", SOURCES, self.decode.port)
-        self.decode.desk.fetch("l", SLOTS)
-        until(lambda: self.decode.desk.num_offers, self.prefill, self.decode)
-        if phase == "being read":
-            self.net.held = {"read"}
-        if phase != "offered":
-            self.prefill.desk.progress("l", 6, LAYERS if phase == "all read" else 1)
-            self.net.settle()
-            self.decode.turn()
-            self.net.settle()
-
-    def serves_others(self):
-        self.net.held = set()
-        self.other.offer("next", [7, 8], self.decode.port)
-        self.other.all_there("next", 2)
-        self.decode.desk.fetch("next", [30, 31])
-        until(lambda: len(self.decode.done) == 2, self.decode, self.other)
-        assert self.decode.holds([30, 31], 2, [7, 8])
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_fetch_from_a_prefill_rank_that_is_gone_fails_and_writes_no_more(ranks, phase):
-    scene = Scene(ranks, phase)
-    scene.prefill.desk.close()
-    scene.prefill.plane.close()
-    scene.net.settle()
-    scene.decode.turn()
-    (failed,) = scene.decode.done
-    assert failed.error is not None
-    assert failed.failed_slots == tuple(SLOTS)
-    for tensor in scene.decode.tensors:
-        tensor[:] = 0xEE
-    scene.serves_others()
-    assert scene.decode.touched() == {30, 31}
-    assert scene.decode.is_idle()
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_leases_of_a_decode_rank_that_is_gone_end_and_their_blocks_are_free(ranks, phase):
-    scene = Scene(ranks, phase)
-    prefill, other = scene.prefill, ranks(DecodeRank)
-    next(iter(scene.decode.desk._readers)).close("it is killed")
-    scene.net.held = set()
-    other.desk.fetch("m", [1, 2])
-    prefill.offer("m", [8, 9], other.port)
-    prefill.all_there("m", 2)
-    until(lambda: len(prefill.done) == 2, prefill, other)
-    assert {end.lease: end.error is None for end in prefill.done} == {"l": False, "m": True}
-    assert other.holds([1, 2], 1, [8, 9])
-    assert prefill.is_idle()
 
 
 def test_settings_that_cannot_work_are_refused():

@@ -7,7 +7,7 @@ from fastdeploy_kvcache_v1.transfer.rank_transfers import RankTransfers
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from tests.transfer.planes import HOST
-from tests.transfer.ranks import BLOCK, LAYERS, DecodeRank, PrefillRank, geometry, until
+from tests.transfer.ranks import BLOCK, LAYERS, DecodeRank, PrefillRank, until
 
 
 class Glued:
@@ -29,27 +29,12 @@ class Glued:
 
 
 @pytest.fixture
-def servers(ranks):
-    """Makes the ranks of a prefill and of a decode server."""
-    made = []
-
-    def make(num_prefill, num_decode):
-        prefills = [Glued(ranks(PrefillRank, rank_geometry=geometry(num_prefill, rank))) for rank in range(num_prefill)]
-        places = [ranks(DecodeRank, rank_geometry=geometry(num_decode, rank)) for rank in range(num_decode)]
-        decodes = [Glued(rank, PeerPort(HOST, 0)) for rank in places]
-        made.extend([*prefills, *decodes])
-        return prefills, decodes
-
-    yield make
+def pair(ranks):
+    made = Glued(ranks(PrefillRank)), Glued(ranks(DecodeRank), PeerPort(HOST, 0))
+    yield made
     for each in made:
         each.glue.close()
         each.glue.check_idle()
-
-
-@pytest.fixture
-def pair(servers):
-    (prefill,), (decode,) = servers(1, 1)
-    return prefill, decode
 
 
 def open_lease(prefill, *decodes, slots, tokens, name="r"):
@@ -132,55 +117,6 @@ def test_a_command_that_cannot_be_carried_out_fails_alone(pair):
     decode.glue.handle([CancelFetch("r", "not wanted")])
     decode.turn()
     assert decode.fetches[-1].error == "not wanted"
-
-
-@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 2), (2, 1), (2, 4), (4, 1), (8, 2), (2, 8)])
-def test_servers_with_other_numbers_of_ranks_read_what_each_needs(servers, num_prefill, num_decode):
-    """There are 4 heads: with 8 ranks each head is there twice."""
-    prefills, decodes = servers(num_prefill, num_decode)
-    for decode in decodes:
-        decode.glue.handle([StartFetch("r", (20, 21), 0)])
-    for prefill in prefills:
-        open_lease(prefill, *decodes, slots=[3, 9], tokens=2 * BLOCK)
-        compute(prefill, 2 * BLOCK)
-    everyone = [*prefills, *decodes]
-    until(lambda: all(each.leases or each.fetches for each in everyone), *everyone)
-    assert [each.fetches[0].error for each in decodes] == [None] * num_decode
-    assert [each.leases for each in prefills] == [[("r", "r", None)]] * num_prefill
-    assert all(each.rank.holds([20, 21], 1, [3, 9]) for each in decodes)
-    assert not any(each.glue.is_busy for each in everyone)
-
-
-def test_a_lease_ends_once_and_is_of_no_use_to_the_other_ranks_when_it_ends_badly_for_one(servers):
-    (prefill,), decodes = servers(1, 2)
-    for decode in decodes:
-        decode.glue.handle([StartFetch("r", (20, 21), 0)])
-    open_lease(prefill, *decodes, slots=[3, 9], tokens=2 * BLOCK)
-    until(lambda: all(each.glue._fetches.num_offers for each in decodes), prefill, *decodes)
-    decodes[1].glue.handle([CancelFetch("r", "its slot is broken")])
-    until(lambda: prefill.leases and all(each.fetches for each in decodes), prefill, *decodes)
-    assert prefill.leases == [("r", "r", "its slot is broken")]
-    assert "its slot is broken" in decodes[0].fetches[0].error
-    compute(prefill, 2 * BLOCK)
-    for _ in range(3):
-        prefill.turn()
-    assert len(prefill.leases) == 1
-    assert not is_held(prefill, [3, 9])
-
-
-def test_a_lease_holds_its_slots_until_the_last_rank_has_read_them(servers):
-    (prefill,), (decode, late) = servers(1, 2)
-    decode.glue.handle([StartFetch("r", (20, 21), 0)])
-    open_lease(prefill, decode, late, slots=[3, 9], tokens=2 * BLOCK)
-    compute(prefill, 2 * BLOCK)
-    until(lambda: decode.fetches, prefill, decode, late)
-    assert not prefill.leases
-    assert is_held(prefill, [3, 9])
-    late.glue.handle([StartFetch("r", (40, 41), 0)])
-    until(lambda: late.fetches and prefill.leases, prefill, decode, late)
-    assert prefill.leases == [("r", "r", None)]
-    assert late.rank.holds([40, 41], 1, [3, 9])
-    assert not is_held(prefill, [3, 9])
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
