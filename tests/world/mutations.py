@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.machinery
 import importlib.util
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -50,16 +51,15 @@ class _Finder:
 def hunt(mutant: Change, seeds: int, events: int) -> int:
     sys.meta_path.insert(0, _Finder(mutant))  # type: ignore[arg-type]
     from .scenarios import SCENARIOS
-    from .trial import line, try_run
+    from .trial import KEPT, line, try_run
     from .world import Run
 
-    for seed in range(seeds):
-        for scenario in SCENARIOS:
-            run = Run(scenario, seed, range(events))
-            result = try_run(run)
-            if result.error is not None:
-                print(f"{mutant.name}: seed {seed}: {result.error[:110]}\n    {line(run)}", flush=True)
-                return 0
+    by_seed = (Run(scenario, seed, range(events)) for seed in range(seeds) for scenario in SCENARIOS)
+    for run in itertools.chain(KEPT, by_seed):
+        result = try_run(run)
+        if result.error is not None:
+            print(f"{mutant.name}: seed {run.seed}: {result.error[:110]}\n    {line(run)}", flush=True)
+            return 0
     print(f"{mutant.name}: SURVIVES {seeds} seeds", flush=True)
     return 1
 
