@@ -450,6 +450,20 @@ def test_blocks_that_one_rank_could_not_copy_are_not_stored():
     assert made.stores == []
 
 
+def test_a_block_that_is_copied_again_is_stored_when_the_last_copy_has_ended():
+    """Until then its slot holds what was there in between."""
+    made = Engine("host", host=3)
+    for text in ("x!", "y!", "a!"):
+        made.report(made.compute(text))
+    in_between, again = made.compute("b!"), made.compute("a!")
+    made.stored(made.stores[0])  # the piece of "a" has waited for it
+    made.tier.go_on()
+    assert [store.path for store in made.stores] == ["x", "y"]
+    made.report(in_between)
+    made.report(again)
+    assert [store.path for store in made.stores] == ["x", "y", "a"]
+
+
 @pytest.mark.parametrize(("kind", "num_blocks", "sizes"), [("host", 256, [32, 32]), ("device", 256, [32])])
 def test_two_pieces_are_stored_at_a_time(kind, num_blocks, sizes):
     made = Engine(kind, host=256, device=256)
