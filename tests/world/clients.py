@@ -89,7 +89,7 @@ class Clients:
             base = self.finished[int(old * len(self.finished))][: 6 * self.block_size]
         else:
             base = [int(old * self.kinds) + 1] * (6 * self.block_size)
-        return base[: int(cut * len(base))] + tail
+        return base[: int(1.2 * cut * len(base))] + tail  # often all of it: the next turn of a conversation
 
     # ---- what the host tells
 

@@ -184,7 +184,8 @@ class IndexWatch(TierWatch):
 
     @property
     def is_idle(self) -> bool:
-        return not self._tier._stores.num_waiting  # type: ignore[attr-defined]
+        flushes: Any = self._tier._stores
+        return not (flushes.num_waiting or flushes._ended)
 
     def check_idle(self) -> None:
         size, cached = self._manager.config.block_size, set()
@@ -203,6 +204,7 @@ SCENARIOS: dict[str, Callable[[Any, random.Random], None]] = {
     "fastdeploy26": partial(fastdeploy, release=26),
     "fastdeploy25 updates": partial(updating, make=fastdeploy, release=25),
     "fastdeploy26 updates": partial(updating, make=fastdeploy, release=26),
+    "fastdeploy26 file updates": partial(updating, make=fastdeploy, release=26, backend="file"),
     "fastdeploy25 file": partial(fastdeploy, release=25, backend="file"),
     "fastdeploy26 file": partial(fastdeploy, release=26, backend="file"),
     "fastdeploy26 attention_store": partial(fastdeploy, release=26, backend="attention_store"),

@@ -11,11 +11,11 @@ from .chooser import ranges
 from .faults import FAULTS
 from .world import Run, World
 
-
 KEPT = [
     # scenario, seed, events, sizes: found something once
     Run("fastdeploy26 attention_store", 37, range(500)),
-    Run("fastdeploy26", 58, range(500), sizes={"device": 16}),
+    Run("fastdeploy26", 33, range(500), sizes={"device": 16}),
+    Run("embedded file", 40, range(500), sizes={"device": 16, "host": 8}),
 ]
 
 
