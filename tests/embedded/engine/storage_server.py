@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.embedded.shadow import Harness, expected_outputs
 from tests.world import store as world_store
 from tests.world.clock import Clock
+from tests.world.faults import Faults
 from tests.world.memory import GARBAGE
 
 BLOCK = 4
@@ -42,12 +43,10 @@ class Slots:
 
 
 class Told:
-    """Fails and takes as long as the test says."""
+    """Takes as long as the test says, and fails never."""
 
-    failure_rate = 0.0
     seconds_per_block = 0.0
     """That a load says it took; 0 says nothing."""
-    question_s = 0.0
 
     def __init__(self, *given):
         super().__init__(*given)
@@ -58,12 +57,6 @@ class Told:
 
     def touch(self, hashes):
         self.touched.append(list(hashes))
-
-    def _strike(self, name, rng):
-        return name == "store fails" and rng.random() < self.failure_rate
-
-    def _answer_question(self, *given):
-        return [replace(each, seconds=self.question_s) for each in super()._answer_question(*given)]
 
     def _answer_load(self, *given):
         return [
@@ -105,7 +98,9 @@ class StorageServer:
         )
 
         def storage(manager, worker):
-            world = SimpleNamespace(clock=self.clock, log=lambda *words: None, host=SimpleNamespace(block_size=BLOCK))
+            world = SimpleNamespace(
+                clock=self.clock, log=lambda *words: None, faults=Faults([]), host=SimpleNamespace(block_size=BLOCK)
+            )
             rows = worker.device if on_device else worker.host
             self.store: Any = (DeviceStore if on_device else HostStore)(world, [Slots(rows)])
             if stored is not None:

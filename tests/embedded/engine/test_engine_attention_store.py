@@ -1,7 +1,6 @@
 """Engine core and a store that addresses the device tier, which answers late, fails, or goes on after a failure."""
 
-from fastdeploy_kvcache_v1.metadata import CacheLevel
-from tests.embedded.engine.storage_server import AttentionStoreServer, namespace
+from tests.embedded.engine.storage_server import AttentionStoreServer
 from tests.embedded.shadow import expected_outputs
 
 PROMPT = list(range(30))
@@ -23,14 +22,6 @@ def test_another_server_starts_from_what_was_stored_without_any_host_tier():
     assert second.manager.stats().counters.loaded_blocks == 7
     assert second.ask("third", [*PROMPT[:16], 99, 98]) == 16
     assert second.manager.stats().counters.loaded_blocks == 7, "what is cached is not loaded again"
-
-
-def test_the_namespace_changes_with_the_weights():
-    values = stored_by_a_first_server()
-    second = AttentionStoreServer(stored=values)
-    second.core.reset_cache()
-    second.tier.use_namespace(namespace("1"))
-    assert second.ask("second", PROMPT) == 0
 
 
 def test_blocks_that_token_ids_do_not_name_are_neither_stored_nor_loaded():
@@ -93,61 +84,6 @@ def test_a_store_that_hangs_lets_a_request_that_needs_all_slots_fail_in_time():
     assert recorder.failure is not None
     assert recorder.failure.status == 500
     server.settle()
-
-
-def test_a_failed_copy_voids_what_was_to_be_stored_from_its_target():
-    failing = []
-    server = AttentionStoreServer(
-        device=16, host=32, fails=lambda result: result.target is CacheLevel.DEVICE and bool(failing)
-    )
-    server.ask("first", PROMPT[:13], 1)
-    server.ask("second", [100 + token for token in range(61)], 1)  # "first" is on the host only now
-    server.store.values.clear()
-    server.tier._stores._known.clear()
-    failing.append(True)
-    server.harness.submit("again", PROMPT[:13], 1)
-    server.send()  # the swap-in is told, and not run
-    assert server.harness.sent[-1].swap_steps
-    hasher = server.harness.generation("x", PROMPT[:13], 1, None).hasher
-    server.tier.request_ended(hasher, PROMPT[:13])
-    server.tier.go_on()
-    assert server.tier._stores.held_since() is not None
-    assert not server.store.stores
-    server.work()
-    failing.clear()
-    server.tier.go_on()
-    assert not server.store.stores
-    assert server.tier.counters.skipped_store_blocks >= 1
-    server.settle()
-
-
-def test_after_a_reset_nothing_that_was_computed_before_is_stored():
-    server = AttentionStoreServer(prefetch="best_effort")
-    server.harness.submit("first", PROMPT, 1)
-    server.send()
-    server.work()
-    server.core.reset_cache()
-    server.tier.use_namespace(namespace("1"))
-    server.settle()
-    assert server.store.values == {}
-
-
-def test_what_waited_for_a_pass_when_the_cache_was_reset_is_not_stored_under_a_new_name():
-    server = AttentionStoreServer(prefetch="best_effort")
-    server.harness.submit("long", OTHER[:3], 8)
-    server.harness.submit("short", PROMPT[:25], 1)
-    server.send()
-    server.work()
-    server.tier.step_taken(server.manager.take_swap_step(), computes=True)
-    server.tier.go_on()
-    assert server.tier._stores.held_since() is not None
-    assert not server.store.stores
-    server.core.reset_cache()
-    server.tier.use_namespace(namespace("1"))
-    server.tier.pass_ended(server.tier._copies.last_told)
-    server.settle()
-    assert server.store.values == {}
-    assert server.tier.counters.skipped_store_blocks == 8, "six of one request, two of the other"
 
 
 def test_what_would_follow_a_block_on_the_host_is_not_asked_for():

@@ -105,15 +105,6 @@ def test_what_has_arrived_by_the_deadline_is_used():
     server.settle()
 
 
-def test_best_effort_waits_for_nothing():
-    server = HostTierServer(stored=stored_by_a_first_server(), prefetch="best_effort")
-    recorder = server.harness.submit("now", PROMPT, 2)
-    assert server.harness.step() is not None
-    server.settle()
-    assert recorder.cached == 0
-    assert server.tier.counters.late_requests == 0
-
-
 def test_wait_complete_ends_when_the_store_stands_still():
     server = HostTierServer(stored=stored_by_a_first_server(), prefetch="wait_complete")
     server.harness.submit("waits", PROMPT, 2)
@@ -125,25 +116,6 @@ def test_wait_complete_ends_when_the_store_stands_still():
     server.clock.now = 20.0
     assert server.harness.step() is not None
     server.settle()
-
-
-def test_a_short_stored_prefix_is_not_worth_asking_for():
-    server = HostTierServer(stored=stored_by_a_first_server(), min_tokens=32)
-    assert server.ask("short", PROMPT) == 0
-    assert server.tier.counters.queries == 0
-
-
-def test_a_store_that_fails_again_and_again_is_left_alone():
-    server = HostTierServer(stored=stored_by_a_first_server())
-    server.store.failure_rate = 1.0
-    for number in range(8):
-        server.ask(f"r{number}", [*range(100 * number, 100 * number + 20)])
-    assert server.tier.is_left_alone
-    assert server.tier.counters.queries == 3
-    server.store.failure_rate = 0.0
-    server.clock.now += 100
-    assert server.ask("again", PROMPT) == 28
-    assert server.tier.counters.queries == 4
 
 
 def test_a_deadline_that_passes_inside_a_step_fails_nobody():
@@ -207,33 +179,6 @@ def test_many_requests_that_wait_their_turn_are_no_failures_of_the_store():
     second.settle()
     assert not second.tier.is_left_alone
     assert second.tier.counters.late_requests > 0
-
-
-@pytest.mark.parametrize("prefetch", ["best_effort", "timeout"])
-def test_a_store_that_hangs_is_noticed_whoever_waits_for_it(prefetch):
-    """Clients that give up before the deadline, or requests that never wait."""
-    server = HostTierServer(stored=stored_by_a_first_server(), prefetch=prefetch)
-    for number in range(20):
-        server.harness.submit(f"r{number}", [*PROMPT[:24], number, 1, 2, 3, 4], 1)
-        server.send()
-        server.work()
-        server.core.abort(f"r{number}")
-        server.clock.now += 1.0
-        server.core.reset_cache()
-    assert server.tier.is_left_alone
-    assert len(server.store.questions) < 15
-    server.settle()
-
-
-def test_requests_that_wait_already_start_when_the_store_turns_out_to_hang():
-    server = HostTierServer(stored=stored_by_a_first_server(), prefetch="wait_complete")
-    recorder = server.harness.submit("r", PROMPT, 1)
-    for _ in range(3):
-        assert server.harness.step() is None
-        server.clock.now += 3.1
-    assert server.harness.step() is not None, "before the ten seconds of wait_complete"
-    assert recorder.tokens == expected_outputs(PROMPT, 1)
-    server.settle()
 
 
 def test_questions_that_are_not_answered_are_bounded():

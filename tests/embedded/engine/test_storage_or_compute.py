@@ -2,7 +2,6 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.timings import PrefillTime
 from tests.embedded.engine.storage_server import BLOCK, HostTierServer
 from tests.embedded.engine.test_engine_storage import PROMPT, stored_by_a_first_server
@@ -31,27 +30,6 @@ def test_a_request_waits_only_for_what_is_sooner_loaded_than_computed(load_s, ca
     assert server.ask("again", PROMPT) == 28, "computed or not, it is cached now"
 
 
-@pytest.mark.parametrize(("load_s", "compute_s"), [(None, None), (None, 1e-9), (1e9, None)])
-def test_until_both_are_measured_it_loads_and_measures(load_s, compute_s):
-    server = server_with(load_s, compute_s)
-    server.store.seconds_per_block = 1e9
-    assert server.ask("first", PROMPT) == 28
-    server.harness.scheduler.load_costs.computed(PrefillTime(100, 0.0, 1.0))
-    server.core.reset_cache()
-    assert server.ask("second", PROMPT) == 0
-
-
-def test_a_store_that_was_slow_for_a_while_is_tried_again_and_believed():
-    server = server_with(1e6)
-    found = []
-    for number in range(PROBE_EVERY + 2):
-        server.store.seconds_per_block = 0.1 if number >= 5 else 1e6
-        found.append(server.ask(f"r{number}", PROMPT))
-        server.core.reset_cache()
-    assert found == [0] * (PROBE_EVERY - 1) + [28] * 3
-    assert server.tier.counters.declined_requests == PROBE_EVERY - 1
-
-
 def test_of_what_the_store_has_too_little_may_be_worth_it():
     server = server_with(None)
     for count in (1, 32) * 20:
@@ -63,14 +41,6 @@ def test_of_what_the_store_has_too_little_may_be_worth_it():
     assert server.harness.step() is not None, "20.4 s to load, 16 s to compute"
     assert server.tier.counters.declined_requests == 1
     server.settle()
-
-
-def test_a_question_that_takes_too_long_is_not_waited_for():
-    server = server_with(0.1)
-    server.store.question_s = 1e6
-    assert server.ask("learns", PROMPT) == 28
-    server.core.reset_cache()
-    assert server.ask("declines", PROMPT) == 0
 
 
 def test_a_load_that_brought_less_says_nothing():
@@ -103,25 +73,6 @@ def test_a_store_that_turns_out_slow_is_waited_for_no_longer():
     server.settle()
     assert recorder.cached == 32 * BLOCK
     assert recorder.tokens == expected_outputs(long, 1)
-    assert server.tier.counters.declined_requests == 1
-
-
-def test_who_would_wait_behind_the_loads_of_others_computes():
-    server = server_with(3.0, device=60, host=60)
-    other = [*PROMPT[:4], *range(50, 76)]
-    server.ask("stores", other)
-    server.core.reset_cache()
-    first = server.harness.submit("first", PROMPT, 1)
-    server.send()
-    server.answer_question()
-    assert server.harness.step() is None
-    second = server.harness.submit("second", other, 1)
-    for _ in range(4):
-        server.harness.step()
-    assert second.events != []
-    assert first.events == [], "21 s of loading, 28 s of computing"
-    server.settle()
-    assert first.cached == 28
     assert server.tier.counters.declined_requests == 1
 
 

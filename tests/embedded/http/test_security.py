@@ -133,8 +133,9 @@ def test_one_connection_too_many_is_answered_with_503(listener, caplog):
         assert b"all 2 connections of this server are in use: try again later" in text
     assert listener.num_open == 2
     assert len(caplog.records) == 1, "said once, not for every connection"
-    for sock in (*clients, *accepted):
+    for sock in (*clients, *accepted, *accepted):
         sock.close()
+    assert listener.num_open == 0, "a connection that is closed twice is one"
 
 
 @pytest.mark.parametrize(

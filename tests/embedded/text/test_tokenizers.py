@@ -8,7 +8,7 @@ from tokenizers import processors
 from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from fastdeploy_kvcache_v1.embedded.text.hf_tokenizer import MAX_HELD_BACK
 from fastdeploy_kvcache_v1.embedded.text.load_tokenizer import load_tokenizer
-from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
 from fastdeploy_kvcache_v1.model.config import load_model_config
 from tests.model.model_dirs import byte_fallback_tokenizer, byte_level_tokenizer
 
@@ -151,9 +151,16 @@ def test_template_sources(tmp_path):
     assert load_tokenizer(path).decode(load_tokenizer(path).apply_chat_template([])) == "4"
 
 
-def test_no_template(tmp_path):
-    tokenizer = load_tokenizer(save(tmp_path, byte_level_tokenizer()))
-    with pytest.raises(ConfigError, match="no chat template"):
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({}, ConfigError, "no chat template"),
+        ({"chat_template": "\n{% if %}"}, ModelError, "^the chat template does not compile: line 2: .*$"),
+    ],
+)
+def test_without_a_template_chats_are_refused_in_one_line(tmp_path, settings, error, message):
+    tokenizer = load_tokenizer(save(tmp_path, byte_level_tokenizer(), tokenizer_config=settings))
+    with pytest.raises(error, match=message):
         tokenizer.apply_chat_template([])
 
 
