@@ -35,6 +35,77 @@ HERE = PeerPort("127.0.0.1", 1)
 URL = "http://prefill"
 
 
+class Between:
+    """Leases and fetches, which the workers of `prefill` and `decode` know: what ranks say goes to their `news`."""
+
+    def __init__(self, prefill: Any, decode: Any, num_ranks: int) -> None:
+        self.prefill, self.decode, self.num_ranks = prefill, decode, num_ranks
+        self.leases: dict[str, OpenLease] = {}
+        self.complete: set[str] = set()
+        """Leases whose blocks are computed."""
+        self.fetches: dict[str, StartFetch] = {}
+        self._lease_left: dict[str, set[int]] = {}
+        self._fetch_left: dict[str, set[int]] = {}
+        """Ranks that have not ended it. A name is used once, so an ended fetch ends the lease that is opened later."""
+        self._failing: set[str] = set()
+        """Fetches that failed on a rank."""
+
+    def handle(self, command: Any) -> None:
+        {
+            OpenLease: self.open_lease,
+            WithdrawLease: lambda each: self.end_lease(each.lease, each.reason),
+            StartFetch: self.start_fetch,
+            CancelFetch: lambda each: self.end_fetch(each.request_id, each.reason),
+        }[type(command)](command)
+
+    def note_complete(self, batch: BatchRequest, result: StepResult) -> None:
+        """The prefill server has computed this."""
+        for task in batch.requests:
+            lease = self.leases.get(task.request_id)
+            is_whole = lease is not None and task.start + len(task.token_ids) == lease.num_tokens
+            if is_whole and task.request_id not in result.retry:
+                self.complete.add(task.request_id)
+
+    def open_lease(self, command: OpenLease) -> None:
+        self.leases[command.lease] = command
+        self._lease_left[command.lease] = set(range(self.num_ranks))
+        for rank in set(range(self.num_ranks)) - self._fetch_left.get(command.lease, set(range(self.num_ranks))):
+            self.end_lease(command.lease, "the decode server reads no more", rank)
+
+    def end_lease(self, lease: str, error: str | None = None, rank: int | None = None) -> None:
+        """On one rank, or on all that are left. The decode server hears of one that fails."""
+        for each in self._take(self._lease_left, lease, rank):
+            self.prefill.news.append((each, TransferNews(leases=(LeaseEnd(lease, lease, error),))))
+            if not self._lease_left[lease]:
+                del self.leases[lease]
+                self.complete.discard(lease)
+            if error is not None:
+                self.end_fetch(lease, error, each)
+
+    def start_fetch(self, command: StartFetch) -> None:
+        taken = {slot for each in self.fetches.values() for slot in each.slots}
+        assert taken.isdisjoint(command.slots), "two fetches fill one slot"
+        self.fetches[command.request_id] = command
+        self._fetch_left[command.request_id] = set(range(self.num_ranks))
+
+    def end_fetch(self, name: str, error: str | None = None, rank: int | None = None) -> None:
+        for each in self._take(self._fetch_left, name, rank):
+            if error is not None:
+                self._failing.add(name)
+            fetch = self.fetches[name]
+            if not self._fetch_left[name]:
+                del self.fetches[name]
+            failed = () if error is None else fetch.slots
+            self.decode.news.append((each, TransferNews(fetches=(FetchResult(name, 100, 1.0, failed, error),))))
+            self.end_lease(name, error, each)
+
+    def _take(self, left: dict[str, set[int]], name: str, rank: int | None) -> Iterator[int]:
+        for each in range(self.num_ranks) if rank is None else [rank]:
+            if each in left.get(name, ()):
+                left[name].remove(each)
+                yield each
+
+
 class Peer(Engine):
     """An engine whose worker reads from, or is read by, another one."""
 
@@ -47,19 +118,11 @@ class Peer(Engine):
     def handle(self, commands: Any) -> None:
         for command in commands:
             self.world.log(type(command).__name__, command[0])
-            {
-                OpenLease: self.roles.open_lease,
-                WithdrawLease: lambda each: self.roles.end_lease(each.lease, each.reason),
-                StartFetch: self.roles.start_fetch,
-                CancelFetch: lambda each: self.roles.end_fetch(each.request_id, each.reason),
-            }[type(command)](command)
+            self.roles.handle(command)
 
     def computed(self, batch: BatchRequest, result: StepResult) -> None:
-        for task in batch.requests:
-            lease = self.roles.leases.get(task.request_id)
-            is_whole = lease is not None and task.start + len(task.token_ids) == lease.num_tokens
-            if self is self.roles.prefill and is_whole and task.request_id not in result.retry:
-                self.roles.complete.add(task.request_id)
+        if self is self.roles.prefill:
+            self.roles.note_complete(batch, result)
 
     parts = (*Engine.parts, "tell_news")
 
@@ -76,27 +139,19 @@ class Peer(Engine):
         return super().is_idle and not self.news
 
 
-class Roles(EmbeddedHost):
+class Roles(EmbeddedHost, Between):
     """`engine` is the decode server. It asks the prefill server for most prompts."""
 
     def __init__(self, world: Any, prefill: Peer, decode: Peer, num_ranks: int) -> None:
         """`num_ranks`: of each, which report for themselves; bytes move when the last one has all of them."""
-        super().__init__(world, decode)
-        self.prefill, self.decode, self.num_ranks = prefill, decode, num_ranks
+        EmbeddedHost.__init__(self, world, decode)
+        Between.__init__(self, prefill, decode, num_ranks)
         prefill.roles = decode.roles = self
         self._asked: dict[str, tuple[PrefillJob, Request]] = {}
         """Jobs on their way."""
         self._awaited: dict[str, list[Any]] = {}
         """By job that has arrived: events of the prefill server."""
         self._dropped: set[str] = set()
-        self.leases: dict[str, OpenLease] = {}
-        self.complete: set[str] = set()
-        self.fetches: dict[str, StartFetch] = {}
-        self._lease_left: dict[str, set[int]] = {}
-        self._fetch_left: dict[str, set[int]] = {}
-        """Ranks that have not ended it. A name is used once, so an ended fetch ends the lease that is opened later."""
-        self._failing: set[str] = set()
-        """Fetches that failed on a rank."""
         for rank in (prefill.rank, decode.rank):
             rank.marks_own = False  # what one of them marks the other one reads
 
@@ -158,49 +213,10 @@ class Roles(EmbeddedHost):
 
     # ---- leases and fetches, which the workers know
 
-    def open_lease(self, command: OpenLease) -> None:
-        self.leases[command.lease] = command
-        self._lease_left[command.lease] = set(range(self.num_ranks))
-        for rank in set(range(self.num_ranks)) - self._fetch_left.get(command.lease, set(range(self.num_ranks))):
-            self.end_lease(command.lease, "the decode server reads no more", rank)
-
-    def end_lease(self, lease: str, error: str | None, rank: int | None = None) -> None:
-        """On one rank, or on all that are left. The decode server hears of one that fails."""
-        for each in self._take(self._lease_left, lease, rank):
-            self.prefill.news.append((each, TransferNews(leases=(LeaseEnd(lease, lease, error),))))
-            if not self._lease_left[lease]:
-                del self.leases[lease]
-                self.complete.discard(lease)
-            if error is not None:
-                self.end_fetch(lease, error, each)
-
     def break_lease(self, rng: random.Random) -> None:
         at, rank = rng.random(), rng.randrange(self.num_ranks)
         if self.world.faults.strike("lease breaks", rng) and self.leases:
             self.end_lease(list(self.leases)[int(at * len(self.leases))], "the decode server is gone", rank)
-
-    def start_fetch(self, command: StartFetch) -> None:
-        taken = {slot for each in self.fetches.values() for slot in each.slots}
-        assert taken.isdisjoint(command.slots), "two fetches fill one slot"
-        self.fetches[command.request_id] = command
-        self._fetch_left[command.request_id] = set(range(self.num_ranks))
-
-    def end_fetch(self, name: str, error: str | None, rank: int | None = None) -> None:
-        for each in self._take(self._fetch_left, name, rank):
-            if error is not None:
-                self._failing.add(name)
-            fetch = self.fetches[name]
-            if not self._fetch_left[name]:
-                del self.fetches[name]
-            failed = () if error is None else fetch.slots
-            self.decode.news.append((each, TransferNews(fetches=(FetchResult(name, 100, 1.0, failed, error),))))
-            self.end_lease(name, error, each)
-
-    def _take(self, left: dict[str, set[int]], name: str, rank: int | None) -> Iterator[int]:
-        for each in range(self.num_ranks) if rank is None else [rank]:
-            if each in left.get(name, ()):
-                left[name].remove(each)
-                yield each
 
     def _fetch(self, at: float) -> StartFetch | None:
         return list(self.fetches.values())[int(at * len(self.fetches))] if self.fetches else None

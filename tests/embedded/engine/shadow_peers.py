@@ -12,24 +12,19 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
 from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer
-from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
-from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
-from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, OpenLease, StartFetch, TransferNews, WithdrawLease
-from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
+from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.embedded.shadow import Harness, Recorder
 from tests.world.clock import Clock
+from tests.world.roles import HERE, URL, Between
 
 BLOCK = 4
-HERE = PeerPort("127.0.0.1", 1)
 GARBAGE = 10**6
-URL = "http://prefill"
 
 
-class Peers:
+class Peers(Between):
     """`prefill` and `decode`, and the worker halves between them."""
 
     def __init__(self, *, prefill_blocks=64, decode_blocks=64, num_ranks=1, **options):
-        self.num_ranks = num_ranks
         self.clock = Clock()
         self.asked = {}
         self.dropped = set()
@@ -38,13 +33,8 @@ class Peers:
             self, [HERE] * num_ranks, self.settings, block_size=BLOCK, vocab_size=1000, clock=self.clock
         )
         self.offered = OfferedPrefills(num_ranks)
-        self.prefill = self._engine(prefill_blocks, offered=self.offered, **options)
-        self.decode = self._engine(decode_blocks, remote=self.remote, **options)
-        self.leases: dict[str, OpenLease] = {}
-        self.complete: set[str] = set()
-        self.fetches: dict[str, StartFetch] = {}
-        """Until every rank has reported; so are the leases."""
-        self.ranks_left: dict[OpenLease | StartFetch, set[int]] = {}
+        prefill = self._engine(prefill_blocks, offered=self.offered, **options)
+        super().__init__(prefill, self._engine(decode_blocks, remote=self.remote, **options), num_ranks)
 
     def _engine(self, num_blocks, **options):
         harness = Harness(KVCacheConfig(num_blocks, block_size=BLOCK), **options)
@@ -85,22 +75,10 @@ class Peers:
             return False
         batch = engine.harness.sent.pop()
         for command in batch.transfers:
-            if isinstance(command, WithdrawLease):
-                self.end_lease(command.lease, command.reason)
-            elif isinstance(command, CancelFetch) and command.request_id in self.fetches:
-                self.end_fetch(command.request_id, command.reason)
+            self.handle(command)
         result = engine.harness.worker.run(batch)
-        for command in batch.transfers:
-            if isinstance(command, OpenLease | StartFetch):
-                self.ranks_left[command] = set(range(self.num_ranks))
-            if isinstance(command, OpenLease):
-                self.leases[command.lease] = command
-            elif isinstance(command, StartFetch):
-                self.fetches[command.request_id] = command
-        for task in batch.requests:
-            lease = self.leases.get(task.request_id) if engine is self.prefill else None
-            if lease is not None and task.start + len(task.token_ids) == lease.num_tokens:
-                self.complete.add(task.request_id)
+        if engine is self.prefill:
+            self.note_complete(batch, result)
         engine.core.on_step_result(result)
         engine.harness.manager.check()
         return True
@@ -113,32 +91,6 @@ class Peers:
             engine.harness.manager.check()
         return bool(news)
 
-    def end_lease(self, lease, error=None, rank=None):
-        """On one rank, or on all that have not ended it."""
-        if lease not in self.leases:
-            return
-        for each in self._ranks(self.leases[lease], rank):
-            self.prefill.news.append((each, TransferNews(leases=(LeaseEnd(lease, lease, error),))))
-        if not self.ranks_left[self.leases[lease]]:
-            del self.leases[lease]
-            self.complete.discard(lease)
-
-    def end_fetch(self, request_id, error=None, rank=None):
-        fetch = self.fetches[request_id]
-        for each in self._ranks(fetch, rank):
-            result = FetchResult(request_id, 100, 1.0, () if error is None else fetch.slots, error)
-            self.decode.news.append((each, TransferNews(fetches=(result,))))
-            self.end_lease(request_id, error, each)
-        if not self.ranks_left[fetch]:
-            del self.fetches[request_id]
-
-    def _ranks(self, command, rank):
-        """Those of a lease or a fetch that end now."""
-        left = self.ranks_left[command]
-        ending = sorted(left if rank is None else left & {rank})
-        left.difference_update(ending)
-        return ending
-
     def scribble(self, request_id):
         """A byte arrives."""
         self.decode.harness.worker.device[self.fetches[request_id].slots[-1]] = [GARBAGE] * BLOCK
@@ -150,7 +102,7 @@ class Peers:
         lease, fetch = self.leases.get(request_id), self.fetches[request_id]
         if lease is None or request_id not in self.complete:
             return False
-        if rank is None or self.ranks_left[fetch] == {rank}:
+        if rank is None or self._fetch_left[request_id] == {rank}:
             for source, target in zip(lease.slots[fetch.first_block :], fetch.slots, strict=True):
                 self.decode.harness.worker.device[target] = list(self.prefill.harness.worker.device[source])
         self.end_fetch(request_id, None, rank)
