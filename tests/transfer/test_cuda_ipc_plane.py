@@ -13,7 +13,7 @@ from contextlib import closing
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, PeerRefusedError, RemoteReadError
-from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane, presence
+from fastdeploy_kvcache_v1.transfer import cuda_ipc_plane
 from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops.compiled import Path
@@ -143,24 +143,6 @@ def test_an_interpreter_that_ends_closes_what_was_opened_first(world, monkeypatc
     assert registered == [plane._close_sources]
     plane.close()
     assert registered == []
-
-
-def test_an_owner_waits_for_its_readers_and_lets_nobody_in(world, mine, monkeypatch):
-    monkeypatch.setattr(cuda_ipc_plane, "READERS_LEAVE_S", 60.0)
-    with world.own_peer() as peer:
-        source = mine.open(peer)
-        looks = []
-
-        def sleep(seconds):
-            looks.append(seconds)
-            if len(looks) == 3:
-                source.close()
-
-        monkeypatch.setattr(presence.time, "sleep", sleep)
-        peer.ask("leave")
-        assert len(looks) == 3
-        with pytest.raises(RemoteReadError, match="has ended"):
-            mine.open(peer)
 
 
 def test_tensors_that_cannot_be_shared_are_refused_at_the_start(world, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import LayerSwapTimeoutError
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from tests.worker.chosen_runtime import ChosenRuntime
-from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
+from tests.worker.worker_fakes import NumpyBackend, Rig, evict
 
 COMPUTE = "compute"
 
@@ -46,26 +46,6 @@ def stands_still(rig):
     with pytest.raises(LayerSwapTimeoutError):
         rig.controller.drain(0.2)
     return True
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_swap_in_waits_for_the_fill_of_its_tensors(rig, is_first):
-    """Also after tensors were dropped and made anew, in the same host memory: a wakeup, or new weights."""
-    if not is_first:
-        go_on_filling(rig)
-        rig.controller.free(keep_host_memory=True)
-        rig.runtime.hold(COMPUTE)
-        rig.caches = rig.controller.initialize_kv_cache(rig.num_device, rig.num_host)
-        rig.arrays = rig.backend.arrays
-    rig.controller.host_pool.block(0)[:] = 7
-    counter = rig.submit(into=swap_in((0,), (2,)))
-    assert stands_still(rig)
-    assert counter.num_layers_done == 0
-    go_on_filling(rig)
-    counter.wait_all()
-    rig.controller.drain()
-    rig.runtime.compute_stream.synchronize()
-    assert all((array[2] == 7).all() and not array[3].any() for array in rig.arrays)
 
 
 def test_a_copy_out_of_new_tensors_waits_for_their_fill(rig):

@@ -75,26 +75,6 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritt
     assert sorted(copied) == evicted + swapped_in
 
 
-def test_one_step_evicts_a_slot_and_swaps_into_it(rig):
-    let_go = rig.runtime.hold(OUTPUT)
-    counter = rig.submit(evict((0,), (2,)), swap_in((2,), (1,)))
-    with pytest.raises(LayerSwapTimeoutError):
-        rig.controller.drain(0)
-    assert counter.num_layers_done == 0, "its source is what the same step evicts"
-    let_go()
-    rig.controller.drain()
-    assert rig.holds_all(1, 10)
-    let_go = rig.runtime.hold(OUTPUT)
-    rig.submit(evict((4,), (0,)))
-    rig.submit(evict((5,), (1,)), swap_in((2,), (5,)))
-    with pytest.raises(LayerSwapTimeoutError):
-        rig.controller.drain(0)
-    assert rig.holds_all(5, 15), "the old content is still to be copied"
-    let_go()
-    rig.submit(into=swap_in((1, 0), (2, 3))).wait_all()
-    assert [rig.holds_all(slot, content) for slot, content in ((5, 10), (2, 15), (3, 14))] == [True] * 3
-
-
 @pytest.mark.parametrize(
     ("slow", "first", "second", "done"),
     [
@@ -139,18 +119,6 @@ def test_compute_waits_for_a_copy_that_reads_what_it_writes(rig):
     rig.controller.drain()
     rig.controller.before_compute([], [1])
     assert outcomes(rig) == [(1, CacheLevel.HOST, True)]
-
-
-@pytest.mark.parametrize("reads", [True, False])
-def test_a_dropped_counter_is_covered_before_compute(rig, reads):
-    rig.submit(evict((0,), (0,)))
-    rig.submit(into=swap_in((0,), (4,)))
-    current = rig.submit(into=swap_in((0,), (5,)))
-    rig.controller.before_compute([4, 5] if reads else [5], [] if reads else [4], counter=current)
-    assert rig.holds_all(4, 10)
-    current.wait_all()
-    rig.controller.before_compute(None, None)
-    rig.controller.after_compute(None, None)
 
 
 def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():

@@ -33,17 +33,6 @@ def test_the_core_keeps_which_paths_may_be_chosen(core, paths):
     assert core.cuda_paths == {*paths}
 
 
-def test_the_core_keeps_what_a_copy_costs_by_direction(core):
-    for way, call_ns in ((True, 1234.0), (False, 567.0)):
-        costs = core.costs(to_device=way)
-        costs.call_ns = call_ns
-        core.set_costs(costs, to_device=way)
-    assert [core.costs(to_device=way).by_name()["call_ns"] for way in (True, False)] == [1234.0, 567.0]
-    costs.call_ns = 0.0
-    with pytest.raises(CacheStateError):
-        core.set_costs(costs, to_device=True)
-
-
 @pytest.mark.parametrize(
     ("code", "error"),
     [

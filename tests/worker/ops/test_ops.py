@@ -29,14 +29,6 @@ copies = st.lists(st.integers(0, NUM_SLOTS - 1), unique=True, max_size=NUM_SLOTS
 )
 
 
-def test_neighbours_become_one_run():
-    assert plan_runs((4, 5, 6), (1, 2, 3), num_sources=8, num_targets=8) == [CopyRun(4, 1, 3)]
-    assert plan_runs((6, 4, 5), (3, 1, 2), num_sources=8, num_targets=8) == [CopyRun(4, 1, 3)]
-    assert plan_runs((4, 5, 7), (1, 2, 3), num_sources=8, num_targets=8) == [CopyRun(4, 1, 2), CopyRun(7, 3, 1)]
-    assert plan_runs((4, 4), (1, 2), num_sources=8, num_targets=8) == [CopyRun(4, 1, 1), CopyRun(4, 2, 1)]
-    assert plan_runs((), (), num_sources=0, num_targets=0) == []
-
-
 def test_runs_that_were_not_planned_name_their_rows_too():
     runs = CopyRuns.of([CopyRun(4, 1, 3), CopyRun(9, 7, 2)])
     assert (runs.sources.tolist(), runs.targets.tolist()) == ([4, 5, 6, 9, 10], [1, 2, 3, 7, 8])

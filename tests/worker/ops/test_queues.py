@@ -5,20 +5,16 @@ runtimes.
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 
-import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.worker.ops import CopyRun, CopyRuns, queues
+from fastdeploy_kvcache_v1.worker.ops import queues
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
-from tests.worker.ops.copies import Memory, rows_of
 from tests.worker.ops.native import ROOT, require_core, run_python
 
 LIMIT_NS = 20_000_000_000
-RUNS = CopyRuns.of([CopyRun(0, 2, 2)])
 
 
 @pytest.fixture
@@ -27,43 +23,10 @@ def compiled():
 
 
 @pytest.fixture
-def memory():
-    return Memory(np.random.default_rng(8))
-
-
-@pytest.fixture
 def queue(compiled):
     queue = Queue(compiled.library, "test")
     yield queue
     queue.close()
-
-
-def test_a_copy_takes_its_turn_in_its_queue_and_keeps_what_describes_it(compiled, queue, memory):
-    """Held up by what was submitted before it; an event of another queue says nothing about it."""
-    other, gate, before = Queue(compiled.library, "other"), threading.Event(), memory.bytes.copy()
-    queue.call(gate.wait)
-    compiled.swap_cache_all_layers(memory.host_rows, memory.device_rows, RUNS, queue.id)
-    event = queue.record()
-    with pytest.raises(CacheStateError, match="reads row 6 of 6"):
-        compiled.swap_cache_all_layers(memory.host_rows, memory.device_rows, [CopyRun(5, 0, 2)], queue.id)
-    source, target = np.full((50, 64), 3, np.uint8), np.zeros((50, 64), np.uint8)
-    for first in range(0, 50, 10):
-        runs = CopyRuns.of([CopyRun(first, first, 10)])
-        compiled.swap_cache_per_layer((rows_of(target),), (rows_of(source),), runs, queue.id)
-        del runs
-    assert other.record().wait(LIMIT_NS)
-    assert not event.wait(0)
-    assert (memory.bytes == before).all()
-    gate.set()
-    assert event.wait(LIMIT_NS)
-    assert event.error is None
-    assert (memory.tiers.host[2:4, :40] == memory.tiers.device[0][0][0:2]).all()
-    last = queue.record()
-    assert last.wait(LIMIT_NS)
-    assert last.error is None
-    assert last.time_ns >= event.time_ns
-    assert (target == 3).all()
-    other.close()
 
 
 def test_work_that_is_skipped_or_refused_is_let_go(compiled):
