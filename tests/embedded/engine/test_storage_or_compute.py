@@ -2,6 +2,7 @@
 
 import pytest
 
+from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.timings import PrefillTime
 from tests.embedded.engine.storage_server import BLOCK, HostTierServer
 from tests.embedded.engine.test_engine_storage import PROMPT, stored_by_a_first_server
@@ -28,6 +29,17 @@ def test_a_request_waits_only_for_what_is_sooner_loaded_than_computed(load_s, ca
     assert server.tier.counters.declined_requests == (not cached)
     assert server.tier.counters.late_requests == 0
     assert server.ask("again", PROMPT) == 28, "computed or not, it is cached now"
+
+
+def test_a_store_that_was_slow_for_a_while_is_tried_again_and_believed():
+    server = server_with(1e6)
+    found = []
+    for number in range(PROBE_EVERY + 2):
+        server.store.seconds_per_block = 0.1 if number >= 5 else 1e6
+        found.append(server.ask(f"r{number}", PROMPT))
+        server.core.reset_cache()
+    assert found == [0] * (PROBE_EVERY - 1) + [28] * 3
+    assert server.tier.counters.declined_requests == PROBE_EVERY - 1
 
 
 def test_of_what_the_store_has_too_little_may_be_worth_it():
