@@ -181,6 +181,17 @@ def test_many_requests_that_wait_their_turn_are_no_failures_of_the_store():
     assert second.tier.counters.late_requests > 0
 
 
+def test_requests_that_wait_already_start_when_the_store_turns_out_to_hang():
+    server = HostTierServer(stored=stored_by_a_first_server(), prefetch="wait_complete")
+    recorder = server.harness.submit("r", PROMPT, 1)
+    for _ in range(3):
+        assert server.harness.step() is None
+        server.clock.now += 3.1
+    assert server.harness.step() is not None, "before the ten seconds of wait_complete"
+    assert recorder.tokens == expected_outputs(PROMPT, 1)
+    server.settle()
+
+
 def test_questions_that_are_not_answered_are_bounded():
     server = HostTierServer(stored=stored_by_a_first_server(), max_num_seqs=200)
     for number in range(200):
