@@ -8,7 +8,8 @@ from __future__ import annotations
 import select
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, partial
 
 import cupy
@@ -55,12 +56,14 @@ WORLD = TwoProcesses()
 
 
 def what_the_peer_has_computed_is_what_is_read() -> None:
-    """Its kernels have ended when it says so; then another process sees their bytes."""
-    with WORLD.own_peer() as peer, WORLD.ours() as mine, closing(mine.open(peer)) as source:
+    """Its kernels have ended when it says so; then a thread of another process sees their bytes, as a desk's does."""
+    with WORLD.own_peer() as peer, WORLD.ours() as mine, ThreadPoolExecutor(1) as thread:
+        source = thread.submit(mine.open, peer).result()
         for value in range(1, 21):
             peer.ask("compute", value, value)
-            source.read("any", whole_blocks([value], [0]), soon())
+            thread.submit(source.read, "any", whole_blocks([value], [0]), soon()).result()
             assert all((tensor[0] == value).all() for tensor in mine.tensors.read()), value
+        source.close()
 
 
 def memory_that_cannot_be_exported_is_refused_at_the_start() -> None:

@@ -6,10 +6,8 @@ As a program it answers what it is asked on its standard input: `(method, *argum
 from __future__ import annotations
 
 import pickle
-import select
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +87,8 @@ class PeerWorker:
 class Peer:
     """The process. `ask` waits for the answer, `tell` and `hear` are its halves."""
 
-    def __init__(self, seed: int = 1, program: str = __file__) -> None:
-        command = [sys.executable, str(Path(program).resolve()), str(seed)]
+    def __init__(self, seed: int = 1) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), str(seed)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.address: bytes = self.hear()
 
@@ -115,14 +113,12 @@ class Peer:
             pipe.close()
 
 
-def answer(worker: Any, idle: Callable[[], object] = lambda: None) -> None:
-    """Until nobody asks any more; calls `idle` meanwhile. The first answer is its address."""
+def answer(worker: PeerWorker) -> None:
+    """Until nobody asks any more. The first answer is its address."""
     out = sys.stdout.buffer
     pickle.dump(worker.address(), out)
     out.flush()
     while True:
-        while not select.select([sys.stdin.buffer], [], [], 0.005)[0]:
-            idle()
         try:
             name, *arguments = pickle.load(sys.stdin.buffer)
         except EOFError:

@@ -27,7 +27,7 @@ def checks() -> Iterator[tuple[str, str, Callable[[], object]]]:
             yield name, check.__name__, partial(check, name, way)
         if simulation is not None:
             yield name, "simulated_worker", partial(simulated_worker, simulation, way, seed)
-    for module in filter(None, map(optional, ("worker_checks", "ipc_checks", "ipc_desks"))):
+    for module in filter(None, map(optional, ("worker_checks", "ipc_checks"))):
         for title, alone in module.CHECKS.items():
             yield "auto", title, alone
 

@@ -1,6 +1,6 @@
 """CudaIpcPlane between two processes over the fake GPU, and over memory of this one; what it says where there is none.
 
-tests/gpu/test_dry_run.py runs the checks of `scripts/test-gpu` between two processes (`ipc_checks.py`, `ipc_desks.py`).
+tests/gpu/test_dry_run.py runs the checks of `scripts/test-gpu` between two processes (`ipc_checks.py`).
 Nothing here shows that CUDA does what its documentation says.
 """
 
