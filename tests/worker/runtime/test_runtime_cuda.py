@@ -14,11 +14,11 @@ from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError, Tra
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.hazards import Actor
-from fastdeploy_kvcache_v1.worker.ops import host_alloc, host_free
+from fastdeploy_kvcache_v1.worker.ops import host_alloc
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime, cuda, placement
 from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 from fastdeploy_kvcache_v1.worker.runtime.placement import node_of_pci_device
-from tests.gpu.stand_in.in_process import COMPUTE, OUT_OF_MEMORY
+from tests.gpu.stand_in.in_process import COMPUTE
 from tests.gpu.tensor import Tensor
 from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
 
@@ -161,18 +161,6 @@ def test_compute_is_on_paddles_own_stream_and_is_not_closed(gpu, monkeypatch):
     runtime.compute_stream.close()
     runtime.compute_stream.record_event()
     runtime.compute_stream.synchronize()
-
-
-def test_host_memory_is_page_locked_as_long_as_it_is_used(gpu, rig, monkeypatch):
-    assert list(gpu.registered.values()) == [rig.controller.host_pool.nbytes]
-    rig.close()
-    assert gpu.registered == {}
-    freed = []
-    monkeypatch.setattr(cuda.ops, "host_free", lambda buffer: freed.append(buffer) or host_free(buffer))
-    gpu.statuses["cuMemHostRegister"] = OUT_OF_MEMORY
-    with pytest.raises(ConfigError, match="4096 bytes of host cache cannot be page-locked: CUDARuntimeError"):
-        CudaRuntime(compute_handle=COMPUTE).allocate_host(4096)
-    assert len(freed) == 1
 
 
 @pytest.mark.parametrize("is_broken", [False, True])

@@ -6,7 +6,7 @@ import ctypes
 import itertools
 import traceback
 from collections.abc import Callable
-from ctypes import c_char_p, c_int, c_int64, c_uint64, c_void_p
+from ctypes import c_char_p, c_int, c_uint64, c_void_p
 from typing import Any
 
 library = ctypes.CDLL("libcuda.so.1")
@@ -17,7 +17,6 @@ Body = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint64)
 
 _CONTROLS: dict[str, tuple[Any, list[Any]]] = {
     "fake_reset": (None, [c_uint64, c_int, c_int]),
-    "fake_fail_copy": (None, [c_int64, c_int64]),
     "fake_pump": (c_int, [c_int]),
     "fake_run_all": (None, []),
     "fake_pending": (c_uint64, []),
