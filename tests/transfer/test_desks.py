@@ -185,20 +185,3 @@ def test_an_offer_for_a_request_that_is_not_wanted_any_more_ends_at_once_where_n
     assert {(end.request_id, end.error) for end in prefill.done} == told
     for request in ("failed", "never fetched", "other"):
         decode.desk.cancel(request)
-
-
-@over_both_networks
-def test_a_burst_of_requests_from_one_prefill_rank_to_three_decode_ranks_loses_none(ranks):
-    """64 requests at once, before any link is there."""
-    prefill, decodes = ranks(PrefillRank), [ranks(DecodeRank) for _ in range(3)]
-    for number in range(64):
-        name, decode = f"r{number}", decodes[number % 3]
-        prefill.offer(name, [number % 60, number % 60 + 1], decode.port)
-        prefill.all_there(name, 2)
-        decode.desk.fetch(name, [2 * (number // 3), 2 * (number // 3) + 1])
-    until(lambda: len(prefill.done) == sum(len(decode.done) for decode in decodes) == 64, prefill, *decodes)
-    assert [each.error for decode in decodes for each in decode.done] == [None] * 64
-    for number in range(64):
-        slot, source = 2 * (number // 3), number % 60
-        assert decodes[number % 3].holds([slot, slot + 1], 1, [source, source + 1])
-    assert all(rank.is_idle() for rank in (prefill, *decodes))
