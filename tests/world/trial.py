@@ -17,7 +17,6 @@ KEPT = [
     Run("fastdeploy26", 33, range(500), sizes={"device": 16}),
     Run("embedded file", 40, range(500), sizes={"device": 16, "host": 8}),
     Run("embedded attention_store", 99, range(500)),
-    Run("fastdeploy25", 205, range(500), sizes={"device": 16, "host": 8}),
 ]
 
 
