@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -302,7 +303,14 @@ def put_tasks(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> An
         cache: EnginePrefixCache = batch.cache
 
         def put_batch() -> Any:
-            result = wrapped(tasks)
+            try:
+                result = wrapped(tasks)
+            except Exception:
+                # The queue was empty. What is in it now the workers will have: nothing of it may be told again.
+                with contextlib.suppress(Exception):
+                    if instance.exist_tasks():
+                        cache.transit.sent()
+                raise
             cache.transit.sent()
             return result
 

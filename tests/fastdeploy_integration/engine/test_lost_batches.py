@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUT
 
 from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, found, make_adapter
 
-BEFORE_THE_QUEUE = ["lost before put", "lost in put", "lost after put"]
+BEFORE_THE_QUEUE = ["lost before put", "lost in put"]
 
 
 def kinds(batch):
@@ -29,6 +29,17 @@ def test_what_a_lost_batch_was_to_compute_is_not_found_and_its_request_starts_ag
     server.step()
     assert (task.prefill_start_index, task.prefill_end_index) == (8, 16), "the first chunk was computed"
     assert server.is_idle
+
+
+@pytest.mark.parametrize("release", [25, 26])
+def test_a_batch_is_not_told_again_when_the_queue_raises_but_has_it(release):
+    """A preemption told twice is confirmed twice: a request could start again before its last pass has ended."""
+    server = Server(24, release=release, budget=8)
+    task = server.add("a", [1] * 20, 5)
+    server.step()
+    server.step("lost after put")
+    assert (found(server.cache, [1] * 20), task.status.name.partition("_")[0]) == (16, "RUNNING")
+    assert kinds(server.step()) == [(Kind.PREFILL, "a")]
 
 
 def test_blocks_are_found_once_their_batch_is_in_the_queue():
