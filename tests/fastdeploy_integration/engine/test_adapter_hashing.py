@@ -210,7 +210,12 @@ def test_hashes_are_those_of_a_request_as_long_as_it_only_grows(change, is_reusa
     tokens = TaskTokens(task, 4)
     change(task)
     assert tokens.is_of(task) is is_reusable
-    assert not tokens.is_of(FakeTask("a", [1] * 9))
+
+
+def test_hashes_are_not_those_of_another_request_of_the_same_id_and_length():
+    task, other = FakeTask("a", [1] * 9), FakeTask("a", [2] * 9)
+    tokens = TaskTokens(task, 4)
+    assert (tokens.is_of(task), tokens.is_of(other)) == (True, False)
 
 
 def test_outputs_that_cannot_be_hashed_end_caching(caplog):
