@@ -137,7 +137,9 @@ class RadixTree:
         """Cache computed blocks below the pinned `leaf` for the request that pins it.
 
         Returns the runs that hold these blocks, pinned, the last of them the request's new leaf, and which of `slots`,
-        by their index, were not taken because the block is on the device already: they stay the caller's.
+        by their index, were not taken because another request uses the block in the slot that it has on the device, or
+        a copy is planned from or to there: they stay the caller's. Where nobody does, `slots` take the place of that
+        one: else a request that reads nothing, alone in a pool of less than twice its length, would never end.
         """
         if leaf.fits_parent():  # where a pinned run is queued does not matter: its release will touch it
             self._residency.join(leaf)
@@ -153,10 +155,12 @@ class RadixTree:
             taken = child.common_blocks(hashes, done, min(child.length, len(hashes) - done))
             leaf = child if taken == child.length else self.split(child, taken)
             self._residency.pin(leaf)
-            if leaf.on_device:
-                duplicates.extend(range(done, done + taken))
-            else:
+            if not leaf.on_device:
                 self._residency.give_device(leaf, slots[done : done + taken])
+            elif leaf.pins == 1 and leaf.open is None:
+                self._residency.move_on_device(leaf, slots[done : done + taken])
+            else:
+                duplicates.extend(range(done, done + taken))
             runs.append(leaf)
             done += taken
         return runs, duplicates

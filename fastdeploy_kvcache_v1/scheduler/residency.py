@@ -127,6 +127,11 @@ class Residency:
         self._put_on_device(run, slots)
         self._tell_stored(CacheLevel.DEVICE, run)
 
+    def move_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
+        """`run`, on the device and used by one request, is in `slots` from now on; the slots it had are free."""
+        assert run.open is None, "what a planned copy reads or fills stays where it is"
+        self.device_pool.free(run.change_device_slots(slots))
+
     def extend_device(self, run: Run, hashes: Sequence[BlockHash], slots: Sequence[DeviceSlot]) -> None:
         """Append blocks to a run that is on the device only and used by one request."""
         assert run.on_device and len(slots) == len(hashes), "one slot per block"

@@ -185,12 +185,18 @@ class Run(Link):
     # ---- its slots; the caller keeps pools, counts and queues
 
     def enter_device(self, slots: Sequence[DeviceSlot]) -> None:
-        self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH] = slots
+        self.change_device_slots(slots)
         parent = self.parent
         assert parent is not None
         del parent.other_children[self.first_hash]
         self.on_device = True
         parent.add_child(self)
+
+    def change_device_slots(self, slots: Sequence[DeviceSlot]) -> list[DeviceSlot]:
+        """Returns the slots it had on the device."""
+        old = self.device_slots
+        self.cells[WIDTH * self.start + DEVICE : WIDTH * self.end : WIDTH] = slots
+        return old
 
     def leave_device(self) -> list[DeviceSlot]:
         """Returns the slots it had."""

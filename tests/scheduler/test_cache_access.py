@@ -13,7 +13,12 @@ SCENARIOS = {
     # law: device blocks, host blocks, events; the access of a request stands behind its name
     "one that does not read computes all and leaves it to others": (
         (12, 0),
-        "run abc; start abcde w/r 0+0; step; commit w/r 5; finish w/r; see abcde DDDDD; count duplicate_blocks 3; idle",
+        "run abc; start abcde w/r 0+0; step; commit w/r 5; finish w/r; see abcde DDDDD; count duplicate_blocks 0; idle",
+    ),
+    "one that does not read needs no more blocks than it has where nobody uses what is cached": (
+        (6, 0),
+        "run abcd; match abcdef w/r; grow w/r 3; step; commit w/r 3; table w/r 3 4 5; count device_free_blocks 3;"
+        "grow w/r 6; step; commit w/r 6; see abcdef DDDDDD; finish w/r; idle",
     ),
     "one that does not read fills what was on the host only": (
         (4, 8),

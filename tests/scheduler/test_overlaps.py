@@ -17,6 +17,11 @@ SCENARIOS = {
         "run ab; step; push 2; run c; step; see ab DH; match ab waits; push 2; match ab retried; release retried;"
         "see ab DH",
     ),
+    "what is about to be copied stays where it is when another request has computed it again": (
+        (8, 8, "write_through"),
+        "start ab one; start ab two; step; commit one 2; finish one; commit two 2; count duplicate_blocks 2; step;"
+        "out 0>0 1>1; finish two; count device_free_blocks 6; idle",
+    ),
     # ---- a reset
     "a match that waits is void after a reset and its request computes everything": (
         (8, 8, "write_back"),
