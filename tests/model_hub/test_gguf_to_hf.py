@@ -4,28 +4,27 @@ import json
 
 import numpy as np
 import pytest
+from gguf import dequantize, quantize
 from safetensors.numpy import load_file
 
 from fastdeploy_kvcache_v1.embedded.text.load_tokenizer import load_tokenizer
 from fastdeploy_kvcache_v1.model.config import load_model_config
 from fastdeploy_kvcache_v1.model.weights import load_weights
-from fastdeploy_kvcache_v1.model_hub.gguf import GGUF
-from fastdeploy_kvcache_v1.model_hub.hf_directory import write_hf_directory
-from fastdeploy_kvcache_v1.model_hub.safetensors_file import write_safetensors
+from fastdeploy_kvcache_v1.model_hub.gguf_to_hf import write_hf_directory
 
-from .gguf_file import gguf_bytes, little_gguf, little_llama
+from .little_model import QUANTIZED, TOKENS, little_tensors, write_gguf
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("little")
-    write_hf_directory(GGUF(little_gguf()), path)
+    write_hf_directory(write_gguf(path / "little.gguf"), path)
     return path
 
 
 def test_the_server_loads_it(directory):
     config = load_model_config(directory)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 4)
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 8, 4, 4)
     assert (config.max_position, config.rms_norm_eps, config.tie_word_embeddings) == (256, 1e-5, True)
     weights = load_weights(directory, config)
     assert weights.lm_head is weights.embedding
@@ -33,10 +32,11 @@ def test_the_server_loads_it(directory):
 
 
 def test_every_tensor_arrives_under_its_name(directory):
-    tensors, source = load_file(directory / "model.safetensors"), little_llama()[1]
+    tensors, source = load_file(directory / "model.safetensors"), little_tensors()
     assert len(tensors) == len(source)
+    embedding = dequantize(quantize(source["token_embd.weight"], QUANTIZED), QUANTIZED)
+    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embedding)
     moved = {
-        "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
         "model.layers.1.input_layernorm.weight": "blk.1.attn_norm.weight",
         "model.layers.1.post_attention_layernorm.weight": "blk.1.ffn_norm.weight",
@@ -50,10 +50,10 @@ def test_every_tensor_arrives_under_its_name(directory):
         np.testing.assert_array_equal(tensors[name], source[old])
 
 
-@pytest.mark.parametrize(("name", "old", "heads"), [("q_proj", "attn_q", 4), ("k_proj", "attn_k", 2)])
+@pytest.mark.parametrize(("name", "old", "heads"), [("q_proj", "attn_q", 8), ("k_proj", "attn_k", 4)])
 def test_rows_that_are_rotated_together_move_half_a_head_apart(directory, name, old, heads):
     new = load_file(directory / "model.safetensors")[f"model.layers.0.self_attn.{name}.weight"]
-    source = little_llama()[1][f"blk.0.{old}.weight"]
+    source = little_tensors()[f"blk.0.{old}.weight"]
     head_dim = len(source) // heads
     for head in range(heads):
         for pair in range(head_dim // 2):
@@ -63,26 +63,22 @@ def test_rows_that_are_rotated_together_move_half_a_head_apart(directory, name, 
 
 
 def test_a_separate_output_matrix_is_kept(tmp_path):
-    metadata, arrays = little_llama()
-    arrays["output.weight"] = arrays["token_embd.weight"] + 1
-    write_hf_directory(
-        GGUF(gguf_bytes(metadata, {name: (array.shape, 0, array.tobytes()) for name, array in arrays.items()})),
-        tmp_path,
-    )
+    tensors = little_tensors()
+    tensors["output.weight"] = tensors["token_embd.weight"] + 1
+    write_hf_directory(write_gguf(tmp_path / "little.gguf", tensors), tmp_path)
     assert not load_model_config(tmp_path).tie_word_embeddings
-    np.testing.assert_array_equal(load_file(tmp_path / "model.safetensors")["lm_head.weight"], arrays["output.weight"])
+    np.testing.assert_array_equal(load_file(tmp_path / "model.safetensors")["lm_head.weight"], tensors["output.weight"])
 
 
 def test_tokenizer_merges_splits_digits_and_knows_its_special_tokens(directory):
     tokenizer = load_tokenizer(directory)
-    tokens = little_llama()[0]["tokenizer.ggml.tokens"]
-    assert [tokens[index] for index in tokenizer.encode("hello 42<|im_end|>")] == [
+    assert [TOKENS[index] for index in tokenizer.encode("hello 42<|im_end|>")] == [
         *("hell", "o", "Ġ", "4", "2", "<|im_end|>"),
     ]
     assert tokenizer.decode(tokenizer.encode("hello père 😀")) == "hello père 😀"
     assert tokenizer.eos_token_ids == {2}
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "he"}])
-    assert [tokens[index] for index in ids] == ["<|im_start|>", "he", "<|im_end|>"]
+    assert [TOKENS[index] for index in ids] == ["<|im_start|>", "he", "<|im_end|>"]
 
 
 def test_fastdeploy_finds_a_padding_token(directory):
@@ -92,9 +88,12 @@ def test_fastdeploy_finds_a_padding_token(directory):
     assert json.loads((directory / "tokenizer_config.json").read_text())["pad_token"] == "<|im_end|>"
 
 
-@pytest.mark.parametrize("letters", range(1, 9))
-def test_the_data_of_a_weight_file_starts_aligned(tmp_path, letters):
-    name, path = "x" * letters, tmp_path / "weights.safetensors"
-    write_safetensors(path, {name: (2, 3)}, [np.arange(6, dtype=np.float32).reshape(2, 3)])
-    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
-    np.testing.assert_array_equal(load_file(path)[name], np.arange(6).reshape(2, 3))
+def test_who_may_read_the_configuration_may_read_the_weights(directory):
+    modes = {path.stat().st_mode for path in directory.glob("*.[js][sa]*")}
+    assert len(modes) == 1
+
+
+def test_weights_that_cannot_be_written_are_an_error_of_the_disk(tmp_path):
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(OSError, match=r"model\.safetensors|[Dd]irectory"):
+        write_hf_directory(write_gguf(tmp_path / "little.gguf"), tmp_path)
