@@ -173,6 +173,62 @@ class ModelConfig:
         return make_cache_backend(self.attention_family, geometry)
 
 
+@dataclass(frozen=True)
+class ChecksumConfig:
+    """The random model, see `checksum`: a cache of any layout, and no numbers but checksums of it."""
+
+    family: str = "gqa"
+    """Name in `attention.registry`."""
+    num_layers: int = 4
+    num_kv_heads: int = 4
+    head_dim: int = 16
+    vocab_size: int = BYTE_VOCAB_SIZE
+    max_position: int = 32_768
+    """Longest sequence, prompt and output together."""
+    num_draft_layers: int = 0
+    """1 with a layer that guesses the token after the next one, cached behind the others."""
+    guessable: bool = False
+    """Some tokens depend on the one before them alone: a draft layer guesses those."""
+
+    @property
+    def ranks_cache_alike(self) -> bool:
+        """Whether every tensor-parallel rank's cache holds the same bytes, because it has no heads to split."""
+        return self.family != "gqa"
+
+    def shard(self, size: int) -> ChecksumConfig:
+        """What one of `size` tensor-parallel ranks caches: its share of the heads, if there are heads to split.
+
+        Raises `ConfigError` for a number of heads that `size` does not divide.
+        """
+        if self.ranks_cache_alike:
+            return self
+        if self.num_kv_heads % size:
+            raise ConfigError(f"--tensor-parallel-size {size} must divide the model's num_kv_heads {self.num_kv_heads}")
+        return replace(self, num_kv_heads=self.num_kv_heads // size)
+
+    def cache_backend(self, *, block_size: int, dtype: str) -> AttentionCacheBackend:
+        """What its cache looks like, with blocks of `block_size` tokens. Takes no memory; raises `ConfigError`.
+
+        `dtype` is that of the values, or `BLOCK_WISE_FP8`. Sparse attention has a format of its own and ignores it.
+        """
+        if dtype not in CACHE_DTYPES:
+            raise ConfigError(f"unsupported cache dtype {dtype!r}: choose one of {', '.join(CACHE_DTYPES)}")
+        if dtype == BLOCK_WISE_FP8 and self.family == "mla":
+            raise ConfigError(f"latent attention cannot be cached as {dtype}: choose float32, float16 or bfloat16")
+        geometry = CacheGeometry(
+            num_layers=self.num_layers + self.num_draft_layers,
+            block_size=block_size,
+            dtype="uint8" if dtype == BLOCK_WISE_FP8 else dtype,
+            scale_dtype="float32" if dtype == BLOCK_WISE_FP8 else None,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            kv_lora_rank=128,
+            qk_rope_head_dim=16,
+            index_head_dim=128,
+        )
+        return make_cache_backend(self.family, geometry)
+
+
 RANDOM_MODEL = ModelConfig(
     architecture="llama",
     num_layers=4,

@@ -59,6 +59,10 @@ class Ranks(ABC):
         """
 
     @abstractmethod
+    def exchange(self, part: bytes) -> list[bytes]:
+        """The parts of all ranks, in rank order. Raises as `gather`."""
+
+    @abstractmethod
     def agree(self, result: bytes) -> None:
         """Every rank has come to this `result`. Raises as `gather`, `RanksDisagreeError` if they differ."""
 
@@ -76,6 +80,9 @@ class _OneRank(Ranks):
 
     def gather(self, part: NDArray[np.float32]) -> NDArray[np.float32]:
         return part
+
+    def exchange(self, part: bytes) -> list[bytes]:
+        return [part]
 
     def agree(self, result: bytes) -> None:
         pass
@@ -121,6 +128,9 @@ class RankGroup(Ranks):
         if any(len(each) != part.nbytes for each in parts):
             raise RanksDisagreeError(f"the ranks gave {[*map(len, parts)]} bytes for the same tokens (a bug)")
         return np.concatenate([np.frombuffer(each, dtype=np.float32).reshape(part.shape) for each in parts], axis=1)
+
+    def exchange(self, part: bytes) -> list[bytes]:
+        return [*map(bytes, self._exchange(DATA, part))]
 
     def agree(self, result: bytes) -> None:
         if len(set(map(bytes, self._exchange(DATA, result)))) > 1:
