@@ -33,6 +33,7 @@ DEPENDENCIES = {
     "tokenizers",
     "tomli",
     "tqdm",
+    "transformers",
     "uvicorn",
     "wrapt",
     "xxhash",

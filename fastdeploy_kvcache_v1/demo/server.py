@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..bench_serve.server_process import running_server
 from ..embedded.model_choice import embedded_model, fastdeploy_cpu_model
-from ..embedded.text.load_tokenizer import load_tokenizer
+from ..embedded.text import load_tokenizer
 from ..errors import ConfigError
 from .player import Outcome, play_all
 from .scenario import MAX_TOKENS, Request

@@ -13,7 +13,6 @@ from ..trace_recorder import VARIABLE as RECORD_VARIABLE
 from .handover import exec_fastdeploy, exec_fastdeploy_cpu, fastdeploy_can_serve, fastdeploy_command
 from .model_choice import embedded_model, fastdeploy_cpu_model, fastdeploy_model
 from .settings import add_serve_arguments, server_config
-from .text.load_tokenizer import load_tokenizer
 
 __all__ = ["add_arguments", "run"]
 
@@ -56,6 +55,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     if extra:
         raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
     from .serve import serve  # first: an extra that is missing is the only thing to say
+    from .text import load_tokenizer
 
     args.model = model_path = embedded_model(args.model, is_random=args.mtp or args.model_family is not None)
     from ..worker.runtime.base import free_host_memory

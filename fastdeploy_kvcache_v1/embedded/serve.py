@@ -41,7 +41,7 @@ from .http.service import Service, intake_config
 from .intake.client import IntakeClient
 from .settings import ServerConfig
 from .storage_namespace import storage_namespace
-from .text.tokenizer import Tokenizer
+from .text import Tokenizer
 from .worker.client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
 from .worker.messages import TransferEnd
 from .worker.transfers import TransferConfig
@@ -142,7 +142,8 @@ def _serve(
     listener.max_connections = connection_limit(config.max_connections)
     _warn_of_open_address(listener)
     ops.warn_of_slow_copies()
-    http = HttpServer(app, config, engine, chats=tokenizer.has_template, stop_requested=signals.noted)
+    chats = tokenizer.has_template and not config.is_random_model
+    http = HttpServer(app, config, engine, chats=chats, stop_requested=signals.noted)
     engine.start()
     if worker.storage is not None:
         worker.storage.listen(engine.on_storage)

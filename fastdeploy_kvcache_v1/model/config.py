@@ -13,7 +13,7 @@ from .hf_json import Fields, read_json
 from .rope import RopeConfig, parse_rope
 
 BYTE_VOCAB_SIZE = 264
-"""256 bytes and the eight special tokens of `tokenizer.ByteTokenizer`."""
+"""256 bytes and the eight special tokens of `random_directory.py`."""
 
 BLOCK_WISE_FP8 = "block_wise_fp8"
 """A cache dtype: fp8 values with a float32 scale for each token and head."""

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from fastdeploy_kvcache_v1.embedded.intake.images import read_image
-from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from tests.e2e.server_process import started
+from tests.embedded import random_text as t
 from tests.embedded.intake.pictures import encoded, noise, part, text
 
 pytestmark = pytest.mark.process
@@ -105,8 +105,7 @@ def test_the_placeholder_alone_is_no_image(server):
     """Token ids of a client may hold placeholders: they are tokens like others, and share nothing with images."""
     asked = text("q" * 14), part(BLOCK_SIZED[0]), text("?")
     ask(server, *asked)
-    t = ByteTokenizer
-    ids = [t.BOS, t.USER, *b"q" * 14, *[t.IMAGE] * 16, *b"?", t.END_OF_TURN, t.ASSISTANT]
+    ids = [t.BOS, t.USER, *b"q" * 14, *[t.IMAGE] * 16, *b"?", t.END, t.ASSISTANT]
     with server.client() as client:
         answer = client.completions.create(model="default", prompt=ids, max_tokens=1, temperature=0)
     assert answer.usage.prompt_tokens == len(ids)

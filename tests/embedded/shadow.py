@@ -15,14 +15,13 @@ from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefil
 from fastdeploy_kvcache_v1.embedded.engine.peer_requests import PeerRequests
 from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
-from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
-from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
 from fastdeploy_kvcache_v1.metadata import CacheAccess, CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from tests.embedded.random_text import byte_stream
 
 LETTERS = 26
 
@@ -254,7 +253,7 @@ class Harness:
         request = GenerationRequest(name, tuple(prompt), max_tokens, sampling, **options)  # type: ignore[arg-type]
         hasher = BlockHasher(self.config.block_size, salt=salt, access=access)
         hasher.extend(prompt)
-        return Generation(request, hasher, TextStream(ByteTokenizer().detokenizer(), stops), sink)
+        return Generation(request, hasher, byte_stream(stops), sink)
 
     def step(self) -> BatchRequest | None:
         """One batch there and back; None when the core had nothing to send."""

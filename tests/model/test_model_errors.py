@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.text.load_tokenizer import load_tokenizer
+from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ModelError
 from fastdeploy_kvcache_v1.model import hf_json, load_model_config
 from fastdeploy_kvcache_v1.model.decoder import Decoder
@@ -14,7 +14,7 @@ from .model_dirs import BASE, byte_level_tokenizer, random_tensors, write_model
 
 
 def load(path):
-    load_tokenizer(path).compile_template()
+    load_tokenizer(path)
     return Decoder.load(path, load_model_config(path))
 
 
@@ -129,9 +129,9 @@ DAMAGES = {
         "weight_map must name the file",
     ),
     "an index of more than there is": (indexed(without("lm_head.weight")), "cannot read tensor lm_head.weight"),
-    "a template that is no text": (file("chat_template.jinja", b"\xff\xfe"), "cannot read", "chat_template.jinja"),
-    "a broken template": (file("tokenizer_config.json", b'{"chat_template": "{% if %}"}'), "chat"),
-    "a template that is a number": (file("tokenizer_config.json", b'{"chat_template": 7}'), "chat"),
+    "half a tokenizer": (file("tokenizer.json", b'{"a":'), "has no usable tokenizer"),
+    "settings of no tokenizer": (file("tokenizer_config.json", b'{"a":' * 100_000), "has no usable tokenizer"),
+    "a template that is no text": (file("chat_template.jinja", b"\xff\xfe"), "has no usable tokenizer"),
 }
 
 
@@ -142,21 +142,12 @@ def test_damaged_directories(model, damage):
     assert_refused(model, *fragments)
 
 
-def test_a_list_without_a_default_template_is_no_template(model):
-    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": ["not a template"]}))
-    load(model)
-
-
-JSON_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
-EVERY_SMALL_FILE = (*JSON_FILES, "chat_template.jinja", "model.safetensors.index.json")
+JSON_FILES = ("config.json", "generation_config.json")
+EVERY_SMALL_FILE = (*JSON_FILES, "model.safetensors.index.json")
 UNREADABLE = [
     # how a file becomes so, what is said, which files
     (lambda path: path.write_text('{"architectures": '), "", JSON_FILES),
-    (
-        lambda path: path.write_text('{"a":' * 100_000),
-        ": its JSON is nested too deeply",
-        (JSON_FILES[0], *JSON_FILES[2:]),
-    ),
+    (lambda path: path.write_text('{"a":' * 100_000), ": its JSON is nested too deeply", JSON_FILES),
     (os.mkfifo, ": it is not a regular file", EVERY_SMALL_FILE),  # nobody writes: it is never read to its end
     (os.mkdir, ": it is not a regular file", EVERY_SMALL_FILE),
     (lambda path: path.symlink_to("/dev/null"), ": it is not a regular file", EVERY_SMALL_FILE),

@@ -7,7 +7,7 @@ import pytest
 from gguf import dequantize, quantize
 from safetensors.numpy import load_file
 
-from fastdeploy_kvcache_v1.embedded.text.load_tokenizer import load_tokenizer
+from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.config import load_model_config
 from fastdeploy_kvcache_v1.model.weights import load_weights
 from fastdeploy_kvcache_v1.model_hub.gguf_to_hf import write_hf_directory

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.text.load_tokenizer import load_tokenizer
+from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelFetchError
 from fastdeploy_kvcache_v1.model import load_model_config
 from fastdeploy_kvcache_v1.model.decoder import Decoder, SequenceSlice
@@ -54,7 +54,7 @@ def test_chats_become_the_same_tokens(tokenizer, name):
             tokenizer.apply_chat_template(chat["messages"])
     else:
         ids = tokenizer.apply_chat_template(chat["messages"])
-        assert tokenizer._template.render(chat["messages"]) == chat["text"]
+        assert tokenizer.render(chat["messages"]) == chat["text"]
         assert ids == chat["ids"]
 
 

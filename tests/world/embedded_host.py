@@ -20,8 +20,6 @@ from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
 from fastdeploy_kvcache_v1.embedded.engine.peer_requests import PeerRequests
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
-from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
-from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.metadata import CacheAccess
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
@@ -30,6 +28,7 @@ from fastdeploy_kvcache_v1.model.step_runner import StepRunner
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from tests.embedded.random_text import byte_stream
 
 from .clients import Request
 from .memory import GARBAGE, UNWRITTEN, VOCABULARY, Prefix, Tags, WrongError, next_token
@@ -180,7 +179,7 @@ class Engine:
         hasher = BlockHasher(self.block_size, salt=salt.encode(), access=access)
         hasher.extend(request.prompt)
         asked = GenerationRequest(name, tuple(request.prompt), max_tokens, GREEDY, cache_salt=salt, **options)
-        return Generation(asked, hasher, TextStream(ByteTokenizer().detokenizer(), ()), partial(sink, request))
+        return Generation(asked, hasher, byte_stream(), partial(sink, request))
 
     def _send(self, batch: BatchRequest) -> None:
         running = {each.request_id: each for each in self.scheduler.running}

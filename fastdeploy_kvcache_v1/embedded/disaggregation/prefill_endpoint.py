@@ -19,8 +19,7 @@ from ..http.request_bodies import BodyRoom
 from ..http.service import RequestStream
 from ..prefill_job import PATH, PROOF_HEADER, PrefillAnswer, PrefillJob, PrefillLine, proves
 from ..settings import ServerConfig
-from ..text.text_stream import TextStream
-from ..text.tokenizer import Tokenizer
+from ..text import Tokenizer
 
 __all__ = ["add_prefill_route"]
 
@@ -72,7 +71,7 @@ def _generation(job: PrefillJob, config: ServerConfig, tokenizer: Tokenizer, str
     access = CacheAccess(job.reads_cache, job.writes_cache)
     hasher = BlockHasher(config.cache.block_size, salt=job.cache_salt.encode(), access=access)
     hasher.extend(job.prompt_ids)
-    return Generation(request, hasher, TextStream(tokenizer.detokenizer()), stream.sink)
+    return Generation(request, hasher, tokenizer.stream(), stream.sink)
 
 
 async def _lines(stream: RequestStream) -> AsyncIterator[bytes]:

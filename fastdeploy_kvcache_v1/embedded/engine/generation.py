@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ...model.vision import PlacedImage
     from ...trace_recorder import Ticket
     from ...transfer.settings import PeerPort
-    from ..text.text_stream import TextStream
+    from ..text import TextStream
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from ..intake.client import BodyReader
 from ..intake.images import ImagesLeftError
 from ..intake.intake import Endpoint, Intake, IntakeConfig, Options, Reading
 from ..settings import ServerConfig
-from ..text.text_stream import TextStream
-from ..text.tokenizer import Tokenizer
+from ..text import Tokenizer
 
 CLIENT_CLOSED_REQUEST = 499
 """Status for the log only: no client reads it."""
@@ -119,7 +118,7 @@ class Service:
         )
         hasher.extend(list(reading.token_ids))
         stream = RequestStream(self.engine, request_id)
-        text = TextStream(self._tokenizer.detokenizer(), options.stops)
+        text = self._tokenizer.stream(options.stops)
         self.engine.submit(Generation(request, hasher, text, stream.sink, prefill_url=prefill_url))
         return stream
 

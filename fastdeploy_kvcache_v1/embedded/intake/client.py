@@ -26,7 +26,6 @@ from .process import (
     READING,
     READY,
     REFUSED,
-    START_CPU_S,
     Frame,
     Launch,
     cpu_seconds,
@@ -181,7 +180,7 @@ class IntakeClient:
         except (OSError, EOFError, ValueError) as error:
             if self._is_closing:
                 return
-            raise ModelError(f"the model cannot be used: {self._end(error, START_CPU_S)}") from error
+            raise ModelError(f"the model cannot be used: {self._end(error, 0.0)}") from error
         if reply.kind == REFUSED:
             self._discard()
             raise ModelError(" ".join(reply.head.decode("utf-8", "replace").split()))

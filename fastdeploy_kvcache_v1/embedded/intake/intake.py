@@ -18,7 +18,7 @@ from pydantic_core import from_json
 
 from ...model.vision import Image, PlacedImage
 from ..api_error import ApiError, describe_validation
-from ..text.tokenizer import TextTooLongError, Tokenizer
+from ..text import Tokenizer
 from .images import MAX_IMAGES, ImagesLeftError, read_image
 from .protocol import ChatBody, CompletionBody, GenerationBody
 
@@ -129,11 +129,13 @@ class Intake:
             raise ApiError(400, f"{param}: {error}", param) from None
 
     def _placed(self, token_ids: list[int], images: list[Image]) -> tuple[PlacedImage, ...]:
-        """No text makes a placeholder, so they belong to the images, in their order."""
+        """Placeholders belong to the images, in their order. Raises `ApiError` where the text has some of its own."""
         if not images:
             return ()
         places = [index for index, token in enumerate(token_ids) if token == self._tokenizer.image_token_id]
-        assert len(places) == sum(image.num_tokens for image in images), "an image has a placeholder for each patch"
+        if len(places) != sum(image.num_tokens for image in images):
+            placeholder = self._tokenizer.image_token
+            raise ApiError(400, f"messages: a text beside images must not hold {placeholder}", "messages")
         placed, first = [], 0
         for image in images:
             placed.append(PlacedImage(places[first], image))
@@ -147,15 +149,10 @@ class Intake:
             if isinstance(body, ChatBody):
                 left = iter(images)
                 messages = [message.as_dict(left) for message in body.messages]
-                return self._tokenizer.apply_chat_template(
-                    messages, body.template_variables, most=self._config.max_model_len
-                )
+                return self._tokenizer.apply_chat_template(messages, body.template_variables)
             assert isinstance(body, CompletionBody), "an endpoint has a body of its own"
             if isinstance(body.prompt, str):
-                return self._tokenizer.encode(body.prompt, most=self._config.max_model_len)
-        except TextTooLongError as error:
-            param = Endpoint.CHAT.param if isinstance(body, ChatBody) else Endpoint.COMPLETION.param
-            raise self._too_long(param, f"{error.size} bytes of text") from None
+                return self._tokenizer.encode(body.prompt)
         except ValueError as error:  # templates refuse role orders they do not know
             raise ApiError(400, f"messages: {error}", "messages") from None
         assert isinstance(body.prompt, list), "a completion without prompt_token_ids has a prompt"

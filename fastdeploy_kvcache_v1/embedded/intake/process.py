@@ -32,7 +32,7 @@ from ...model.vision import PATCH_BYTES, Image, PlacedImage
 from ...orphan import die_with_parent
 from ...units import MIB
 from ..api_error import ApiError
-from ..text.load_tokenizer import load_tokenizer
+from ..text import load_tokenizer
 from .intake import Endpoint, Intake, IntakeConfig, Options, Reading
 
 READY, REFUSED, READING, ERROR = range(4)
@@ -43,9 +43,6 @@ HEADER = struct.Struct("!BQQ")
 MIN_MEMORY = 1024 * MIB
 MEMORY_PER_BODY_BYTE = 64
 """A body of `[],[],[],...` takes 30."""
-
-START_CPU_S = 3.0
-"""To compile the chat template."""
 
 BASE_CPU_S = 0.5
 CPU_S_PER_MIB = 2.0
@@ -169,8 +166,6 @@ def _build(config: IntakeConfig) -> Intake:
     tokenizer = load_tokenizer(config.model_path)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     _limit(resource.RLIMIT_AS, used + memory_bytes(config))
-    with _limited_cpu(START_CPU_S):
-        tokenizer.compile_template()
     return Intake(config, tokenizer)
 
 

@@ -184,13 +184,16 @@ class Message(BaseModel):
         return [] if isinstance(self.content, str) else [part for part in self.content if isinstance(part, ImageUrl)]
 
     def as_dict(self, images: Iterator[Image]) -> dict[str, Any]:
-        """With the next of `images` in place of each URL."""
+        """With the number of placeholders of the next of `images` in place of each URL."""
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
-        return {
-            "role": self.role,
-            "content": [part if isinstance(part, str) else next(images) for part in self.content],
-        }
+        parts = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "num_tokens": next(images).num_tokens}
+            for part in self.content
+        ]
+        return {"role": self.role, "content": parts}
 
 
 class ChatBody(GenerationBody):

@@ -22,7 +22,7 @@ from fastdeploy_kvcache_v1.embedded.prefill_job import (
     proof,
 )
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
-from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient, expected_outputs
@@ -43,7 +43,7 @@ def ask():
     engine = Engine(EngineCore(manager, scheduler, worker.send, peers=peers), worker, on_fatal=pytest.fail)
     app = FastAPI()
     install_error_handlers(app)
-    add_prefill_route(app, config, engine, ByteTokenizer(), SECRET)
+    add_prefill_route(app, config, engine, load_tokenizer(None), SECRET)
     client = TestClient(app, "http://localhost")
 
     def send(name, prompt, *, secret=SECRET, raw=None, **options):

@@ -17,7 +17,7 @@ from fastdeploy_kvcache_v1.embedded.http.service import Service, intake_config
 from fastdeploy_kvcache_v1.embedded.intake.intake import Intake
 from fastdeploy_kvcache_v1.embedded.serve import _snapshot
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
-from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.metadata import CopyPath
 from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
@@ -51,7 +51,7 @@ class Server:
         )
         core.observe_first_token = metrics.observe_first_token
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
-        self.tokenizer = ByteTokenizer()
+        self.tokenizer = load_tokenizer(None)
         self.reader = InlineReader(intake_config(config), self.tokenizer)
         service = Service(config, self.tokenizer, self.engine, self.reader)
         self.client = TestClient(create_app(service, metrics), "http://localhost", headers={OPERATOR_HEADER: "1"})

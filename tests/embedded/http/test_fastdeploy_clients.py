@@ -7,12 +7,12 @@ import pytest
 
 from fastdeploy_kvcache_v1.embedded.intake.fields import IGNORED, REFUSED
 from fastdeploy_kvcache_v1.embedded.intake.protocol import ChatBody, CompletionBody
-from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
 from tests.embedded.http.served import chunks_of, error_of, running
+from tests.embedded.random_text import BOS, END, EOS
 from tests.embedded.shadow import expected_outputs
 
 DOCS = Path(__file__).parents[3] / "docs" / "embedded-server.md"
-HELLO = [ByteTokenizer.BOS, *b"hello"]
+HELLO = [BOS, *b"hello"]
 
 
 def sampling_of(server):
@@ -154,7 +154,7 @@ def test_continuous_usage_counts_the_output_so_far(server):
 
 
 def test_the_model_does_not_end_before_min_tokens(server):
-    ends = tuple(sorted(ByteTokenizer.eos_token_ids))
+    ends = (EOS, END)
     server.complete(prompt="hello", min_tokens=3)
     assert [sampling.banned_tokens for sampling in sampling_of(server)] == [ends] * 3 + [()] * 5
     server.complete(prompt="hello", min_tokens=3, ignore_eos=True)

@@ -12,12 +12,11 @@ from PIL import Image as Pillow
 from fastdeploy_kvcache_v1.embedded.intake.images import MAX_IMAGES, ImagesLeftError, read_image
 from fastdeploy_kvcache_v1.embedded.intake.intake import Endpoint, Intake
 from fastdeploy_kvcache_v1.embedded.intake.process import pack_reading, unpack_reading
-from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
+from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.vision import MAX_SIDE, PATCH, PATCH_BYTES
+from tests.embedded import random_text as t
 from tests.embedded.intake.pictures import encoded, noise, part, text
 from tests.embedded.intake.test_intake import CONFIG, read, refusal
-
-T = ByteTokenizer
 
 
 def chat(*parts, **fields):
@@ -71,8 +70,8 @@ def test_placeholders_stand_where_the_images_do():
     one, two = noise(16, 16), noise(40, 16, 1)
     urls = [encoded(one), encoded(two)]
     reading = read(chat(text("ab"), part(urls[0]), part(urls[1]), text("c"), part(urls[0])), Endpoint.CHAT)
-    image = T.IMAGE
-    assert reading.token_ids == (T.BOS, T.USER, *b"ab", image, *[image] * 3, *b"c", image, T.END_OF_TURN, T.ASSISTANT)
+    image = t.IMAGE
+    assert reading.token_ids == (t.BOS, t.USER, *b"ab", image, *[image] * 3, *b"c", image, t.END, t.ASSISTANT)
     assert [(placed.offset, placed.image.num_tokens) for placed in reading.images] == [(4, 1), (5, 3), (9, 1)]
     assert reading.images[0].image == reading.images[2].image == read_image(urls[0])
 
@@ -138,15 +137,20 @@ def test_images_count_as_tokens():
 
 
 def test_the_event_loop_decodes_none():
-    intake = Intake(CONFIG, ByteTokenizer(), decodes_images=False)
+    intake = Intake(CONFIG, load_tokenizer(None), decodes_images=False)
     assert intake.read(Endpoint.CHAT, b'{"messages": [{"role": "user", "content": "x"}]}').token_ids
     with pytest.raises(ImagesLeftError):
         intake.read(Endpoint.CHAT, b'{"messages": [{"role": "user", "content": [{"type": "im\\u0061ge_url"}]}]}')
 
 
-class Blind(ByteTokenizer):
+class Blind:
     image_token_id = None
 
 
 def test_a_model_that_sees_none_says_so():
     assert "this model sees no images" in refusal(chat(part("data:")), Endpoint.CHAT, Blind())
+
+
+def test_a_text_beside_images_holds_no_placeholder():
+    url = encoded(noise(16, 16))
+    assert "must not hold <|image|>" in refusal(chat(text("see <|image|>"), part(url)), Endpoint.CHAT)

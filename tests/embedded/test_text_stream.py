@@ -2,12 +2,11 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.text.byte_tokenizer import ByteTokenizer
-from fastdeploy_kvcache_v1.embedded.text.text_stream import TextStream
+from tests.embedded.random_text import byte_stream
 
 
 def stream(*stops):
-    return TextStream(ByteTokenizer().detokenizer(), stops)
+    return byte_stream(stops)
 
 
 def pieces(text, data):
