@@ -1,15 +1,17 @@
 """What a user can do to a running server: streams, aborts, pause, sleep, new weights, all while the cache is in use."""
 
 import contextlib
+import json
 
 import httpx
 import openai
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
+from fastdeploy_kvcache_v1.trace_recorder import VARIABLE
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
-from .fastdeploy_trees import RELEASES, tree
+from .fastdeploy_trees import RELEASES
 from .server_workload import NUM_DOCUMENTS, document, user
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
@@ -18,12 +20,16 @@ FLAGS = ("--num-gpu-blocks-override", "24", "--swap-space", "0.02", "--write-pol
 ENDLESS = {"max_tokens": 440, "extra_body": {"min_tokens": 440}}
 
 
-@pytest.fixture(scope="module", params=RELEASES)
-def server(request, tmp_path_factory):
-    tree(request.param)  # or skip
+@pytest.fixture(scope="module")
+def server(release, tmp_path_factory):
     environment = {"FD_ENABLE_REQUEST_DISCONNECT_STOP_INFERENCE": "1"}
     directory = tmp_path_factory.mktemp("server")
-    with started(request.param, directory, *FLAGS, environment=environment) as running:
+    trace = directory / "trace.jsonl"
+    if release == RELEASES[0]:
+        environment[VARIABLE], flags = str(trace), FLAGS
+    else:  # `serve` makes a variable of its flag
+        flags = (*FLAGS, "--record-trace", str(trace))
+    with started(release, directory, *flags, environment=environment) as running:
         yield running
         assert running.stop() == 0, running.stderr
 
@@ -47,9 +53,10 @@ def test_a_repeat_is_cached_and_the_same(server, ask):
     assert cold.tokens == warm.tokens
 
 
-def test_a_repeat_finds_a_host_tier_as_large_as_asked(server, ask):
-    ask(document(100))
-    ask(document(100))
+def test_a_host_tier_is_as_large_as_asked_and_what_is_copied_to_it_is_in_the_metrics(server, ask):
+    """Over the way back from the worker: the scheduler's own counts have other names."""
+    ask(document(106))
+    ask(document(106))
     wait_until(lambda: server.worker_copies().swap_out.blocks, "the worker to copy a block")
     copied = server.worker_copies().swap_out
     block_bytes = copied.bytes // copied.blocks
@@ -58,23 +65,28 @@ def test_a_repeat_finds_a_host_tier_as_large_as_asked(server, ask):
     assert any(f" host blocks of {block_bytes} bytes on each of 1 tensor-parallel ranks" in text for text in logs)
     assert not any("the engine expected" in text for text in logs), "the worker allocates what the engine counted"
 
-
-def test_what_the_worker_copied_is_in_the_metrics(server, ask):
-    """Over the way back from the worker: the scheduler's own counts have other names."""
-    ask(document(106))
-    ask(document(106))
-    wait_until(lambda: server.worker_copies().swap_out.blocks, "the worker to copy a block")
-
-    def copied():
+    def shown():
         copies, metrics = server.worker_copies(), server.metrics()
         assert server.failed_copies() == metrics["transfer_failures_total"] == 0
         return [
-            (copies.swap_out.blocks + copies.swap_in.blocks, metrics["swap_blocks_total"]),
-            (copies.swap_out.bytes + copies.swap_in.bytes, metrics["swap_bytes_total"]),
+            (getattr(copies.swap_out, unit) + getattr(copies.swap_in, unit), metrics[f"swap_{unit}_total"])
+            for unit in ("blocks", "bytes")
         ]
 
-    wait_until(lambda: all(real == shown > 0 for real, shown in copied()), lambda: f"{copied()} to agree")
+    wait_until(lambda: all(real == told > 0 for real, told in shown()), lambda: f"{shown()} to agree")
     assert server.metrics()["swap_seconds_total"] > 0
+
+
+def test_requests_are_recorded_with_their_user(server, ask):
+    """That a replay of such a trace hits what the server hit: `engine/test_traced_requests.py`."""
+    before = server.metrics()["trace_lines_total"]
+    answers = [ask(document(107 + turn), user="ada") for turn in range(2)]
+    wait_until(lambda: server.metrics()["trace_lines_total"] == before + 2, "two lines")
+    assert server.metrics()["trace_lost_lines_total"] == 0
+    first, second = map(json.loads, (server.logs.parent / "trace.jsonl").read_text().splitlines()[-2:])
+    assert first["session_id"] == second["session_id"]
+    assert [first["output_length"], second["output_length"]] == [len(answer.tokens) for answer in answers]
+    assert first["timestamp"] <= second["timestamp"]
 
 
 def test_a_stream_says_the_same(server, client, ask):

@@ -1,23 +1,22 @@
-"""Prefill and decode servers behind FastDeploy's router: tokens are those of a mixed server, and nothing is left."""
+"""Prefill and decode servers behind FastDeploy's router: tokens are those of a mixed server, and nothing is left,
+whatever breaks off, is aborted, paused or put to sleep.
+"""
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import openai
 import pytest
 
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
 from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until
 from .role_servers import FORMS, PROMPTS, ask, hear, num_fetches, servers, stream, wait_idle
-from .server_workload import noise
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
-BLOCK = 64
-"""Tokens."""
-
+ROLES = ("prefill", "decode")
 SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02")
 """Both servers swap, between two tiers that hold all prompts together."""
 
@@ -37,19 +36,20 @@ def group(release, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(group):
-    _, started = group
-    with started["mixed"].client() as client:
+    with group[1]["mixed"].client() as client:
         return [ask(client, prompt) for prompt in PROMPTS]
 
 
 @pytest.fixture
 def client(group):
+    """Both servers are idle after each test."""
     with group[0].router.client() as made:
         yield made
+    wait_idle(*both(group))
 
 
 def both(group):
-    return group[1]["prefill"], group[1]["decode"]
+    return [group[1][role] for role in ROLES]
 
 
 def fetched(decode):
@@ -75,32 +75,6 @@ def test_one_by_one(group, expected, client):
     wait_until(lambda: leases() == num_fetches(decode), "a lease of each fetch in the metrics")
 
 
-def test_a_second_turn_fetches_only_its_tail(group, client):
-    prefill, decode = both(group)
-    turn = [{"role": "user", "content": noise(500, 400)}]
-    replies, received, hits = [], [fetched(decode)], []
-    with group[1]["mixed"].client() as mixed:
-        for _ in range(2):
-            options = {"model": "tiny", "messages": turn, "max_tokens": 80, "temperature": 0, "top_p": 0}
-            answers = [
-                each.chat.completions.create(**options, extra_body={"return_token_ids": True, "min_tokens": 80})
-                for each in (client, mixed)
-            ]
-            tokens = [each.choices[0].message.completion_token_ids for each in answers]
-            assert tokens[0] == tokens[1]
-            replies.append(answers[0])
-            wait_idle(prefill, decode)
-            received.append(fetched(decode))
-            hits.append(decode.metrics()["device_hit_tokens_total"] + decode.metrics()["host_hit_tokens_total"])
-            answer = {"role": "assistant", "content": answers[0].choices[0].message.content}
-            turn = [*turn, answer, {"role": "user", "content": "and then?"}]
-    prompts = [math.ceil(each.usage.prompt_tokens / BLOCK) for each in replies]
-    first, second = (end - begin for begin, end in pairwise(received))
-    found = (hits[1] - hits[0]) / BLOCK
-    assert found >= prompts[0] - 2, "the first turn, but for its last blocks"
-    assert second / (prompts[1] - found) == first / prompts[0], "bytes of a block"
-
-
 @pytest.mark.parametrize("fault", [Fault.FLIP, Fault.RESET])
 def test_bytes_that_change_or_break_off_fail_their_requests_and_no_others(group, expected, client, fault):
     made, decode = group[0], group[1]["decode"]
@@ -121,16 +95,9 @@ def test_bytes_that_change_or_break_off_fail_their_requests_and_no_others(group,
         assert hear(made.router.url, *form, PROMPTS[4]) == hear(group[1]["mixed"].url, *form, PROMPTS[4])
 
 
-def test_eight_at_a_time(group, expected, client):
+def test_eight_streams_at_a_time(expected, client):
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda prompt: ask(client, prompt), PROMPTS * 2)) == expected * 2
-    wait_idle(*both(group))
-
-
-def test_streams(group, expected, client):
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda prompt: stream(client, prompt), PROMPTS)) == expected
-    wait_idle(*both(group))
+        assert list(pool.map(lambda prompt: stream(client, prompt), PROMPTS * 2)) == expected * 2
 
 
 @pytest.mark.parametrize(
@@ -146,16 +113,79 @@ def test_limits_and_seeds(group, client, options):
     with group[1]["mixed"].client() as mixed:
         for prompt in PROMPTS[:3]:
             assert ask(client, prompt, **options) == ask(mixed, prompt, **options)
-    wait_idle(*both(group))
+
+
+# ---- what is asked of a server while requests are under way
+
+
+def under_way(group, client, pool, count=8, **options):
+    """Requests, some of which have reached decode."""
+    before = num_fetches(group[1]["decode"])
+    asked = [pool.submit(ask, client, prompt, **options) for prompt in (PROMPTS * 2)[:count]]
+    wait_until(lambda: num_fetches(group[1]["decode"]) > before, "requests at decode")
+    return asked
+
+
+def is_refused(call):
+    error = call.exception(600)
+    assert not isinstance(error, openai.APITimeoutError), "somebody waits for ever"
+    assert error is not None or call.result(), "an answer without a token says nothing"
+    return isinstance(error, openai.APIError)
+
+
+def tokens(client):
+    return [ask(client, prompt) for prompt in PROMPTS[:6]]
 
 
 def test_an_abort_frees_both_servers(group, client):
-    decode = group[1]["decode"]
-    before = num_fetches(decode)
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask, client, prompt, max_tokens=400) for prompt in PROMPTS[:4]]
-        wait_until(lambda: num_fetches(decode) > before, "requests at decode")
-        decode.control("abort_requests", abort_all=True)
+        asked = under_way(group, client, pool, 4, max_tokens=400)
+        group[1]["decode"].control("abort_requests", abort_all=True)
         for each in asked:
             each.exception()
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("max_tokens", [4, 400])
+def test_pause_while_requests_are_under_way(group, expected, client, role, max_tokens):
+    """Many that are short, so that they are asked for and read, or a few that run."""
+    paused = group[1][role]
+    with ThreadPoolExecutor(24) as pool:
+        asked = under_way(group, client, pool, 2 * len(PROMPTS), max_tokens=max_tokens)
+        paused.control("pause")
+        assert paused.control("is_paused")["result"] == {"is_paused": True}
+        ended = [is_refused(each) for each in asked]
+        if role == "decode" and max_tokens == 400:
+            assert any(ended)
+        wait_idle(*both(group))
+        assert paused.metrics()["device_cached_blocks"] == 0
+        assert is_refused(pool.submit(ask, client, PROMPTS[0]))
     wait_idle(*both(group))
+    paused.control("resume")
+    assert tokens(client) == expected[:6]
+
+
+@pytest.mark.parametrize("tags", ["kv_cache", "weight", "weight,kv_cache"])
+@pytest.mark.parametrize("role", ROLES)
+def test_sleep_and_wakeup(group, expected, client, role, tags):
+    with ThreadPoolExecutor(8) as pool:
+        asked = under_way(group, client, pool, max_tokens=100)
+        group[1][role].control("sleep", tags=tags)
+        for each in asked:
+            is_refused(each)
+        assert is_refused(pool.submit(ask, client, PROMPTS[0]))
+    group[1][role].control("wakeup", tags=tags)
+    assert tokens(client) == expected[:6]
+
+
+def test_nothing_computed_with_old_weights_is_used_with_new_ones(group, expected, client):
+    for seed in (1, 0):
+        for server in both(group):
+            server.control("pause")
+            write_random_weights(server.model, seed=seed)
+            server.control("update_weights")
+        for server in both(group):
+            server.control("resume")
+        answers = tokens(client)
+        assert (answers == expected[:6]) == (seed == 0)
+        assert tokens(client) == answers

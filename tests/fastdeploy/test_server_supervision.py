@@ -14,6 +14,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor import end_processes
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.supervisor import UNHEALTHY_S
+from tests.storage.attention_store.stand_in import environment as sdk
+from tests.storage.attention_store.stand_in import set_faults
 
 from .cpu_server import FLAGS, SHARED_MEMORY, START_TIMEOUT_S, CpuServer, started, wait_until
 from .fastdeploy_trees import run_inside, tree
@@ -21,6 +23,7 @@ from .fastdeploy_trees import run_inside, tree
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
 BLOCKS = ("--num-gpu-blocks-override", "32")
+TIER = ("--swap-space", "0.01")
 
 
 @pytest.fixture
@@ -42,50 +45,29 @@ def test_a_signal_during_the_start(starting, number):
     assert starting.stop(number) == 0, starting.stderr
 
 
-def test_a_worker_that_cannot_start_says_why(release, tmp_path):
-    """FastDeploy hands its worker the padding token as a number, and ends with status 0 when that fails."""
-    tree(release)
-    model = write_random_model(tmp_path / "model")
-    for path in model.glob("*.json"):
-        content = json.loads(path.read_text())
-        if content.pop("pad_token_id", content.pop("pad_token", None)) is not None:
-            path.write_text(json.dumps(content))
-    server = CpuServer(release, tmp_path, *FLAGS, *BLOCKS)
-    try:
-        assert server.process.wait(START_TIMEOUT_S) == 1
-        reason = next(line for line in server.stderr.splitlines() if line.startswith("fastdeploy-kvcache: error: "))
-        assert "argument --pad_token_id: invalid int value: 'None'" in reason
-    finally:
-        server.kill()
+def api_server(server):
+    """The first process but for the janitor."""
+    children = psutil.Process(server.process.pid).children()
+    (found,) = (each for each in children if "janitor" not in str(each.cmdline()))
+    return found
 
 
-def test_the_worker_dies(release, tmp_path):
+VICTIMS = {
+    "worker": CpuServer.worker,
+    "API server": api_server,
+    "supervisor": lambda server: psutil.Process(server.process.pid),
+}
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_whoever_dies_the_others_end_and_nothing_is_left(release, tmp_path, victim):
     with started(release, tmp_path, *BLOCKS) as server:
         known = server.processes()
-        server.worker().kill()
+        VICTIMS[victim](server).kill()
         # Release 2.5 sometimes hangs on its way out; then the supervisor ends it when it was unhealthy for a minute.
-        assert server.process.wait(2 * UNHEALTHY_S) == 1
-        assert "FastDeploy's server ended" in server.stderr or "has not been healthy" in server.stderr
-        server.assert_nothing_left(known)
-
-
-def test_the_api_server_dies(release, tmp_path):
-    with started(release, tmp_path, *BLOCKS) as server:
-        known = server.processes()
-        masters = [
-            each for each in psutil.Process(server.process.pid).children() if "janitor" not in str(each.cmdline())
-        ]
-        assert len(masters) == 1
-        masters[0].kill()
-        assert server.process.wait(60) == 1
-        server.assert_nothing_left(known)
-
-
-def test_the_supervisor_is_killed(release, tmp_path):
-    with started(release, tmp_path, *BLOCKS) as server:
-        known = server.processes()
-        server.process.kill()
-        server.process.wait(60)
+        assert server.process.wait(2 * UNHEALTHY_S) == (-signal.SIGKILL if victim == "supervisor" else 1)
+        if victim == "worker":
+            assert "FastDeploy's server ended" in server.stderr or "has not been healthy" in server.stderr
         server.assert_nothing_left(known)
 
 
@@ -113,21 +95,51 @@ def test_a_large_message_that_nobody_received_goes_with_its_sender(release, tmp_
         sender.wait()
 
 
-def test_a_start_that_takes_too_long(release, tmp_path):
-    server = CpuServer(release, tmp_path, *FLAGS, *BLOCKS, "--start-timeout", "3")
-    try:
-        assert server.process.wait(90) == 1
-        assert "was not ready after 3 s" in server.stderr
-        server.assert_nothing_left([])
-    finally:
-        server.kill()
+# ---- what cannot start: the supervisor ends with 1, says why, and leaves nothing
 
 
-def test_an_error_of_fastdeploy_is_shown(release, tmp_path):
-    server = CpuServer(release, tmp_path, *FLAGS, "--num-gpu-blocks-override", "2")
+def as_it_is(tmp_path):
+    return {}
+
+
+def forget_padding(tmp_path):
+    """FastDeploy hands its worker the padding token as a number, and ends with status 0 when that fails."""
+    for path in write_random_model(tmp_path / "model").glob("*.json"):
+        content = json.loads(path.read_text())
+        if content.pop("pad_token_id", content.pop("pad_token", None)) is not None:
+            path.write_text(json.dumps(content))
+    return {}
+
+
+def expired(tmp_path):
+    """The environment of an attention store whose vendor refuses it."""
+    set_faults(tmp_path / "store", match={"error": "licence expired"})
+    return sdk(tmp_path / "store")
+
+
+STORE = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv")
+NEVER = ("--storage-prefetch", "never")
+ATTENTION_STORE = ("--kvcache-storage-backend", "attention_store")
+REFUSALS = {
+    # case: what is done before, flags, what is said
+    "no padding token": (forget_padding, BLOCKS, "argument --pad_token_id: invalid int value: 'None'"),
+    "too late": (as_it_is, (*BLOCKS, "--start-timeout", "3"), "was not ready after 3 s"),
+    "an error of FastDeploy": (as_it_is, ("--num-gpu-blocks-override", "2"), "num_gpu_blocks_override"),
+    "a store behind no host tier": (as_it_is, STORE, "--kvcache-storage-backend file without --swap-space"),
+    "an unknown prefetch": (as_it_is, (*STORE, *TIER, *NEVER), "unknown storage prefetch 'never'"),
+    "no SDK": (as_it_is, ATTENTION_STORE, "needs the package attentionstore_sdk, which is not installed"),
+    "no licence": (expired, ATTENTION_STORE, "attention_store cannot be used: the attention store cannot be used: lic"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_start_is_said_and_leaves_nothing(release, tmp_path, case):
+    prepare, flags, reason = REFUSALS[case]
+    server = CpuServer(release, tmp_path, *FLAGS, *flags, environment=prepare(tmp_path))
     try:
-        assert server.process.wait(120) == 1
-        assert "num_gpu_blocks_override" in server.stderr
+        assert server.process.wait(START_TIMEOUT_S) == 1
+        lines = [line for line in server.stderr.splitlines() if line.startswith("fastdeploy-kvcache: error: ")]
+        assert any(reason in line for line in lines), server.stderr
         server.assert_nothing_left([])
     finally:
         server.kill()
@@ -146,17 +158,3 @@ def test_wrong_settings_are_one_line(release, tmp_path, flags, manager, message)
     output = run_inside(release, tmp_path, *words, manager=manager, expect=2)
     assert message in output
     assert output.count("\n") == 1
-
-
-def test_without_fastdeploy_it_says_so(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve", "--fastdeploy-cpu"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if "not installed" not in done.stderr:
-        pytest.skip("FastDeploy is installed here")
-    assert done.returncode == 2

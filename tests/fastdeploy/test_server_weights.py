@@ -1,9 +1,10 @@
-"""Weight updates of FastDeploy's legacy API (clear_load_weight, update_model_weight) while the cache is in use."""
+"""Weight updates of FastDeploy's legacy API (clear_load_weight, update_model_weight) while the cache is in use.
+
+Any number of them while requests come all the time: the scenario "real updates" of `inside/world.py`.
+"""
 
 from __future__ import annotations
 
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -151,35 +152,3 @@ def assert_continues(client, old, mixed):
     same = next((index for index, (one, other) in enumerate(pairs) if one != other), LONG - 1)
     rest = ask_long(client, [], max_tokens=LONG - same, prompt_token_ids=old.prompt + mixed.tokens[:same])
     assert rest.tokens == mixed.tokens[same:]
-
-
-def test_several_updates_while_requests_come_all_the_time(server, client, expected):
-    done, answered, refused = threading.Event(), [], []
-
-    def keep_asking(offset):
-        while not done.is_set():
-            for index in range(offset, NUM_DOCUMENTS, 4):
-                try:
-                    answered.append(server.ask(client, document(index)).tokens)
-                except openai.APIStatusError as error:
-                    refused.append(error.status_code)
-                    time.sleep(0.05)
-                except openai.APIConnectionError:  # its 304 has a body, which spoils the connection
-                    time.sleep(0.05)
-
-    with ThreadPoolExecutor(4) as pool:
-        asking = [pool.submit(keep_asking, offset) for offset in range(4)]
-        try:
-            for seed in (1, 0, 1):
-                before = len(answered)
-                update_to(server, seed)
-                assert all_documents(server, client) == expected[seed]
-                wait_until(lambda count=before: len(answered) > count + 20, "answers", 60)
-                assert all_documents(server, client) == expected[seed]
-        finally:
-            done.set()
-        for each in asking:
-            each.result()
-    assert REFUSED in refused
-    assert set(refused) <= {REFUSED, ENDED}
-    assert server.failed_copies() == 0

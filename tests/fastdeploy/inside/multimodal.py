@@ -8,7 +8,6 @@ import random
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 import fastdeploy  # noqa: F401  (first: its modules import each other in a circle)
 from fastdeploy.engine.request import ImagePosition
@@ -106,28 +105,6 @@ def video(color, frames=4):
     return Item(color=color, grid=[frames, 4, 4])
 
 
-TEXT = [1, 2, 3, 4]
-TAIL = [5] * 9
-CASES = {
-    "another image": ([TEXT, image(1), TAIL], [TEXT, image(2), TAIL], 0),
-    "the same": ([TEXT, image(1), TAIL], [TEXT, image(1), TAIL], 16),
-    "another image behind a boundary": ([TEXT, image(1), image(1), TAIL], [TEXT, image(1), image(2), TAIL], 8),
-    "an item that ends at a boundary, other text": ([TEXT, image(1), TAIL], [TEXT, image(1), [6] * 9], 8),
-    "a boundary's item again, one block later": ([TEXT, image(1), TAIL], [TEXT, TEXT, TEXT, image(1), TAIL], 0),
-    "several in a block": ([image(1), image(2), TAIL], [image(1), image(2), TAIL], 16),
-    "several in a block, in another order": ([image(1), image(2), TAIL], [image(2), image(1), TAIL], 0),
-    "several in a block, the second is another": ([image(1), image(2), TAIL], [image(1), image(3), TAIL], 0),
-    "one color, another shape": ([image(1, 4, 8), TAIL], [image(1, 8, 4), TAIL], 0),
-    "one color, one image or two": ([image(1, 4, 8), TAIL], [image(1), image(1), TAIL], 0),
-    "an image, no image": ([image(1), TAIL], [[IMAGE_TOKEN] * 4, TAIL], 0),
-    "a video": ([video(1), TAIL], [video(1), TAIL], 24),
-    "another video": ([video(1), TAIL], [video(2), TAIL], 0),
-    "a longer video": ([video(1), TAIL], [video(1, frames=8), TAIL], 16),
-    "one video or two": ([video(1), TAIL], [video(1, frames=2), video(1, frames=2), TAIL], 8),
-}
-"""First prompt, second prompt, tokens that the second finds: FastDeploy cuts videos into items of two frames."""
-
-
 def random_pieces(rng):
     for _ in range(rng.randrange(1, 6)):
         kind = rng.random()
@@ -138,13 +115,6 @@ def random_pieces(rng):
         else:
             yield [rng.choice([1, IMAGE_TOKEN])] * rng.choice([1, 3, 4, 7, 8])
     yield [5]
-
-
-@pytest.mark.parametrize(("first", "second", "expected"), CASES.values(), ids=CASES)
-def test_a_prompt_finds_what_has_its_text_its_items_and_their_shapes(first, second, expected):
-    line = Line()
-    assert line.ask(first)[0] == 0
-    assert line.ask(second) == (expected, expected)
 
 
 def test_random_prompts_find_what_the_definition_allows():

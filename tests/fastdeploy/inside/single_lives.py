@@ -8,7 +8,6 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from tests.fastdeploy.real_manager import make_manager
 from tests.fastdeploy.scene import Scene
 
-NUM_PROMPTS = 16
 LENGTH = 20
 
 
@@ -29,33 +28,6 @@ class Chunks:
             if task.task_type.name == "PREFILL":
                 self.seen.append((task.request_id, task.prefill_start_index, task.prefill_end_index))
         return tasks, errors
-
-
-def computed_tokens(prompts, budget, worth_tokens):
-    """Prompt tokens of all batches; in the end everything was served, in the order in which it came."""
-    scene = make_scene(4000, seats=NUM_PROMPTS, max_tokens=budget)
-    scene.cache._batch.prefills._worth_tokens = worth_tokens
-    chunks = Chunks(scene.manager)
-    for index, prompt in enumerate(prompts):
-        scene.add(f"r{index}", prompt, 4)
-    scene.run_dry()
-    started = dict.fromkeys(name for name, _, _ in chunks.seen)
-    assert list(started) == [f"r{index}" for index in range(len(prompts))], "nobody is passed for ever"
-    return sum(end - start for _, start, end in chunks.seen)
-
-
-EQUAL = list(range(1, 507))
-SHARED = [[*EQUAL[:450], *range(index, index + 50)] for index in range(NUM_PROMPTS)]
-
-
-@pytest.mark.parametrize("budget", [128, 16384])
-@pytest.mark.parametrize(
-    ("prompts", "most"), [([EQUAL] * NUM_PROMPTS, 1.1 * 506), (SHARED, 500 + 15 * (50 + 8))], ids=["equal", "shared"]
-)
-def test_equal_cold_prompts_are_computed_once(prompts, most, budget):
-    waiting, alone = (computed_tokens(prompts, budget, worth) for worth in (256, 0))
-    assert waiting <= most
-    assert alone > (waiting if budget == 128 else 3 * waiting)
 
 
 @pytest.mark.parametrize(("seats", "num_requests"), [(1, 2), (6, 9)])
