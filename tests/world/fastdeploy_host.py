@@ -137,6 +137,9 @@ class Queue:
 class FastDeployHost:
     """`release`: 25 or 26."""
 
+    batch: tuple[Any, ...] = ()
+    """The last one."""
+
     def __init__(
         self, world: Any, cache: EngineCache, worker: Worker, *, release: int, seats: int, budget: int
     ) -> None:
@@ -211,6 +214,7 @@ class FastDeployHost:
             self.world.log(str(error))
 
     def _put(self, tasks: Any, lost: str) -> None:
+        self.batch = tuple(tasks)
         if lost == "lost before put":
             raise LostError(lost)
         self.queue.breaks = lost

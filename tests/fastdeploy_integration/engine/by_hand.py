@@ -1,10 +1,5 @@
-"""One engine by FastDeploy's rules, with its workers, whose steps a test takes by hand.
+"""One engine by FastDeploy's rules, with its workers, whose steps a test takes by hand."""
 
-The engine is the one of tests/world, and so are the workers: they know what every block must hold, and clients which
-tokens they must get.
-"""
-
-import itertools
 from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
@@ -12,19 +7,13 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCa
 from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.storage.settings import Prefetch
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
-from tests.world.clients import Clients, Request
-from tests.world.clock import Clock
+from tests.world.clients import Request
 from tests.world.fastdeploy_host import Control, EngineCache, FastDeployHost, Kind, Status, Task
-from tests.world.memory import Tags
-from tests.world.ranks import Rank, Worker
-from tests.world.reports import Reports
-from tests.world.scenarios import add_store
+from tests.world.quiet import UIDS, Quiet
+from tests.world.scenarios import add_store, make_worker
 from tests.world.store import RankMemory
-from tests.world.streams import VirtualDevice
 
 __all__ = ["Control", "Kind", "Status"]
-
-UIDS = itertools.count()
 
 
 class FakeGauge:
@@ -87,99 +76,19 @@ def found(cache, tokens):
 # ---- the whole engine
 
 
-class Host(FastDeployHost):
-    batch = ()
-    """The last one."""
-
-    def _put(self, tasks, lost):
-        self.batch = tuple(tasks)
-        super()._put(tasks, lost)
-
-
-class Server:
-    """Stands for the world of its engine, in which nothing fails but what a step says."""
-
-    weights = 0
-
+class Server(Quiet):
     def __init__(
         self, device=40, host=0, *, release=26, seats=6, budget=24, backend="", prefetch="wait_complete", **settings
     ):
-        self.clock, self.tags, self.log = Clock(), Tags(), lambda *_: None
-        self.faults, self.others = SimpleNamespace(strike=lambda name, _: name in self._fails), []
-        self._fails, self.copies_fail = (), False
-        reports = self.reports = Reports(self)
-        self.cache = EngineCache(KVCacheConfig(device, host, 4, **settings), budget=budget, reports=reports)
-        memory = RankMemory(on_device=backend == "attention_store") if backend else None
-        self.device = VirtualDevice(self.clock, lambda stream: stream == "kv-output" and self.copies_fail)
-        rank = Rank(
-            0, self.device, blocks=device, host_blocks=host, block_size=4, tags=self.tags, tell=reports.tell,
-            storage=memory, clock=self.clock,
-        )  # fmt: skip
-        self.clients = Clients(self, block_size=4)
-        self.host = Host(self, self.cache, Worker([rank], self.root), release=release, seats=seats, budget=budget)
+        super().__init__(4)
+        cache = EngineCache(KVCacheConfig(device, host, 4, **settings), budget=budget, reports=self.reports)
+        memories = [RankMemory(on_device=backend == "attention_store") if backend else None]
+        worker = make_worker(self, self.reports, memories, blocks=device, host_blocks=host, block_size=4)
+        self.host = FastDeployHost(self, cache, worker, release=release, seats=seats, budget=budget)
         if backend:
-            add_store(self, SimpleNamespace(choice=lambda _: Prefetch(prefetch)), backend, self.cache, [memory])
+            add_store(self, SimpleNamespace(choice=lambda _: Prefetch(prefetch)), backend, cache, memories)
             self.store = self.others[0]
-            self.cache.storage.release(self.host)  # blocks have a name now
-        self.randrange = lambda number: self.raises_at
-        """Stands for the random numbers of the host."""
-        self.raises_at = 0
-
-    def root(self, task):
-        return self.weights, task.cache_salt
-
-    @property
-    def counters(self):
-        return self.cache.manager.stats().counters
-
-    @property
-    def is_idle(self):
-        """After the last request: nothing is left of any."""
-        self.run_dry()
-        self.cache.manager.check_idle()
-        return True
-
-    def add(self, name, prompt, max_tokens=4, **fields):
-        request = Request(next(UIDS), name, list(prompt), max_tokens)
-        vars(request).update(fields)
-        self.clients.requests[request.uid] = request
-        task = Task(request)
-        self.host.add_request(task)
-        return task
-
-    def abort(self, name):
-        self.clients.aborted.add(name)
-        self.host.abort(name)
-
-    def schedule(self, *fails):
-        """Returns the batch that goes to the queue, or was to go there."""
-        self.host.batch, self._fails = (), fails
-        self.host.schedule(self)
-        self._fails = ()
-        return self.host.batch
-
-    def step(self, *fails):
-        """What ranks say arrives; a batch is scheduled, computed, and its tokens are read. `fails`: names of faults."""
-        self.reports.arrive(None)
-        batch = self.schedule(*fails)
-        self.compute()
-        return batch
-
-    def compute(self):
-        self.clock.advance(0.1)
-        self.host.take(None)
-        self.host.run(None)
-        self.device.run_until(lambda: self.device.is_idle)
-        for _ in range(3):
-            self.host.take_tokens(None)
-        self.cache.check()
-
-    def run_dry(self):
-        for _ in range(500):
-            if not self.clients.requests:
-                return
-            self.step()
-        raise AssertionError(f"no progress: {sorted(self.host.requests)}")
+            cache.storage.release(self.host)  # blocks have a name now
 
     def serve(self, *prompts, max_tokens=1):
         """Each alone. Returns how many tokens of each were cached."""

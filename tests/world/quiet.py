@@ -1,0 +1,113 @@
+"""A world in which nothing is late and nothing goes wrong but what a test says, and whose turns a test takes by hand.
+
+Its engine, ranks and clients are those of the others: they know what every block must hold, and which tokens to get.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from .chooser import Chooser
+from .clients import Clients, Request
+from .clock import Clock
+from .memory import Tags
+from .reports import Reports
+
+UIDS = itertools.count()
+
+
+class Quiet:
+    """Stands for the world, its faults and their random numbers. Whoever makes it gives it its `host`."""
+
+    weights = 0
+    host: Any
+    copies_fail = False
+    """Those to the host, until it is set again."""
+    raises_at = 0
+    """Of "lost in schedule": so many prompts are in the batch then."""
+
+    def __init__(self, block_size: int) -> None:
+        self.clock, self.tags, self.chooser = Clock(), Tags(), Chooser(0, ())
+        self.faults, self.others, self.reports = self, list[Any](), Reports(self)
+        self.clients = Clients(self, block_size=block_size)
+        self._fails: tuple[str, ...] = ()
+
+    def log(self, *words: object) -> None:
+        pass
+
+    def strike(self, name: str, rng: object = None, /) -> bool:
+        return name in self._fails or (name == "copy to host fails" and self.copies_fail)
+
+    def randrange(self, number: int) -> int:
+        return self.raises_at
+
+    def choice(self, choices: object) -> int:
+        return self.raises_at
+
+    def root(self, task: Any) -> Any:
+        return self.weights, task.cache_salt
+
+    @property
+    def cache(self) -> Any:
+        return self.host.cache_manager
+
+    @property
+    def devices(self) -> Iterator[Any]:
+        return (rank.device for rank in self.host.worker.ranks)
+
+    @property
+    def counters(self) -> Any:
+        return self.cache.manager.stats().counters
+
+    @property
+    def is_idle(self) -> bool:
+        """After the last request: nothing is left of any."""
+        self.run_dry()
+        self.cache.manager.check_idle()
+        return True
+
+    def add(self, name: str, prompt: Any, max_tokens: int = 4, *given: Any, **fields: Any) -> Any:
+        """Returns the host's request, made of the client's and what is `given`. `fields` are those of the client's."""
+        request = Request(next(UIDS), name, list(prompt), max_tokens)
+        vars(request).update(fields)
+        self.clients.requests[request.uid] = request
+        task = self.host.task(request, *given)
+        self.host.add_request(task)
+        return task
+
+    def abort(self, name: str) -> None:
+        self.clients.aborted.add(name)
+        self.host.abort(name)
+
+    def schedule(self, *fails: str) -> Any:
+        """Returns the batch that goes to the queue, or was to go there. `fails`: names of faults."""
+        self.host.batch, self._fails = (), fails
+        self.host.schedule(self)
+        self._fails = ()
+        return self.host.batch
+
+    def step(self, *fails: str) -> Any:
+        """What ranks say arrives; a batch is scheduled, computed, and its tokens are read."""
+        self.reports.arrive(None)  # type: ignore[arg-type]
+        batch = self.schedule(*fails)
+        self.compute()
+        return batch
+
+    def compute(self) -> None:
+        self.clock.advance(0.1)
+        self.host.take(None)
+        self.host.run(None)
+        for device in self.devices:
+            device.run_until(lambda device=device: device.is_idle)
+        for _ in range(3):
+            self.host.take_tokens(None)
+        self.cache.check()
+
+    def run_dry(self) -> None:
+        for _ in range(5000):
+            if not self.clients.requests:
+                return
+            self.step()
+        raise AssertionError(f"no progress: {sorted(self.host.requests)}")
