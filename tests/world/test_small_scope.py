@@ -10,28 +10,13 @@ import textwrap
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.radix_tree import RadixTree
-from fastdeploy_kvcache_v1.scheduler.request_table import RequestTable
 from fastdeploy_kvcache_v1.scheduler.residency import Residency
-from fastdeploy_kvcache_v1.scheduler.tiering import Tiering
-from fastdeploy_kvcache_v1.scheduler.told_copies import ToldCopies
 
 from .small_scope import SCOPES, search
 
 BROKEN = {
     # what is broken: how the search begins, method, its text, what it becomes
     "only the leaf is pinned": ("computed", RadixTree.match, "for run in path:", "for run in path[-1:]:"),
-    "a slot is given back while a copy fills it": (
-        "computed",
-        Residency._free_if_unused,
-        "if run.open is None and not run.is_read:",
-        "if not run.is_read:",
-    ),
-    "a slot is given back while a store reads it": (
-        "stored, host full",
-        Residency.is_host_victim,
-        "or host.readers or",
-        "or",
-    ),
     "what an open copy fills leaves the host": (
         "both grow",
         Residency.is_host_victim,
@@ -44,44 +29,14 @@ BROKEN = {
         "(CacheLevel.HOST), *read,",
         "(CacheLevel.HOST),",
     ),
-    "a reader is forgotten when a run is cut": (
-        "stored",
-        Residency.split,
-        "self._begin_reading(head.host, run.host.readers)",
-        "pass",
-    ),
-    "an open copy is forgotten when a run is cut": (
-        "computed",
-        Residency.split,
-        "if run.open is not None:",
-        "if False:",
-    ),
-    "a failed copy is kept above a cut": ("computed", ToldCopies.of, "run = run.parent", "break"),
-    "a failed copy is kept while it is loaded": (
-        "evicted",
-        Tiering.forget_failed,
-        "not run.on_device or run.open is CacheLevel.DEVICE:",
-        "not run.on_device:",
-    ),
-    "who uses a failed copy after a reset runs on": (
-        "loaded",
-        Tiering.forget_failed,
-        "(*findable, *self._residency.detached_runs())",
-        "findable",
-    ),
     "what is on its way to the host is found": (
         "evicted",
         RadixTree._find,
         "if child is None or (not child.on_device and child.open is not None):",
         "if child is None:",
     ),
-    "what is older than a reset is cached": (
-        "empty, writes back",
-        RequestTable._may_cache,
-        "is_intact and request.",
-        "request.",
-    ),
 }
+"""The search itself is tried: each kind of law is broken once."""
 
 
 @pytest.mark.parametrize("begin", SCOPES)

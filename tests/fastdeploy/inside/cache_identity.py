@@ -4,7 +4,6 @@ import json
 import pickle
 
 import pytest
-from pydantic import ValidationError
 
 import fastdeploy  # noqa: F401  (first: its modules import each other in a circle)
 from fastdeploy.engine.request import Request
@@ -61,16 +60,6 @@ def test_every_field_of_both_endpoints_arrives(model, given, fields, expected):
     assert identity(engine_request(model.model_validate({**given, **fields}))) == expected
 
 
-@both
-@pytest.mark.parametrize(
-    ("field", "value"), [*(("cache_salt", salt) for salt in ("", 7, "x" * 1025)), ("skip_reading_prefix_cache", "?")]
-)
-def test_what_is_wrong_is_refused_by_the_api(model, given, field, value):
-    with pytest.raises(ValidationError) as refusal:
-        model.model_validate({**given, field: value})
-    assert refusal.value.errors()[0]["loc"][0] == field
-
-
 def copied_object():
     made = Request.from_generic_request(CompletionRequest(prompt=TOKENS, cache_salt="s"), request_id="r_0")
     made.prompt_token_ids = TOKENS
@@ -104,11 +93,6 @@ def salted():
 def test_no_other_way_loses_the_salt(way, access):
     """Ways around the model of the API: obsolete ones, a request that is copied, sent, or made by other classes."""
     assert identity(way()) == (name(b"s"), access)
-
-
-def test_a_wrong_salt_that_no_model_checks_is_served_without_the_cache():
-    request = engine_request(ChatCompletionRequest(messages=MESSAGES, metadata={"cache_salt": 7}))
-    assert identity(request) == (None, ALL)
 
 
 def test_a_request_without_the_fields_sends_none():

@@ -2,8 +2,6 @@
 
 from concurrent.futures import Future
 
-import pytest
-
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from tests.fastdeploy.real_manager import make_manager
 from tests.fastdeploy.scene import Scene
@@ -15,41 +13,17 @@ def make_scene(num_blocks, **options):
     return Scene(make_manager(num_blocks, 0, "write_through", **options))
 
 
-class Chunks:
-    """What of which prompts is in the batches of a manager."""
-
-    def __init__(self, manager):
-        self.seen, self._schedule = [], manager.schedule
-        manager.schedule = self._counted
-
-    def _counted(self):
-        tasks, errors = self._schedule()
-        for task in tasks:
-            if task.task_type.name == "PREFILL":
-                self.seen.append((task.request_id, task.prefill_start_index, task.prefill_end_index))
-        return tasks, errors
-
-
-@pytest.mark.parametrize(("seats", "num_requests"), [(1, 2), (6, 9)])
-def test_a_lost_batch_had_a_request_for_every_seat(seats, num_requests):
-    scene = make_scene(300, seats=seats, max_tokens=LENGTH * seats)
-    for number in range(num_requests):
-        scene.add(f"r{number}", [number + 1] * LENGTH, 10)
-    scene.step("lost before put")
-    assert (scene.host.count["lost before put"], len(scene.manager.running)) == (1, seats)
-    scene.run_dry()
-    assert (scene.num_finished, scene.host.count["preempted"]) == (num_requests, seats)
-
-
 def test_only_a_release_that_can_disable_chunks_cuts_no_prompt(monkeypatch):
     """What latent attention needs, which is refused in other releases."""
     monkeypatch.setenv("FD_DISABLE_CHUNKED_PREFILL", "1")
     scene, lengths = make_scene(80, caching=False), (40, 40, 24, 64, 1, 63)
-    chunks = Chunks(scene.manager)
     for number, length in enumerate(lengths):
         scene.add(f"r{number}", [number + 1] * length, 4)
-    scene.run_dry()
-    is_cut = any((start, end) != (0, lengths[int(name[1:])]) for name, start, end in chunks.seen)
+    is_cut = False
+    while scene.clients.requests:
+        for task in (each for each in scene.step() if each.task_type.name == "PREFILL"):
+            whole = 0, lengths[int(task.request_id[1:])]
+            is_cut |= (task.prefill_start_index, task.prefill_end_index) != whole
     assert is_cut != overlay.active().table.capabilities.disables_chunked_prefill
 
 
