@@ -13,10 +13,10 @@ PR_SET_PDEATHSIG = 1
 PARENT_POLL_S = 1.0
 
 
-def die_with_parent_thread() -> None:
-    """The kernel kills this process when the thread that started it ends. Linux only; elsewhere nothing happens."""
+def die_with_parent_thread(number: int = signal.SIGKILL) -> None:
+    """The kernel sends `number` when the thread that started this process ends. On Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -116,7 +116,7 @@ def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert archive.read(f"{PACKAGE}.pth") == (ROOT / f"{PACKAGE}.pth").read_bytes()
     modules = {f"{PACKAGE}/{name}" for name in relative(ROOT / PACKAGE, "*.py")}
-    texts = {f"{PACKAGE}/demo/{name}" for name in ("document.txt", "letter.txt", "page.html.jinja")}
+    texts = {f"{PACKAGE}/demo/{name}" for name in ("document.txt", "letter.txt")}
     texts |= {f"{PACKAGE}/model/random/{name}" for name in relative(ROOT / PACKAGE / "model/random", "*")}
     tables = {f"{PACKAGE}/fastdeploy_integration/patches/{name}" for name in relative(ROOT / "patches", "*.toml")}
     assert len(tables) == 2 * len(known_releases()), (
