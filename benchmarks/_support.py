@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -77,6 +78,11 @@ def rounded(value: Any) -> Any:
     if isinstance(value, list):
         return [rounded(item) for item in value]
     return value
+
+
+def random_tokens(seed: object, count: int) -> tuple[int, ...]:
+    """The same `count` tokens for the same seed, always. Every tokenizer has their ids."""
+    return tuple(random.Random(str(seed)).choices(range(97, 123), k=count))
 
 
 def need_trace() -> Path:

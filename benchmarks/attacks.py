@@ -23,7 +23,7 @@ from typing import Any
 
 from _support import median, save
 
-from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
+from fastdeploy_kvcache_v1.embedded.process import running_server
 
 REPEATS = 5
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from _support import median, save
 
-from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
+from fastdeploy_kvcache_v1.embedded.process import running_server
 
 LENGTHS = (500, 1000, 2000, 4000)
 DELAYS_MS = (0.0, 5.0, 50.0, 500.0)

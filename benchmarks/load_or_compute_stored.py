@@ -14,13 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _support import ROOT, median, save
+from _support import ROOT, median, random_tokens, save
 from server import metrics, send, settled_metrics
 
-from fastdeploy_kvcache_v1.bench_serve.report import Answer
-from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
-from fastdeploy_kvcache_v1.bench_serve.session import random_tokens
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.client import Answer
+from fastdeploy_kvcache_v1.embedded.process import running_server
 
 LENGTHS = (500, 1_000, 2_000, 4_000)
 RATES_MB_S = (1e6, 40.0, 20.0, 10.0, 5.0)

@@ -8,7 +8,6 @@ Ratios are medians of those of each prompt. All servers share the cores, and onl
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
 import sys
 import tempfile
@@ -20,12 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import deep_model
-from _support import median, save
+from _support import median, random_tokens, save
 
-from fastdeploy_kvcache_v1.bench_serve.client import Pace, play
-from fastdeploy_kvcache_v1.bench_serve.report import Answer
-from fastdeploy_kvcache_v1.bench_serve.server_process import free_port, running_server
-from fastdeploy_kvcache_v1.bench_serve.session import Session, Turn, random_tokens
+from fastdeploy_kvcache_v1.embedded.client import Answer, complete
+from fastdeploy_kvcache_v1.embedded.process import free_port, running_server
 
 PROMPT_TOKENS = 2_000
 NUM_PROMPTS = 8
@@ -56,10 +53,7 @@ def _wait_until_healthy(url: str) -> None:
 
 def ask(url: str, tokens: tuple[int, ...]) -> Answer:
     """Two tokens: `first_token_s`, and from there to `total_s` the second one."""
-    session = Session("prompt", (Turn(tokens, 2),))
-    (answer,) = asyncio.run(play(url, [session], Pace(1), {"temperature": 0.0}, lambda: None))
-    assert answer.error is None, answer.error
-    return answer
+    return complete(url, tokens, 2)
 
 
 def gap_s(answer: Answer) -> float:

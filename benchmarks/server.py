@@ -7,7 +7,6 @@ under the same load. Ratios are medians of each prompt's own ratio.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import tempfile
 import time
@@ -18,12 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import deep_model
-from _support import median, percentile, save
+from _support import median, percentile, random_tokens, save
 
-from fastdeploy_kvcache_v1.bench_serve.client import Pace, play
-from fastdeploy_kvcache_v1.bench_serve.report import Answer
-from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
-from fastdeploy_kvcache_v1.bench_serve.session import Session, Turn, random_tokens
+from fastdeploy_kvcache_v1.embedded.client import Answer, complete
+from fastdeploy_kvcache_v1.embedded.process import running_server
 from fastdeploy_kvcache_v1.metric_table import PREFIX
 
 PROMPT_TOKENS = 2_000
@@ -41,10 +38,7 @@ def prompt(seed: int) -> tuple[int, ...]:
 
 
 def send(url: str, tokens: tuple[int, ...], max_tokens: int = 4) -> Answer:
-    session = Session("prompt", (Turn(tokens, max_tokens),))
-    (answer,) = asyncio.run(play(url, [session], Pace(1), {"temperature": 0.0}, lambda: None))
-    assert answer.error is None, answer.error
-    return answer
+    return complete(url, tokens, max_tokens)
 
 
 def metrics(url: str) -> dict[str, float]:

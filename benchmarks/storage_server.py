@@ -16,13 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _support import ROOT, median, save
+from _support import ROOT, median, random_tokens, save
 from server import metrics, send, settled_metrics
 
-from fastdeploy_kvcache_v1.bench_serve.report import Answer
-from fastdeploy_kvcache_v1.bench_serve.server_process import running_server
-from fastdeploy_kvcache_v1.bench_serve.session import random_tokens
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.embedded.client import Answer
+from fastdeploy_kvcache_v1.embedded.process import running_server
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings

@@ -214,21 +214,6 @@ def attacks() -> str:
     return "\n".join(lines)
 
 
-def serve_workloads() -> str:
-    """Cache on against cache off, one row a workload."""
-    result = json.loads((RESULTS / "serve_workloads.json").read_text(encoding="utf-8"))
-    lines = [
-        "| workload | from the cache | first token, p50 / p90, off | on | requests per second, off | on |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in result["workloads"].items():
-        on, off = row["runs"]["cache on"], row["runs"]["cache off"]
-        first = [f"{run['ttft_ms']['p50'] / 1e3:.2f} / {run['ttft_ms']['p90'] / 1e3:.2f} s" for run in (off, on)]
-        rates = [f"{run['requests_per_s']:.2f}" for run in (off, on)]
-        lines.append(f"| {name} | {on['cached_share']:.0%} | {first[0]} | {first[1]} | {rates[0]} | {rates[1]} |")
-    return "\n".join(lines)
-
-
 def worker_steps() -> str:
     """CPU of the worker's thread per step before and after, one row per amount of copies and rows."""
     before, after = (
@@ -342,8 +327,6 @@ def main() -> None:
     update(DOCS, "growth", growth())
     update(DOCS, "worker_steps", worker_steps())
     update(NATIVE_OPS, "copy_submission", copy_submission())
-    if (RESULTS / "serve_workloads.json").exists():
-        update(DOCS, "serve_workloads", serve_workloads())
     if (RESULTS / "storage.json").exists():
         update(DOCS, "storage", storage())
     update(ATTACKS, "attacks", attacks())

@@ -1,4 +1,4 @@
-"""`fastdeploy-kvcache serve | router | demo | replay | traffic | storage | doctor | bench`.
+"""`fastdeploy-kvcache serve | router | demo | replay | traffic | storage | doctor`.
 
 Only the module of the chosen command is imported.
 """
@@ -22,7 +22,7 @@ EXIT_ERROR = 2
 class Command(NamedTuple):
     """`module` has `add_arguments(parser)` and `run(args)`, or `run(args, unknown)` if it passes flags on."""
 
-    words: tuple[str, ...]
+    name: str
     module: str
     help: str
     extras: str = ""
@@ -31,32 +31,26 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command(("serve",), ".embedded.command", "start the OpenAI-compatible server", "embedded", passes_flags_on=True),
-    Command(("router",), ".router", "send requests to prefill and decode servers", "embedded"),
-    Command(("demo",), ".demo", "show what the cache is worth, in two minutes", "embedded,demo"),
-    Command(("replay",), ".replay", "drive the cache manager alone with a request trace"),
-    Command(("traffic",), ".traffic", "write a request trace for replay: chat, agents, batch jobs, and others"),
-    Command(("storage",), ".storage.file.command", "look after a directory of stored blocks", "embedded"),
-    Command(("doctor",), ".doctor", "check FastDeploy, its patch points and this machine"),
-    Command(
-        ("bench", "serve"),
-        ".bench_serve",
-        "send a workload to a server with the cache on and off, and compare",
-        "bench",
-    ),
+    Command("serve", ".embedded.command", "start the OpenAI-compatible server", "embedded", passes_flags_on=True),
+    Command("router", ".router", "send requests to prefill and decode servers", "embedded"),
+    Command("demo", ".demo", "show what the cache is worth, in two minutes", "embedded,demo"),
+    Command("replay", ".replay", "drive the cache manager alone with a request trace"),
+    Command("traffic", ".traffic", "write a request trace for replay: chat, agents, batch jobs, and others"),
+    Command("storage", ".storage.file.command", "look after a directory of stored blocks", "embedded"),
+    Command("doctor", ".doctor", "check FastDeploy, its patch points and this machine"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 for a wrong setting or a missing extra, in one line; a bug shows its traceback."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = next((each for each in COMMANDS if tuple(words[: len(each.words)]) == each.words), None)
+    command = next((each for each in COMMANDS if words[:1] == [each.name]), None)
     if command is None:
         _overview().parse_args(words)
         return EXIT_ERROR  # not reached: one of the words is missing or wrong
     try:
-        with needed_by(" ".join(command.words), command.extras):
-            return _run(command, words[len(command.words) :])
+        with needed_by(command.name, command.extras):
+            return _run(command, words[1:])
     except KVCacheError as error:
         print(f"{PROGRAM}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_ERROR
@@ -66,9 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: Command, words: Sequence[str]) -> int:
     module = importlib.import_module(command.module, __package__)
-    parser = argparse.ArgumentParser(
-        prog=" ".join((PROGRAM, *command.words)), description=command.help, allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {command.name}", description=command.help, allow_abbrev=False)
     module.add_arguments(parser)
     if command.passes_flags_on:
         status: int = module.run(*parser.parse_known_args(words))
@@ -82,17 +74,8 @@ def _overview() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description="The v1 KV-cache manager for FastDeploy.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     choices = parser.add_subparsers(metavar="COMMAND", required=True)
-    groups: dict[str, argparse._SubParsersAction[argparse.ArgumentParser]] = {}
     for command in COMMANDS:
-        target = choices
-        if len(command.words) > 1:
-            group = command.words[0]
-            if group not in groups:
-                groups[group] = choices.add_parser(group, help=command.help).add_subparsers(
-                    metavar="COMMAND", required=True
-                )
-            target = groups[group]
-        target.add_parser(command.words[-1], help=command.help)
+        choices.add_parser(command.name, help=command.help)
     return parser
 
 

@@ -18,7 +18,6 @@ DEPENDENCIES = {
     "gguf",
     "h11",
     "httpx",
-    "jinja2",
     "matplotlib",
     "msgspec",
     "numpy",

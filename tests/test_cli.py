@@ -43,7 +43,7 @@ def test_model_directory_without_tokenizer_is_one_line(capsys, tmp_path):
     assert stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["bench"], ["serve", "--port", "x"]])
+@pytest.mark.parametrize("argv", [[], ["unknown"], ["bench", "serve"], ["serve", "--port", "x"]])
 def test_usage_mistakes_exit_with_2(capsys, argv):
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)

@@ -354,9 +354,6 @@ NEEDS_EXTRA = (
     "router --prefill http://127.0.0.1:1 --decode http://127.0.0.1:2",
     "demo",
     "demo --fastdeploy .",
-    "bench serve",
-    "bench serve --workload agents --url http://127.0.0.1:1",
-    "bench serve --trace trace",
     "storage verify --kvcache-storage-dir store",
 )
 WORKS = (
@@ -371,24 +368,20 @@ WORKS = (
 
 
 def test_every_command_is_tried_without_extras():
-    tried = {command.words for command in COMMANDS for line in (*NEEDS_EXTRA, *WORKS) if is_of(command, line)}
-    assert tried | {("doctor",)} == {command.words for command in COMMANDS}
+    tried = {line.split()[0] for line in (*NEEDS_EXTRA, *WORKS)}
+    assert tried | {"doctor"} == {command.name for command in COMMANDS}
 
 
-def is_of(command, line):
-    return tuple(line.split()[: len(command.words)]) == command.words
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.words))
+@pytest.mark.parametrize("command", [command.name for command in COMMANDS])
 def test_without_extras_every_command_has_its_help(bare, command):
-    status, output, errors = bare([*command.words, "--help"])
+    status, output, errors = bare([command, "--help"])
     assert (status, errors) == (0, "")
     assert output.startswith("usage: fastdeploy-kvcache")
 
 
 @pytest.mark.parametrize("line", NEEDS_EXTRA)
 def test_without_extras_a_command_ends_with_one_line_that_says_what_to_install(bare, line):
-    (extras,) = (command.extras for command in COMMANDS if is_of(command, line))
+    (extras,) = (command.extras for command in COMMANDS if command.name == line.split()[0])
     status, output, errors = bare(line.split())
     assert (status, output) == (2, "")
     install = re.escape(f"pip install 'fastdeploy-kvcache-v1[{extras}]'\n")

@@ -45,8 +45,7 @@ MAY_IMPORT = {
     "fastdeploy_integration": {"scheduler", "attention", "worker", "model", "storage", "transfer"},
     "replay": {"scheduler"},
     "traffic": set(),
-    "bench_serve": {"replay"},
-    "demo": {"bench_serve", "embedded"},
+    "demo": {"embedded"},
 }
 """Folder -> folders it may import from, besides itself and the shared modules."""
 
