@@ -45,10 +45,11 @@ def ours(path: Path, num_threads: int) -> tuple[Work, int]:
     import numpy as np
     import paddle
 
-    from fastdeploy_kvcache_v1.model.decoder import Decoder, SequenceSlice
+    from fastdeploy_kvcache_v1.model.llama import Llama
+    from fastdeploy_kvcache_v1.model.step import SequenceSlice
 
     config = load_model_config(path)
-    decoder = Decoder.load(path, config)
+    decoder = Llama.load(path, config)
     table = list(range(-(-(PROMPT_TOKENS + DECODE_TOKENS) // 64)))
     shape = [len(table), config.num_kv_heads, 64, config.head_dim]
     caches = [paddle.zeros(shape) for _ in range(2 * config.num_layers)]

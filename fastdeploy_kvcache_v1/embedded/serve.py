@@ -235,7 +235,7 @@ def _transfer_config(config: ServerConfig) -> TransferConfig | None:
         plane=role.plane,
         checksums=role.checksums,
         model=hashlib.sha256(f"{namespace.model} {namespace.implementation}".encode()).hexdigest()[:32],
-        num_kv_heads=model.num_kv_heads if model.latent is None else None,
+        num_kv_heads=None if model.ranks_cache_alike else model.num_kv_heads,
     )
 
 

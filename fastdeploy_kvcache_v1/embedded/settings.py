@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
-from ..model.config import RANDOM_MODELS, ModelConfig
+from ..model.config import FAMILIES, ModelConfig
 from ..model.reproducible import default_threads
 from ..storage.settings import HELP as STORAGE_HELP
 from ..storage.settings import StorageSettings, takes_host_blocks
@@ -127,7 +127,7 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-num-batched-tokens", "tokens computed per step, at most", type=int, metavar="TOKENS")
     add(
         "--tensor-parallel-size",
-        "worker processes that share the model's attention heads; the output does not depend on it",
+        "worker processes that share the random model's attention heads; the output does not depend on it",
         type=int,
         metavar="N",
     )
@@ -170,14 +170,18 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--model-family",
-        f"attention of the random model: {', '.join(RANDOM_MODELS)} (default: gqa); implies --model random",
+        f"attention of the random model: {', '.join(FAMILIES)} (default: gqa); implies --model random",
         metavar="NAME",
     )
     parser.add_argument(
         "--mtp", action="store_true", help="a draft layer in the random model, whose guesses are verified; implies it"
     )
     add("--seed", "seed for requests that give none", type=int)
-    add("--cache-dtype", "element type of the cache: float32, float16, bfloat16 or block_wise_fp8", metavar="DTYPE")
+    add(
+        "--cache-dtype",
+        "element type of the random model's cache: float32, float16, bfloat16 or block_wise_fp8",
+        metavar="DTYPE",
+    )
     add(
         "--worker-timeout",
         "the server ends when its worker computes no layer, or ends no copy, for this time; 0 sets no limit",

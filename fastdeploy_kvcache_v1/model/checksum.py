@@ -21,7 +21,7 @@ layer costs every later guess, and no token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from .config import ChecksumConfig
 from .ranks import ONE_RANK, Ranks
 from .step import Logits, SequenceSlice
 from .tensors import as_array
+
+if TYPE_CHECKING:
+    from .step_runner import Guess
 
 __all__ = ["ChecksumModel"]
 
@@ -164,14 +167,18 @@ class ChecksumModel:
         sums = self._of_all_ranks([own.sum(axis=1) for own in last])
         return [self._logits(each, own) for each, own in zip(sequences, sums, strict=True)]
 
-    def guess(
+    @property
+    def guess(self) -> Guess | None:
+        """As `step_runner.Model`."""
+        return self._guess if self.config.num_draft_layers else None
+
+    def _guess(
         self,
         sequences: Sequence[SequenceSlice],
         chosen: Sequence[int | None],
         caches: Sequence[Any],
         before_layer: Callable[[int], None] = lambda layer: None,
     ) -> list[int | None]:
-        """As `step_runner.Model`."""
         number = self.config.num_layers
         layer, drafts = self._layers[number], self._views(caches)[number]
         last = self._views(caches)[number - 1]

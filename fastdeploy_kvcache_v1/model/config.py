@@ -1,16 +1,16 @@
-"""What a decoder model looks like, read from a Hugging Face `config.json`. Pure Python: no paddle."""
+"""What a model looks like: the random one, or one of a Hugging Face `config.json`. Pure Python: no paddle."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar, TypeAlias
 
 from ..attention.base import AttentionCacheBackend
 from ..attention.geometry import CacheGeometry
 from ..attention.registry import make_cache_backend
 from ..errors import ConfigError, ModelError
 from .hf_json import Fields, read_json
-from .rope import RopeConfig, parse_rope
 
 BYTE_VOCAB_SIZE = 264
 """256 bytes and the eight special tokens of `random_directory.py`."""
@@ -25,152 +25,6 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-
-
-@dataclass(frozen=True)
-class LatentConfig:
-    """Multi-head latent attention: what all heads read is one vector per token."""
-
-    rank: int
-    """Of the latent vector, `kv_lora_rank`."""
-    rope_dim: int
-    """Rotated elements, cached behind the latent vector and shared by all heads."""
-    nope_dim: int
-    """Elements of a head's key that are not rotated; made from the latent vector."""
-    value_dim: int
-    """Elements of a head's value; made from the latent vector."""
-
-
-@dataclass(frozen=True)
-class IndexerConfig:
-    """Sparse attention: an indexer chooses the `topk` tokens that attention looks at."""
-
-    num_heads: int
-    head_dim: int
-    topk: int
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes and variants of a decoder: pre-norm, rotary embedding, an attention family, SwiGLU.
-
-    With `latent`, attention is computed over the latent vectors themselves: the up-projections are part of the query's
-    and the output's. So it is attention of `num_heads` query heads over one cached head of `head_dim` = `latent.rank +
-    latent.rope_dim` elements, whose value is its first `latent.rank` elements.
-    """
-
-    architecture: str
-    """`llama`, `qwen2` or `qwen3`."""
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position: int
-    """Longest sequence, prompt and output together."""
-    rms_norm_eps: float = 1e-6
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Bias of the attention's output projection."""
-    qk_norm: bool = False
-    """RMS norm over each query and key head."""
-    latent: LatentConfig | None = None
-    indexer: IndexerConfig | None = None
-    """Needs `latent`."""
-    sliding_window: int | None = None
-    """Tokens that a token looks at, itself included; None for all before it."""
-    num_draft_layers: int = 0
-    """1 with a layer that guesses the token after the next one (multi-token prediction), cached behind the others."""
-    seed: int = 0
-    """Of the random weights, where no directory gives any."""
-    random_layer_gain: float = 1.0
-    """With them, how much a layer adds to its input; with little, a draft layer is often right."""
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads")
-        if self.head_dim % 2:
-            raise ModelError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
-        if self.latent is not None and (self.num_kv_heads, self.head_dim) != (1, self.latent.rank + self.rope_dim):
-            raise ModelError(
-                f"latent attention caches one head of {self.latent.rank + self.rope_dim} elements, "
-                f"got {self.num_kv_heads} of {self.head_dim}"
-            )
-        if self.num_draft_layers not in (0, 1):
-            raise ModelError(f"a model has one draft layer or none, got {self.num_draft_layers}")
-        if self.indexer is not None and self.latent is None:
-            raise ModelError("an indexer needs latent attention: give latent too")
-        if self.sliding_window is not None and (self.sliding_window < 1 or self.latent is not None):
-            raise ModelError(
-                f"a sliding window needs at least 1 token and attention by heads, got {self.sliding_window}"
-            )
-
-    @property
-    def attention_family(self) -> str:
-        """Name in `attention.registry`."""
-        if self.indexer is not None:
-            return "dsa"
-        return "gqa" if self.latent is None else "mla"
-
-    @property
-    def rope_dim(self) -> int:
-        """Elements of a head that are rotated: its last ones."""
-        return self.head_dim if self.latent is None else self.latent.rope_dim
-
-    @property
-    def value_dim(self) -> int:
-        """Elements of a cached value."""
-        return self.head_dim if self.latent is None else self.latent.rank
-
-    @property
-    def heads_per_row(self) -> int:
-        """Heads of `head_dim` elements in a token's projection: queries, keys, and values unless keys hold them."""
-        return self.num_heads + self.num_kv_heads * (2 if self.latent is None else 1)
-
-    def shard(self, size: int) -> ModelConfig:
-        """What one of `size` tensor-parallel ranks has: its share of the heads. A latent cache is whole on each.
-
-        Raises `ConfigError` for a number of heads that `size` does not divide.
-        """
-        if self.latent is not None:
-            split = {"num_heads": self.num_heads}
-        else:
-            split = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        if any(number % size for number in split.values()):
-            heads = " and ".join(f"{name} {number}" for name, number in split.items())
-            raise ConfigError(f"--tensor-parallel-size {size} must divide the model's {heads}")
-        return replace(self, **{name: number // size for name, number in split.items()})  # type: ignore[arg-type]
-
-    @property
-    def ranks_cache_alike(self) -> bool:
-        """Whether every tensor-parallel rank's cache holds the same bytes, because it has no heads to split."""
-        return self.latent is not None
-
-    def cache_backend(self, *, block_size: int, dtype: str) -> AttentionCacheBackend:
-        """What its cache looks like, with blocks of `block_size` tokens. Takes no memory; raises `ConfigError`.
-
-        `dtype` is that of the values, or `BLOCK_WISE_FP8`. Sparse attention has a format of its own and ignores it.
-        """
-        if dtype not in CACHE_DTYPES:
-            raise ConfigError(f"unsupported cache dtype {dtype!r}: choose one of {', '.join(CACHE_DTYPES)}")
-        if dtype == BLOCK_WISE_FP8 and self.attention_family == "mla":
-            raise ConfigError(f"latent attention cannot be cached as {dtype}: choose float32, float16 or bfloat16")
-        geometry = CacheGeometry(
-            num_layers=self.num_layers + self.num_draft_layers,
-            block_size=block_size,
-            dtype="uint8" if dtype == BLOCK_WISE_FP8 else dtype,
-            scale_dtype="float32" if dtype == BLOCK_WISE_FP8 else None,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            kv_lora_rank=None if self.latent is None else self.latent.rank,
-            qk_rope_head_dim=None if self.latent is None else self.latent.rope_dim,
-            index_head_dim=None if self.indexer is None else self.indexer.head_dim,
-        )
-        return make_cache_backend(self.attention_family, geometry)
 
 
 @dataclass(frozen=True)
@@ -229,66 +83,116 @@ class ChecksumConfig:
         return make_cache_backend(self.family, geometry)
 
 
-RANDOM_MODEL = ModelConfig(
-    architecture="llama",
-    num_layers=4,
-    hidden_size=128,
-    intermediate_size=256,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=16,
-    vocab_size=BYTE_VOCAB_SIZE,
-    max_position=32_768,
-)
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding; without `kind` "llama3" only `theta` matters."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
 
 
-RANDOM_LATENT = LatentConfig(rank=128, rope_dim=16, nope_dim=16, value_dim=16)
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and variants of a decoder: pre-norm, rotary embedding, grouped-query attention, SwiGLU; see `llama`."""
 
-RANDOM_MODELS: dict[str, ModelConfig] = {
-    "gqa": RANDOM_MODEL,
-    "window": replace(RANDOM_MODEL, sliding_window=256),
-    "mla": replace(RANDOM_MODEL, num_heads=4, num_kv_heads=1, head_dim=144, latent=RANDOM_LATENT),
-    "dsa": replace(
-        RANDOM_MODEL,
-        num_heads=4,
-        num_kv_heads=1,
-        head_dim=144,
-        latent=RANDOM_LATENT,
-        indexer=IndexerConfig(num_heads=2, head_dim=128, topk=64),
-    ),
-}
-"""By what `serve --model-family` calls them."""
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    """Longest sequence, prompt and output together."""
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """Bias of the attention's output projection."""
+    qk_norm: bool = False
+    """RMS norm over each query and key head."""
+
+    family: ClassVar[str] = "gqa"
+    """Name in `attention.registry`."""
+    num_draft_layers: ClassVar[int] = 0
+    ranks_cache_alike: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads")
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
+
+    def shard(self, size: int) -> LlamaConfig:
+        """Raises `ConfigError` for more than one rank."""
+        if size > 1:
+            raise ConfigError(f"--tensor-parallel-size {size} is for --model random: leave it out")
+        return self
+
+    def cache_backend(self, *, block_size: int, dtype: str) -> AttentionCacheBackend:
+        """As `ChecksumConfig.cache_backend`, of float32 alone."""
+        if dtype != "float32":
+            raise ConfigError(f"a cache of {dtype} is for --model random: the model computes with float32")
+        return make_cache_backend(
+            self.family,
+            CacheGeometry(
+                num_layers=self.num_layers,
+                block_size=block_size,
+                dtype=dtype,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+            ),
+        )
 
 
-def random_model(family: str | None = None, *, mtp: bool = False) -> ModelConfig:
-    """With a draft layer if `mtp`. Raises `ModelError` for an unknown family."""
-    if family is not None and family not in RANDOM_MODELS:
-        raise ModelError(f"unknown --model-family {family!r}: choose one of {', '.join(RANDOM_MODELS)}")
-    return replace(RANDOM_MODELS[family or "gqa"], num_draft_layers=int(mtp), random_layer_gain=0.3 if mtp else 1.0)
+ModelConfig: TypeAlias = ChecksumConfig | LlamaConfig
+
+FAMILIES = ("gqa", "mla", "dsa")
+"""Of the random model."""
 
 
 def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool = False) -> ModelConfig:
-    """Of the model in directory `path`; None is a small random model over bytes, see `random_model`.
+    """Of the model in directory `path`; None is the random model, of a `family` and with a draft layer if `mtp`.
 
     Raises `ModelError`, one line, when the directory has no usable `config.json` or it asks for what is not supported.
     """
     if path is None:
-        return random_model(family, mtp=mtp)
+        if family not in (None, *FAMILIES):
+            raise ModelError(f"unknown --model-family {family!r}: choose one of {', '.join(FAMILIES)}")
+        return ChecksumConfig(family or FAMILIES[0], num_draft_layers=int(mtp), guessable=mtp)
     if mtp:
         raise ModelError(f"--mtp is for --model random: the draft layer of {path} cannot be read")
     if family is not None:
         raise ModelError(f"--model-family {family} is for --model random: {path} has a family of its own")
     if not path.is_dir():
         raise ModelError(f"model directory {path} does not exist")
-    config_file = path / "config.json"
-    config = Fields(str(config_file), read_json(config_file))
+    config = Fields(str(path / "config.json"), read_json(path / "config.json"))
+    return _checksum_config(config) if config.flag("checksum_model", False) else _llama_config(config)
+
+
+def _checksum_config(config: Fields) -> ChecksumConfig:
+    """Of a directory that `random_directory` wrote."""
+    return ChecksumConfig(
+        num_layers=config.integer("num_hidden_layers"),
+        num_kv_heads=config.integer("num_key_value_heads"),
+        head_dim=config.integer("head_dim"),
+        vocab_size=config.integer("vocab_size"),
+        max_position=config.integer("max_position_embeddings"),
+    )
+
+
+def _llama_config(config: Fields) -> LlamaConfig:
     architecture = _architecture(config)
     _refuse_unsupported(config)
     num_heads = config.integer("num_attention_heads")
     hidden_size = config.integer("hidden_size")
     bias = config.flag("attention_bias", False)
-    return ModelConfig(
-        architecture=architecture,
+    return LlamaConfig(
         num_layers=config.integer("num_hidden_layers"),
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
@@ -298,12 +202,32 @@ def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool
         vocab_size=config.integer("vocab_size"),
         max_position=config.integer("max_position_embeddings"),
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=parse_rope(config),
+        rope=_rope(config),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         qkv_bias=architecture == "qwen2" or bias,
         output_bias=architecture != "qwen2" and bias,
         qk_norm=architecture == "qwen3",
     )
+
+
+def _rope(config: Fields) -> RopeConfig:
+    """From `rope_theta` + `rope_scaling`, or from `rope_parameters`, which newer configurations have instead."""
+    theta = config.number("rope_theta", 10_000.0)
+    scaling = config.section("rope_parameters") or config.section("rope_scaling")
+    rope = Fields(f"{config.source}: rope settings", scaling)
+    theta = rope.number("rope_theta", theta)
+    if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(f"{rope.source}: a partial rotary embedding is not supported")
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind != "llama3":
+        raise ModelError(f"{rope.source}: unsupported type {kind!r}: choose one of default, llama3")
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise ModelError(f"{rope.source}: low_freq_factor must be below high_freq_factor, got {low} and {high}")
+    original = rope.integer("original_max_position_embeddings")
+    return RopeConfig(theta, kind, rope.number("factor"), low, high, original)
 
 
 def _architecture(config: Fields) -> str:

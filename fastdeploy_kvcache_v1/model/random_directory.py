@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["RANDOM_DIRECTORY", "write_random_directory", "write_seed"]
+__all__ = ["RANDOM_DIRECTORY", "read_seed", "write_random_directory", "write_seed"]
 
 RANDOM_DIRECTORY = Path(__file__).parent / "random"
 """What needs no weights reads this one."""
@@ -33,5 +33,13 @@ def write_seed(directory: Path, seed: int) -> None:
     from safetensors.numpy import save_file
 
     temporary = directory / f"{WEIGHTS}.tmp"
-    save_file({SEED: np.array([seed], dtype=np.int64)}, temporary)
+    save_file({SEED: np.array([seed], dtype=np.float32)}, temporary)
     temporary.replace(directory / WEIGHTS)
+
+
+def read_seed(directory: Path) -> int:
+    """Raises `ModelError` for a directory without."""
+    from .weights import Checkpoint
+
+    with Checkpoint(directory) as weights:
+        return int(weights.read(SEED, (1,))[0])

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import RankLostError, RanksDisagreeError, TransferError
 
@@ -52,23 +51,19 @@ class Ranks(ABC):
     size: int
 
     @abstractmethod
-    def gather(self, part: NDArray[np.float32]) -> NDArray[np.float32]:
-        """`[rows, n]` of every rank -> `[rows, size * n]`, in rank order.
+    def exchange(self, part: bytes) -> list[bytes]:
+        """The parts of all ranks, in rank order.
 
         Raises `PeerTransferError` or `PeerError` where a rank failed, `RankLostError` where one does not answer.
         """
 
     @abstractmethod
-    def exchange(self, part: bytes) -> list[bytes]:
-        """The parts of all ranks, in rank order. Raises as `gather`."""
-
-    @abstractmethod
     def agree(self, result: bytes) -> None:
-        """Every rank has come to this `result`. Raises as `gather`, `RanksDisagreeError` if they differ."""
+        """Every rank has come to this `result`. Raises as `exchange`, `RanksDisagreeError` if they differ."""
 
     @abstractmethod
     def union(self, numbers: Iterable[int]) -> set[int]:
-        """What any rank gives. Raises as `gather`."""
+        """What any rank gives. Raises as `exchange`."""
 
     @abstractmethod
     def fail(self, error: Exception) -> NoReturn:
@@ -77,9 +72,6 @@ class Ranks(ABC):
 
 class _OneRank(Ranks):
     rank, size = 0, 1
-
-    def gather(self, part: NDArray[np.float32]) -> NDArray[np.float32]:
-        return part
 
     def exchange(self, part: bytes) -> list[bytes]:
         return [part]
@@ -122,12 +114,6 @@ class RankGroup(Ranks):
         self._round = 0
         for peer in self._peers:
             peer.settimeout(timeout_s)
-
-    def gather(self, part: NDArray[np.float32]) -> NDArray[np.float32]:
-        parts = self._exchange(DATA, np.ascontiguousarray(part).data.cast("B"))
-        if any(len(each) != part.nbytes for each in parts):
-            raise RanksDisagreeError(f"the ranks gave {[*map(len, parts)]} bytes for the same tokens (a bug)")
-        return np.concatenate([np.frombuffer(each, dtype=np.float32).reshape(part.shape) for each in parts], axis=1)
 
     def exchange(self, part: bytes) -> list[bytes]:
         return [*map(bytes, self._exchange(DATA, part))]

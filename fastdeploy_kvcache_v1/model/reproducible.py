@@ -35,7 +35,7 @@ def configure_reproducible_math(num_threads: int = 1) -> bool:
     number of threads. On AMD processors, MKL otherwise picks its slowest kernels, so it is told that AVX2 is there.
     The threads sleep as soon as they have nothing to do: copies and servers need the cores too. Variables that are
     set already are left alone. Returns False, changing nothing, when paddle is loaded already: then the library keeps
-    its default mode, and `row_probe` finds out whether that needs `plan.FIXED_TILES`.
+    its default mode, and what it computes of a token may depend on what is computed beside it.
     """
     if "paddle" in sys.modules:
         logger.warning("paddle is loaded already: the math library keeps its default mode")
@@ -52,11 +52,6 @@ def configure_reproducible_math(num_threads: int = 1) -> bool:
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     return True
-
-
-def has_avx512(cpuinfo: Path = CPUINFO) -> bool:
-    """False where the system does not tell."""
-    return "avx512f" in _cpu_description(cpuinfo).split()
 
 
 def _cpu_description(cpuinfo: Path) -> str:

@@ -74,8 +74,6 @@ class StepTask:
     sampling: SamplingParams
     drafts: tuple[int, ...] = ()
     """Guesses of the tokens behind `token_ids`; the block table covers them. Only with `needs_logits`."""
-    next_token: int | None = None
-    """What follows `token_ids` where `needs_logits` is False; a model with a draft layer asks for it."""
     images: tuple[PlacedImage, ...] = ()
     """Those that `token_ids` has placeholders of."""
 

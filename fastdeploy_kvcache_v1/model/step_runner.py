@@ -9,42 +9,56 @@ from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from ..batch_request import BatchRequest
 from ..errors import ModelError, RankGroupError, TransferError
 from ..metadata import TransferReport
 from ..worker.cache_controller import CacheController
 from ..worker.layer_done_counter import LayerDoneCounter
-from .plan import DraftSlice, SequenceSlice
 from .ranks import ONE_RANK, PeerError, PeerTransferError, Ranks
 from .sampler import sample
-from .step import StepResult, StepTask
-from .vision import EmbeddedRows, VisionEncoder
+from .step import Logits, SequenceSlice, StepResult, StepTask
+from .vision import place_images
 
 logger = logging.getLogger(__name__)
 
-Logits = npt.NDArray[np.float32]
 
-
-class Forward(Protocol):
-    """`Decoder.forward`."""
-
-    def __call__(
-        self, sequences: list[SequenceSlice], caches: list[Any], before_layer: Callable[[int], None]
-    ) -> list[Logits | None]: ...
-
-
-class ForwardWithDrafts(Protocol):
-    """`DraftingDecoder.forward`."""
+class Guess(Protocol):
+    """Of a model with a draft layer: the last one in its caches, behind those that `forward` computes."""
 
     def __call__(
         self,
-        slices: list[DraftSlice],
-        caches: list[Any],
+        sequences: Sequence[SequenceSlice],
+        chosen: Sequence[int | None],
+        caches: Sequence[Any],
         before_layer: Callable[[int], None],
-        choose: Callable[[int, list[Logits]], list[int]],
-    ) -> list[int | None]: ...
+    ) -> list[int | None]:
+        """Write the draft layer's rows of slices that `forward` has computed, and say what follows the token `chosen`
+        behind each of them; None where none was. Otherwise as `Model.forward`.
+        """
+
+
+class Model(Protocol):
+    """What computes. Calls do not overlap; nothing is kept between them but what is in the caches.
+
+    `caches` are the tensors of the model's layout, layer by layer, roles in role order. `before_layer(l)` is called
+    once for each layer, in order, when the new rows of layer `l` are written and before anything of its caches is
+    read: it may wait for copies into other slots. What it raises ends the call; the same call again is then safe.
+    Exactly the slots of the given tokens are written, and only slots of positions up to them are read.
+    """
+
+    def forward(
+        self, sequences: Sequence[SequenceSlice], caches: Sequence[Any], before_layer: Callable[[int], None]
+    ) -> list[Logits]:
+        """Compute the slices: `num_logits` rows for each of them.
+
+        Raises `ValueError` for slices that do not fit the model, their block tables or the caches; with several ranks
+        also as `Ranks.exchange`.
+        """
+
+    @property
+    def guess(self) -> Guess | None:
+        """None where the model has no draft layer."""
 
 
 class Transfers(Protocol):
@@ -69,31 +83,28 @@ class StepRunner:
 
     def __init__(
         self,
-        forward: Forward,
+        forward: Callable[..., list[Logits]],
         controller: CacheController,
         caches: list[Any],
         *,
         block_size: int,
         on_progress: Callable[[], None] = lambda: None,
-        forward_with_drafts: ForwardWithDrafts | None = None,
-        vision: VisionEncoder | None = None,
+        guess: Guess | None = None,
         transfers: Transfers | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`on_progress` is called when a batch was taken, when its copies were submitted, before each layer is
-        computed, and when all of it is done.
+        """`forward` and `guess` of a `Model`. `on_progress` is called when a batch was taken, when its copies were
+        submitted, before each layer is computed, and when all of it is done.
 
-        `forward_with_drafts` computes instead of `forward` where the model has a draft layer. `vision` of a model that
-        sees images. `transfers` of a server with a role. Every rank of `ranks` runs the same batches; `forward` and the
-        like are given the same.
+        `transfers` of a server with a role. Every rank of `ranks` runs the same batches; each has its own part of the
+        same model.
         """
         self._forward = forward
-        self._forward_with_drafts = forward_with_drafts
+        self._guess = guess
         self._controller = controller
         self._caches = caches
         self._block_size = block_size
         self._on_progress = on_progress
-        self._vision = vision
         self._transfers = transfers
         self._ranks = ranks
 
@@ -188,31 +199,38 @@ class StepRunner:
         self._controller.before_compute(read, written, counter=counter)
         try:
             slices = [self._slice(task) for task in tasks]
-            if self._forward_with_drafts is None:
-                logits = self._forward(slices, self._caches, before_layer)
-                for task, row in zip(tasks, logits, strict=True):
-                    _sample(task, [] if row is None else [row], result)
-                return result
-            drafts = self._forward_with_drafts(
-                [DraftSlice(each, task.next_token) for each, task in zip(slices, tasks, strict=True)],
-                self._caches,
-                before_layer,
-                lambda index, rows: _sample(tasks[index], rows, result),
-            )
-            for task, draft in zip(tasks, drafts, strict=True):
-                if draft is not None:
-                    result.drafts[task.request_id] = (draft,)
+            for task, rows in zip(tasks, self._forward(slices, self._caches, before_layer), strict=True):
+                if len(rows):
+                    _sample(task, rows, result)
+            if self._guess is not None:
+                self._guess_next(self._guess, tasks, slices, result, before_layer)
             return result
         finally:
             self._controller.after_compute(read, written)
 
+    def _guess_next(
+        self,
+        guess: Guess,
+        tasks: Sequence[StepTask],
+        slices: Sequence[SequenceSlice],
+        result: StepResult,
+        before_layer: Callable[[int], None],
+    ) -> None:
+        """Of the same positions without wrong guesses, into `result.drafts`."""
+        known, chosen = [], []
+        for task, each in zip(tasks, slices, strict=True):
+            accepted = result.accepted.get(task.request_id, ())
+            kept = each.token_ids[: len(task.token_ids) + len(accepted)]
+            known.append(replace(each, token_ids=kept, num_drafts=0))
+            chosen.append(accepted[-1] if accepted else result.tokens.get(task.request_id))
+        for task, draft in zip(tasks, guess(known, chosen, self._caches, before_layer), strict=True):
+            if draft is not None:
+                result.drafts[task.request_id] = (draft,)
+
     def _slice(self, task: StepTask) -> SequenceSlice:
-        embedded: tuple[EmbeddedRows, ...] = ()
-        if task.images:
-            assert self._vision is not None, f"request {task.request_id} brings images to a model that sees none"
-            embedded = self._vision.rows_of(task.images, task.start, task.start + len(task.token_ids))
         tokens = np.array([*task.token_ids, *task.drafts], dtype=np.int64)
-        return SequenceSlice(tokens, task.start, task.block_table, task.needs_logits, len(task.drafts), embedded)
+        place_images(task.images, tokens, task.start)
+        return SequenceSlice(tokens, task.start, task.block_table, task.needs_logits, len(task.drafts))
 
     def _slots(self, task: StepTask) -> tuple[list[int], list[int]]:
         """Slots the task reads, `[0, end)` in tokens, and those it writes, `[start, end)`."""
@@ -221,9 +239,9 @@ class StepRunner:
         return read, read[task.start // self._block_size :]
 
 
-def _sample(task: StepTask, logits: Sequence[Logits], result: StepResult) -> list[int]:
-    """The task's tokens, into `result` too: the first of `logits` gives one, each other one if the draft before it was
-    right. None on an error, which is then in `result`. The position is that of the new token: a retry draws the same.
+def _sample(task: StepTask, logits: Logits, result: StepResult) -> None:
+    """The task's tokens, into `result`: the first of `logits` gives one, each other one if the draft before it was
+    right. Or an error. The position is that of the new token: a retry draws the same.
     """
     tokens: list[int] = []
     position = task.start + len(task.token_ids)
@@ -239,4 +257,3 @@ def _sample(task: StepTask, logits: Sequence[Logits], result: StepResult) -> lis
         result.tokens[task.request_id] = tokens[0]
     if len(tokens) > 1:
         result.accepted[task.request_id] = tuple(tokens[1:])
-    return tokens

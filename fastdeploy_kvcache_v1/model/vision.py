@@ -1,12 +1,9 @@
-"""The eyes of the random model: an image becomes one embedding per patch, in place of its placeholder tokens.
-
-Whole numbers only, up to the last multiplication: an embedding has the same bits on any machine, with any library, and
-whatever else is computed beside it.
-"""
+"""Images of the random model: numbers made of an image's content take the place of its placeholder tokens."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -45,13 +42,12 @@ class Image:
 
     @cached_property
     def content_hash(self) -> str:
-        """Of what the model sees: equal hashes mean equal embeddings."""
+        """Of what the model sees."""
         return sha256(struct.pack("<QQ", self.rows, self.columns) + self.pixels).hexdigest()
 
-    def patches(self) -> NDArray[np.uint8]:
-        """`[num_tokens, PATCH_BYTES]`"""
-        pixels = np.frombuffer(self.pixels, np.uint8).reshape(self.rows, PATCH, self.columns, PATCH, 3)
-        return np.ascontiguousarray(pixels.transpose(0, 2, 1, 3, 4)).reshape(self.num_tokens, PATCH_BYTES)
+    def number(self, index: int) -> int:
+        """Stands for its placeholder `index`: of the whole content, above every token id."""
+        return int.from_bytes(sha256(f"{self.content_hash} {index}".encode()).digest()[:7], "big") | 1 << 62
 
 
 class PlacedImage(NamedTuple):
@@ -64,39 +60,8 @@ class PlacedImage(NamedTuple):
         return self.offset + self.image.num_tokens
 
 
-class EmbeddedRows(NamedTuple):
-    """Embeddings that take the place of those of some tokens of a slice."""
-
-    first: int
-    """Token of the slice."""
-    values: NDArray[np.float32]
-    """`[n, hidden]`"""
-
-
-class VisionEncoder:
-    """Random weights that depend on `seed` only. Immutable."""
-
-    def __init__(self, hidden_size: int, seed: int) -> None:
-        random = np.random.Generator(np.random.Philox(key=[seed, 0x5EE]))
-        self._inner = random.integers(-8, 9, (PATCH_BYTES, hidden_size), dtype=np.int64)
-        self._outer = random.integers(-8, 9, (hidden_size, hidden_size), dtype=np.int64)
-        self._places = random.integers(-2048, 2049, (MAX_SIDE, MAX_SIDE, hidden_size), dtype=np.int64)
-        self._scale = np.float32(2.0**-12)
-
-    def encode(self, image: Image) -> NDArray[np.float32]:
-        """`[num_tokens, hidden]`: each patch by its pixels, its place, and a little of all the others."""
-        inner = np.clip((image.patches().astype(np.int64) - 128) @ self._inner >> 7, -127, 127)
-        inner += inner.sum(axis=0) // image.num_tokens
-        values = inner @ self._outer + self._places[: image.rows, : image.columns].reshape(image.num_tokens, -1)
-        embeddings: NDArray[np.float32] = np.clip(values, -16384, 16384).astype(np.float32) * self._scale
-        return embeddings
-
-    def rows_of(self, images: tuple[PlacedImage, ...], start: int, end: int) -> tuple[EmbeddedRows, ...]:
-        """Those of the positions `[start, end)` of a request."""
-        found = []
-        for placed in images:
-            first, last = max(start, placed.offset), min(end, placed.end)
-            if first < last:
-                values = self.encode(placed.image)[first - placed.offset : last - placed.offset]
-                found.append(EmbeddedRows(first - start, values))
-        return tuple(found)
+def place_images(images: Iterable[PlacedImage], token_ids: NDArray[np.int64], start: int) -> None:
+    """Puts numbers made of the images in place of their placeholders. The first of `token_ids` is at `start`."""
+    for placed in images:
+        for position in range(max(start, placed.offset), min(start + len(token_ids), placed.end)):
+            token_ids[position - start] = placed.image.number(position - placed.offset)

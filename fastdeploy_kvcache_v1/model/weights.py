@@ -1,102 +1,60 @@
-"""The weights of a decoder as NumPy arrays, laid out for `layers`: from a checkpoint, or random."""
+"""Read tensors out of a model directory's safetensors files, one at a time, as float32."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
-from .attention import AttentionWeights
-from .attention_families import family_of
-from .checkpoint import Checkpoint
-from .config import ModelConfig
-from .weight_source import Array, RandomSource, Source
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
-
-@dataclass(frozen=True)
-class LayerWeights:
-    """One layer, all float32. Linear weights are `[out, in]`, as they are stored: a product of few rows reads them
-    faster so."""
-
-    input_norm: Array
-    """`[hidden]`"""
-    attention: AttentionWeights
-    mlp_norm: Array
-    """`[hidden]`"""
-    gate: Array
-    up: Array
-    """`[intermediate, hidden]` both"""
-    down: Array
-    """`[hidden, intermediate]`"""
+from ..errors import ModelError
 
 
-@dataclass(frozen=True)
-class DecoderWeights:
-    embedding: Array
-    """`[vocab, hidden]`"""
-    layers: list[LayerWeights]
-    final_norm: Array
-    """`[hidden]`"""
-    lm_head: Array
-    """`[vocab, hidden]`; the embedding itself when they are tied."""
-    draft: DraftWeights | None
-    """None without a draft layer, else the last of `layers` is one."""
+class Checkpoint:
+    """A context manager over the open files. Not thread-safe. Raises `ModelError`, one line, for whatever is wrong."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ModelError(f"{path} is not a usable model directory: it has no *.safetensors file")
+        self._file_of_tensor: dict[str, tuple[Path, Any]] = {}
+        for file in files:
+            handle = _open(file)
+            self._file_of_tensor.update(dict.fromkeys(handle.keys(), (file, handle)))
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file_of_tensor.clear()
+
+    def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Tensor `name`, converted to float32; it must have exactly `shape`."""
+        if name not in self._file_of_tensor:
+            raise ModelError(f"{self._path}: tensor {name} is missing")
+        file, handle = self._file_of_tensor[name]
+        try:
+            found = tuple(handle.get_slice(name).get_shape())
+            if found != shape:
+                raise ModelError(f"{file}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
+            tensor = handle.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelError(f"cannot read tensor {name} from {file}: {error}") from error
+        if str(tensor.dtype) not in ("paddle.float32", "paddle.float16", "paddle.bfloat16"):
+            raise ModelError(f"{file}: tensor {name} has unsupported dtype {tensor.dtype}")
+        # Through paddle because NumPy has no bfloat16.
+        values: NDArray[np.float32] = tensor.astype("float32").numpy()
+        return values
 
 
-@dataclass(frozen=True)
-class DraftWeights:
-    """What leads into the draft layer: a token's embedding beside the hidden state of the token before it."""
-
-    embedding_norm: Array
-    hidden_norm: Array
-    """`[hidden]` both"""
-    join: Array
-    """`[hidden, 2 * hidden]`"""
-
-
-def load_weights(path: Path | None, config: ModelConfig) -> DecoderWeights:
-    """From the safetensors files of `path`, or random ones that depend on `config.seed` only.
-
-    Raises `ModelError` for a missing, misshapen or unreadable tensor.
-    """
-    if path is None:
-        return read_decoder(RandomSource(config.seed, config.random_layer_gain), config)
-    with Checkpoint(path) as checkpoint:
-        return read_decoder(checkpoint, config)
-
-
-def read_decoder(source: Source, config: ModelConfig) -> DecoderWeights:
-    """By the names of Hugging Face's models."""
-    table = (config.vocab_size, config.hidden_size)
-    embedding = source.read("model.embed_tokens.weight", table)
-    layers = [_read_layer(source, config, index) for index in range(config.num_layers)]
-    final_norm = source.read("model.norm.weight", (config.hidden_size,))
-    lm_head = embedding if config.tie_word_embeddings else source.read("lm_head.weight", table)
-    # Behind all others: random weights of the model are the same with and without it.
-    draft = None
-    if config.num_draft_layers:
-        draft = _read_draft(source, config)
-        layers.append(_read_layer(source, config, config.num_layers))
-    return DecoderWeights(embedding, layers, final_norm, lm_head, draft)
-
-
-def _read_draft(source: Source, config: ModelConfig) -> DraftWeights:
-    hidden, prefix = config.hidden_size, f"model.layers.{config.num_layers}"
-    return DraftWeights(
-        embedding_norm=source.read(f"{prefix}.enorm.weight", (hidden,)),
-        hidden_norm=source.read(f"{prefix}.hnorm.weight", (hidden,)),
-        join=source.read(f"{prefix}.eh_proj.weight", (hidden, 2 * hidden)),
-    )
-
-
-def _read_layer(source: Source, config: ModelConfig, index: int) -> LayerWeights:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    prefix = f"model.layers.{index}"
-    attention = family_of(config).read(source, prefix, config)
-    return LayerWeights(
-        input_norm=source.read(f"{prefix}.input_layernorm.weight", (hidden,)),
-        attention=attention,
-        mlp_norm=source.read(f"{prefix}.post_attention_layernorm.weight", (hidden,)),
-        gate=source.read(f"{prefix}.mlp.gate_proj.weight", (inner, hidden)),
-        up=source.read(f"{prefix}.mlp.up_proj.weight", (inner, hidden)),
-        down=source.read(f"{prefix}.mlp.down_proj.weight", (hidden, inner)),
-    )
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="paddle")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error

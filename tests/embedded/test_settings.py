@@ -6,8 +6,10 @@ import pytest
 
 from fastdeploy_kvcache_v1.embedded.settings import GIB, add_serve_arguments, server_config
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.model.config import RANDOM_MODEL, random_model
+from fastdeploy_kvcache_v1.model.config import ChecksumConfig
 from fastdeploy_kvcache_v1.model.reproducible import default_threads
+
+MODEL = ChecksumConfig()
 
 BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
 
@@ -18,7 +20,7 @@ STORAGE = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv")
 ATTENTION_STORE = ("--kvcache-storage-backend", "attention_store")
 
 
-def configure(*flags, free_bytes=8 * GIB, model=RANDOM_MODEL):
+def configure(*flags, free_bytes=8 * GIB, model=MODEL):
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
     return server_config(parser.parse_args(flags), model, free_bytes=free_bytes)
@@ -28,7 +30,7 @@ def test_defaults():
     config = configure()
     assert config.is_random_model
     assert config.served_model_name == "random-tiny"
-    assert config.max_model_len == RANDOM_MODEL.max_position
+    assert config.max_model_len == ChecksumConfig.max_position
     assert config.cache.block_size == 64
     assert config.cache.enable_prefix_caching
     assert config.cache.write_policy.value == "auto"
@@ -61,7 +63,7 @@ def test_ranks_share_a_host_tier_where_their_blocks_are_equal():
     assert not one.ranks_share_host
     assert not split.ranks_share_host
     assert split.cache.num_host_blocks == one.cache.num_host_blocks, "each rank has half of a block"
-    latent = {"model": random_model("mla")}
+    latent = {"model": ChecksumConfig("mla")}
     alone, shared = configure(**latent), configure(*two, **latent)
     assert (alone.ranks_share_host, shared.ranks_share_host) == (False, True)
     assert shared.cache.num_host_blocks == alone.cache.num_host_blocks

@@ -24,7 +24,7 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_kvcache_v1.copy_totals import CopyTotals, RankCopies
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
+from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
 
 from .fastdeploy_trees import ROOT, tree
 
@@ -71,7 +71,7 @@ class CpuServer:
         self.logs = directory / "log"
         self.model = directory / "model"
         if not self.model.exists():
-            write_random_model(self.model)
+            write_random_directory(self.model)
         # Not below `directory`: its name would be too long for unix sockets.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
         self._shared_memory = _names(SHARED_MEMORY)

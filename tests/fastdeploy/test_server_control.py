@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
+from fastdeploy_kvcache_v1.model.random_directory import write_seed
 from fastdeploy_kvcache_v1.trace_recorder import VARIABLE
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
@@ -178,7 +178,7 @@ def test_nothing_computed_with_old_weights_is_used_with_new_ones(server, ask):
     old = ask(document(0)).tokens
     answers = []
     for seed in (1, 0):
-        write_random_weights(server.model, seed=seed)
+        write_seed(server.model, seed)
         server.control("pause")
         server.control("update_weights")
         server.control("resume")

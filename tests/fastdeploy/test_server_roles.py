@@ -8,7 +8,7 @@ from itertools import pairwise
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_weights
+from fastdeploy_kvcache_v1.model.random_directory import write_seed
 from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until
@@ -182,7 +182,7 @@ def test_nothing_computed_with_old_weights_is_used_with_new_ones(group, expected
     for seed in (1, 0):
         for server in both(group):
             server.control("pause")
-            write_random_weights(server.model, seed=seed)
+            write_seed(server.model, seed)
             server.control("update_weights")
         for server in both(group):
             server.control("resume")

@@ -12,8 +12,8 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import RUN_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor import end_processes
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.supervisor import UNHEALTHY_S
+from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
 from tests.storage.attention_store.stand_in import environment as sdk
 from tests.storage.attention_store.stand_in import set_faults
 
@@ -104,7 +104,7 @@ def as_it_is(tmp_path):
 
 def forget_padding(tmp_path):
     """FastDeploy hands its worker the padding token as a number, and ends with status 0 when that fails."""
-    for path in write_random_model(tmp_path / "model").glob("*.json"):
+    for path in write_random_directory(tmp_path / "model").glob("*.json"):
         content = json.loads(path.read_text())
         if content.pop("pad_token_id", content.pop("pad_token", None)) is not None:
             path.write_text(json.dumps(content))

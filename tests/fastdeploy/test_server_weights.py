@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import (
-    write_random_model,
-    write_random_weights,
+from fastdeploy_kvcache_v1.model.random_directory import (
+    write_random_directory,
+    write_seed,
 )
 
 from .cpu_server import started, wait_until
@@ -37,7 +37,7 @@ def expected(release, tmp_path_factory):
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "256")
     for seed in (0, 1):
         directory = tmp_path_factory.mktemp(f"reference{seed}")
-        write_random_weights(write_random_model(directory / "model"), seed=seed)
+        write_seed(write_random_directory(directory / "model"), seed)
         with started(release, directory, *flags, manager=False) as server, server.client() as client:
             answers[seed] = all_documents(server, client)
             assert server.stop() == 0, server.stderr
@@ -80,7 +80,7 @@ def legacy(server, name):
 
 def update_to(server, seed):
     legacy(server, "clear_load_weight")
-    write_random_weights(server.model, seed=seed)
+    write_seed(server.model, seed)
     legacy(server, "update_model_weight")
 
 
@@ -104,7 +104,7 @@ def test_while_weights_are_away_requests_are_refused_and_the_server_is_not_ended
     with pytest.raises(openai.APIStatusError) as refused:
         server.ask(client, document(0))
     assert refused.value.status_code == REFUSED
-    write_random_weights(server.model, seed=1)
+    write_seed(server.model, 1)
     legacy(server, "update_model_weight")
     legacy(server, "update_model_weight")
     assert server.ask(client, document(0)).tokens == expected[1][0]

@@ -78,13 +78,3 @@ def test_too_late_once_paddle_is_there(monkeypatch):
 )
 def test_modes_by_processor(cpu, expected):
     assert reproducible.mkl_settings(cpu) == expected
-
-
-@pytest.mark.parametrize(
-    ("cpu", "expected"), [(INTEL + "flags\t\t: avx2 avx512f avx512bw\n", True), (INTEL, False), (None, False)]
-)
-def test_processors_without_avx512_are_told_apart(tmp_path, cpu, expected):
-    file = tmp_path / "cpuinfo"
-    if cpu is not None:
-        file.write_text(cpu)
-    assert reproducible.has_avx512(file) is expected

@@ -35,10 +35,7 @@ class LookingForward:
         for layer in range(LAYERS):
             before_layer(layer)
             self.layers.append(layer)
-        return [
-            np.eye(VOCAB, dtype=np.float32)[slice_.start + len(slice_.token_ids)] if slice_.needs_logits else None
-            for slice_ in sequences
-        ]
+        return [np.eye(VOCAB, dtype=np.float32)[slice_.end : slice_.end + slice_.num_logits] for slice_ in sequences]
 
 
 class Worker:
@@ -241,7 +238,7 @@ def test_bug_in_the_forward_fails_the_requests_and_spares_the_worker(start, capl
 
 def test_logits_that_are_not_finite_fail_only_their_request(start):
     def forward(sequences, caches, before_layer):
-        return [np.full(VOCAB, np.nan if slice_.start else 0.0, dtype=np.float32) for slice_ in sequences]
+        return [np.full((1, VOCAB), np.nan if slice_.start else 0.0, dtype=np.float32) for slice_ in sequences]
 
     worker = start(forward=forward)
     result = worker.runner.run(BatchRequest([task("good", [0]), task("bad", [1], start=1)]))

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.model import load_model_config
-from fastdeploy_kvcache_v1.model.decoder import Decoder
-from fastdeploy_kvcache_v1.model.plan import SequenceSlice
+from fastdeploy_kvcache_v1.model.llama import Llama
+from fastdeploy_kvcache_v1.model.step import SequenceSlice
 from fastdeploy_kvcache_v1.model.tensors import as_array, step_tensor
+
+from .model_dirs import BASE, random_tensors, write_model
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float32])
@@ -34,18 +36,19 @@ def test_an_array_shares_the_memory_of_its_tensor_and_keeps_it():
     assert array.tolist() == [[7] * 3] * 2, len(others)
 
 
-def test_steps_leave_no_objects_behind():
+def test_steps_leave_no_objects_behind(tmp_path):
     import paddle
 
-    config = load_model_config(None)
-    decoder = Decoder.load(None, config)
+    path = write_model(tmp_path, random_tensors(BASE), BASE)
+    config = load_model_config(path)
+    model = Llama.load(path, config)
     shape = [4, config.num_kv_heads, 16, config.head_dim]
     caches = [paddle.zeros(shape) for _ in range(2 * config.num_layers)]
 
     def steps(count):
         for position in range(count):
             slice_ = SequenceSlice(np.array([position], dtype=np.int64), position, [0, 1, 2, 3], True)
-            decoder.forward([slice_], caches, lambda layer: None)
+            model.forward([slice_], caches, lambda layer: None)
         gc.collect()
         return len(gc.get_objects())
 

@@ -11,7 +11,8 @@ import pytest
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelFetchError
 from fastdeploy_kvcache_v1.model import load_model_config
-from fastdeploy_kvcache_v1.model.decoder import Decoder, SequenceSlice
+from fastdeploy_kvcache_v1.model.llama import Llama
+from fastdeploy_kvcache_v1.model.step import SequenceSlice
 from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2, fetch
 from tests.e2e.server_process import started
 
@@ -70,7 +71,7 @@ def gap_of(logits):
 
 @pytest.fixture(scope="module")
 def decoder(directory):
-    return Decoder.load(directory, load_model_config(directory))
+    return Llama.load(directory, load_model_config(directory))
 
 
 @pytest.mark.parametrize("first", range(3))
@@ -88,8 +89,8 @@ def test_greedy_tokens_and_their_lead_are_the_same(decoder, first):
     for _ in range(num_steps):
         slices = [SequenceSlice(np.array(ids), *rest) for ids, *rest in zip(new, starts, tables, strict=True)]
         logits = decoder.forward(slices, caches)
-        tokens.append([int(row.argmax()) for row in logits])
-        gaps.append([gap_of(row) for row in logits])
+        tokens.append([int(row.argmax()) for (row,) in logits])
+        gaps.append([gap_of(row) for (row,) in logits])
         starts = [each.end for each in slices]
         new = [[token] for token in tokens[-1]]
     assert np.transpose(tokens).tolist() == [each["tokens"] for each in expected]

@@ -68,7 +68,7 @@ class EngineRank(Rank):
             memory.use(self.controller)
         self.runner = StepRunner(
             self._forward, self.controller, self.layers, block_size=block_size,
-            forward_with_drafts=self._forward_with_drafts if drafts else None,
+            guess=self._guess if drafts else None,
         )  # fmt: skip
         self.marks_own = True
         """What a request computes that writes nothing differs from what others find."""
@@ -83,20 +83,20 @@ class EngineRank(Rank):
         return replace(result, report=replace(result.report, exposed_wait_s=0.0))  # of a real clock
 
     def _forward(self, slices: Any, caches: Any, before_layer: Any) -> list[Any]:
-        work = self._compute(slices, before_layer)
-        return [self._scores(row, end) if task.needs_logits else None for task, row, end in work]
+        scores = []
+        for each, (_, row, end) in zip(slices, self._compute(slices, before_layer), strict=True):
+            scores.append([self._scores(row, at) for at in range(end + 1 - each.num_logits, end + 1)])
+        return scores
 
-    def _forward_with_drafts(self, slices: Any, caches: Any, before_layer: Any, choose: Any) -> list[Any]:
+    def _guess(self, slices: Any, chosen: Any, caches: Any, before_layer: Any) -> list[Any]:
         """Two guesses of three are right."""
         guesses: list[int | None] = []
-        for index, (task, row, end) in enumerate(self._compute([each.sequence for each in slices], before_layer)):
-            first = end - len(task.drafts)
-            rows = [self._scores(row, at) for at in range(first, end + 1)] if task.needs_logits else []
-            chosen = choose(index, rows) if rows else []
-            row.computed = first + max(0, len(chosen) - 1)
+        for each, token in zip(slices, chosen, strict=True):
+            row = self._rows[self._tasks[id(each.block_table)].request_id]
+            row.computed = each.end
             row.prefix.cut(row.computed)
-            tag = self.tags.of(row.prefix.chain[-1], chosen[-1]) if chosen else 0
-            guesses.append(next_token(tag + (tag % 3 == 0)) if chosen else None)
+            tag = 0 if token is None else self.tags.of(row.prefix.chain[-1], token)
+            guesses.append(None if token is None else next_token(tag + (tag % 3 == 0)))
         return guesses
 
     def _scores(self, row: Any, end: int) -> Any:

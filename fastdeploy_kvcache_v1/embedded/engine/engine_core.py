@@ -377,6 +377,5 @@ def _task(item: Scheduled) -> StepTask:
         needs_logits=item.reaches_end,
         sampling=generation.sampling,
         drafts=item.drafts,
-        next_token=None if item.reaches_end else generation.tokens[start + item.num_tokens],
         images=tuple(each for each in generation.request.images if each.offset < end and each.end > start),
     )

@@ -19,10 +19,9 @@ from dataclasses import replace
 import zmq
 
 from ...errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError
-from ...model import configure_reproducible_math, load_model_config
+from ...model import configure_reproducible_math, load_model, load_model_config
 from ...model.ranks import Ranks, join_ranks
 from ...model.step_runner import StepRunner
-from ...model.vision import VisionEncoder
 from ...orphan import die_with_parent
 from ...storage.lane_agent import LaneAgent
 from ...swap_message import SwapDecoder
@@ -132,14 +131,13 @@ def _build(
     configure_reproducible_math(config.num_threads)
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
     _import_paddle()  # only now, since this fixes the mode of its math library
-    from ...model.decoder import Decoder
-    from ...model.mtp import DraftingDecoder
 
     model = load_model_config(config.model_path, config.model_family, mtp=config.mtp)
     model = replace(model, max_position=config.max_model_len)
-    decoder = Decoder.load(config.model_path, model, ranks)
+    backend = model.shard(ranks.size).cache_backend(block_size=config.block_size, dtype=config.cache_dtype)
+    computing = load_model(config.model_path, model, backend.layout, ranks)
     controller = CacheController(
-        model.shard(ranks.size).cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
+        backend,
         runtime=make_runtime(config.copy_faults, ranks.rank),
         layer_timeout_s=config.layer_timeout_s,
         rank=ranks.rank,
@@ -159,13 +157,12 @@ def _build(
         _show_copies(controller, board)
 
     runner = StepRunner(
-        decoder.forward,
+        computing.forward,
         controller,
         caches,
         block_size=config.block_size,
         on_progress=on_progress,
-        forward_with_drafts=DraftingDecoder(decoder).forward if model.num_draft_layers else None,
-        vision=VisionEncoder(model.hidden_size, model.seed) if config.model_path is None else None,
+        guess=computing.guess,
         transfers=transfers,
         ranks=ranks,
     )

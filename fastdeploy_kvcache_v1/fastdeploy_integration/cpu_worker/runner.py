@@ -15,11 +15,10 @@ from ...batch_request import BatchRequest
 from ...copy_totals import RankCopies
 from ...errors import ConfigError, ModelError
 from ...metadata import TransferReport
-from ...model.config import load_model_config
-from ...model.plan import SequenceSlice
+from ...model import load_model, load_model_config
 from ...model.ranks import ONE_RANK, Ranks
-from ...model.step import StepResult, StepTask
-from ...model.step_runner import Logits, StepRunner
+from ...model.step import Logits, SequenceSlice, StepResult, StepTask
+from ...model.step_runner import Model, StepRunner
 from ...timings import PrefillTime
 from ...worker.cache_controller import CacheController
 from ...worker.hazards import Actor
@@ -99,7 +98,7 @@ class CpuModelRunner:
         self._passes = PassTracker() if storage is not None and storage.uses_device_tier else None
         self._inbox = SwapInbox()
         self._pending = BatchRequest()
-        self._decoder: Any = None
+        self._computing: Model | None = None
         self._steps: StepRunner | None = None
         self._num_device_blocks = 0
         self._num_steps = 0
@@ -118,7 +117,7 @@ class CpuModelRunner:
     @property
     def is_sleeping(self) -> bool:
         """Weights or caches are put away: nothing can be computed."""
-        return self._decoder is None or self._steps is None
+        return self._computing is None or self._steps is None
 
     @property
     def block_bytes(self) -> int:
@@ -126,12 +125,11 @@ class CpuModelRunner:
 
     def load_weights(self) -> None:
         """Read them (again): the directory may hold other ones by now."""
-        from ...model.decoder import Decoder
-
-        self._decoder = Decoder.load(self._config.model_path, self._model, self._ranks)
+        layout = self._controller.layout
+        self._computing = load_model(self._config.model_path, self._model, layout, self._ranks)
 
     def drop_weights(self) -> None:
-        self._decoder = None
+        self._computing = None
 
     def create_caches(self, num_device_blocks: int | None = None) -> None:
         """Both tiers, empty; the number of device blocks of the last time unless one is given."""
@@ -143,7 +141,7 @@ class CpuModelRunner:
         if self._storage is not None:
             self._storage.use(self._controller)
         if self._transfers is not None:
-            heads = self._model.num_kv_heads if self._model.attention_family == "gqa" else None
+            heads = None if self._model.ranks_cache_alike else self._model.num_kv_heads
             shape = RankShape(self._config.block_size, heads, self._ranks.size, self._ranks.rank)
             try:
                 self._transfers.use(self._controller, shape)
@@ -180,21 +178,21 @@ class CpuModelRunner:
 
     def restore(self, *, weights: bool, caches: bool) -> None:
         """Undo `drop_weights` and `drop_caches`. What is there already stays."""
-        if weights and self._decoder is None:
+        if weights and self._computing is None:
             self.load_weights()
         if caches and self._steps is None:
             self.create_caches()
 
     def _forward(
-        self, sequences: list[SequenceSlice], caches: list[Any], before_layer: Callable[[int], None]
-    ) -> list[Logits | None]:
+        self, sequences: Sequence[SequenceSlice], caches: Sequence[Any], before_layer: Callable[[int], None]
+    ) -> list[Logits]:
         def begin_layer(layer: int) -> None:
             before_layer(layer)
             if self._transfers is not None:
                 self._transfers.layer_begins(layer)
 
-        logits: list[Logits | None] = self._decoder.forward(sequences, caches, begin_layer)
-        return logits
+        assert self._computing is not None, "nothing is computed without weights"
+        return self._computing.forward(sequences, caches, begin_layer)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -135,9 +135,9 @@ def _subdirectory(directory: Path, name: str) -> Path:
 def _model(settings: Settings, run_directory: Path) -> str:
     if settings.model is not None:
         return settings.model
-    from .random_model import write_random_model
+    from ...model.random_directory import write_random_directory
 
-    return str(write_random_model(run_directory / "random-model"))
+    return str(write_random_directory(run_directory / "random-model"))
 
 
 def _wait_ready(settings: Settings, server: subprocess.Popen[bytes]) -> str | None:

@@ -1,4 +1,4 @@
-"""Engine, step runner, copies and a real small model of any attention family, in one process."""
+"""Engine, step runner, copies and a checksum model of any cache layout, in one process."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.worker.share_ends import ShareEnds, make_share_ends
-from fastdeploy_kvcache_v1.model.config import IndexerConfig, random_model
-from fastdeploy_kvcache_v1.model.decoder import Decoder
-from fastdeploy_kvcache_v1.model.mtp import DraftingDecoder
+from fastdeploy_kvcache_v1.model.checksum import ChecksumModel
+from fastdeploy_kvcache_v1.model.config import ChecksumConfig
 from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, RankGroup, Ranks
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult
@@ -28,26 +26,16 @@ BLOCK = 8
 FAMILIES = {
     "gqa": ("gqa", "float32"),
     "gqa, fp8": ("gqa", "block_wise_fp8"),
-    "window": ("window", "bfloat16"),
+    "gqa, bfloat16": ("gqa", "bfloat16"),
     "mla": ("mla", "bfloat16"),
     "dsa": ("dsa", "float32"),
 }
-"""Model family and cache dtype."""
+"""Family and dtype of the cache."""
 
 
-def model_of(family: str, *, mtp: bool):
-    """The same weights with and without the draft layer."""
-    config = replace(random_model(FAMILIES[family][0], mtp=True), num_layers=2, num_draft_layers=int(mtp))
-    if config.sliding_window is not None:
-        config = replace(config, sliding_window=24)
-    if config.indexer is not None:
-        config = replace(config, indexer=IndexerConfig(num_heads=2, head_dim=128, topk=16))
-    return config
-
-
-@cache
-def decoder_of(family: str, mtp: bool) -> Decoder:
-    return Decoder.load(None, model_of(family, mtp=mtp))
+def model_of(family: str, *, mtp: bool) -> ChecksumConfig:
+    """The same tokens with and without the draft layer."""
+    return ChecksumConfig(FAMILIES[family][0], num_layers=2, num_draft_layers=int(mtp), guessable=True)
 
 
 def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
@@ -65,13 +53,6 @@ def host_shares(size: int) -> list[HostShare]:
     with make_share_ends(size) as ends:
         kept = [ShareEnds(os.dup(each.file), tuple(map(os.dup, each.links))) for each in ends]
     return [each.open(rank) for rank, each in enumerate(kept)]
-
-
-@cache
-def rank_decoders(family: str, mtp: bool, size: int) -> list[tuple[Ranks, Decoder]]:
-    if size == 1:
-        return [(ONE_RANK, decoder_of(family, mtp))]
-    return [(ranks, Decoder.load(None, model_of(family, mtp=mtp), ranks)) for ranks in rank_group(size)]
 
 
 class FamilyEngine:
@@ -92,7 +73,7 @@ class FamilyEngine:
     ) -> None:
         """`roles`: `remote` or `offered` of the harness."""
         self.shares_host = size > 1 and num_host_blocks > 0 and model_of(family, mtp=mtp).ranks_cache_alike
-        config = KVCacheConfig(
+        cache = KVCacheConfig(
             num_device_blocks,
             num_host_blocks,
             block_size=BLOCK,
@@ -100,7 +81,7 @@ class FamilyEngine:
             enable_prefix_caching=caching,
         )
         self.harness = Harness(
-            config,
+            cache,
             max_num_seqs=3,
             max_num_batched_tokens=max_num_batched_tokens,
             num_ranks=size,
@@ -110,21 +91,19 @@ class FamilyEngine:
         # Whether a load pays is a matter of time; here each is made.
         self.harness.scheduler.load_costs.blocks_to_load = lambda num_host_blocks, *args, **options: num_host_blocks
         self.runtimes = list(runtimes) or [CpuRuntime() for _ in range(size)]
-        model, dtype = model_of(family, mtp=mtp).shard(size), FAMILIES[family][1]
+        config = model_of(family, mtp=mtp)
+        backend = config.shard(size).cache_backend(block_size=BLOCK, dtype=FAMILIES[family][1])
         self.shares = host_shares(size) if self.shares_host else [None] * size
         self.controllers: list[CacheController] = []
         self.runners: list[StepRunner] = []
-        parts = zip(rank_decoders(family, mtp, size), self.runtimes, self.shares, strict=True)
-        for (ranks, decoder), runtime, share in parts:
-            backend = model.cache_backend(block_size=BLOCK, dtype=dtype)
+        self.ranks = rank_group(size)
+        for ranks, runtime, share in zip(self.ranks, self.runtimes, self.shares, strict=True):
+            model = ChecksumModel(config, backend.layout, ranks=ranks)
             controller = CacheController(backend, runtime=runtime, rank=ranks.rank, host_share=share)
             caches = controller.initialize_kv_cache(num_device_blocks, num_host_blocks)
-            drafting = DraftingDecoder(decoder).forward if mtp else None
             self.controllers.append(controller)
             self.runners.append(
-                StepRunner(
-                    decoder.forward, controller, caches, block_size=BLOCK, forward_with_drafts=drafting, ranks=ranks
-                )
+                StepRunner(model.forward, controller, caches, block_size=BLOCK, guess=model.guess, ranks=ranks)
             )
         self._threads = ThreadPoolExecutor(size)
         self._count = 0
@@ -191,6 +170,6 @@ class FamilyEngine:
         for controller, runtime in zip(self.controllers, self.runtimes, strict=True):
             controller.free()
             runtime.close()
-        for share in self.shares:
-            if share is not None:
-                share.close()
+        for part in [*self.shares, *self.ranks]:
+            if part not in (None, ONE_RANK):
+                part.close()

@@ -1,6 +1,6 @@
-"""Real models of every attention family through engine, cache and copies, on one rank and on two.
+"""Checksum models of every cache layout through engine, cache and copies, on one rank and on two.
 
-What any order of events does to tokens is the world's (`tests/world`); here are what models, layouts and ranks add.
+What any order of events does to tokens is the world's (`tests/world`); here is what layouts, drafts and ranks add.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Every attention family between two engines: real models, real worker halves, real sockets, equal tokens."""
+"""Every cache layout between two engines: checksum models, real worker halves, real sockets, equal tokens."""
 
 import random
 import time

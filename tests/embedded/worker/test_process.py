@@ -10,7 +10,6 @@ from fastdeploy_kvcache_v1.embedded.worker.launch import WorkerConfig, WorkerLau
 from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_MS, _build, _loop
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
 from fastdeploy_kvcache_v1.metadata import TransferReport
-from fastdeploy_kvcache_v1.model.decoder import Decoder
 from fastdeploy_kvcache_v1.model.ranks import ONE_RANK
 
 
@@ -55,10 +54,10 @@ def test_ended_copies_are_waited_for_until_they_are_reported():
 
 
 def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_server(monkeypatch):
-    def load(path, config, ranks):
+    def load(path, config, layout, ranks):
         raise ModelError(f"loaded for {config.max_position}")
 
-    monkeypatch.setattr(Decoder, "load", load)
+    monkeypatch.setattr(process, "load_model", load)
     asked = []
     monkeypatch.setattr(process, "configure_reproducible_math", asked.append)
     config = WorkerConfig(None, 77, 16, "float32", 8, 0, "warning", num_threads=3)

@@ -155,5 +155,5 @@ def test_a_rank_that_does_not_start_ends_the_start_of_all(temp_dir, monkeypatch,
 
 
 def test_heads_that_cannot_be_shared_out_are_one_line(temp_dir):
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 3 must divide the model's num_heads 8"):
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 3 must divide the model's num_kv_heads 4"):
         ProcessWorkerClient(replace(CONFIG, tensor_parallel_size=3))

@@ -25,8 +25,8 @@ from fastdeploy.entrypoints.openai.serving_chat import OpenAIServingChat
 from fastdeploy.entrypoints.openai.serving_completion import OpenAIServingCompletion
 from fastdeploy.entrypoints.openai.utils import DealerConnectionManager
 from fastdeploy.input.text_processor import DataProcessor
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
+from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
 
 PROMPT = list(range(40, 50))
 END = 1
@@ -81,7 +81,7 @@ class Semaphore:
 
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
-    return DataProcessor(str(write_random_model(tmp_path_factory.mktemp("answers") / "model")))
+    return DataProcessor(str(write_random_directory(tmp_path_factory.mktemp("answers") / "model")))
 
 
 def engine_client(scene, processor=None):

@@ -1,4 +1,4 @@
-"""Runners with a real model, caches and copies, and what their tests share. The reference is the decoder alone."""
+"""Runners with a real model, caches and copies, and what their tests share. The reference is the model alone."""
 
 from pathlib import Path
 
@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ModelError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import write_random_model
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import CpuModelRunner, RunnerConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CacheSwapMetadata, SwapStep
-from fastdeploy_kvcache_v1.model.config import load_model_config
+from fastdeploy_kvcache_v1.model import load_model, load_model_config
+from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
+from fastdeploy_kvcache_v1.model.ranks import ONE_RANK
+from fastdeploy_kvcache_v1.model.step import SequenceSlice
 from fastdeploy_kvcache_v1.swap_message import encode
 
 from .host_tasks import ABORT, other, prefill
@@ -43,7 +45,7 @@ def start_runner(model, directory, *, host_blocks=8, copy_faults="", keep_host_m
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    return write_random_model(tmp_path_factory.mktemp("model"))
+    return write_random_directory(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
@@ -66,19 +68,14 @@ def make_runner(model, tmp_path):
 
 
 def decode_alone(model, prompt, count):
-    """Greedy continuation by the decoder, nothing cached."""
-    import paddle
-
-    from fastdeploy_kvcache_v1.model.decoder import Decoder
-    from fastdeploy_kvcache_v1.model.plan import SequenceSlice
-
+    """Greedy continuation by the model, nothing cached."""
     config = load_model_config(model)
-    decoder = Decoder.load(model, config)
+    backend = config.cache_backend(block_size=BLOCK, dtype="float32")
+    alone = load_model(model, config, backend.layout, ONE_RANK)
     tokens = list(prompt)
     for _ in range(count):
-        shape = [16, config.num_kv_heads, BLOCK, config.head_dim]
-        caches = [paddle.zeros(shape) for _ in range(2 * config.num_layers)]
-        (logits,) = decoder.forward([SequenceSlice(np.array(tokens), 0, range(16))], caches)
+        caches = list(backend.create_kv_cache(16).values())
+        ((logits,),) = alone.forward([SequenceSlice(np.array(tokens), 0, range(16))], caches)
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
 
@@ -122,10 +119,10 @@ def swap_out_and_in(runner):
 
 def fail_next_pass(runner):
     """Halfway: the blocks hold something, and not what they should."""
-    forward = runner._decoder.forward
+    forward = runner._computing.forward
 
     def failing(sequences, caches, before_layer):
-        runner._decoder.forward = forward
+        runner._computing.forward = forward
         forward(sequences, caches, before_layer)
         for cache in caches:
             for sequence in sequences:
@@ -134,4 +131,4 @@ def fail_next_pass(runner):
                     cache[int(slot)] = 7.0
         raise ModelError("the pass broke")
 
-    runner._decoder.forward = failing
+    runner._computing.forward = failing

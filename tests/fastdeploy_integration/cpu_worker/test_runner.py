@@ -1,4 +1,4 @@
-"""The runner, on one rank and on two; the host is a few tasks. The reference is the decoder alone."""
+"""The runner, on one rank and on two; the host is a few tasks. The reference is the model alone."""
 
 import json
 import threading
@@ -6,17 +6,16 @@ from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
-from tokenizers import Tokenizer
 
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import runner as runner_module
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED, RELEASED
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.random_model import (
-    write_random_model,
-    write_random_weights,
-)
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import stats_file
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
+from fastdeploy_kvcache_v1.model.random_directory import (
+    write_random_directory,
+    write_seed,
+)
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.engine.family_engine import rank_group
 from tests.model.test_ranks import on_all
@@ -81,7 +80,7 @@ def make_group(model, tmp_path):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_tokens_are_those_of_the_decoder_alone_and_told_once(make_group, expected, num_ranks):
+def test_the_tokens_are_those_of_the_model_alone_and_told_once(make_group, expected, num_ranks):
     group = make_group(num_ranks)
     group.insert_tasks([prefill(0, "a", PROMPT, range(5))])
     assert run(group, 6) == expected
@@ -117,14 +116,14 @@ def test_a_lost_batch_ends_the_worker(make_runner):
 
 
 def test_sleeping_computes_nothing_and_new_weights_are_read(make_runner, tmp_path, expected):
-    path = write_random_model(tmp_path / "model")
+    path = write_random_directory(tmp_path / "model")
     runner = make_runner(path=path)
     runner.drop_weights()
     assert runner.is_sleeping
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
     assert run(runner, 1) == []
     runner.drop_caches()
-    write_random_weights(path, seed=1)
+    write_seed(path, 1)
     runner.restore(weights=True, caches=True)
     assert not runner.is_sleeping
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
@@ -149,7 +148,7 @@ def test_host_memory_while_the_caches_are_away(make_runner, monkeypatch, expecte
 
 def test_weights_go_and_come_back(make_runner, tmp_path):
     """By the host's legacy API: sequences, and copies that wait, are forgotten; only the status is told."""
-    path, told = write_random_model(tmp_path / "model"), []
+    path, told = write_random_directory(tmp_path / "model"), []
     runner = make_runner(path=path)
     runner._tell_weights_status = lambda port, status: told.append((port, status, runner.is_sleeping))
     runner.insert_tasks([prefill(0, "a", PROMPT, range(5))])
@@ -158,7 +157,7 @@ def test_weights_go_and_come_back(make_runner, tmp_path):
     runner.clear_requests()
     runner.clear_parameters(17)
     assert not runner.not_need_stop()
-    write_random_weights(path, seed=5)
+    write_seed(path, 5)
     runner.clear_requests()
     runner.update_parameters(17)
     assert told == [(17, CLEARED, True), (17, NORMAL, False)]
@@ -273,10 +272,3 @@ def test_ranks_agree_whether_there_is_anything_to_do(make_group, monkeypatch, op
     group.runners[open_on]._controller.drain(30)
     run(group, 1)
     assert group.each(lambda runner: runner.not_need_stop()) == [False, False]
-
-
-def test_a_random_models_tokenizer_gives_back_what_it_was_given(model):
-    tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
-    assert tokenizer.decode(tokenizer.encode("Grüße, 世界!").ids) == "Grüße, 世界!"
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    assert [tokenizer.token_to_id(settings[f"{name}_token"]) for name in ("pad", "bos", "eos")] == [0, 0, 1]
