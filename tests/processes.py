@@ -41,7 +41,7 @@ class Guard:
         test = self._test
         if event not in STARTS or test is None or os.getpid() != self._pid:
             return
-        if event == "subprocess.Popen" and arguments[0] == "lscpu":  # what Paddle asks at its first operation
+        if is_of_paddle(event, arguments):
             return
         if test.get_closest_marker("process"):
             self._idle_modules[module_of(test)] = False
@@ -83,6 +83,12 @@ class Guard:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped:
             self._idle_modules[report.nodeid.partition("::")[0]] = False
+
+
+def is_of_paddle(event: str, arguments: tuple[object, ...]) -> bool:
+    """Whether Paddle looks at the machine: at its import, in whichever test that is, and at its first operation."""
+    spec = getattr(sys.modules.get("paddle"), "__spec__", None)
+    return getattr(spec, "_initializing", False) or (event == "subprocess.Popen" and arguments[0] == "lscpu")
 
 
 def module_of(item: pytest.Item) -> str:

@@ -12,9 +12,6 @@ from tests.gpu.stand_in.in_process import PythonDriver, cupy_in_process
 from tests.worker.ops.native import require_core
 from tests.worker.worker_fakes import Rig
 
-with contextlib.suppress(ImportError):
-    import paddle  # noqa: F401  its first import starts a process, which no test may
-
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
