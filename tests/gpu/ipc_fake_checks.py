@@ -1,4 +1,4 @@
-"""GPUs that do not reach each other, and memory that is freed too early: what no GPU does when it is asked to.
+"""GPUs that do not reach each other, and what the fake driver holds against peers: no GPU can be asked that.
 
 tests/transfer/test_cuda_ipc_plane.py runs them over the fake driver.
 """
@@ -12,11 +12,9 @@ from contextlib import closing
 import ipc_checks
 from cupy import driver
 from ipc_checks import WORLD
-from ipc_peer import GpuTensors
-from plane_contract import CANARY, SECONDS, WIDTHS, Ours, canaries, content, everything, expect, soon
+from plane_contract import CANARY, SECONDS, WIDTHS, content, everything, expect, soon
 
-from fastdeploy_kvcache_v1.errors import PeerRefusedError, RemoteReadError
-from fastdeploy_kvcache_v1.transfer.cuda_ipc_plane import CudaIpcPlane
+from fastdeploy_kvcache_v1.errors import PeerRefusedError
 from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
 
 library = driver.library
@@ -40,19 +38,6 @@ def a_gpu_without_peer_access_is_refused() -> None:
     library.fake_gpus(OWN, 0, 1)
 
 
-def memory_that_is_freed_under_a_reader_is_seen_by_the_fake() -> None:
-    """So an owner that does not wait is found by the other checks."""
-    with WORLD.own_peer() as peer:
-        mine = Ours(CudaIpcPlane(), GpuTensors(canaries()))
-        source = mine.open(peer)
-        peer.ask("leave", 0.0)
-        assert "another process has mapped" in peer.ask("faults")[0]
-        with closing(source):
-            expect(RemoteReadError, "", source.read, "any", everything(), soon())
-        mine.plane.close()
-    driver.reset(1)
-
-
 def peers_that_left_in_good_order_leave_no_fault() -> None:
     with WORLD.own_peer() as peer, WORLD.ours() as mine:
         source = mine.open(peer)
@@ -68,7 +53,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         a_gpu_without_peer_access_is_refused,
-        memory_that_is_freed_under_a_reader_is_seen_by_the_fake,
         peers_that_left_in_good_order_leave_no_fault,
     )
 }

@@ -18,13 +18,6 @@ SEEDS, STEPS = 15, 200
 
 
 @pytest.mark.smoke
-def test_the_fake_driver_keeps_its_promises():
-    done = run("fake_driver_checks.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok  ") == 10
-
-
-@pytest.mark.smoke
 def test_no_read_is_wrong_over_thousands_of_steps():
     done = run("simulate", 1, SEEDS, STEPS)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

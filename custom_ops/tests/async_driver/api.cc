@@ -26,7 +26,7 @@ Result error_name(Result result, const char** name) {
   return kSuccess;
 }
 
-Result driver_version(int* version) { return *version = machine().has_batch ? 12080 : 12040, kSuccess; }
+Result driver_version(int* version) { return *version = 12080, kSuccess; }
 Result current_context(void** context) { return *context = &machine(), kSuccess; }
 Result current_device(int* device) { return *device = 0, kSuccess; }
 
@@ -61,7 +61,6 @@ Result host_device_pointer(uint64_t* found, void* address, unsigned int) {
 
 Result copy(uint64_t to, uint64_t of, size_t nbytes, void* stream) {
   const auto locked = hold();
-  ++machine().counters.copies;
   const size_t half = nbytes / 2;  // in two pieces, so that somebody may see half of it
   std::vector<Row> rows{{to, of, nbytes - half}};
   if (half != 0) rows.push_back({to + nbytes - half, of + nbytes - half, half});
@@ -70,7 +69,6 @@ Result copy(uint64_t to, uint64_t of, size_t nbytes, void* stream) {
 
 Result copy_2d(const Memcpy2D* copy, void* stream) {
   const auto locked = hold();
-  ++machine().counters.copies_2d;
   constexpr auto kHost = kvswap::cuda::kHost;
   if (copy->source_pitch < copy->width || copy->target_pitch < copy->width ||
       copy->source_pitch > size_t{kvswap::cuda::kMaxPitch} || copy->target_pitch > size_t{kvswap::cuda::kMaxPitch}) {
@@ -88,8 +86,6 @@ Result copy_2d(const Memcpy2D* copy, void* stream) {
 Result copy_batch(uint64_t* to, uint64_t* of, size_t* sizes, size_t count, MemcpyAttributes* attributes,
                   size_t* attributes_from, size_t attribute_count, size_t* failed, void* stream) {
   const auto locked = hold();
-  ++machine().counters.batches;
-  machine().counters.descriptors += count;
   if (count == 0 || attribute_count != 1 || attributes_from[0] != 0 || failed == nullptr || handle(stream) <= 2 ||
       attributes->flags != 0) {
     return machine().refuse(kInvalidValue, "arguments of a batch that the driver refuses");
@@ -266,7 +262,7 @@ const Entry entries[] = {
 
 extern "C" int cuGetProcAddress_v2(const char* name, void** address, int version, uint64_t, int* status) {
   *address = nullptr;
-  if (std::strcmp(name, "cuMemcpyBatchAsync") == 0 && fake::machine().has_batch && version == 12080) {
+  if (std::strcmp(name, "cuMemcpyBatchAsync") == 0 && version == 12080) {
     *address = reinterpret_cast<void*>(fake::copy_batch);
   }
   for (const auto& entry : fake::entries) {

@@ -13,18 +13,6 @@ void fake_reset(uint64_t seed, int queue_depth, int has_aliases) {
   with([&] { machine().reset(seed, queue_depth, has_aliases != 0), fake::reset_ipc(); });
 }
 
-void fake_progress(int max_turns_per_query) {
-  with([&] { machine().max_progress = max_turns_per_query; });
-}
-
-void fake_has_batch(int has) {
-  with([&] { machine().has_batch = has != 0; });
-}
-
-void fake_fail_copy(int64_t refuse_in, int64_t break_in) {
-  with([&] { machine().refuse_in = refuse_in, machine().break_in = break_in; });
-}
-
 // Up to `most` turns; how many there were.
 int fake_pump(int most) {
   return with([&] {
@@ -38,19 +26,10 @@ void fake_run_all(void) {
   with([] { machine().run_all(); });
 }
 
-uint64_t fake_pending(void) {
-  return with([] { return static_cast<uint64_t>(machine().pending()); });
-}
-
-uint64_t fake_num_live(void) {
-  return with([] { return static_cast<uint64_t>(machine().memory.num_live()); });
-}
-
 // A kernel: `body(context, piece)` returns a CUDA error.
 int fake_launch(uint64_t stream, int (*body)(void*, uint64_t), void* context, uint64_t pieces, int is_ordered) {
   return with([&]() -> int {
     if (const int result = machine().enter(); result != fake::kSuccess) return result;
-    ++machine().counters.launches;
     return machine().submit(stream, {pieces, is_ordered != 0, [=](size_t piece) { return body(context, piece); }});
   });
 }
@@ -68,6 +47,4 @@ const char* fake_faults(void) {
     return all.c_str();
   });
 }
-
-const fake::Counters* fake_counters(void) { return &machine().counters; }
 }

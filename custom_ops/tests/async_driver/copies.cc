@@ -25,7 +25,6 @@ struct Task {
 Result run_row(const Task& task) {
   Machine& gpu = machine();
   const auto& row = task.row;
-  if (gpu.break_in != 0 && --gpu.break_in == 0) return kIllegalAddress;
   if ((task.target_is_pinned && !gpu.memory.is_registered(row.target, row.width)) ||
       (task.source_is_pinned && task.staged == nullptr && !gpu.memory.is_registered(row.source, row.width))) {
     gpu.fault(kIllegalAddress, "a copy ran after its host memory was given back");
@@ -51,7 +50,6 @@ void stage(Task& task) {
 Result submit_copy(uint64_t stream, std::vector<Row> rows, bool is_ordered, Access access) {
   Machine& gpu = machine();
   if (const Result result = gpu.enter(); result != kSuccess) return result;
-  if (gpu.refuse_in != 0 && --gpu.refuse_in == 0) return kInvalidValue;
   bool blocks = false;
   std::vector<Task> tasks;
   for (const Row& row : rows) {

@@ -35,11 +35,9 @@ void Machine::reset(uint64_t seed, int queue_depth, bool has_aliases) {
   captured_.clear();
   priority_.clear();
   faults.clear();
-  counters = {};
   sticky_ = kSuccess;
   capturing = 0;
   capture_is_broken_ = false;
-  refuse_in = break_in = 0;
   memory.reset();
   memory.use_aliases(has_aliases);
   streams_[kLegacy] = {true, {}};
@@ -131,7 +129,6 @@ void Machine::push(uint64_t handle, Operation operation) {
     if (!operation.work->is_ordered) std::shuffle(operation.order.begin(), operation.order.end(), random_);
   }
   Stream& stream = streams_.at(handle);
-  if (stream.queue.size() >= depth_) ++counters.stalls;
   while (stream.queue.size() >= depth_ && tick()) {
   }
   if (sticky_ != kSuccess) return;
@@ -154,7 +151,6 @@ Result Machine::submit(uint64_t handle, Work work) {
 Result Machine::record(uint64_t handle, uint64_t stream) {
   const auto event = event_of(handle);
   if (event == nullptr || stream_of(stream) == nullptr) return refuse(kInvalidHandle, "record of nothing");
-  ++counters.records;
   if (capturing != 0 && normal(stream) == capturing) {
     event->captured_in = capturing;
     return kSuccess;
@@ -168,7 +164,6 @@ Result Machine::record(uint64_t handle, uint64_t stream) {
 Result Machine::wait(uint64_t stream, uint64_t handle) {
   const auto event = event_of(handle);
   if (event == nullptr || stream_of(stream) == nullptr) return refuse(kInvalidHandle, "wait for nothing");
-  ++counters.waits;
   if (capturing != 0) {
     if (normal(stream) == capturing && event->captured_in == capturing) return kSuccess;  // one stream: a FIFO
     capture_is_broken_ = true;
@@ -251,10 +246,9 @@ void Machine::run_all() {
 
 Result Machine::query_event(uint64_t handle) {
   if (const Result result = enter_unsafe("a query"); result != kSuccess) return result;
-  ++counters.queries;
   const auto event = event_of(handle);
   if (event == nullptr) return kInvalidHandle;
-  for (uint64_t turns = max_progress == 0 ? 0 : random(static_cast<uint64_t>(max_progress)); turns > 0; --turns) tick();
+  for (uint64_t turns = random(max_progress_); turns > 0; --turns) tick();
   if (sticky_ != kSuccess) return sticky_;
   return event->done >= event->recorded ? kSuccess : kNotReady;
 }
@@ -268,7 +262,6 @@ Result Machine::query_stream(uint64_t handle) {
 
 Result Machine::synchronize_event(uint64_t handle) {
   if (const Result result = enter_unsafe("a synchronization"); result != kSuccess) return result;
-  ++counters.synchronizations;
   const auto event = event_of(handle);
   if (event == nullptr) return kInvalidHandle;
   const uint64_t version = event->recorded;
@@ -279,7 +272,6 @@ Result Machine::synchronize_event(uint64_t handle) {
 
 Result Machine::synchronize_stream(uint64_t handle) {
   if (const Result result = enter_unsafe("a synchronization"); result != kSuccess) return result;
-  ++counters.synchronizations;
   if (stream_of(handle) == nullptr) return kInvalidHandle;
   if (normal(handle) == kLegacy) order_with_legacy(kLegacy);
   while (sticky_ == kSuccess && !streams_.at(normal(handle)).queue.empty() && tick()) {

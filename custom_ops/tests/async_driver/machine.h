@@ -63,10 +63,6 @@ struct Stream {
   bool has_ended = false;  // what was submitted still runs
 };
 
-struct Counters {
-  uint64_t copies, copies_2d, batches, descriptors, launches, queries, waits, records, synchronizations, stalls;
-};
-
 class Machine {
  public:
   void reset(uint64_t seed, int queue_depth, bool has_aliases);
@@ -93,21 +89,16 @@ class Machine {
   // ---- for tests
   bool tick();  // one turn of one stream; false when nothing can run
   void run_all();
-  size_t pending() const;
   void fault(Result sticky, const std::string& text);
   Result refuse(Result result, const std::string& text);
   uint64_t random(uint64_t below) { return random_() % below; }
 
   Memory memory;
-  Counters counters{};
-  int max_progress = 4;   // turns that a query may let pass
-  int64_t refuse_in = 0;  // so many copies from now, one is refused at submission; 0: none
-  int64_t break_in = 0;   // as above, one breaks the context when it runs
   std::vector<std::string> faults;
   uint64_t capturing = 0;
-  bool has_batch = true;
 
  private:
+  size_t pending() const;
   std::shared_ptr<Event> event_of(uint64_t handle);
   Stream* stream_of(uint64_t handle);
   void push(uint64_t handle, Operation operation);
@@ -119,6 +110,7 @@ class Machine {
 
   std::mt19937_64 random_;
   size_t depth_ = 64;
+  uint64_t max_progress_ = 4;  // turns that a query may let pass
   uint64_t patience_ = 24;   // turns until other streams go first, on average
   bool is_running_ = false;  // a kernel's body: it must not come back here for more
   uint64_t next_handle_ = 0x7700, clock_ = 0;

@@ -51,7 +51,6 @@ class Memory {
   uint8_t* resolve(uint64_t address, size_t nbytes, Eyes eyes) const;
   void use_aliases(bool uses) { has_aliases_ = uses; }
   bool has_aliases() const { return has_aliases_; }
-  size_t num_live() const { return on_device_.size() + registered_.size(); }
   void reset();
 
  private:

@@ -19,7 +19,6 @@ _CONTROLS: dict[str, tuple[Any, list[Any]]] = {
     "fake_reset": (None, [c_uint64, c_int, c_int]),
     "fake_pump": (c_int, [c_int]),
     "fake_run_all": (None, []),
-    "fake_pending": (c_uint64, []),
     "fake_num_mapped": (c_uint64, []),
     "fake_gpus": (None, [c_int, c_int, c_int]),
     "fake_launch": (c_int, [c_uint64, Body, c_void_p, c_uint64, c_int]),
