@@ -2,6 +2,7 @@
 
     # what is wrong
     > file
+    by tests that notice it, where the world does not
     -text that stands there once
     +text in its place
 
@@ -19,6 +20,8 @@ class Change(NamedTuple):
     file: str
     places: tuple[tuple[str, str], ...]
     """Was, now."""
+    tests: str = ""
+    """Those that notice it; empty for the world."""
 
     def applied_to(self, text: str) -> str:
         """Raises `LookupError` when a text is not in `text`, once."""
@@ -38,6 +41,7 @@ def read(path: Path) -> list[Change]:
             if sign == "-" and (not places or places[-1][1]):
                 places.append(([], []))
             places[-1]["-+".index(sign)].append(text)
+        tests = next((line[3:] for line in lines if line.startswith("by ")), "")
         texts = tuple(("\n".join(was), "\n".join(now)) for was, now in places)
-        found.append(Change(name, file.removeprefix("> "), texts))
+        found.append(Change(name, file.removeprefix("> "), texts, tests))
     return found

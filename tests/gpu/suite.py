@@ -16,18 +16,16 @@ from types import ModuleType
 import copy_checks
 from device import Way, copies_by, core, land, ways
 
-SIMULATED_STEPS = 200
-
 
 def checks() -> Iterator[tuple[str, str, Callable[[], object]]]:
     """Which way the copies go, what is checked, and how."""
-    simulation = optional("simulation")
-    for seed, (name, way) in enumerate(ways().items()):
+    worker = optional("worker_checks")
+    for name, way in ways().items():
         for check in copy_checks.CHECKS:
             yield name, check.__name__, partial(check, name, way)
-        if simulation is not None:
-            yield name, "simulated_worker", partial(simulated_worker, simulation, way, seed)
-    for module in filter(None, map(optional, ("worker_checks", "ipc_checks"))):
+        for of_worker in worker.OF_EVERY_PATH if worker else ():
+            yield name, of_worker.__name__, partial(by, way, of_worker)
+    for module in filter(None, (worker, optional("ipc_checks"))):
         for title, alone in module.CHECKS.items():
             yield "auto", title, alone
 
@@ -41,14 +39,9 @@ def optional(name: str) -> ModuleType | None:
         return None
 
 
-def simulated_worker(simulation: ModuleType, way: Way, seed: int) -> None:
-    """Random steps of a worker, every read checked on the device (simulation.py)."""
+def by(way: Way, check: Callable[[], object]) -> None:
     with copies_by(way):
-        one = simulation.Simulation(seed)
-        seen = one.run(SIMULATED_STEPS)
-        one.worker.close()
-    assert seen.passes > SIMULATED_STEPS // 2
-    assert seen.copies > SIMULATED_STEPS // 2
+        check()
 
 
 def main() -> int:

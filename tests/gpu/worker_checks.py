@@ -234,12 +234,11 @@ def refuses(error: type[Exception], call: Callable[..., object], *arguments: Any
     return False
 
 
+OF_EVERY_PATH = (layers_are_waited_for_one_by_one, a_slot_is_reused_only_after_its_last_use)
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
     for check in (
         events_order_streams_and_tell_time,
-        layers_are_waited_for_one_by_one,
-        a_slot_is_reused_only_after_its_last_use,
         what_does_not_fit_is_refused,
         pools_of_gibibytes_are_reached_to_their_last_byte,
     )

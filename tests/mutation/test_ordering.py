@@ -1,28 +1,44 @@
-"""A worker that forgets a wait is noticed by the simulation on the fake GPU (tests/gpu/simulation.py).
+"""A worker that forgets a wait is noticed: by the world's ranks, or by the tests that forgotten_waits.txt names.
 
-One test per forgotten wait of tests/gpu/forgotten_waits.txt. That nothing is noticed without a change, the tests in
-tests/gpu show.
+One process per wait. That nothing is noticed without a change, tests/world and the named tests show.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tests.gpu import fake_gpu
-from tests.gpu.built import fake_gpu_directory, run
 from tests.gpu.changes import read
+from tests.mutation.driver import PACKAGE, ROOT
 
-FORGOTTEN = [change.name for change in read(fake_gpu.HERE / "forgotten_waits.txt")]
+LIST = Path(__file__).with_name("forgotten_waits.txt")
+FORGOTTEN = read(LIST)
+SEEDS = 20
+
+
+def run(*command, **environ):
+    command = [sys.executable, "-m", *map(str, command)]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True)
 
 
 def test_there_are_enough_of_them_and_none_twice():
-    assert len(set(FORGOTTEN)) == len(FORGOTTEN) >= 54
+    assert len({change.name for change in FORGOTTEN}) == len(FORGOTTEN) >= 54
 
 
 @pytest.mark.smoke
 @pytest.mark.process
-@pytest.mark.parametrize("name", FORGOTTEN)
-def test_a_forgotten_wait_is_noticed(name):
-    done = run("mutants.py", fake_gpu_directory(), name)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith(f"noticed  {name}: ")
+@pytest.mark.parametrize("change", FORGOTTEN, ids=lambda change: change.name)
+def test_a_forgotten_wait_is_noticed(tmp_path, change):
+    module, changed = PACKAGE / change.file, tmp_path / "changed.py"
+    changed.write_text(change.applied_to(module.read_text()))
+    if not change.tests:
+        done = run("tests.world.mutations", "--here", f"--of={LIST}", f"--seeds={SEEDS}", "--", change.name)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        return
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "tests.mutation.early")
+    done = run("pytest", *options, change.tests, MUTANT=f"{module}:{changed}")
+    assert (done.returncode, " failed" in done.stdout) == (1, True), done.stdout + done.stderr

@@ -152,6 +152,23 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     rig.close()
 
 
+def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
+    device = VirtualDevice(Clock())
+    rig = Rig(device)
+    rig.write_all(0, 10)
+    step = SwapStep.of(1, evict((0,), (2,)), swap_in((3,), (0,)))
+    rig.controller.submit_swap_tasks(step, overwritten=SlotSet.of([0]))
+    compute, output, into = device.streams
+    while not device.is_idle:
+        while compute.run() or into.run():
+            pass
+        output.run()
+    rig.controller.submit_swap_tasks(SwapStep.of(2, NO_EVICT, swap_in((2,), (1,))))
+    rig.controller.drain()
+    assert rig.holds_all(1, 10)
+    rig.close()
+
+
 def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(rig):
     step = SwapStep.of(1, evict((0,), (2,)), swap_in((3,), (1,)))
     counter = rig.controller.submit_swap_tasks(step, overwritten=SlotSet.of([0]))

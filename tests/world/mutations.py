@@ -1,7 +1,7 @@
 """Subtle faults in production code (`mutants.txt`), and the hunt for each: which seed of the world notices it.
 
 `python -m tests.world.mutations [NAME ...]` runs each mutant in a process of its own, the fixed seeds of the first tier
-first, and prints the seed that found it.
+first, and prints the seed that found it. `--of FILE`: those of another file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 from tests.gpu.changes import Change, read
 
 PACKAGE = "fastdeploy_kvcache_v1"
-MUTANTS = read(Path(__file__).with_name("mutants.txt"))
+LIST = Path(__file__).with_name("mutants.txt")
+MUTANTS = read(LIST)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -69,12 +70,13 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="part of a name; all without")
     parser.add_argument("--seeds", type=int, default=1000)
     parser.add_argument("--events", type=int, default=500)
+    parser.add_argument("--of", type=Path, default=LIST, metavar="FILE")
     parser.add_argument("--here", action="store_true", help="in this process, which is of no use afterwards")
     chosen = parser.parse_args()
-    mutants = [each for each in MUTANTS if not chosen.names or any(name in each.name for name in chosen.names)]
+    mutants = [each for each in read(chosen.of) if not chosen.names or any(name in each.name for name in chosen.names)]
     if chosen.here:
         return hunt(mutants[0], chosen.seeds, chosen.events)
-    command = [sys.executable, "-m", "tests.world.mutations", "--here", f"--seeds={chosen.seeds}"]
+    command = [sys.executable, "-m", "tests.world.mutations", "--here", f"--of={chosen.of}", f"--seeds={chosen.seeds}"]
     survivors = [
         subprocess.run([*command, f"--events={chosen.events}", "--", each.name], check=False).returncode
         for each in mutants

@@ -31,13 +31,12 @@ Result current_context(void** context) { return *context = &machine(), kSuccess;
 Result current_device(int* device) { return *device = 0, kSuccess; }
 
 Result device_attribute(int* value, int attribute, int) {
-  constexpr int kCanUseHostPointer = 91, kMultiprocessors = 16, kMajor = 75, kMinor = 76;
+  constexpr int kMultiprocessors = 16, kMajor = 75, kMinor = 76;
   const auto locked = hold();
   *value = 0;
   if (attribute == kMultiprocessors) *value = 16;
   if (attribute == kMajor) *value = 9;
   if (attribute == kMinor) *value = 0;
-  if (attribute == kCanUseHostPointer) *value = machine().memory.has_aliases() ? 0 : 1;
   return kSuccess;
 }
 
@@ -98,7 +97,7 @@ Result copy_batch(uint64_t* to, uint64_t* of, size_t* sizes, size_t count, Memcp
 
 Result memory_alloc(uint64_t* address, size_t nbytes) {
   const auto locked = hold();
-  const Result result = machine().enter_unsafe("an allocation");
+  const Result result = machine().enter();
   if (result == kSuccess) *address = machine().memory.allocate(nbytes, true);
   return result;
 }
@@ -120,7 +119,7 @@ Result memory_free(uint64_t address) {
 
 Result host_register(void* address, size_t nbytes, unsigned int) {
   const auto locked = hold();
-  if (const Result result = machine().enter_unsafe("page-locking"); result != kSuccess) return result;
+  if (const Result result = machine().enter(); result != kSuccess) return result;
   const bool is_done = machine().memory.register_host(reinterpret_cast<uint64_t>(address), nbytes);
   return is_done ? kSuccess : machine().refuse(712, "host memory page-locked twice");
 }
@@ -159,19 +158,6 @@ Result stream_synchronize(void* stream) {
 }
 Result stream_wait(void* stream, void* event, unsigned int) {
   return with([&] { return machine().wait(handle(stream), handle(event)); });
-}
-
-Result is_capturing(void* stream, int* status) {
-  return with([&] { return *status = machine().capturing == handle(stream) ? 1 : 0, kSuccess; });
-}
-Result begin_capture(void* stream, int) {
-  return with([&] { return machine().begin_capture(handle(stream)); });
-}
-Result end_capture(void* stream, uint64_t* graph) {
-  return with([&] { return machine().end_capture(handle(stream), graph); });
-}
-Result graph_launch(uint64_t graph, void* stream) {
-  return with([&] { return machine().launch_graph(graph, handle(stream)); });
 }
 
 Result event_create(void** event, unsigned int flags) {
@@ -244,10 +230,6 @@ const Entry entries[] = {
     ENTRY("cuStreamQuery", 2000, stream_query),
     ENTRY("cuStreamSynchronize", 2000, stream_synchronize),
     ENTRY("cuStreamWaitEvent", 3020, stream_wait),
-    ENTRY("cuStreamIsCapturing", 10000, is_capturing),
-    ENTRY("cuStreamBeginCapture", 10010, begin_capture),
-    ENTRY("cuStreamEndCapture", 10000, end_capture),
-    ENTRY("cuGraphLaunch", 10000, graph_launch),
     ENTRY("cuEventCreate", 2000, event_create),
     ENTRY("cuEventDestroy", 4000, event_destroy),
     ENTRY("cuEventRecord", 2000, event_record),

@@ -1,5 +1,4 @@
 // What tests tell the fake GPU, and what it tells them.
-#include "ipc.h"
 #include "locked.h"
 #include "machine.h"
 
@@ -7,20 +6,6 @@ using fake::machine;
 using fake::with;
 
 extern "C" {
-
-// A GPU as new. Handles and memory of before are gone.
-void fake_reset(uint64_t seed, int queue_depth, int has_aliases) {
-  with([&] { machine().reset(seed, queue_depth, has_aliases != 0), fake::reset_ipc(); });
-}
-
-// Up to `most` turns; how many there were.
-int fake_pump(int most) {
-  return with([&] {
-    int turns = 0;
-    while (turns < most && machine().tick()) ++turns;
-    return turns;
-  });
-}
 
 void fake_run_all(void) {
   with([] { machine().run_all(); });

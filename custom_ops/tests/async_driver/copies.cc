@@ -66,7 +66,7 @@ Result submit_copy(uint64_t stream, std::vector<Row> rows, bool is_ordered, Acce
     blocks = blocks || to == Place::kPageable;
   }
   if (blocks) {
-    if (const Result result = gpu.enter_unsafe("a copy into pageable memory"); result != kSuccess) return result;
+    if (const Result result = gpu.enter(); result != kSuccess) return result;
   }
   const size_t pieces = tasks.size();
   const Result result =

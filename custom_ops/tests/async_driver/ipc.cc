@@ -43,7 +43,7 @@ Result address_range(uint64_t* base, size_t* nbytes, uint64_t address) {
 
 Result ipc_export(IpcHandle* handle, uint64_t address) {
   const auto locked = hold();
-  if (const Result result = machine().enter_unsafe("an export"); result != kSuccess) return result;
+  if (const Result result = machine().enter(); result != kSuccess) return result;
   const auto shared = machine().memory.share(address);
   if (shared == nullptr) return kInvalidValue;
   SharedName name = shared->name();
@@ -56,7 +56,7 @@ Result ipc_export(IpcHandle* handle, uint64_t address) {
 // The same memory again has the same address, and is closed as often as it was opened.
 Result ipc_open(uint64_t* address, IpcHandle handle, unsigned int flags) {
   const auto locked = hold();
-  if (const Result result = machine().enter_unsafe("a mapping"); result != kSuccess) return result;
+  if (const Result result = machine().enter(); result != kSuccess) return result;
   const SharedName name = name_in(handle);
   if (flags != kvswap::cuda::kIpcPeerAccess) return machine().refuse(kInvalidValue, "a mapping without its flag");
   if (name.process == getpid()) return kInvalidContext;
@@ -74,7 +74,7 @@ Result ipc_open(uint64_t* address, IpcHandle handle, unsigned int flags) {
 
 Result ipc_close(uint64_t address) {
   const auto locked = hold();
-  if (const Result result = machine().enter_unsafe("an unmapping"); result != kSuccess) return result;
+  if (const Result result = machine().enter(); result != kSuccess) return result;
   for (auto& [name, mapping] : mappings) {
     if (mapping.count > 0 && mapping.base == address) {
       if (--mapping.count == 0) machine().memory.unmap(address);
@@ -99,11 +99,6 @@ Result device_uuid(Uuid* uuid, int handle) {
 // None is its own peer.
 Result can_access_peer(int* can, int device, int peer) {
   return *can = gpus.reach_each_other && device != peer ? 1 : 0, kSuccess;
-}
-
-void reset_ipc() {
-  gpus = {};
-  mappings.clear();
 }
 
 }  // namespace fake

@@ -17,6 +17,5 @@ Result device_count(int* count);
 Result device(int* handle, int ordinal);
 Result device_uuid(Uuid* uuid, int handle);
 Result can_access_peer(int* can, int device, int peer);
-void reset_ipc();
 
 }  // namespace fake

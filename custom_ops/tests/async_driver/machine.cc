@@ -16,32 +16,11 @@ uint64_t normal(uint64_t handle) { return handle == 0 ? kLegacy : handle; }
 
 Machine& machine() {
   // Never destroyed: streams may be asked while the process ends.
-  static Machine* one = [] {
-    auto* made = new Machine;
-    made->reset(1, 64, false);
-    return made;
-  }();
+  static auto* one = new Machine;
   return *one;
 }
 
-void Machine::reset(uint64_t seed, int queue_depth, bool has_aliases) {
-  random_.seed(seed);
-  depth_ = static_cast<size_t>(queue_depth);
-  patience_ = seed % 3 == 0 ? 240 : 24;
-  streams_.clear();
-  is_running_ = false;
-  events_.clear();
-  graphs_.clear();
-  captured_.clear();
-  priority_.clear();
-  faults.clear();
-  sticky_ = kSuccess;
-  capturing = 0;
-  capture_is_broken_ = false;
-  memory.reset();
-  memory.use_aliases(has_aliases);
-  streams_[kLegacy] = {true, {}};
-}
+Machine::Machine() { streams_[kLegacy] = {true, {}}; }
 
 // ---- errors
 
@@ -57,12 +36,6 @@ void Machine::fault(Result sticky, const std::string& text) {
   if (sticky_ != kSuccess) return;
   sticky_ = sticky;
   for (auto& [handle, stream] : streams_) stream.queue.clear();
-}
-
-Result Machine::enter_unsafe(const char* what) {
-  if (sticky_ != kSuccess || capturing == 0) return sticky_;
-  capture_is_broken_ = true;
-  return refuse(kCaptureUnsupported, std::string(what) + " while a stream is being captured");
 }
 
 // ---- handles
@@ -139,11 +112,6 @@ void Machine::push(uint64_t handle, Operation operation) {
 Result Machine::submit(uint64_t handle, Work work) {
   if (stream_of(handle) == nullptr) return refuse(kInvalidHandle, "work for a stream that is not there");
   Operation operation{Operation::kWork, std::make_shared<const Work>(std::move(work)), {}, 0, nullptr, 0};
-  if (capturing != 0 && normal(handle) == capturing) {
-    captured_.push_back(std::move(operation));
-    return kSuccess;
-  }
-  if (capturing != 0 && normal(handle) == kLegacy) return enter_unsafe("work on the legacy stream");
   push(handle, std::move(operation));
   return sticky_;
 }
@@ -151,12 +119,6 @@ Result Machine::submit(uint64_t handle, Work work) {
 Result Machine::record(uint64_t handle, uint64_t stream) {
   const auto event = event_of(handle);
   if (event == nullptr || stream_of(stream) == nullptr) return refuse(kInvalidHandle, "record of nothing");
-  if (capturing != 0 && normal(stream) == capturing) {
-    event->captured_in = capturing;
-    return kSuccess;
-  }
-  // Stricter than the driver in its most relaxed mode: nobody should record beside a capture.
-  if (const Result result = enter_unsafe("a record on another stream"); result != kSuccess) return result;
   push(stream, recording(event));
   return sticky_;
 }
@@ -164,11 +126,6 @@ Result Machine::record(uint64_t handle, uint64_t stream) {
 Result Machine::wait(uint64_t stream, uint64_t handle) {
   const auto event = event_of(handle);
   if (event == nullptr || stream_of(stream) == nullptr) return refuse(kInvalidHandle, "wait for nothing");
-  if (capturing != 0) {
-    if (normal(stream) == capturing && event->captured_in == capturing) return kSuccess;  // one stream: a FIFO
-    capture_is_broken_ = true;
-    return refuse(kCaptureIsolation, "a wait across the border of a capture");
-  }
   push(stream, {Operation::kWait, nullptr, {}, 0, event, event->recorded});
   return sticky_;
 }
@@ -245,7 +202,7 @@ void Machine::run_all() {
 // ---- questions
 
 Result Machine::query_event(uint64_t handle) {
-  if (const Result result = enter_unsafe("a query"); result != kSuccess) return result;
+  if (const Result result = enter(); result != kSuccess) return result;
   const auto event = event_of(handle);
   if (event == nullptr) return kInvalidHandle;
   for (uint64_t turns = random(max_progress_); turns > 0; --turns) tick();
@@ -254,14 +211,14 @@ Result Machine::query_event(uint64_t handle) {
 }
 
 Result Machine::query_stream(uint64_t handle) {
-  if (const Result result = enter_unsafe("a query"); result != kSuccess) return result;
+  if (const Result result = enter(); result != kSuccess) return result;
   const Stream* stream = stream_of(handle);
   if (stream == nullptr) return kInvalidHandle;
   return stream->queue.empty() ? kSuccess : kNotReady;
 }
 
 Result Machine::synchronize_event(uint64_t handle) {
-  if (const Result result = enter_unsafe("a synchronization"); result != kSuccess) return result;
+  if (const Result result = enter(); result != kSuccess) return result;
   const auto event = event_of(handle);
   if (event == nullptr) return kInvalidHandle;
   const uint64_t version = event->recorded;
@@ -271,7 +228,7 @@ Result Machine::synchronize_event(uint64_t handle) {
 }
 
 Result Machine::synchronize_stream(uint64_t handle) {
-  if (const Result result = enter_unsafe("a synchronization"); result != kSuccess) return result;
+  if (const Result result = enter(); result != kSuccess) return result;
   if (stream_of(handle) == nullptr) return kInvalidHandle;
   if (normal(handle) == kLegacy) order_with_legacy(kLegacy);
   while (sticky_ == kSuccess && !streams_.at(normal(handle)).queue.empty() && tick()) {
@@ -286,32 +243,6 @@ Result Machine::elapsed(float* milliseconds, uint64_t start, uint64_t end) {
   if (first->done < first->recorded || last->done < last->recorded) return kNotReady;
   *milliseconds = static_cast<float>(last->time - first->time);
   return kSuccess;
-}
-
-// ---- graphs
-
-Result Machine::begin_capture(uint64_t stream) {
-  if (capturing != 0 || stream_of(stream) == nullptr || normal(stream) == kLegacy) return kCaptureUnsupported;
-  capturing = stream;
-  capture_is_broken_ = false;
-  captured_.clear();
-  return kSuccess;
-}
-
-Result Machine::end_capture(uint64_t stream, uint64_t* graph) {
-  if (capturing != stream || capturing == 0) return kInvalidValue;
-  capturing = 0;
-  if (capture_is_broken_) return kCaptureInvalidated;
-  *graph = next_handle_ += 16;
-  graphs_[*graph] = captured_;
-  return kSuccess;
-}
-
-Result Machine::launch_graph(uint64_t graph, uint64_t stream) {
-  const auto found = graphs_.find(graph);
-  if (found == graphs_.end() || stream_of(stream) == nullptr) return kInvalidValue;
-  for (const auto& operation : found->second) push(stream, operation);
-  return sticky_;
 }
 
 }  // namespace fake

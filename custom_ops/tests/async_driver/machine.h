@@ -28,9 +28,6 @@ enum : Result {
   kInvalidHandle = 400,
   kIllegalAddress = 700,
   kLaunchFailed = 719,
-  kCaptureUnsupported = 900,
-  kCaptureInvalidated = 901,
-  kCaptureIsolation = 905,
 };
 
 // A record names the point it was made at: a wait or a query means the latest record at the time of its call.
@@ -38,7 +35,6 @@ struct Event {
   bool is_timed;
   uint64_t recorded = 0, done = 0;  // how many records were submitted, and how many have run
   uint64_t time = 0;                // pieces that had run by then, on all streams
-  uint64_t captured_in = 0;         // stream of the capture it was recorded in
 };
 
 // Work that runs piece by piece, so that other streams get between two rows of one copy.
@@ -65,11 +61,10 @@ struct Stream {
 
 class Machine {
  public:
-  void reset(uint64_t seed, int queue_depth, bool has_aliases);
+  Machine();
 
   // ---- for callers of the driver: every one of them fails once the context is broken
-  Result enter();                         // the sticky error, or success
-  Result enter_unsafe(const char* what);  // for calls that a capture forbids; it does not survive one
+  Result enter();  // the sticky error, or success
   uint64_t new_stream(bool is_blocking);
   Result end_stream(uint64_t handle);
   uint64_t new_event(bool is_timed);
@@ -82,9 +77,6 @@ class Machine {
   Result synchronize_event(uint64_t event);
   Result synchronize_stream(uint64_t stream);
   Result elapsed(float* milliseconds, uint64_t start, uint64_t end);
-  Result begin_capture(uint64_t stream);
-  Result end_capture(uint64_t stream, uint64_t* graph);
-  Result launch_graph(uint64_t graph, uint64_t stream);
 
   // ---- for tests
   bool tick();  // one turn of one stream; false when nothing can run
@@ -95,7 +87,6 @@ class Machine {
 
   Memory memory;
   std::vector<std::string> faults;
-  uint64_t capturing = 0;
 
  private:
   size_t pending() const;
@@ -111,15 +102,12 @@ class Machine {
   std::mt19937_64 random_;
   size_t depth_ = 64;
   uint64_t max_progress_ = 4;  // turns that a query may let pass
-  uint64_t patience_ = 24;   // turns until other streams go first, on average
-  bool is_running_ = false;  // a kernel's body: it must not come back here for more
+  uint64_t patience_ = 24;     // turns until other streams go first, on average
+  bool is_running_ = false;    // a kernel's body: it must not come back here for more
   uint64_t next_handle_ = 0x7700, clock_ = 0;
   Result sticky_ = kSuccess;
-  bool capture_is_broken_ = false;
   std::map<uint64_t, Stream> streams_;
   std::map<uint64_t, std::shared_ptr<Event>> events_;
-  std::map<uint64_t, std::vector<Operation>> graphs_;
-  std::vector<Operation> captured_;
   std::vector<uint64_t> priority_;
 };
 

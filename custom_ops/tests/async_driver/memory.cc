@@ -100,16 +100,16 @@ bool Memory::register_host(uint64_t address, size_t nbytes) {
   const auto next = registered_.lower_bound(address);
   if (next != registered_.end() && next->first < address + nbytes) return false;
   if (registration(address, 1) != nullptr) return false;
-  const uint64_t alias = has_aliases_ ? reserve(nbytes) : address;
+  const uint64_t alias = reserve(nbytes);
   registered_[address] = {nbytes, alias};
-  if (has_aliases_) on_device_[alias] = {nbytes, reinterpret_cast<uint8_t*>(address), nullptr, false, nullptr};
+  on_device_[alias] = {nbytes, reinterpret_cast<uint8_t*>(address), nullptr, false, nullptr};
   return true;
 }
 
 bool Memory::unregister_host(uint64_t address) {
   const auto found = registered_.find(address);
   if (found == registered_.end()) return false;
-  if (found->second.alias != address) on_device_.erase(found->second.alias);
+  on_device_.erase(found->second.alias);
   registered_.erase(found);
   return true;
 }
@@ -132,16 +132,7 @@ uint8_t* Memory::resolve(uint64_t address, size_t nbytes, Eyes eyes) const {
     if (found == nullptr || (found->second.shared != nullptr && found->second.shared->has_ended())) return nullptr;
     return found->second.storage + (address - found->first);
   }
-  if (eyes == Eyes::kKernel) {
-    const auto* found = registration(address, nbytes);
-    if (found == nullptr || found->second.alias != found->first) return nullptr;
-  }
-  return reinterpret_cast<uint8_t*>(address);
-}
-
-void Memory::reset() {
-  on_device_.clear();
-  registered_.clear();
+  return eyes == Eyes::kKernel ? nullptr : reinterpret_cast<uint8_t*>(address);
 }
 
 }  // namespace fake

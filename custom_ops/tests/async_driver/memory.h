@@ -40,7 +40,7 @@ class Memory {
   std::shared_ptr<Shared> share(uint64_t address);
   uint64_t map(std::shared_ptr<Shared> shared);
   bool unmap(uint64_t address);
-  // With aliases the device address of page-locked host memory is not its host address.
+  // The device address of page-locked host memory is not its host address.
   bool register_host(uint64_t address, size_t nbytes);
   bool unregister_host(uint64_t address);
   bool is_registered(uint64_t address, size_t nbytes) const;
@@ -49,9 +49,6 @@ class Memory {
   uint64_t device_address(uint64_t address) const;
   // Where the bytes really are; null for memory that is not there, or that these eyes cannot see.
   uint8_t* resolve(uint64_t address, size_t nbytes, Eyes eyes) const;
-  void use_aliases(bool uses) { has_aliases_ = uses; }
-  bool has_aliases() const { return has_aliases_; }
-  void reset();
 
  private:
   static constexpr uint64_t kArena = uint64_t{1} << 40;
@@ -62,7 +59,6 @@ class Memory {
   const std::pair<const uint64_t, Registered>* registration(uint64_t address, size_t nbytes) const;
 
   uint64_t arena_ = 0, next_ = 0;
-  bool has_aliases_ = false;
   std::map<uint64_t, Range> on_device_;  // by device address, aliases included
   std::map<uint64_t, Registered> registered_;
 };

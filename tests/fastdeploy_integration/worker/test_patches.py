@@ -18,7 +18,7 @@ def installed(monkeypatch, make_cache):
 
 def test_attention_waits_for_its_layer_only_when_there_is_something_to_wait_for():
     waited = []
-    forward = worker_patches.make_attention_forward(lambda self, *given: given)
+    forward = worker_patches.make_attention_forward(lambda self, *given: waited.append("read") or given)
     layer, meta = SimpleNamespace(layer_id=4), SimpleNamespace()
     assert forward(layer, qkv="x", forward_meta=meta) == (None, None, None, "x", None, None, meta)
     setattr(meta, worker_patches.COUNTER, SimpleNamespace(wait_for_layer=waited.append))
@@ -26,7 +26,7 @@ def test_attention_waits_for_its_layer_only_when_there_is_something_to_wait_for(
     indexer = worker_patches.make_indexer_forward(lambda self, *given, rotary_emb: (*given, rotary_emb))
     assert indexer(layer, meta, 1, 2, 3, rotary_emb=4) == (meta, 1, 2, 3, 4)
     assert indexer(layer, meta, 1, 2, rotary_emb=4) == (meta, 1, 2, 4)  # the develop branch passes no positions
-    assert waited == [4, 4, 4]
+    assert waited == ["read", 4, "read", 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_an_idle_worker_is_known_where_no_pass_can_begin_unseen(monkeypatch, ove
     for num_tokens in (0, 3):
         runner.current_launch_token_num = num_tokens
         assert worker_patches.execute_model_or_idle(lambda: "done", runner, (), {}) == "done"
-    worker_patches.execute_model(lambda: None, runner, (), {})
-    assert told[1:] == [{"is_idle": True}, {"is_idle": False}, {}]
+    worker_patches.execute_model(lambda: told.append("computed"), runner, (), {})
+    assert told[1:] == [{"is_idle": True}, {"is_idle": False}, "computed", {}]
 
 
 def test_draft_attention_counts_its_layers_after_the_main_models(installed):

@@ -34,7 +34,6 @@ class PythonDriver:
     """`log` holds what was asked for, in order."""
 
     CUDARuntimeError = CUDARuntimeError
-    epoch = 0
 
     def __init__(self, seed: int = 0) -> None:
         self.random = random.Random(seed)
@@ -69,7 +68,7 @@ class PythonDriver:
         self.call(name, ctypes.byref(made), *arguments)
         return made.value
 
-    def release(self, name: str, handle: int, made_in: int) -> None:
+    def release(self, name: str, handle: int) -> None:
         """Nothing here is used up."""
 
     def launch(self, stream: int, body: Callable[..., object], *arguments: object) -> None:

@@ -25,7 +25,7 @@ class Memory:
 
     def __init__(self, nbytes: int) -> None:
         self.ptr = driver.new_handle("cuMemAlloc", max(1, nbytes))
-        weakref.finalize(self, driver.release, "cuMemFree", self.ptr, driver.epoch).atexit = False
+        weakref.finalize(self, driver.release, "cuMemFree", self.ptr).atexit = False
 
 
 class Pointer:

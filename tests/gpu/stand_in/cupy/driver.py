@@ -16,8 +16,6 @@ BATCH_VERSION = 12080
 Body = ctypes.CFUNCTYPE(c_int, c_void_p, c_uint64)
 
 _CONTROLS: dict[str, tuple[Any, list[Any]]] = {
-    "fake_reset": (None, [c_uint64, c_int, c_int]),
-    "fake_pump": (c_int, [c_int]),
     "fake_run_all": (None, []),
     "fake_num_mapped": (c_uint64, []),
     "fake_gpus": (None, [c_int, c_int, c_int]),
@@ -74,14 +72,6 @@ def new_handle(name: str, *arguments: Any) -> int:
 
 _bodies: dict[int, Callable[[], None]] = {}
 _numbers = itertools.count(1)
-_captured: set[int] = set()
-"""Those a graph may run again."""
-
-capturing: set[int] = set()
-"""Streams that are being captured."""
-
-epoch = 0
-"""Counts resets: what was made before one is gone."""
 
 problems: list[str] = []
 """What a kernel's body raised."""
@@ -91,8 +81,7 @@ problems: list[str] = []
 def _run(number: int, piece: int) -> int:
     try:
         if piece == 0:
-            body = _bodies[number] if number in _captured else _bodies.pop(number)
-            body()
+            _bodies.pop(number)()
         return 0
     except Exception:  # the edge to C: the context is broken then, as by a kernel that crashed
         problems.append(traceback.format_exc())
@@ -103,8 +92,6 @@ def launch(stream: int, body: Callable[[], None], pieces: int = 1) -> None:
     """Run `body` when the stream comes to it."""
     number = next(_numbers)
     _bodies[number] = body
-    if stream in capturing:
-        _captured.add(number)
     status = library.fake_launch(stream, _run, number, pieces, 1)
     if status:
         raise CUDARuntimeError(status, "cuLaunchKernel")
@@ -117,19 +104,8 @@ def resolve(address: int, nbytes: int) -> int:
     return int(found)
 
 
-def reset(seed: int, queue_depth: int = 64, *, has_aliases: bool = False) -> None:
-    """A GPU as new; nothing of the one before may be used any more."""
-    global epoch
-    epoch += 1
-    library.fake_reset(seed, queue_depth, int(has_aliases))
-    for gone in (_bodies, _captured, capturing, problems):
-        gone.clear()
-
-
-def release(name: str, handle: int, made_in: int) -> None:
-    """The finalizer of a handle or an allocation."""
-    if made_in == epoch:
-        status_of(name, handle)
+release = status_of
+"""The finalizer of a handle or an allocation."""
 
 
 def faults() -> list[str]:

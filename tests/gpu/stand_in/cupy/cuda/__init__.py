@@ -14,14 +14,6 @@ __all__ = ["Device", "Event", "ExternalStream", "Stream", "get_current_stream", 
 _current: list[Any] = []
 
 
-class Graph:
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def launch(self, stream: Any = None) -> None:
-        driver.call("cuGraphLaunch", self._handle, (stream or get_current_stream()).ptr)
-
-
 class _AnyStream:
     ptr: int
 
@@ -47,22 +39,12 @@ class _AnyStream:
     def wait_event(self, event: Event) -> None:
         driver.call("cuStreamWaitEvent", self.ptr, event.ptr, ctypes.c_uint(0))
 
-    def begin_capture(self, mode: Any = None) -> None:
-        driver.capturing.add(self.ptr)
-        driver.call("cuStreamBeginCapture", self.ptr, ctypes.c_int(0))
-
-    def end_capture(self) -> Graph:
-        made = ctypes.c_uint64()
-        driver.capturing.discard(self.ptr)
-        driver.call("cuStreamEndCapture", self.ptr, ctypes.byref(made))
-        return Graph(made.value)
-
 
 class Stream(_AnyStream):
     def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
         self.ptr = 0 if null else driver.new_handle("cuStreamCreate", ctypes.c_uint(int(non_blocking)))
         if not null:
-            weakref.finalize(self, driver.release, "cuStreamDestroy", self.ptr, driver.epoch).atexit = False
+            weakref.finalize(self, driver.release, "cuStreamDestroy", self.ptr).atexit = False
 
     @staticmethod
     def from_external(stream: Any) -> ExternalStream:
@@ -87,7 +69,7 @@ def get_current_stream() -> Any:
 class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
         self.ptr = driver.new_handle("cuEventCreate", ctypes.c_uint(2 if disable_timing else 0))
-        weakref.finalize(self, driver.release, "cuEventDestroy", self.ptr, driver.epoch).atexit = False
+        weakref.finalize(self, driver.release, "cuEventDestroy", self.ptr).atexit = False
 
     def record(self, stream: Any = None) -> None:
         driver.call("cuEventRecord", self.ptr, (get_current_stream() if stream is None else stream).ptr)
