@@ -34,3 +34,17 @@ def ranks(net):
 @pytest.fixture
 def pair(ranks):
     return ranks(PrefillRank), ranks(DecodeRank)
+
+
+@pytest.fixture
+def world(request, monkeypatch):
+    """Data planes of the module's `KIND`, which read each other."""
+    made = request.module.KIND(monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mine(world):
+    with world.ours() as made:
+        yield made

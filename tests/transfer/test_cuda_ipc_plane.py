@@ -22,25 +22,14 @@ from tests.gpu.built import run
 from tests.gpu.plane_contract import canaries, everything, soon, whole_blocks
 from tests.transfer.planes import CudaIpc
 
+KIND = CudaIpc
+
 
 @pytest.mark.process
 def test_what_only_a_fake_gpu_can_be_made_to_do():
     done = run("ipc_fake_checks.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok  ") == 2
-
-
-@pytest.fixture
-def world(monkeypatch):
-    made = CudaIpc(monkeypatch)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def mine(world):
-    with world.ours() as made:
-        yield made
 
 
 @pytest.mark.parametrize(("reaches", "is_refused"), [(True, False), (None, False), (False, True)])
@@ -133,16 +122,6 @@ def test_copies_go_by_batches_once_these_were_tried(world, mine, monkeypatch, li
     with closing(mine.open(world.peer())) as source:
         source.read("any", everything(), soon())
     assert world.memory.path is path
-
-
-def test_an_interpreter_that_ends_closes_what_was_opened_first(world, monkeypatch):
-    registered = []
-    monkeypatch.setattr(cuda_ipc_plane.atexit, "register", registered.append)
-    monkeypatch.setattr(cuda_ipc_plane.atexit, "unregister", registered.remove)
-    plane = world.make()
-    assert registered == [plane._close_sources]
-    plane.close()
-    assert registered == []
 
 
 def test_tensors_that_cannot_be_shared_are_refused_at_the_start(world, monkeypatch):

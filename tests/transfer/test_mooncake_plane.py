@@ -21,6 +21,9 @@ from tests.transfer.peer import ChildProcess, serve_mooncake
 from tests.transfer.planes import HOST, Engine, Mooncake, Sockets
 
 
+KIND = Mooncake
+
+
 class Peer(ChildProcess):
     def __init__(self, seed):
         super().__init__(serve_mooncake, seed)
@@ -149,13 +152,6 @@ def test_a_process_that_ends_while_it_reads_neither_crashes_nor_hangs(real):
 # ---- without Mooncake
 
 
-@pytest.fixture
-def world(monkeypatch):
-    made = Mooncake(monkeypatch)
-    yield made
-    made.close()
-
-
 def test_another_protocol_is_refused(world):
     kind, protocol, *rest = msgspec.msgpack.decode(world.peer().address)
     assert protocol == "tcp"
@@ -175,16 +171,6 @@ def test_an_engine_serves_and_each_source_has_one_of_its_own_that_ends_with_it(w
         source.read("any", everything(), soon())
         source.close()
         assert source._engine is None
-
-
-def test_an_interpreter_that_ends_closes_the_plane_first(world, monkeypatch):
-    registered = []
-    monkeypatch.setattr(module.atexit, "register", registered.append)
-    monkeypatch.setattr(module.atexit, "unregister", registered.remove)
-    plane = world.make()
-    assert registered == [plane.close]
-    plane.close()
-    assert registered == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Every data plane keeps the contract; test_mooncake_plane.py asks Mooncake itself, `ipc_checks.py` a GPU."""
 
+import atexit
+
 import pytest
 
 from tests.gpu import plane_contract
@@ -23,3 +25,15 @@ def test_the_contract_is_kept(monkeypatch, kind, check):
         check(world)
     finally:
         world.close()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Mooncake, "close"), (CudaIpc, "_close_sources")])
+def test_an_interpreter_that_ends_closes_first_what_others_opened(monkeypatch, kind, name):
+    world, registered = kind(monkeypatch), []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(atexit, "unregister", registered.remove)
+    plane = world.make()
+    assert registered == [getattr(plane, name)]
+    plane.close()
+    assert registered == []
+    world.close()

@@ -30,25 +30,13 @@ from tests.gpu.plane_contract import (
 )
 from tests.transfer.planes import HOST, SECRET, Sockets, Theirs
 
+KIND = Sockets
 WIDTH = WIDTHS[0]
-
-
-@pytest.fixture
-def world(monkeypatch):
-    made = Sockets(monkeypatch)
-    yield made
-    made.close()
 
 
 @pytest.fixture
 def peer(world):
     return world.peer()
-
-
-@pytest.fixture
-def mine(world):
-    with world.ours() as made:
-        yield made
 
 
 @pytest.fixture
