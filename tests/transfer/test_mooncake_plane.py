@@ -20,7 +20,6 @@ from tests.mooncake_master import needs_mooncake
 from tests.transfer.peer import ChildProcess, serve_mooncake
 from tests.transfer.planes import HOST, Engine, Mooncake, Sockets
 
-
 KIND = Mooncake
 
 

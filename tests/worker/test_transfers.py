@@ -108,19 +108,6 @@ def test_layers_arrive_one_by_one(rig):
             counter.wait_for_layer(layer)
 
 
-def test_compute_waits_for_a_copy_that_reads_what_it_writes(rig):
-    let_go = rig.runtime.hold(OUTPUT)
-    rig.submit(evict((1,), (1,)))
-    rig.controller.before_compute([1, 2], [3])
-    with pytest.raises(LayerSwapTimeoutError):
-        rig.controller.before_compute([], [1])
-    assert outcomes(rig) == [], "a swap-out that makes compute wait is late, not lost"
-    let_go()
-    rig.controller.drain()
-    rig.controller.before_compute([], [1])
-    assert outcomes(rig) == [(1, CacheLevel.HOST, True)]
-
-
 def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     device = VirtualDevice(Clock())
     rig, written = Rig(device), []
@@ -269,14 +256,6 @@ def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stre
     reads(3)
 
 
-def test_a_copy_that_runs_is_not_forgotten_when_its_slot_was_filled_from_outside(rig):
-    counter = rig.submit(into=swap_in((0,), (2,)))
-    rig.controller.refilled((2,))
-    assert rig.controller.failed_slots([2]) == []
-    assert len(rig.controller.device_hazards) == 1
-    counter.wait_all()
-
-
 # ---- timeouts
 
 
@@ -333,35 +312,11 @@ def test_a_wait_before_compute_that_takes_too_long_fails_the_swap_in(rig):
     assert rig.controller.take_results() == []
 
 
-def test_a_swap_in_that_was_reported_good_is_not_given_up_later(rig):
-    counter = rig.submit(into=swap_in((0,), (4,)))
-    rig.controller.drain()
-    assert [result.ok for result in rig.controller.take_results()] == [True]
-    counter.wait_all(timeout=0)
-    assert rig.controller.take_results() == []
-
-
 # ---- reports
 
 
 def ended(rig):
     return rig.controller.take_report().ended_through
-
-
-def test_a_step_without_copies_has_ended_when_it_arrived(rig):
-    assert ended(rig) == -1
-    rig.submit()
-    assert ended(rig) == 1
-
-
-def test_the_oldest_open_copy_counts_whatever_ended_behind_it(rig):
-    let_go = rig.runtime.hold(OUTPUT)
-    rig.submit(evict((0,), (0,)))
-    rig.submit(into=swap_in((1,), (1,))).wait_all()
-    assert ended(rig) == 0
-    let_go()
-    rig.controller.drain()
-    assert ended(rig) == 2
 
 
 def test_a_copy_that_was_given_up_is_open_as_long_as_it_runs(rig):

@@ -116,19 +116,6 @@ def test_where_no_path_works_cupy_copies(core, caplog):
     assert {path.name for path in ops.copy_paths("cuda") if not path.left} == {"cupy"}
 
 
-def test_a_worker_tells_which_paths_live_in_which_direction_and_why_others_do_not(core):
-    assert ops.copy_paths("cuda") == ()
-    core.faults["batch"] = 1
-    land()
-    lost, later = "a block came back with other bytes", "it was refused by the driver after it had been tried"
-    expected = {("in", "kernel"): "", ("in", "runs"): "", ("in", "batch"): lost}
-    expected |= {("out", name): reason for (_, name), reason in expected.items()} | {("out", "staged"): ""}
-    assert {(path.direction, path.name): path.left for path in ops.copy_paths("cuda")} == expected
-    core.cuda_paths -= {Path.KERNEL}
-    found = {(path.direction, path.name): path.left for path in ops.copy_paths("cuda")}
-    assert found == expected | dict.fromkeys([("in", "kernel"), ("out", "kernel")], later)
-
-
 def test_where_no_path_is_left_copies_go_by_runs_and_each_other_one_says_why():
     landed = landing.Landing(("kernel", "staged"), {"batch": "it lost a block"})
     paths = {(path.direction, path.name): path.left for path in landed.paths({"staged"})}
@@ -193,13 +180,6 @@ def test_a_path_lives_only_if_it_was_tried_wherever_memory_ends(core, caplog, ro
     plain = [f"plain copies take the place of copy paths that cannot be tried: {trial}"]
     untimed = ["the copy paths are not timed, the GPU gives no memory for it: cudaError2: cuMemAlloc"]
     assert told(caplog) == gathers * (room < 1) + plain * (room < 5) + untimed * (room == 5)
-
-
-def test_a_small_pool_is_tried_and_not_measured(core):
-    landed = land(70_000)
-    assert landed.live == ("kernel", "staged", "batch", "runs")
-    assert not landed.measured
-    assert "; constants of the table: H2D call_ns 7," in landed.describe()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.metadata import CopyPath
 from fastdeploy_kvcache_v1.slot_array import SlotArray
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns, Implementation, plan_runs, tensor_rows
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, CopyRuns, plan_runs, tensor_rows
 from tests.worker.ops.copies import rows_of
 
 pytestmark = pytest.mark.usefixtures("cpu_ops")
@@ -136,21 +136,6 @@ def test_the_table_names_what_runs(cpu_ops):
 def test_slow_copies_are_warned_of(cpu_ops, caplog):
     ops.warn_of_slow_copies()
     assert len(caplog.records) == (cpu_ops == "numpy")
-
-
-def test_another_implementation_can_take_over():
-    calls = []
-    array = np.zeros((2, 8), np.uint8)
-    mine = Implementation("mine", lambda *args: calls.append(args))
-    previous = ops.install("swap_cache_per_layer", "cpu", mine)
-    try:
-        ops.swap_cache_per_layer((rows_of(array),), (rows_of(array),), [CopyRun(0, 1, 1)], stream=7)
-        assert ops.live()["swap_cache_per_layer.cpu"] == "mine"
-    finally:
-        assert ops.install("swap_cache_per_layer", "cpu", previous) is mine
-    assert [call[2:] for call in calls] == [([CopyRun(0, 1, 1)], 7)]
-    with pytest.raises(CacheStateError, match="unknown op"):
-        ops.install("swap_cache_per_layer", "tpu", previous)
 
 
 def test_host_memory_may_be_asked_for_on_a_numa_node(cpu_ops):

@@ -190,14 +190,3 @@ def test_what_the_system_refuses_is_one_line(machine, caplog, pages, line):
     buffer = allocate_near(4 * PAGE, lambda nodes: 1)
     assert [record.getMessage() for record in caplog.records] == [line]
     assert resident_pages(buffer.address, 4 * PAGE) == 4
-
-
-def test_large_memory_reports_its_progress(monkeypatch, caplog):
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(placement, "CHUNK", 1 << 20)
-    monkeypatch.setattr(placement, "REPORT_EVERY_S", 0.0)
-    touch(np.zeros(3 << 20, np.uint8))
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines[:3] == [f"host memory: {done} of 3 MiB are there" for done in (1, 2, 3)]
-    assert len(lines) == 4
-    assert lines[3].startswith("host memory: 3 MiB in ")
