@@ -140,8 +140,13 @@ def postprocess_config(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwar
             require_layout(host_layout(instance, envs.FD_ATTENTION_BACKEND))
     size_host_tier(instance, envs.FD_ATTENTION_BACKEND)
     graphs = instance.graph_opt_config
-    if instance.cache_config.num_cpu_blocks > 0 and graphs is not None and graphs.cudagraph_only_prefill:
-        logger.warning("cudagraph_only_prefill is switched off: prefill waits for layers being swapped in")
+    needs_python = {
+        "prefill waits for layers being swapped in": instance.cache_config.num_cpu_blocks > 0,
+        f"prefill with {MLA} reads cached prefixes": envs.FD_ATTENTION_BACKEND == MLA,
+    }
+    if any(needs_python.values()) and graphs is not None and graphs.cudagraph_only_prefill:
+        why = next(why for why, applies in needs_python.items() if applies)
+        logger.warning("cudagraph_only_prefill is switched off: %s", why)
         graphs.cudagraph_only_prefill = False
 
 
@@ -161,8 +166,8 @@ def refusals(
     cache, role = config.cache_config, config.scheduler_config.splitwise_role
     swaps = cache.num_cpu_blocks > 0 or cache.sized_by_swap_space
     fp8 = kv_cache_quant_type(config) == BLOCK_WISE_FP8
-    whole_prompts = whole_prompts and fastdeploy.capabilities.disables_chunked_prefill
     routing = getattr(config.routing_replay_config, "enable_routing_replay", False)
+    graph_level = getattr(config.graph_opt_config, "graph_opt_level", 0)
     storage = f"--kvcache-storage-backend {cache.kvcache_storage_backend}"
     checks = {
         f"{storage} without --swap-space": cache.kvcache_storage_backend in ("file", "mooncake") and not swaps,
@@ -173,11 +178,17 @@ def refusals(
         f"the {foreign_platform} platform": foreign_platform is not None,
         f"{PLAS} (it keeps means of key blocks outside the cache)": attention_backend == PLAS,
         f"{NATIVE} (FastDeploy cannot make it for a GPU)": attention_backend == NATIVE,
-        _latent_reason(attention_backend, fastdeploy): attention_backend in (MLA, DSA)
-        and (cache.enable_prefix_caching or not whole_prompts),
+        f"{DSA} with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass, so the "
+        "tokens would be wrong: FD_DISABLE_CHUNKED_PREFILL=1, --no-enable-prefix-caching, no FD_DETERMINISTIC_MODE)": (
+            attention_backend == DSA and (cache.enable_prefix_caching or not whole_prompts)
+        ),
         "MLA attention with block_wise_fp8": fp8 and attention_backend == MLA,
-        f"speculative method mtp with {DSA} (FastDeploy has no draft model for it)": attention_backend == DSA
-        and has_draft_layer(config),
+        f"{MLA} with graph_opt_level {graph_level} (a static graph leaves out what a prompt has in the cache)": (
+            attention_backend == MLA and graph_level > 0
+        ),
+        f"speculative method mtp with {attention_backend} (FastDeploy has no draft model for it)": (
+            attention_backend in (MLA, DSA) and has_draft_layer(config)
+        ),
         f"{attention_backend} with block_wise_fp8 in FastDeploy {fastdeploy.release}": fp8
         and not fastdeploy.capabilities.flash_block_wise_fp8
         and attention_backend != "APPEND_ATTN",
@@ -186,15 +197,6 @@ def refusals(
     if role != "mixed":
         checks |= role_refusals(config)
     return [reason for reason, applies in checks.items() if applies]
-
-
-def _latent_reason(attention_backend: str, fastdeploy: PatchTable) -> str:
-    """FastDeploy chunks prompts by default; its field `enable_chunked_prefill` tells nothing of the V1 scheduler."""
-    why = "its prefill attends to the tokens of its own pass only, so the tokens would be wrong"
-    if not fastdeploy.capabilities.disables_chunked_prefill:
-        return f"{attention_backend} in FastDeploy {fastdeploy.release} ({why}: this release always chunks prompts)"
-    served = "FD_DISABLE_CHUNKED_PREFILL=1, --no-enable-prefix-caching, no FD_DETERMINISTIC_MODE"
-    return f"{attention_backend} with prefix caching or prompts in chunks ({why}: {served})"
 
 
 def _foreign_platform(platform: Any) -> str | None:

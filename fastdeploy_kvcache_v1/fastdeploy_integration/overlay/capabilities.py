@@ -16,9 +16,6 @@ class Capabilities:
     flash_block_wise_fp8: bool = False
     """With `block_wise_fp8`, flash attention keeps its scales in the cache, as append attention does everywhere."""
 
-    disables_chunked_prefill: bool = False
-    """With `FD_DISABLE_CHUNKED_PREFILL=1` the V1 scheduler computes a prompt in one pass; others ignore it."""
-
     counts_preallocated: bool = False
     """A gauge counts the requests of a decode server between their blocks and their first token."""
 

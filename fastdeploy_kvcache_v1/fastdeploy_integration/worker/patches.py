@@ -14,6 +14,7 @@ from ..overlay import overlay
 from ..overlay.table import Where
 from ..swap_space import draft_tokens, has_draft_layer
 from .copy_reporter import CopyReporter
+from .latent_prefix import PREFIX
 from .storage import rank_storage
 from .worker_cache import DRAFT, MAIN, OffsetCounter, WorkerCache
 
@@ -143,14 +144,20 @@ def _argument(args: Args, kwargs: Kwargs, position: int, name: str, default: Any
 def split_batch(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `split_batch_decoder_layers`: half batches wait for what the whole one would have waited for."""
     halves = wrapped(*args, **kwargs)
-    counter = getattr(_argument(args, kwargs, 0, "forward_meta", None), COUNTER, None)
+    whole = _argument(args, kwargs, 0, "forward_meta", None)
+    if getattr(whole, PREFIX, None) is not None:
+        raise RuntimeError("prompts of latent attention behind a cached prefix cannot be computed in half batches")
+    counter = getattr(whole, COUNTER, None)
     for meta in halves if counter is not None else ():
         setattr(meta, COUNTER, counter)
     return halves
 
 
 def make_attention_forward(original: Wrapped) -> Wrapped:
-    """Replaces `Attention.forward`. A plain function: this runs per layer, and graph compilers look into it."""
+    """Replaces `Attention.forward`. A plain function: this runs per layer, and graph compilers look into it.
+
+    A cached prefix is read behind the wait, by the backend, which does not know the layer by itself.
+    """
 
     def forward(
         self: Any,
@@ -165,6 +172,9 @@ def make_attention_forward(original: Wrapped) -> Wrapped:
         counter = getattr(forward_meta, COUNTER, None)
         if counter is not None:
             counter.wait_for_layer(self.layer_id)
+        prefix = getattr(forward_meta, PREFIX, None)
+        if prefix is not None:
+            prefix.layer = self
         return original(self, q, k, v, qkv, compressed_kv, k_pe, forward_meta)
 
     return forward

@@ -293,7 +293,7 @@ def test_kernels_get_keys_before_values(cases):
 
 
 def test_the_prefill_of_latent_attention_reads_no_cached_prefix(cases):
-    """Why MLA and DSA are refused with prefix caching or chunks: if a release reads it, the refusal can go."""
+    """Why MLA is mended, and DSA refused with prefix caching or chunks: if a release reads it, both can go."""
     for (name, _, phase), events in cases.items():
         kernels = {event[1] for event in events if event[0] == "kernel"}
         if phase == "prefill" and name in ("MLAAttentionBackend", "DSAAttentionBackend"):
@@ -324,14 +324,24 @@ def test_every_backend_for_a_gpu_is_driven_or_refused(cases):
 
 
 def cache_readers(path):
-    """Functions in a file that index `.caches`, and those that call `attn_backend.forward`."""
-    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(function, ast.FunctionDef):
-            for node in ast.walk(function):
-                if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("meta.caches"):
-                    yield "reads", path.stem, function.name
-                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attn_backend.forward"):
-                    yield "calls", path.stem, function.name
+    """Functions in a file that index `.caches`, and those that call `attn_backend.forward`; of a class, by its name."""
+    for owner, function in functions(ast.parse(path.read_text(encoding="utf-8")), ""):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("meta.caches"):
+                yield "reads", path.stem, owner + function.name
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("attn_backend.forward"):
+                yield "calls", path.stem, owner + function.name
+
+
+def functions(tree, owner):
+    """With the class they are in, as `Name.`; of nested ones the outer one."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield owner, node
+        else:
+            yield from functions(node, owner)
 
 
 def test_nothing_else_of_a_gpu_worker_reads_the_cache():
@@ -342,6 +352,6 @@ def test_nothing_else_of_a_gpu_worker_reads_the_cache():
     own = [path for path in files if not any(name in path.relative_to(root).as_posix() for name in foreign)]
     found = {(what, stem, name) for path in own for what, stem, name in cache_readers(path)}
     backends = {entry for entry in found if entry[0] == "reads" and re.fullmatch(r"\w+_att\w+_backend", entry[1])}
-    indexer = {("reads", "deepseek_v3", "forward")} if has_dsa_attention() else set()
-    assert found - backends == {("calls", "attention", "forward"), *indexer}
+    indexer = {("reads", "deepseek_v3", "Indexer.forward")} if has_dsa_attention() else set()
+    assert found - backends == {("calls", "attention", "Attention.forward"), *indexer}
     assert len({stem for _, stem, _ in backends}) >= 6

@@ -13,8 +13,8 @@ def make_scene(num_blocks, **options):
     return Scene(make_manager(num_blocks, 0, "write_through", **options))
 
 
-def test_only_a_release_that_can_disable_chunks_cuts_no_prompt(monkeypatch):
-    """What latent attention needs, which is refused in other releases."""
+def test_only_releases_with_sparse_attention_can_be_told_to_cut_no_prompt(monkeypatch):
+    """What it needs: it has no cache, and no chunks."""
     monkeypatch.setenv("FD_DISABLE_CHUNKED_PREFILL", "1")
     scene, lengths = make_scene(80, caching=False), (40, 40, 24, 64, 1, 63)
     for number, length in enumerate(lengths):
@@ -24,7 +24,7 @@ def test_only_a_release_that_can_disable_chunks_cuts_no_prompt(monkeypatch):
         for task in (each for each in scene.step() if each.task_type.name == "PREFILL"):
             whole = 0, lengths[int(task.request_id[1:])]
             is_cut |= (task.prefill_start_index, task.prefill_end_index) != whole
-    assert is_cut != overlay.active().table.capabilities.disables_chunked_prefill
+    assert is_cut != any(row.qualname == "Indexer.forward" for row in overlay.active().table.rows)
 
 
 def run_until_running(scene, request_id):

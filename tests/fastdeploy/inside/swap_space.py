@@ -47,7 +47,7 @@ DEEPSEEK = {
 FP8 = {"quantization_config": {"quantization": "mix_quant", "kv_cache_quant_type": "block_wise_fp8"}}
 INT4 = {"quantization_config": {"quantization": "mix_quant", "kv_cache_quant_type": "int4_zp"}}
 WHOLE, UNCACHED = "FD_DISABLE_CHUNKED_PREFILL=1", "--no-enable-prefix-caching"
-"""Latent attention is refused without both. What begins with FD_ is a variable of the environment."""
+"""Sparse attention is refused without both. What begins with FD_ is a variable of the environment."""
 SERVED_IN_CHUNKS = {"FD_DISABLE_CHUNKED_PREFILL": "0", "FD_DETERMINISTIC_MODE": "0"}
 MTP = json.dumps({"method": "mtp", "num_speculative_tokens": 1, "model": "."})
 
@@ -73,13 +73,14 @@ SERVED = {
     "flash_fp8": (QWEN | FP8, "FLASH_ATTN", ranks(2), FP8_BLOCK),
     "flash_mask_fp8": (QWEN | FP8, "FLASH_MASK_ATTN", ranks(2), FP8_BLOCK),
     "gqa_int4": (QWEN | INT4, "APPEND_ATTN", [], GQA_BLOCK // 4),
-    "mla": (DEEPSEEK, "MLA_ATTN", [WHOLE, UNCACHED, *ranks(4)], LATENT_BLOCK),
-    "mla_mtp": (DEEPSEEK, "MLA_ATTN", [WHOLE, UNCACHED, *MTP_FLAG], LATENT_BLOCK // 6 * 7),
+    "mla": (DEEPSEEK, "MLA_ATTN", [], LATENT_BLOCK),
+    "mla_4_ranks": (DEEPSEEK, "MLA_ATTN", ranks(4), LATENT_BLOCK),
     "dsa": (DEEPSEEK, "DSA_ATTN", [WHOLE, UNCACHED, *ranks(8)], 6 * (656 + 132) * 64),
 }
 """Model, attention backend, flags; bytes of a block on a rank."""
 PLAIN_HEADS = {"gqa", "gqa_2_ranks", "gqa_4_ranks"}
 """Where FastDeploy's own formula is right."""
+CHUNKED_DSA = "DSA_ATTN with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass"
 REFUSED = {
     "too_small": (
         QWEN,
@@ -97,15 +98,15 @@ REFUSED = {
     "negative": (QWEN, "APPEND_ATTN", ["--swap-space=-1"], "--swap-space must be a number of GiB, 0 or more, got -1.0"),
     "native": (QWEN, "NATIVE_ATTN", [], "NATIVE_ATTN (FastDeploy cannot make it for a GPU)"),
     "plas": (QWEN, "PLAS_ATTN", [], "PLAS_ATTN (it keeps means of key blocks outside the cache)"),
-    "mla_split": (DEEPSEEK, "MLA_ATTN", [WHOLE, "FD_DETERMINISTIC_MODE=1", UNCACHED], None),
-    **{
-        f"{family.lower()}_{case}": (DEEPSEEK, f"{family}_ATTN", flags, None)
-        for family in ("MLA", "DSA")
-        for case, flags in {"cached": [WHOLE], "chunked": [UNCACHED], "default": []}.items()
-    },
+    "dsa_split": (DEEPSEEK, "DSA_ATTN", [WHOLE, "FD_DETERMINISTIC_MODE=1", UNCACHED], CHUNKED_DSA),
+    "dsa_cached": (DEEPSEEK, "DSA_ATTN", [WHOLE], CHUNKED_DSA),
+    "dsa_chunked": (DEEPSEEK, "DSA_ATTN", [UNCACHED], CHUNKED_DSA),
+    "dsa_default": (DEEPSEEK, "DSA_ATTN", [], CHUNKED_DSA),
+    "mla_mtp": (DEEPSEEK, "MLA_ATTN", MTP_FLAG, "speculative method mtp with MLA_ATTN"),
+    "mla_graphs": (DEEPSEEK, "MLA_ATTN", ["--graph-optimization-config", '{"graph_opt_level":1}'], "graph_opt_level 1"),
     "dsa_mtp": (DEEPSEEK, "DSA_ATTN", [WHOLE, UNCACHED, *MTP_FLAG], "speculative method mtp with DSA_ATTN"),
 }
-"""Model, attention backend, flags; what the refusal says. None: that the prefill attends to its own pass only."""
+"""Model, attention backend, flags; what the refusal says."""
 BACKENDS = {
     "APPEND_ATTN": "AppendAttentionBackend",
     "FLASH_ATTN": "FlashAttentionBackend",
@@ -166,22 +167,11 @@ def configure(monkeypatch):
 
 
 def unserved(name):
-    """Why a release has no tier for a case: it hands the backend the scales of another layer, or cannot be told not to
-    cut prompts.
-    """
+    """Why a release has no tier for a case: it hands the backend the scales of another layer."""
     table = overlay.active().table
     if name in ("flash_fp8", "flash_mask_fp8") and not table.capabilities.flash_block_wise_fp8:
         return f"block_wise_fp8 in FastDeploy {table.release}"
-    if name in ("mla", "mla_mtp") and not table.capabilities.disables_chunked_prefill:
-        return latent_refusal("MLA_ATTN")
     return None
-
-
-def latent_refusal(attention_backend):
-    table = overlay.active().table
-    can_be_served = table.capabilities.disables_chunked_prefill
-    what = "with prefix caching or prompts in chunks" if can_be_served else f"in FastDeploy {table.release}"
-    return f"{attention_backend} {what} (its prefill attends to the tokens of its own pass only"
 
 
 @pytest.mark.parametrize(
@@ -210,5 +200,5 @@ def test_without_swap_space_there_is_no_tier(configure):
 
 @pytest.mark.parametrize(("model", "attention_backend", "flags", "line"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_work_is_one_line_at_start(configure, model, attention_backend, flags, line):
-    with pytest.raises(ValueError, match=re.escape(line or latent_refusal(attention_backend))):
+    with pytest.raises(ValueError, match=re.escape(line)):
         configure(model, attention_backend, flags)

@@ -137,8 +137,10 @@ def fd_config(
     method=None,
     ranks=1,
     cached=True,
+    graph_level=0,
 ):
     return SimpleNamespace(
+        graph_opt_config=SimpleNamespace(graph_opt_level=graph_level),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         worker_num_per_node=8,
         cache_config=SimpleNamespace(
@@ -156,9 +158,7 @@ def fd_config(
 
 
 FACTS = {
-    "fastdeploy": replace(
-        table_for("2.6"), capabilities=Capabilities(flash_block_wise_fp8=True, disables_chunked_prefill=True)
-    ),
+    "fastdeploy": replace(table_for("2.6"), capabilities=Capabilities(flash_block_wise_fp8=True)),
     "v1_scheduler": True,
     "attention_backend": "APPEND_ATTN",
     "whole_prompts": True,
@@ -166,8 +166,7 @@ FACTS = {
     "pd_via_storage": False,
 }
 NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilities())}
-ALWAYS_CHUNKS = {"fastdeploy": table_for("2.5")}
-LATENT = "{} with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass only"
+CHUNKED_DSA = "DSA_ATTN with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass"
 
 
 @pytest.mark.parametrize(
@@ -180,20 +179,11 @@ LATENT = "{} with prefix caching or prompts in chunks (its prefill attends to th
         ({}, {"foreign_platform": "xpu"}, "xpu platform"),
         ({}, {"attention_backend": "PLAS_ATTN"}, "PLAS_ATTN (it keeps means of key blocks outside"),
         ({}, {"attention_backend": "NATIVE_ATTN"}, "NATIVE_ATTN (FastDeploy cannot make it"),
-        ({}, {"attention_backend": "MLA_ATTN"}, LATENT.format("MLA_ATTN")),
-        ({}, {"attention_backend": "DSA_ATTN"}, LATENT.format("DSA_ATTN")),
-        ({"cached": False}, {"attention_backend": "MLA_ATTN", "whole_prompts": False}, LATENT.format("MLA_ATTN")),
-        ({"cached": False}, {"attention_backend": "DSA_ATTN", "whole_prompts": False}, LATENT.format("DSA_ATTN")),
-        (
-            {"cached": False},
-            {"attention_backend": "MLA_ATTN", **ALWAYS_CHUNKS},
-            "this release always chunks prompts",
-        ),
-        (
-            {"quant": "block_wise_fp8", "cached": False},
-            {"attention_backend": "MLA_ATTN"},
-            "MLA attention with block_wise_fp8",
-        ),
+        ({}, {"attention_backend": "DSA_ATTN"}, CHUNKED_DSA),
+        ({"cached": False}, {"attention_backend": "DSA_ATTN", "whole_prompts": False}, CHUNKED_DSA),
+        ({"quant": "block_wise_fp8"}, {"attention_backend": "MLA_ATTN"}, "MLA attention with block_wise_fp8"),
+        ({"graph_level": 1}, {"attention_backend": "MLA_ATTN"}, "MLA_ATTN with graph_opt_level 1"),
+        ({"method": "mtp"}, {"attention_backend": "MLA_ATTN"}, "speculative method mtp with MLA_ATTN"),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN", **NO_FLASH_FP8}, "FLASH_ATTN with block"),
         ({"routing": True, "host_blocks": 4}, {}, "routing replay with --swap-space"),
         ({"routing": True, "swap": True}, {}, "routing replay with --swap-space"),
@@ -205,13 +195,15 @@ LATENT = "{} with prefix caching or prompts in chunks (its prefill attends to th
         ({"storage": "file", "swap": True, "ranks": 8}, {}, None),
         ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN"}, None),
         ({"quant": "block_wise_fp8"}, NO_FLASH_FP8, None),
-        ({"quant": "int8", "cached": False}, {"attention_backend": "MLA_ATTN"}, None),
+        ({"quant": "int8"}, {"attention_backend": "MLA_ATTN"}, None),
+        ({"host_blocks": 9}, {"attention_backend": "MLA_ATTN", "whole_prompts": False}, None),
+        ({"method": "ngram"}, {"attention_backend": "MLA_ATTN", "whole_prompts": False}, None),
+        ({"graph_level": 1}, {}, None),
         ({"routing": True}, {}, None),
-        ({"method": "mtp", "cached": False}, {"attention_backend": "MLA_ATTN"}, None),
         ({"method": "ngram", "swap": True, "cached": False}, {"attention_backend": "DSA_ATTN"}, None),
         ({"cached": False}, {"attention_backend": "DSA_ATTN"}, None),
         ({}, {"whole_prompts": False}, None),
-        ({}, ALWAYS_CHUNKS, None),
+        ({}, {"fastdeploy": table_for("2.5")}, None),
     ],
 )
 def test_what_is_refused_and_why(config, facts, reason):
@@ -302,9 +294,15 @@ def test_what_decides_whether_a_configuration_is_refused(postprocess, envs, plat
     assert postprocess.asked == {**usual, "foreign_platform": None, "pd_via_storage": False, **expected}
 
 
-@pytest.mark.parametrize(("host_blocks", "is_on"), [(0, True), (1, False)])
-def test_prefills_that_wait_for_layers_are_not_captured(postprocess, caplog, host_blocks, is_on):
+@pytest.mark.parametrize(
+    ("host_blocks", "attention_backend", "is_on"),
+    [(0, "APPEND_ATTN", True), (1, "APPEND_ATTN", False), (0, "MLA_ATTN", False)],
+)
+def test_prefills_that_wait_for_layers_or_read_a_prefix_are_not_captured(
+    postprocess, caplog, host_blocks, attention_backend, is_on
+):
     graphs = SimpleNamespace(cudagraph_only_prefill=True)
+    postprocess.envs.FD_ATTENTION_BACKEND = attention_backend
     for _ in range(2):
         postprocess.run(host_blocks=host_blocks, graphs=graphs)
     assert graphs.cudagraph_only_prefill is is_on

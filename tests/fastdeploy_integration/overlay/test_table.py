@@ -137,8 +137,8 @@ def test_a_copied_table_that_still_says_its_old_release_is_refused(write, tmp_pa
     ("release", "capabilities"),
     [
         ("2.5", {"acknowledged_cache_info"}),
-        ("2.6", {"flash_block_wise_fp8", "disables_chunked_prefill", "counts_preallocated", "reschedules"}),
-        ("2.6-dev", {"flash_block_wise_fp8", "disables_chunked_prefill", "acknowledged_cache_info"}),
+        ("2.6", {"flash_block_wise_fp8", "counts_preallocated", "reschedules"}),
+        ("2.6-dev", {"flash_block_wise_fp8", "acknowledged_cache_info"}),
     ],
 )
 def test_what_our_releases_can(release, capabilities):
