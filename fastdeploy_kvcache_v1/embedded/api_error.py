@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .engine.generation import Failure
 
-TYPES = {404: "not_found_error", 409: "conflict_error", 500: "internal_error", 503: "service_unavailable_error"}
-
+TYPES = {404: "not_found_error", 409: "conflict_error", 500: "internal_error"}
+"""Of every other status from 500 on: "service_unavailable_error", which clients try again."""
 
 MAX_MESSAGE = 1000
 """Characters."""
@@ -30,7 +30,7 @@ class ApiError(Exception):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """`{"error": {...}}` with a one-line message, cut where it repeats too much of the request."""
-    kind = TYPES.get(status, "invalid_request_error")
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "service_unavailable_error")
     # A template's message can carry half of a surrogate pair, which an answer cannot.
     line = " ".join(message.encode("utf-8", errors="replace").decode().split())
     line = line if len(line) <= MAX_MESSAGE else f"{line[:MAX_MESSAGE]}..."

@@ -1,253 +1,475 @@
-"""The router between fake servers: whom it chooses, what it tells them, and what a client hears when they fail."""
+"""The router between small real servers: whom it chooses, what it tells them, what a client hears when they fail."""
 
 import asyncio
 import json
+import os
+import signal
+import threading
 
 import httpx
 import pytest
 
 from fastdeploy_kvcache_v1.cli import main
 from fastdeploy_kvcache_v1.embedded.prefill_job import PREFILL_HEADER, PROOF_HEADER, proves
-from fastdeploy_kvcache_v1.router.app import RouterSettings, create_app
-from fastdeploy_kvcache_v1.router.servers import ServerGroup
-
-SECRET = b"sixteen bytes or more"
+from fastdeploy_kvcache_v1.router import app
+from tests.router.servers import EVENTS, SECRET, Backend, routed, until
 
 
-class Fleet:
-    """Servers by host name. Each answers with its name, unless `broken` says otherwise."""
-
-    def __init__(self):
-        self.broken = {}
-        self.seen = []
-        self.release = asyncio.Event()
-
-    async def __call__(self, request):
-        name, broken = request.url.host, self.broken.get(request.url.host)
-        if broken == "unreachable":
-            raise httpx.ConnectError("connection refused")
-        if request.url.path == "/health":
-            if broken == "stopped":
-                await asyncio.sleep(3600)
-            return httpx.Response(503 if broken == "failing" else 200)
-        self.seen.append((name, request.headers.get(PREFILL_HEADER), request.headers.get(PROOF_HEADER, "")))
-        if broken == "breaks":
-            raise httpx.ReadError("reset")
-        if broken in ("hangs", "stopped"):
-            await self.release.wait()
-        if b"stream" in await request.aread():
-            return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=self.events(broken))
-        return httpx.Response(200, json={"from": name})
-
-    async def events(self, broken):
-        yield b"data: 1\n\n"
-        if broken == "breaks in the middle":
-            raise httpx.ReadError("reset")
-        yield b"data: [DONE]\n\n"
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(app, "LOOK_EVERY_S", 0.02)
 
 
-class Router:
-    """The app over a fleet, with its life span."""
+def answers(status):
+    async def act(asked):
+        asked.say(status, {"said": status})
 
-    def __init__(self, fleet, monkeypatch, prefills=("p0", "p1"), decodes=("d0", "d1")):
-        transport = httpx.MockTransport(fleet)
-        client = httpx.AsyncClient
-        monkeypatch.setattr(
-            "fastdeploy_kvcache_v1.router.app.httpx.AsyncClient", lambda **options: client(transport=transport)
-        )
-        settings = RouterSettings(
-            prefill_urls=tuple(f"http://{name}" for name in prefills),
-            decode_urls=tuple(f"http://{name}" for name in decodes),
-            secret=SECRET,
-            interval_s=0.01,
-            timeout_s=0.3,
-            max_request_mib=1.0,
-            host="127.0.0.1",
-        )
-        self.app = create_app(settings)
-        monkeypatch.undo()
-        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app), base_url="http://127.0.0.1")
+    return act
 
-    async def __aenter__(self):
-        self.life = self.app.router.lifespan_context(self.app)
-        await self.life.__aenter__()
-        return self
 
-    async def __aexit__(self, *error):
-        await self.client.aclose()
-        await self.life.__aexit__(None, None, None)
+async def dies(asked):
+    """Before it answers."""
 
-    async def knows(self, *names):
-        """The router knows that these answer, and no others."""
-        deadline = asyncio.get_running_loop().time() + 20
-        while True:
-            health = (await self.client.get("/health")).json()
-            listed = {**health["prefill"], **health["decode"]}
-            if {url for url, state in listed.items() if state["answers"]} == {f"http://{name}" for name in names}:
-                return health
-            assert asyncio.get_running_loop().time() < deadline, health
-            await asyncio.sleep(0.01)
 
-    async def ask(self, **body):
-        return await self.client.post("/v1/completions", json={"prompt": "x", **body})
+async def garbage(asked):
+    asked.writer.write(b"\x00\xff what is this\r\n\r\n")
+
+
+async def silent(asked):
+    await asked.closed.wait()
+
+
+def stream(then, content_type=EVENTS, length=None):
+    """One event, and `then`."""
+
+    async def act(asked):
+        asked.start(content_type=content_type, **({} if length is None else {"content_length": length}))
+        asked.writer.write(b"data: 1\n\n")
+        await asked.writer.drain()
+        await then(asked)
+
+    return act
+
+
+def test_requests_take_turns_and_name_a_prefill_server_with_a_proof():
+    async def play(scene):
+        for _ in range(4):
+            answer = await scene.ask()
+            assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+        assert [len(each.asked) for each in scene.decodes] == [2, 2]
+        named = [asked.headers[PREFILL_HEADER.lower()] for asked in scene.asked()]
+        assert sorted(named) == sorted([each.url for each in scene.prefills] * 2)
+        for url, asked in zip(named, scene.asked(), strict=True):
+            assert proves(SECRET, "url", url.encode(), asked.headers[PROOF_HEADER.lower()])
+            assert asked.line == "POST /v1/completions HTTP/1.1"
+            assert json.loads(asked.body) == {"prompt": "x"}
+
+    routed(play)
+
+
+def test_a_busy_server_gets_no_more_than_the_others():
+    servers = [app.Server(name) for name in "abc"]
+    with app.choose(servers).busy():
+        assert sorted(app.choose(servers).url for _ in range(4)) == ["b", "b", "c", "c"]
+        for each in servers:
+            each.answers = each.num_open == 1
+        assert app.choose(servers).num_open == 1
+        assert app.choose(servers, [servers[-1]]) is None
+    assert [each.num_open for each in servers] == [0, 0, 0]
+
+
+def test_without_prefill_servers_decode_servers_are_alone():
+    async def play(scene):
+        await scene.prefills[0].stop()
+        scene.prefills[1].health = answers(503)
+        await until(lambda: scene.answering() == {"d0", "d1"}, "the looks")
+        assert (await scene.ask()).status_code == 200
+        (asked,) = scene.asked()
+        assert PREFILL_HEADER.lower() not in asked.headers
+        assert PROOF_HEADER.lower() not in asked.headers
+
+    routed(play)
+
+
+@pytest.mark.parametrize("act", [answers(502), answers(503), answers(504), dies, garbage, silent])
+def test_a_decode_server_that_fails_before_the_first_byte_costs_nothing(act):
+    async def play(scene):
+        scene.decodes[0].act = act
+        for _ in range(4):
+            assert (await scene.ask()).json() == {"from": "d1"}
+        assert len(scene.decodes[0].asked) >= 2
+
+    routed(play, silence_s=0.3)
+
+
+def test_a_server_that_cannot_be_reached_is_left_out_until_a_look_finds_it(monkeypatch, caplog):
+    async def play(scene):
+        monkeypatch.setattr(app, "LOOK_EVERY_S", 3600)
+        await asyncio.sleep(0.1)  # the first looks are over
+        await scene.decodes[0].stop()
+        for _ in range(4):
+            assert (await scene.ask()).json() == {"from": "d1"}
+        assert scene.answering() == {"p0", "p1", "d1"}
+        (line,) = [each for each in caplog.messages if "left out" in each]
+        assert line.startswith(f"{scene.decodes[0].url} is left out until it answers: ")
+
+    routed(play)
+
+
+def test_a_server_answers_when_its_health_is_200_and_comes_in_time(monkeypatch):
+    monkeypatch.setattr(app, "SOON_S", 0.2)
+
+    async def play(scene):
+        scene.decodes[0].health, scene.decodes[1].health = silent, answers(404)
+        await until(lambda: scene.answering() == {"p0", "p1"}, "the looks")
+        health = await scene.client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "no decode server answers")
+        answer = await scene.ask()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "service_unavailable_error"
+        for each in scene.decodes:
+            assert f"{each.url} does not answer" in answer.json()["error"]["message"]
+            assert each.asked == []
+            each.health = each.well
+        await until(lambda: len(scene.answering()) == 4, "the looks")
+        health = await scene.client.get("/health")
+        state = {"answers": True, "open_requests": 0}
+        groups = {"prefill": scene.prefills, "decode": scene.decodes}
+        urls = {role: {each.url: state for each in group} for role, group in groups.items()}
+        assert (health.status_code, health.json()) == (200, {"status": "ok", **urls})
+
+    routed(play)
+
+
+def test_a_status_that_all_have_is_passed_on_and_other_failures_are_told():
+    async def play(scene):
+        scene.decodes[0].act = scene.decodes[1].act = answers(503)
+        answer = await scene.ask()
+        assert (answer.status_code, answer.json()) == (503, {"said": 503})
+        assert [len(each.asked) for each in scene.decodes] == [1, 1]
+        await scene.decodes[0].stop()
+        scene.decodes[1].act = dies
+        await until(lambda: scene.answering() == {"p0", "p1", "d1"}, "the looks")
+        answer = await scene.ask()
+        assert answer.status_code == 503
+        assert f"{scene.decodes[1].url}: it broke off: " in answer.json()["error"]["message"]
+        scene.decodes[1].act = answers(429)
+        assert (await scene.ask()).json() == {"said": 429}
+        assert len(scene.decodes[1].asked) == 3
+
+    routed(play)
+
+
+def test_prompts_count_until_the_first_byte_and_answers_until_the_last():
+    async def play(scene):
+        begin, end = asyncio.Event(), asyncio.Event()
+
+        async def act(asked):
+            await begin.wait()
+            await stream(lambda asked: end.wait())(asked)
+
+        for each in scene.decodes:
+            each.act = act
+        answers = [asyncio.ensure_future(scene.ask(stream=True)) for _ in range(6)]
+        await until(lambda: scene.open() == (6, 6), "six open requests")
+        assert [each.num_open for each in scene.forwarder.prefills] == [3, 3]
+        begin.set()
+        await until(lambda: scene.open() == (0, 6), "the first bytes")
+        end.set()
+        assert {answer.text for answer in await asyncio.gather(*answers)} == {"data: 1\n\n"}
+
+    routed(play)
+
+
+@pytest.mark.parametrize("content_type", [EVENTS, "application/json"])
+def test_bytes_are_relayed_as_they_come(content_type):
+    async def play(scene):
+        go_on = asyncio.Event()
+
+        async def then(asked):
+            await go_on.wait()
+            asked.writer.write(b"data: 2\n\n")
+
+        scene.decodes[0].act = scene.decodes[1].act = stream(then, content_type)
+        async with scene.client.stream("POST", "/v1/completions", json={}) as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == b"data: 1\n\n"
+            go_on.set()
+            assert b"".join([chunk async for chunk in chunks]) == b"data: 2\n\n"
+
+    routed(play)
+
+
+@pytest.mark.parametrize(
+    ("then", "words"), [(silent, "it was silent for 0.3 s"), (dies, "it broke off: peer closed connection")]
+)
+def test_a_stream_that_breaks_ends_with_an_error_event_and_is_not_begun_again(then, words, caplog):
+    async def play(scene):
+        async def act(asked):
+            asked.start(content_type=EVENTS, transfer_encoding="chunked")
+            asked.writer.write(b"9\r\ndata: 1\n\n\r\n")
+            await then(asked)
+
+        scene.decodes[0].act = scene.decodes[1].act = act
+        answer = await scene.client.post("/v1/completions", json={}, headers={"x-request-id": "mine"})
+        first, _, last = answer.text.partition("\n\n")
+        assert (answer.status_code, first) == (200, "data: 1")
+        error = json.loads(last.strip().removeprefix("data: "))["error"]
+        assert error["type"] == "service_unavailable_error"
+        (server,) = [each for each in scene.decodes if each.asked]
+        assert error["message"].startswith(f"{server.url}: {words}")
+        assert error["message"].endswith("; the answer is not complete")
+        assert any(f"request mine: {server.url}: {words}" in line for line in caplog.messages)
+
+    routed(play, silence_s=0.3)
+
+
+@pytest.mark.parametrize("then", [silent, dies])
+@pytest.mark.parametrize("length", [None, "40"])
+def test_a_plain_answer_that_breaks_is_too_short_for_the_client_as_well(then, length):
+    async def play(scene):
+        async def act(asked):
+            framing = {"transfer_encoding": "chunked"} if length is None else {"content_length": length}
+            asked.start(content_type="application/json", **framing)
+            asked.writer.write(b'9\r\n{"half": \r\n' if length is None else b'{"half": ')
+            await then(asked)
+
+        scene.decodes[0].act = scene.decodes[1].act = act
+        with pytest.raises(httpx.RemoteProtocolError, match="peer closed connection"):
+            await scene.ask()
+
+    routed(play, silence_s=0.3)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_client_that_leaves_takes_its_request_along(is_begun):
+    async def play(scene):
+        for each in scene.decodes:
+            each.act = stream(silent) if is_begun else silent
+        leaving = asyncio.ensure_future(scene.ask(stream=True))
+        await until(lambda: scene.asked() and scene.open() == (0 if is_begun else 1, 1), "an open request")
+        (asked,) = scene.asked()
+        assert not asked.closed.is_set()
+        leaving.cancel()
+        await asyncio.wait_for(asked.closed.wait(), 20)
+        await until(lambda: scene.open() == (0, 0), "no request to be open")
+        assert scene.asked() == [asked]
+
+    routed(play)
+
+
+def test_a_client_that_leaves_within_its_request_is_heard_by_nobody():
+    async def play(scene):
+        _, writer = await asyncio.open_connection("127.0.0.1", int(scene.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n1234")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+        assert (await scene.ask()).status_code == 200
+        assert [each.body for each in scene.asked()] == [b'{"prompt":"x"}']
+
+    routed(play)
+
+
+def test_headers_that_matter_travel_both_ways_and_no_others():
+    async def play(scene):
+        async def act(asked):
+            asked.say(302, {}, location="/else", retry_after="3", set_cookie="a=b", x_request_id="theirs", server="s")
+
+        scene.decodes[0].act = scene.decodes[1].act = act
+        sent = [
+            (b"content-type", "ä".encode()),
+            (b"authorization", b"Bearer k"),
+            (b"traceparent", b"00-1-1-1"),
+            (b"tracestate", b"a=1"),
+            (b"x-request-id", b"mine"),
+            (b"accept", b"text/event-stream"),
+            (b"cookie", b"a=b"),
+            (PREFILL_HEADER.lower().encode(), b"http://evil"),
+            (PROOF_HEADER.lower().encode(), b"00"),
+        ]
+        answer = await scene.client.request("POST", "/v1/chat/completions", content=b"{}", headers=sent)
+        (asked,) = scene.asked()
+        for name, value in sent[:6]:
+            assert asked.headers[name.decode()].encode("latin-1") == value
+        assert "cookie" not in asked.headers
+        assert asked.headers["accept-encoding"] == "identity"
+        assert asked.headers[PREFILL_HEADER.lower()] in {each.url for each in scene.prefills}
+        assert asked.line == "POST /v1/chat/completions HTTP/1.1"
+        assert (answer.status_code, answer.headers["location"]) == (302, "/else")
+        assert (answer.headers["retry-after"], answer.headers["x-request-id"]) == ("3", "theirs")
+        assert "set-cookie" not in answer.headers
+
+    routed(play)
+
+
+def test_a_request_without_an_id_gets_one():
+    async def play(scene):
+        answers = [await scene.ask() for _ in range(2)]
+        ids = [asked.headers["x-request-id"] for asked in scene.asked()]
+        assert sorted(answer.headers["x-request-id"] for answer in answers) == sorted(ids)
+        assert len(set(ids)) == 2
+        assert min(map(len, ids)) == 32
+
+    routed(play)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("/v1/models", "/v1/models"),
+        ("/v1/models/org/name", "/v1/models/org%2Fname"),
+        ("/v1/models/..%2f..%2fdebug%2fcheck%3fa", "/v1/models/..%2F..%2Fdebug%2Fcheck%3Fa"),
+    ],
+)
+def test_models_are_asked_for_without_a_prefill_server(path, line):
+    async def play(scene):
+        assert (await scene.client.get(path)).status_code == 200
+        (asked,) = scene.asked()
+        assert asked.line == f"GET {line} HTTP/1.1"
+        assert PREFILL_HEADER.lower() not in asked.headers
+        assert (await scene.client.head(path)).status_code == 200
+        assert (await scene.client.head("/health")).status_code == 200
+
+    routed(play)
+
+
+def test_a_body_that_is_too_large_and_a_path_that_is_none_are_refused_with_the_clients_type(monkeypatch):
+    monkeypatch.setattr(app, "MAX_BODY_BYTES", 1 << 20)
+
+    async def play(scene):
+        async def pieces(size):
+            for _ in range(size):
+                yield b"x" * (1 << 19)
+
+        answer = await scene.client.post("/v1/completions", content=pieces(3))
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"]) == (413, "invalid_request_error")
+        assert error["message"] == "the request body is larger than 1 MiB: shorten it"
+        assert (await scene.client.post("/v1/completions", content=pieces(2))).status_code == 200
+        (asked,) = scene.asked()
+        assert len(asked.body) == 1 << 20
+        for method, path, status in (("GET", "/v1/completions", 405), ("POST", "/nothing", 404)):
+            answer = await scene.client.request(method, path)
+            assert answer.status_code == status
+            assert answer.json()["error"]["message"]
+        assert answer.json()["error"]["type"] == "not_found_error"
+
+    routed(play)
 
 
 @pytest.fixture
-def routed(monkeypatch):
-    """`routed(scene)` runs `scene(router, fleet)`."""
+def stopped(tmp_path, capfd):
+    """`stopped(play)` runs the command until `play(url, backend, stop)` has called `stop`: its status and output."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    secret.chmod(0o600)
 
-    def run(scene, **options):
-        async def main():
-            fleet = Fleet()
-            async with Router(fleet, monkeypatch, **options) as router:
-                await scene(router, fleet)
+    def run(play, *flags):
+        begun, ended, backend, heard = threading.Event(), threading.Event(), Backend("d"), []
 
-        asyncio.run(main())
+        async def client():
+            await backend.start()
+            begun.set()
+            while not (printed := capfd.readouterr().out):
+                await asyncio.sleep(0.01)
+            heard.append(printed)
+            await play(printed.split()[1], backend, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            await asyncio.to_thread(ended.wait)
+            await backend.stop()
+
+        thread = threading.Thread(target=lambda: asyncio.run(client()))
+        thread.start()
+        begun.wait(20)
+        fallen_through = []
+        before = signal.signal(signal.SIGTERM, lambda *_: fallen_through.append(1))
+        try:
+            words = ("--decode", backend.url, "--prefill", "http://[::1]:9", "--port", "0", "--peer-secret-file")
+            status = main(["router", *words, str(secret), *flags])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            ended.set()
+        thread.join(20)
+        assert fallen_through == []
+        return status, heard[0]
 
     return run
 
 
-ALL = ("p0", "p1", "d0", "d1")
-
-
-def test_requests_take_turns_and_name_a_prefill_server_with_a_proof(routed):
-    async def scene(router, fleet):
-        await router.knows(*ALL)
-        for _ in range(4):
-            assert (await router.ask()).status_code == 200
-        assert sorted(name for name, _, _ in fleet.seen) == ["d0", "d0", "d1", "d1"]
-        assert sorted(url for _, url, _ in fleet.seen) == ["http://p0"] * 2 + ["http://p1"] * 2
-        assert all(proves(SECRET, "url", url.encode(), proof) for _, url, proof in fleet.seen)
-
-    routed(scene)
-
-
-def test_a_busy_server_gets_no_more_than_the_others():
-    group = ServerGroup(["http://a", "http://b", "http://c"])
-    for server in group.servers:
-        server.set_alive(True)
-    group.choose().num_open = 5
-    chosen = [group.choose().url for _ in range(4)]
-    assert sorted(chosen) == ["http://b", "http://b", "http://c", "http://c"]
-
-
-def test_without_prefill_servers_decode_servers_are_alone(routed):
-    async def scene(router, fleet):
-        fleet.broken = {"p0": "unreachable", "p1": "failing"}
-        await router.knows("d0", "d1")
-        assert (await router.ask()).status_code == 200
-        assert fleet.seen[0][1] is None
-
-    routed(scene)
-
-
-@pytest.mark.parametrize("how", ["unreachable", "breaks"])
-def test_a_decode_server_that_breaks_before_it_answers_costs_nothing(routed, how):
-    async def scene(router, fleet):
-        await router.knows(*ALL)
-        fleet.broken = {"d0": how}
-        for _ in range(4):
-            assert (await router.ask()).json() == {"from": "d1"}
-
-    routed(scene)
-
-
-def test_a_decode_server_that_stops_loses_its_requests_and_comes_back(routed):
-    async def scene(router, fleet):
-        await router.knows(*ALL)
-        fleet.broken = {"d0": "hangs"}
-        waiting = [asyncio.create_task(router.ask()) for _ in range(2)]
-        while not any(name == "d0" for name, _, _ in fleet.seen):
-            await asyncio.sleep(0.01)
-        fleet.broken = {"d0": "stopped"}
-        answers = await asyncio.gather(*waiting)
-        assert [answer.json() for answer in answers] == [{"from": "d1"}] * 2
-        fleet.broken = {}
-        health = await router.knows(*ALL)
-        assert health["status"] == "ok"
-        assert all(state["open_requests"] == 0 for role in ("prefill", "decode") for state in health[role].values())
-
-    routed(scene)
-
-
-def test_errors_say_who_does_not_answer(routed):
-    async def scene(router, fleet):
-        fleet.broken = dict.fromkeys(("d0", "d1"), "breaks")
-        await router.knows(*ALL)
-        answer = await router.ask()
-        assert answer.status_code == 502
-        assert "http://d0: it broke off: reset" in answer.json()["error"]["message"]
-        fleet.broken = dict.fromkeys(("d0", "d1"), "unreachable")
-        await router.knows("p0", "p1")
-        answer = await router.ask()
-        assert answer.status_code == 503
-        assert "no decode server answers: http://d" in answer.json()["error"]["message"]
-        health = await router.client.get("/health")
-        assert (health.status_code, health.json()["status"]) == (503, "no decode server answers")
-
-    routed(scene)
-
-
-def test_a_stream_that_breaks_ends_with_an_error_event(routed):
-    async def scene(router, fleet):
-        await router.knows(*ALL)
-        assert (await router.ask(stream=True)).text.endswith("data: [DONE]\n\n")
-        fleet.broken = dict.fromkeys(("d0", "d1"), "breaks in the middle")
-        answer = await router.ask(stream=True)
-        first, last = answer.text.split("\n\n", 1)
-        assert first == "data: 1"
-        error = json.loads(last.strip().removeprefix("data: "))["error"]
-        assert "the answer is not complete" in error["message"]
-        health = await router.knows(*ALL)
-        assert all(state["open_requests"] == 0 for state in health["decode"].values())
-
-    routed(scene)
-
-
-def test_a_page_of_another_site_cannot_use_the_router(routed):
-    async def scene(router, fleet):
-        await router.knows(*ALL)
-        answer = await router.client.get("/v1/models", headers={"host": "evil.example"})
-        assert answer.status_code == 403
-        assert fleet.seen == []
-
-    routed(scene)
-
-
-@pytest.mark.parametrize("turns", range(8))
-def test_a_watch_ends_when_it_is_cancelled_while_a_look_ends(turns):
-    """However many turns of the event loop lie between the two. Servers and router are often stopped together."""
-
-    class Refused:
-        def __init__(self):
-            self.is_over = asyncio.Event()
-
-        async def get(self, url):
-            await self.is_over.wait()
-            raise httpx.ConnectError("refused")
-
-    async def cancel():
-        http = Refused()
-        watch = asyncio.create_task(ServerGroup(["http://a"]).watch(http, interval_s=0.0, timeout_s=1000.0))
+async def refused(port):
+    """Until nobody listens there."""
+    while True:
+        try:
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionRefusedError:
+            return
+        writer.close()
         await asyncio.sleep(0.01)
-        http.is_over.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        watch.cancel()
-        done, _ = await asyncio.wait({watch}, timeout=5)
-        assert done == {watch}
-        assert watch.cancelled()
 
-    asyncio.run(cancel())
+
+def test_a_signal_lets_open_answers_end_and_takes_no_more(stopped):
+    async def play(url, backend, stop):
+        go_on = asyncio.Event()
+        backend.act = stream(lambda asked: go_on.wait())
+        async with httpx.AsyncClient(base_url=url) as client, client.stream("POST", "/v1/completions") as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == b"data: 1\n\n"
+            stop()
+            await refused(int(url.rpartition(":")[2]))
+            go_on.set()
+            assert [chunk async for chunk in chunks] == []
+            heard.append("all")
+
+    heard = []
+    status, printed = stopped(play)
+    assert (status, heard) == (0, ["all"])
+    assert printed.endswith("sends requests to 1 prefill and 1 decode servers\n")
+    assert printed.startswith("Ready: http://127.0.0.1:")
+    assert printed.count("\n") == 1
+
+
+def test_a_second_signal_ends_at_once(stopped, monkeypatch):
+    monkeypatch.setattr(app, "LOOK_EVERY_S", 3600)
+
+    async def play(url, backend, stop):
+        backend.act = stream(silent)
+        async with httpx.AsyncClient(base_url=url) as client, client.stream("POST", "/v1/completions") as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == b"data: 1\n\n"
+            stop()
+            await refused(int(url.rpartition(":")[2]))
+            stop()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await anext(chunks)
+            heard.append("cut")
+
+    heard = []
+    assert stopped(play)[0] == 0
+    assert heard == ["cut"]
+
+
+def test_who_listens_to_the_network_is_told(stopped, caplog):
+    async def play(url, backend, stop):
+        async with httpx.AsyncClient(base_url=url) as client:
+            while any(each["answers"] for each in (await client.get("/health")).json()["prefill"].values()):
+                await asyncio.sleep(0.01)
+        stop()
+
+    assert stopped(play, "--host", "0.0.0.0")[0] == 0
+    assert "--host 0.0.0.0: whoever reaches this port may use the servers" in caplog.messages
 
 
 REFUSALS = [
     # flags, the one line
-    (("--decode", "d0:80"), "a server's URL begins with http://, got 'd0:80'"),
-    (("--decode", "http://d", "--prefill", "p0"), "a server's URL begins with http://, got 'p0'"),
-    (("--decode", "http://d", "--health-interval", "0"), "--health-interval must be above 0, got 0"),
-    (("--decode", "http://d", "--health-timeout", "inf"), "--health-timeout must be above 0, got inf"),
-    (("--decode", "http://d", "--max-request-mib", "-1"), "--max-request-mib must be above 0, got -1"),
+    (("--decode", "d0:80"), "a server's URL is http://HOST:PORT, got 'd0:80'"),
+    (("--decode", "http://d", "--prefill", "p0"), "a server's URL is http://HOST:PORT, got 'p0'"),
+    (("--decode", "http://:80"), "a server's URL is http://HOST:PORT, got 'http://:80'"),
+    (("--decode", "http://d:99999"), "a server's URL is http://HOST:PORT, got 'http://d:99999'"),
+    (("--decode", "http://a..b"), "a server's URL is http://HOST:PORT, got 'http://a..b'"),
+    (("--decode", "http://d:0"), "a server's URL is http://HOST:PORT, got 'http://d:0'"),
+    (("--decode", "http://d", "--silence", "0"), "--silence must be above 0, got 0"),
+    (("--decode", "http://d", "--silence", "inf"), "--silence must be above 0, got inf"),
+    (("--decode", "http://d", "--host", "203.0.113.1", "--port", "0"), "cannot listen on 203.0.113.1:0: "),
 ]
 
 
