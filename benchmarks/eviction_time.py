@@ -20,8 +20,7 @@ from _support import median, need_trace, save
 from control_plane import Managed, Request, load, play_in_turns
 
 from fastdeploy_kvcache_v1.metadata import BlockHash
-from fastdeploy_kvcache_v1.traffic.kinds import KINDS
-from fastdeploy_kvcache_v1.traffic.source import Source
+from fastdeploy_kvcache_v1.traffic import KINDS, Source
 
 GENERATED = 4_000
 SEED = 7

@@ -115,15 +115,21 @@ def modules_of(name: str) -> list[Path]:
 
 
 def folder_of(module: Path) -> str:
-    """The folder below the package; `.` for the package itself."""
-    parts = module.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else "."
+    """The folder below the package, or the module beside the folders that has tests of its own; else `.`."""
+    name = module.relative_to(PACKAGE).with_suffix("").parts[0]
+    return name if module.parent != PACKAGE or own_tests(name).is_file() else "."
+
+
+def own_tests(name: str) -> Path:
+    return ROOT / "tests" / f"test_{name}.py"
 
 
 def tests_of(folder: str) -> list[str]:
     """The folder's tests; those of the package's own modules lie in tests/ itself."""
     if folder == ".":
         return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py"))
+    if own_tests(folder).is_file():
+        return [str(own_tests(folder).relative_to(ROOT))]
     if not (ROOT / "tests" / folder).is_dir():
         raise SystemExit(f"error: there is no tests/{folder}")
     return [f"tests/{folder}"]

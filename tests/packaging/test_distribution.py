@@ -21,7 +21,7 @@ from fastdeploy_kvcache_v1 import __version__
 from fastdeploy_kvcache_v1.cli import COMMANDS
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_releases
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
-from fastdeploy_kvcache_v1.traffic.kinds import KINDS
+from fastdeploy_kvcache_v1.traffic import KINDS
 from tests.storage.values import namespace
 from tests.worker.ops.native import compiler
 

@@ -29,7 +29,7 @@ SHARED = {
     "units",
 }
 """Modules beside the folders that everybody may import."""
-TOP = {"cli", "doctor", "plugin"}
+TOP = {"cli", "doctor", "plugin", "traffic"}
 """Modules beside the folders that may import everything, and that nobody imports."""
 
 MAY_IMPORT = {
@@ -44,7 +44,6 @@ MAY_IMPORT = {
     "router": {"embedded"},
     "fastdeploy_integration": {"scheduler", "attention", "worker", "model", "storage", "transfer"},
     "replay": {"scheduler"},
-    "traffic": set(),
     "demo": {"embedded"},
 }
 """Folder -> folders it may import from, besides itself and the shared modules."""

@@ -16,8 +16,7 @@ from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
-from fastdeploy_kvcache_v1.traffic.kinds import KINDS
-from fastdeploy_kvcache_v1.traffic.source import Source
+from fastdeploy_kvcache_v1.traffic import KINDS, Source
 
 WARM_UP = 1500
 

@@ -9,8 +9,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.replay.clairvoyant import Clairvoyant
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import TraceRequest, read_trace
-from fastdeploy_kvcache_v1.traffic.kinds import KINDS
-from fastdeploy_kvcache_v1.traffic.source import Source
+from fastdeploy_kvcache_v1.traffic import KINDS, Source
 
 
 def request(line: int, *ids: int, more: int = 0, outputs: tuple[int, ...] = ()) -> TraceRequest:

@@ -14,8 +14,7 @@ from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler import cache_manager
 from fastdeploy_kvcache_v1.scheduler.cache_stats import Counters
-from fastdeploy_kvcache_v1.traffic.kinds import KINDS
-from fastdeploy_kvcache_v1.traffic.source import Source
+from fastdeploy_kvcache_v1.traffic import KINDS, Source
 
 BEFORE_PROFILING = 144
 """What FastDeploy makes it with for batches of 8,192 tokens and eight requests at once."""
