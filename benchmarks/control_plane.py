@@ -22,7 +22,8 @@ from naive import NaiveCache
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import BlockHash, NoSpace
 from fastdeploy_kvcache_v1.replay.driver import manager_made_with
-from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
+from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
+from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 
 BLOCK_SIZE = KVCacheConfig.block_size

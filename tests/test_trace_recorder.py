@@ -13,7 +13,8 @@ import pytest
 
 from fastdeploy_kvcache_v1 import trace_recorder
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
+from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
+from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.trace_recorder import TraceRecorder
 

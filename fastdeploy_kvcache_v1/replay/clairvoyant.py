@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..metadata import BlockHash
-from .trace import TraceHasher, TraceRequest
+from .hashes import TraceHasher
+from .trace import TraceRequest
 
 
 class Span(NamedTuple):

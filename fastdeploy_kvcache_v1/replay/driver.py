@@ -16,7 +16,8 @@ from ..errors import ConfigError, InvariantError
 from ..metadata import NoSpace
 from ..scheduler.cache_manager import CacheManager
 from ..scheduler.cache_utils import GivenHashes
-from .trace import TraceHasher, TraceRequest
+from .hashes import TraceHasher
+from .trace import TraceRequest
 
 if TYPE_CHECKING:
     from .shadow import ShadowDataPlane, ShadowRequest

@@ -81,10 +81,8 @@ def test_no_row_passes_the_bound_and_one_lru_tier_is_a_row_of_the_sum(comparison
 
 def test_a_closed_loop_has_no_bound(tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
-    turns = [
-        {"session_id": 1, "input_length": 70 * 64, "output_length": 1, "hash_ids": list(range(70)), "delay": 3},
-        {"session_id": 1, "input_length": 4 * 64, "output_length": 2, "hash_ids": list(range(4)), "delay": 3},
-    ]
+    known = {"session_id": 1, "delay": 3, "tokens_per_id": 64, "output_length": 2}
+    turns = [{**known, "input_length": 64 * count, "hash_ids": list(range(count))} for count in (70, 4)]
     path.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
     (at,) = result_of(capsys, str(path), "--compare", "--closed-loop", "--device-blocks", "50", "--host-blocks", "50")[
         "capacities"

@@ -9,7 +9,8 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, SwapStep
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
-from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
+from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
+from fastdeploy_kvcache_v1.replay.trace import read_trace
 
 
 def play(trace, *, limit=None, window=128, admissions=8, outputs=True, **config) -> Replay:

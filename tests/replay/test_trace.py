@@ -5,7 +5,8 @@ import json
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, TraceError
-from fastdeploy_kvcache_v1.replay.trace import TraceHasher, TraceRequest, read_trace
+from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
+from fastdeploy_kvcache_v1.replay.trace import TraceRequest, read_trace
 
 GOOD = {"timestamp": 0, "input_length": 2000, "output_length": 10, "hash_ids": [0, 1, 2, 3]}
 
@@ -41,33 +42,36 @@ def test_limit_reads_no_further(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b"{", "not a JSON object"),
-        (b"[1, 2]", "not a JSON object"),
-        (b"\xff\xfe", "not a JSON object"),
-        (b"[" * 100_000, "not a JSON object"),
-        ({**GOOD, "input_length": 0}, "input_length must be an integer from 1 to 2147483647, got 0"),
-        ({**GOOD, "output_length": 10**18}, "output_length must be an integer from 0 to 2147483647, got 1000000000"),
-        ({**GOOD, "input_length": 10**4000}, "input_length must be an integer from 1 to 2147483647, got 1000000000"),
-        ({**GOOD, "hash_ids": [10**4000, 0]}, "hash ids must be integers"),
+        (b"{", "data was truncated"),
+        (b"[1, 2]", "Expected `object`, got `array`"),
+        (b"\xff\xfe", "JSON is malformed"),
+        (b'{"a": ' + b"[" * 100_000, "recursion"),
+        ({**GOOD, "input_length": 0}, "Expected `int` >= 1 - at `$.input_length`"),
+        ({**GOOD, "output_length": 2**31}, "Expected `int` <= 2147483647 - at `$.output_length`"),
+        ({**GOOD, "input_length": 10**4000}, "$.input_length"),
+        ({**GOOD, "hash_ids": [10**4000, 1, 2, 3]}, "a hash id must be below 2**64"),
         (b" " * ((16 << 20) + 1), "the line is longer than 16 MiB"),
-        ({**GOOD, "input_length": "7"}, "input_length"),
-        ({**GOOD, "output_length": -1}, "output_length"),
-        ({**GOOD, "output_length": True}, "output_length"),
-        ({**GOOD, "timestamp": -1}, "timestamp"),
-        ({**GOOD, "timestamp": None}, "timestamp"),
-        (b'{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "timestamp"),
-        ({**GOOD, "hash_ids": 3}, "hash_ids must be a list"),
-        ({**GOOD, "hash_ids": [0, -1]}, "hash ids must be integers"),
-        ({**GOOD, "hash_ids": [0, 2**64]}, "hash ids must be integers"),
-        ({**GOOD, "hash_ids": [0]}, "2000 input tokens need 4 hash ids of 512 tokens, got 1; another size needs --tok"),
-        ({"timestamp": 0}, "input_length"),
-        ({**GOOD, "delay": -1}, "delay must be a number of milliseconds, got -1"),
-        ({**GOOD, "session_id": 1.5}, "session_id must be an integer or a text"),
-        ({**GOOD, "chat_id": 3, "timestamp": "1"}, "timestamp must be a number of seconds, got '1'"),
-        ({**GOOD, "chat_id": 3, "parent_chat_id": []}, "parent_chat_id must be an integer or a text"),
-        ({**GOOD, "tokens_per_id": 0}, "tokens_per_id must be an integer from 1 to 2147483647, got 0"),
-        ({**GOOD, "tokens_per_id": 64}, "tokens_per_id is 64, and 512 in the lines before"),
-        ({**GOOD, "output_hash_ids": 7}, "output_hash_ids must be a list of integers, got int"),
+        ({**GOOD, "input_length": 2000.5}, "$.input_length"),
+        ({**GOOD, "output_length": -1}, "$.output_length"),
+        ({**GOOD, "output_length": True}, "$.output_length"),
+        ({**GOOD, "timestamp": -1}, "$.timestamp"),
+        ({**GOOD, "timestamp": None}, "$.timestamp"),
+        (b'{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "JSON is malformed"),
+        ({**GOOD, "hash_ids": 3}, "$.hash_ids"),
+        ({**GOOD, "hash_ids": [0, -1]}, "$.hash_ids[1]"),
+        ({**GOOD, "hash_ids": [0, 1, 2, 2**64]}, "a hash id must be below 2**64"),
+        ({**GOOD, "output_hash_ids": [2**64]}, "a hash id must be below 2**64"),
+        (
+            {**GOOD, "hash_ids": [0]},
+            "2000 input tokens and 1 hash ids do not fit 512 tokens per id: another size needs",
+        ),
+        ({"timestamp": 0}, "missing required field `input_length`"),
+        ({**GOOD, "delay": -1}, "$.delay"),
+        ({**GOOD, "session_id": 1.5}, "$.session_id"),
+        ({**GOOD, "chat_id": 3, "parent_chat_id": []}, "$.parent_chat_id"),
+        ({**GOOD, "tokens_per_id": 0}, "$.tokens_per_id"),
+        ({**GOOD, "tokens_per_id": 64}, "tokens_per_id is 64, and 512 was given or fits the lines before"),
+        ({**GOOD, "output_hash_ids": 7}, "$.output_hash_ids"),
         (
             {**GOOD, "output_hash_ids": [7, 8]},
             "10 output tokens after 2000 need 1 output_hash_ids of 512 tokens at most, got 2",
@@ -198,33 +202,31 @@ def lines(*shapes: tuple[int, int], **more: object) -> list[dict]:
         ([(6758, 14)], 512),  # Mooncake
         ([(3, 1), (521, 33), (40, 3)], 16),  # the last block has an id
         ([(3, 0), (521, 32), (40, 2)], 16),  # it has none
-        ([(5, 1), (1000, 16), (64, 1)], 64),
-        ([(5, 1), (1024, 16)], 64),
-        ([(7, 7)], 1),
+        ([(16, 1), (513, 2)], 512),
     ],
 )
-def test_the_size_of_an_id_follows_from_the_lines(tmp_path, shapes, tokens):
+def test_the_size_of_an_id_is_that_of_mooncake_or_bailian_if_all_lines_fit(tmp_path, shapes, tokens):
     read = list(read_trace(write(tmp_path, *lines(*shapes))))
     assert [(r.input_length, r.tokens_per_id) for r in read] == [(length, tokens) for length, _ in shapes]
 
 
 def test_no_line_is_given_away_before_the_size_is_known(tmp_path):
-    requests = read_trace(write(tmp_path, *lines((3, 1), (600, 2), (2000, 4)), b"broken"))
+    requests = read_trace(write(tmp_path, *lines((3, 1), (6, 1), (2000, 4)), b"broken"))
     assert [next(requests).tokens_per_id for _ in range(3)] == [512] * 3
-    with pytest.raises(TraceError, match=":4: not a JSON object"):
+    with pytest.raises(TraceError, match=":4: JSON is malformed"):
         next(requests)
+    with pytest.raises(TraceError, match=r":1: 1 output tokens after 3 need 1 output_hash_ids"):
+        next(read_trace(write(tmp_path, *lines((3, 1), output_hash_ids=[1, 2]), *lines((2000, 4)))))
 
 
 @pytest.mark.parametrize(
     ("shapes", "given", "words"),
     [
-        ([(600, 2)], None, r"does not tell how many .* \(256, 512 fit all lines\): give --tokens-per-id"),
-        ([(3, 1)], None, r"\(2, 4, \.\.\. 1048576 fit all lines\)"),
-        ([(600, 2), (600, 3)], None, r":2: 600 input tokens and 3 hash ids do not fit 256 or 512 tokens per id"),
-        ([(600, 590)], None, r":1: 600 input tokens and 590 hash ids do not fit a power of two tokens per id"),
-        ([(521, 33), (600, 37)], None, r":2: 600 input tokens need 38 hash ids of 16 tokens, got 37; another size"),
-        ([(521, 32), (600, 38)], None, r":2: 600 input tokens need 37 hash ids of 16 tokens, got 38"),
-        ([(600, 2)], 64, r":1: 600 input tokens need 9 or 10 hash ids of 64 tokens, got 2$"),
+        ([(3, 1)], None, r"does not tell how many .* \(512 or 16 fit all lines\): give --tokens-per-id"),
+        ([(600, 3)], None, r":1: 600 input tokens and 3 hash ids do not fit 512 or 16 tokens per id: another size"),
+        ([(521, 33), (600, 36)], None, r":2: 600 input tokens and 36 hash ids do not fit 16 tokens per id"),
+        ([(521, 33), (600, 39)], None, r":2: 600 input tokens and 39 hash ids do not fit 16 tokens per id"),
+        ([(600, 2)], 64, r":1: 600 input tokens and 2 hash ids do not fit 64 tokens per id"),
     ],
 )
 def test_a_size_that_does_not_fit_every_line_is_no_size(tmp_path, shapes, given, words):
@@ -236,6 +238,8 @@ def test_a_given_size_decides_and_so_does_one_that_a_line_states(tmp_path):
     assert [r.tokens_per_id for r in read_trace(write(tmp_path, *lines((600, 2))), tokens_per_id=300)] == [300]
     stated = lines((3, 1), tokens_per_id=64) + lines((100, 2))
     assert [r.tokens_per_id for r in read_trace(write(tmp_path, *stated))] == [64, 64]
+    later = lines((3, 1)) + lines((5, 1), tokens_per_id=16)
+    assert [r.tokens_per_id for r in read_trace(write(tmp_path, *later))] == [16, 16]
     with pytest.raises(ConfigError, match="--tokens-per-id must be at least 1, got 0"):
         list(read_trace(write(tmp_path, *stated), tokens_per_id=0))
 
