@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from fastdeploy_kvcache_v1.embedded.client import complete
 from fastdeploy_kvcache_v1.embedded.process import running_server
 from fastdeploy_kvcache_v1.errors import WorkerDiedError
 
@@ -11,7 +12,9 @@ pytestmark = pytest.mark.process
 
 def test_it_answers_inside_the_block_and_not_after_it():
     with running_server([]) as url:
-        assert httpx.get(f"{url}/health").is_success
+        first, again = (complete(url, tuple(range(200)), 3) for _ in range(2))
+    assert first.token_ids == again.token_ids
+    assert (first.prompt_tokens, first.cached_tokens, again.cached_tokens) == (200, 0, 192)
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
