@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.worker.share_ends import ShareEnds, make_share_ends
 from fastdeploy_kvcache_v1.model.checksum import ChecksumModel
@@ -16,6 +17,8 @@ from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, RankGroup, Ranks
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.host_share import HostShare
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
@@ -69,15 +72,17 @@ class FamilyEngine:
         runtimes: Sequence[CpuRuntime] = (),
         size: int = 1,
         max_num_batched_tokens: int = 48,
+        policy: WritePolicy = WritePolicy.WRITE_BACK,
+        storage: Callable[[CacheManager, FamilyEngine], StorageTier] | None = None,
         roles: dict[str, object] | None = None,
     ) -> None:
-        """`roles`: `remote` or `offered` of the harness."""
+        """`roles`: `remote` or `offered` of the harness. `storage` is made when the engine has its memory."""
         self.shares_host = size > 1 and num_host_blocks > 0 and model_of(family, mtp=mtp).ranks_cache_alike
         cache = KVCacheConfig(
             num_device_blocks,
             num_host_blocks,
             block_size=BLOCK,
-            write_policy=WritePolicy.WRITE_BACK,
+            write_policy=policy,
             enable_prefix_caching=caching,
         )
         self.harness = Harness(
@@ -86,6 +91,7 @@ class FamilyEngine:
             max_num_batched_tokens=max_num_batched_tokens,
             num_ranks=size,
             ranks_share_host=self.shares_host,
+            storage=None if storage is None else lambda manager, worker: storage(manager, self),
             **(roles or {}),
         )
         # Whether a load pays is a matter of time; here each is made.
@@ -107,6 +113,7 @@ class FamilyEngine:
             )
         self._threads = ThreadPoolExecutor(size)
         self._count = 0
+        self.before_batch: Callable[[BatchRequest], None] = lambda batch: None
 
     @property
     def counters(self):
@@ -139,6 +146,7 @@ class FamilyEngine:
         if not self.harness.sent:
             return []
         batch = self.harness.sent.pop()
+        self.before_batch(batch)
         # As rank processes do: each takes its own message apart.
         batches = [
             replace(batch, requests=list(batch.requests), swap_steps=list(batch.swap_steps)) for _ in self.runners

@@ -1,0 +1,326 @@
+"""What equal tokens prove: one wrong bit in any tier, or one row that a copy leaves out, changes the answer.
+
+Each case first has the right answer from the tier that it spoils afterwards.
+"""
+
+import random
+from collections import deque
+
+import numpy as np
+import pytest
+
+from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheLevel
+from fastdeploy_kvcache_v1.model.sampler import SamplingParams
+from fastdeploy_kvcache_v1.model.vision import PATCH_BYTES, Image, PlacedImage
+from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
+from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from fastdeploy_kvcache_v1.worker import ops
+from fastdeploy_kvcache_v1.worker.ops import Implementation, numpy_twin
+from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
+from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
+from tests.embedded.engine.test_families_between_servers import Pair
+from tests.storage.values import namespace
+
+PROMPT = [40 + (7 * at) % 50 for at in range(60)]
+NUM_CACHED = len(PROMPT) // BLOCK
+"""Blocks of the prompt that a second request finds."""
+
+CASES = [
+    *((family, False, 1) for family in FAMILIES),
+    *((family, number % 2 == 0, 2) for number, family in enumerate(FAMILIES)),
+]
+"""Layout, drafts, ranks."""
+
+over_all_layouts = pytest.mark.parametrize(("family", "mtp", "size"), CASES)
+
+
+def main_layers(engine, mtp):
+    """A draft layer's bytes choose guesses, not tokens: test_checksum spoils those."""
+    return engine.controllers[0].layout.num_layers - mtp
+
+
+def ask(engine, **options):
+    return engine.ask(PROMPT, max_tokens=8, **options)
+
+
+class Bit:
+    """Turned over while it is entered."""
+
+    def __init__(self, memory, rng):
+        self._flat = memory.reshape(-1)
+        self._at, self._mask = rng.randrange(len(self._flat)), 1 << rng.randrange(8)
+
+    def __enter__(self):
+        self._flat[self._at] ^= self._mask
+
+    def __exit__(self, *error):
+        self._flat[self._at] ^= self._mask
+
+
+def device_row(engine, rng, layers, slot):
+    """What one role of one layer keeps of a block, on some rank."""
+    return rng.choice(rng.choice(engine.controllers).device_rows[rng.randrange(layers)]).array[slot]
+
+
+def host_row(engine, rng, layers, slot):
+    controller = engine.controllers[0] if engine.shares_host else rng.choice(engine.controllers)
+    block, layout = controller.host_pool.block(slot), controller.layout
+    return block[: layers * layout.layer_block_bytes]
+
+
+def table_of_next_request(engine):
+    """Device slots of the cached blocks, once the next batch is there."""
+    tables = []
+    engine.before_batch = lambda batch: tables.append(list(batch.requests[0].block_table[:NUM_CACHED]))
+    return tables
+
+
+@over_all_layouts
+def test_a_wrong_bit_in_a_device_slot_changes_the_answer(family, mtp, size):
+    engine, rng = FamilyEngine(family, mtp=mtp, size=size), random.Random(family)
+    expected = ask(engine)
+    tables = table_of_next_request(engine)
+    assert ask(engine) == expected
+    assert engine.counters.device_hit_tokens == NUM_CACHED * BLOCK
+    for _ in range(12):
+        slot = rng.choice(tables[0])
+        with Bit(device_row(engine, rng, main_layers(engine, mtp), slot), rng):
+            assert ask(engine) != expected
+    assert ask(engine) == expected
+    engine.close()
+
+
+def test_a_wrong_bit_of_an_image_changes_the_answer():
+    """In the rows of its placeholders, and in itself."""
+    engine, rng = FamilyEngine("gqa"), random.Random(1)
+    pixels = bytes(rng.randrange(256) for _ in range(4 * PATCH_BYTES))
+    images = (PlacedImage(10, Image(2, 2, pixels)),)
+    expected = ask(engine, images=images)
+    tables = table_of_next_request(engine)
+    assert ask(engine, images=images) == expected
+    for _ in range(6):
+        with Bit(device_row(engine, rng, 2, tables[0][1]), rng):
+            assert ask(engine, images=images) != expected
+    engine.harness.core.reset_cache()
+    other = (PlacedImage(10, Image(2, 2, bytes([pixels[0] ^ 1]) + pixels[1:])),)
+    assert ask(engine, images=other) != expected
+    engine.close()
+
+
+def host_copies(batch):
+    """Host slots that the batch reads."""
+    return [slot for step in batch.swap_steps for each in step.transfers if (each.source, each.target) == SWAP_IN
+            for slot in each.source_slots]  # fmt: skip
+
+
+def from_the_host(engine, spoil=lambda batch: None):
+    """The answer, whose prefix comes from the host."""
+    engine.push_out()
+    engine.settle()
+    before, engine.before_batch = engine.counters.host_hit_tokens, spoil
+    tokens = ask(engine)
+    engine.before_batch = lambda batch: None
+    assert engine.counters.host_hit_tokens - before >= (NUM_CACHED - 1) * BLOCK
+    engine.settle()
+    return tokens
+
+
+@pytest.mark.parametrize("policy", [*WritePolicy])
+@over_all_layouts
+def test_a_wrong_bit_in_a_host_slot_changes_the_answer(family, mtp, size, policy):
+    engine, rng = FamilyEngine(family, mtp=mtp, size=size, num_host_blocks=120, policy=policy), random.Random(family)
+    expected = ask(engine)
+    assert [ask(engine) for _ in range(2)] == [expected] * 2, "often enough for any policy"
+    assert from_the_host(engine) == expected
+    for _ in range(3):
+        turned = []
+
+        def spoil(batch, turned=turned):
+            if not turned and (slots := host_copies(batch)):
+                turned.append(Bit(host_row(engine, rng, main_layers(engine, mtp), rng.choice(slots)), rng))
+                turned[0].__enter__()
+
+        assert from_the_host(engine, spoil) != expected
+        turned[0].__exit__()
+    assert from_the_host(engine) == expected
+    engine.close()
+
+
+class LeavesOut:
+    """Copies that leave out one token's row of one role, once: of a block in device `slots`, in the given layer."""
+
+    def __init__(self, is_in, layer, rng):
+        self._is_in, self._layer, self._rng = is_in, layer, rng
+        self.slots, self.done = [], False
+
+    def one_layer(self, targets, sources, runs, stream):
+        copied = [(run[self._is_in] + at, run[1] + at) for run in runs for at in range(run[2])]
+        mine = [target for slot, target in copied if slot in self.slots]
+        if self.done or not mine or self._layer:
+            self._layer -= bool(mine) and not self.done
+            numpy_twin.swap_cache_per_layer(targets, sources, runs, stream)
+            return
+        self.done = True
+        row = self._rng.choice(targets).array[self._rng.choice(mine)]
+        width = len(row) // BLOCK // 4
+        start = self._rng.randrange(4 * BLOCK) * width
+        kept = row[start : start + width].copy()
+        numpy_twin.swap_cache_per_layer(targets, sources, runs, stream)
+        assert not np.array_equal(row[start : start + width], kept)
+        row[start : start + width] = kept
+
+    def all_layers(self, targets, sources, runs, stream):
+        for pair in zip(targets, sources, strict=True):
+            self.one_layer(*pair, runs, stream)
+
+
+@pytest.fixture
+def leave_out():
+    replaced = []
+
+    def install(how):
+        for op, run in (("swap_cache_per_layer", how.one_layer), ("swap_cache_all_layers", how.all_layers)):
+            replaced.append((op, ops.install(op, "cpu", Implementation("leaves out", run))))
+        return how
+
+    yield install
+    for op, implementation in reversed(replaced):
+        ops.install(op, "cpu", implementation)
+
+
+@pytest.mark.parametrize("is_in", [True, False], ids=["to the device", "to the host"])
+@over_all_layouts
+def test_a_row_that_a_copy_leaves_out_changes_the_answer(leave_out, family, mtp, size, is_in):
+    runtimes = [CpuRuntime(compiled=False) for _ in range(size)]
+    engine = FamilyEngine(family, mtp=mtp, size=size, num_host_blocks=80, runtimes=runtimes)
+    rng = random.Random(f"{family} {is_in}")
+    left_out = leave_out(LeavesOut(is_in, rng.randrange(main_layers(engine, mtp)), rng))
+    expected = ask(engine)
+    if is_in:
+        assert from_the_host(engine) == expected
+
+        def spoil(batch):
+            left_out.slots = left_out.slots or list(batch.requests[0].block_table[:NUM_CACHED])
+
+        assert from_the_host(engine, spoil) != expected
+    else:
+        tables = table_of_next_request(engine)
+        assert ask(engine) == expected
+        left_out.slots = tables[0]
+        assert from_the_host(engine) != expected
+    assert left_out.done
+    engine.close()
+
+
+class Store:
+    """A store at the end of a link, for one engine after the other. `values`: of each block, the bytes of each rank."""
+
+    def __init__(self, num_ranks):
+        self.num_ranks, self.values, self.engine, self.answers = num_ranks, {}, None, deque()
+
+    def query(self, query_id, hashes):
+        stored = [block in self.values for block in hashes]
+        self.answers.append(QueryDone(query_id, [*stored, False].index(False)))
+
+    def send(self, command):
+        if isinstance(command, StoreBlocks):
+            pools = self.pools()
+            for block, slot in zip(command.hashes, command.slots, strict=True):
+                self.values[block] = [pool.block(slot).copy() for pool in pools]
+            self.answers += [StoreDone(command.store_id, rank, len(command.slots)) for rank in range(self.num_ranks)]
+        if isinstance(command, LoadBlocks):
+            for block, slot in zip(command.hashes, command.slots, strict=True):
+                for pool, value in zip(self.pools(), self.values[block], strict=True):
+                    pool.block(slot)[:] = value
+            for controller in self.engine.controllers:
+                controller.refilled(command.slots, CacheLevel.HOST)
+            self.answers += [LoadDone(command.load_id, rank, len(command.slots)) for rank in range(self.num_ranks)]
+
+    def pools(self):
+        return [controller.host_pool for controller in self.engine.controllers]
+
+    def commit(self, hashes):
+        pass
+
+    def touch(self, hashes):
+        pass
+
+
+def ask_with(store, family, mtp, size):
+    """A new engine over the store: its answer, and the tokens that came from there."""
+
+    def tier(manager, engine):
+        settings = StorageSettings("file", "/unused", prefetch="wait_complete", min_tokens=BLOCK)
+        return StorageTier(manager, settings, namespace(), store)
+
+    engine = FamilyEngine(
+        family, mtp=mtp, size=size, num_host_blocks=40, policy=WritePolicy.WRITE_THROUGH, storage=tier
+    )
+    store.engine = engine
+    core = engine.harness.core
+    recorder = engine.harness.submit("stored", PROMPT, 8, SamplingParams(temperature=0.0))
+    while not recorder.ended or store.answers or not core.storage.is_idle or not core.is_idle:
+        while store.answers:
+            core.on_storage(store.answers.popleft())
+        if not engine.results():
+            engine.settle()
+    loaded = core.storage.counters.load.blocks // size
+    for _ in range(3):  # what was copied out is stored, and that is told
+        engine.settle()
+        engine.results()
+        while store.answers:
+            core.on_storage(store.answers.popleft())
+    engine.close()
+    return recorder.tokens, loaded
+
+
+@pytest.mark.parametrize(
+    ("family", "mtp", "size"), [case for case in CASES if case[2] == 1 or case[0].startswith("gqa")]
+)
+def test_a_wrong_bit_in_a_stored_value_changes_the_answer(family, mtp, size):
+    """Behind its seal: a store whose bytes differ from what was sealed is found out by `tests/storage/test_seal.py`.
+    Ranks that share a host pool have no store.
+    """
+    store, rng = Store(size), random.Random(family)
+    expected, loaded = ask_with(store, family, mtp, size)
+    assert (loaded, len(store.values) >= NUM_CACHED) == (0, True)
+    assert ask_with(store, family, mtp, size) == (expected, NUM_CACHED)
+    blocks = list(store.values)[:NUM_CACHED]
+    for _ in range(3):
+        value = rng.choice(store.values[rng.choice(blocks)])
+        main = len(value) * 2 // 3 if mtp else len(value)  # two layers of three
+        with Bit(value[:main], rng):
+            tokens, loaded = ask_with(store, family, mtp, size)
+            assert (tokens != expected, loaded) == (True, NUM_CACHED)
+    assert ask_with(store, family, mtp, size) == (expected, NUM_CACHED)
+
+
+@pytest.mark.parametrize(("family", "mtp"), [(family, number % 2 == 0) for number, family in enumerate(FAMILIES)])
+def test_a_wrong_bit_in_a_fetched_block_changes_the_answer(family, mtp):
+    """Where decode has put it, before it reads it."""
+    rng = random.Random(family)
+    prompts = [[rng.randrange(200) for _ in range(5 * BLOCK + 3)] for _ in range(4)]
+    alone = FamilyEngine(family, mtp=mtp, num_device_blocks=40)
+    expected = [alone.ask(prompt, max_tokens=9) for prompt in prompts]
+    alone.close()
+    pair = Pair(family, mtp=mtp, num_device_blocks=60)
+    decode = pair.decode.engine
+    assert pair.run(prompts[:1], max_tokens=9) == expected[:1]
+    for prompt, right in zip(prompts[1:], expected[1:], strict=True):
+        turned = []
+
+        def spoil(batch, turned=turned):
+            if not turned and batch.requests and batch.requests[0].start >= 5 * BLOCK:
+                slot = rng.choice(batch.requests[0].block_table[:5])
+                turned.append(Bit(device_row(decode, rng, main_layers(decode, mtp), slot), rng))
+                turned[0].__enter__()
+
+        decode.before_batch = spoil
+        (tokens,) = pair.run([prompt], max_tokens=9)
+        assert tokens[0] == right[0], "prefill's"
+        assert tokens[1:] != right[1:]
+        assert turned
+    assert pair.remote.ledger.totals.arrived == len(prompts)
+    pair.close()
