@@ -292,15 +292,6 @@ def test_check_sees_a_desk_that_lost_count(net, side, spoil):
         desk.check_idle()
 
 
-def test_an_offer_alone_keeps_a_desk_busy(pair):
-    prefill, decode = pair
-    prefill.offer("r", [0], decode.port)
-    until(lambda: decode.desk.num_offers, prefill, decode)
-    with pytest.raises(InvariantError, match="1 offers are open"):
-        decode.desk.check_idle()
-    decode.desk.cancel("r")
-
-
 def test_settings_that_cannot_work_are_refused():
     for changes in ({"secret": b"short"}, {"lease_s": 0}, {"ping_s": 10.0}, {"wait_s": -1}):
         with pytest.raises(ConfigError):

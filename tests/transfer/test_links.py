@@ -133,7 +133,7 @@ def test_a_peer_that_reads_late_gets_everything(serve):
 
 
 def test_a_peer_that_reads_nothing_loses_its_link(serve):
-    server, inbox = serve(silence_s=0.2)
+    server, inbox = serve(silence_s=2.0)
     with closing(stranger(server.port)) as channel:
         channel.send_frame(encode(Hello(geometry(), b"", "x")), soon())
         link, _ = inbox.get(timeout=20)

@@ -83,21 +83,6 @@ def test_what_a_failed_pass_did_not_finish_is_not_fetched(pair):
     assert not is_held(prefill, [3, 9])
 
 
-def test_a_fetch_waits_for_its_step(pair):
-    prefill, decode = pair
-    open_lease(prefill, decode, slots=[3], tokens=BLOCK)
-    decode.glue.handle([StartFetch("r", (20,), 0, after_step=5)], step=4)
-    compute(prefill, BLOCK)
-    until(lambda: decode.glue._fetches.num_offers, prefill, decode)
-    decode.net.settle()
-    decode.turn()
-    decode.net.settle()
-    assert not decode.rank.touched()
-    decode.glue.handle([], step=5)
-    until(lambda: decode.fetches, prefill, decode)
-    assert decode.rank.holds([20], 1, [3])
-
-
 def test_a_command_that_cannot_be_carried_out_fails_alone(pair):
     prefill, decode = pair
     decode.glue.handle([StartFetch("r", (20, 21), 0), StartFetch("other", (21,), 0), CancelFetch("nothing", "gone")])

@@ -177,15 +177,6 @@ def test_a_frame_that_is_too_large_is_refused_before_it_is_read(mine, peer):
 # ---- secrets
 
 
-def test_another_secret_is_refused_on_both_sides(peer):
-    with closing(SocketPlane(HOST, b"another secret of sixteen bytes")) as other:
-        other.register(Tensors(canaries()).rows())
-        with pytest.raises(PeerRefusedError, match="another shared secret"):
-            other.open(peer.address, soon())
-    peer.plane.close()
-    assert peer.plane.num_refused == 1
-
-
 def pretending(answers):
     """The address of a server that accepts everybody, and says what it can make up."""
     listener = socket.create_server((HOST, 0))

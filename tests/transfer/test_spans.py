@@ -66,10 +66,6 @@ def test_neighbouring_slots_become_one_span():
     ]
 
 
-def test_two_neighbours_become_one_span():
-    assert len(spans_of(gqa(4, 1, 0), gqa(4, 1, 0), [3, 4], [0, 1], Chunk(0, 2, 1, 2))) == 2
-
-
 def test_neighbours_on_one_side_only_stay_apart():
     spans = Spans.of([Span(0, 0, 10, 5), Span(0, 5, 20, 5), Span(0, 30, 25, 5), Span(1, 35, 30, 5)])
     assert list(spans.coalesced()) == list(spans)
