@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.storage.attention_store import flushes
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone
 from fastdeploy_kvcache_v1.storage.attention_store.token_index import Statement, TokenIndex
 from fastdeploy_kvcache_v1.storage.engine.target import Prefix
-from tests.storage.engines import Engine, Prompt
+from tests.storage.engines import Engine
 from tests.storage.values import block_hash
 
 
@@ -63,30 +63,6 @@ def test_the_index_has_what_the_cache_has_after_any_requests(backup, seed):
             assert len(made.tier._stores._index) == len(index)
     lost = [first for _, first, exists in made.statements if not exists]
     assert any(lost), "some paths are gone from a block in their middle on"
-
-
-def test_a_reset_takes_everything_back():
-    made = server()
-    made.compute("abc!")
-    made.compute("abx!")
-    settle(made)
-    made.manager.reset_cache()
-    made.tier.cache_reset()
-    assert settle(made) == set()
-    assert {statement[2] for statement in made.statements[2:]} == {False}
-
-
-def test_a_block_that_is_about_to_be_copied_to_the_host_is_not_said_to_be_lost():
-    made = server(device=3, backup=3)
-    made.compute("a!")
-    settle(made)
-    made.manager.match_prefix("r", Prompt("xyz!"))
-    made.manager.allocate("r", 3)
-    assert made.manager.has_open_copies
-    made.tier.go_on()
-    made.manager.take_swap_step()
-    assert settle(made) == {"a"}
-    assert made.statements == [("a", 0, True)]
 
 
 def test_blocks_that_token_ids_do_not_name_are_not_announced():

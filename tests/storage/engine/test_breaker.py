@@ -19,21 +19,6 @@ def opened():
     return clock, breaker
 
 
-def test_three_failures_in_a_row_open_it():
-    _, breaker = opened()
-    assert breaker.is_open
-    assert not breaker.may_pass()
-
-
-def test_failures_with_successes_between_them_do_not():
-    breaker = Breaker(Clock())
-    for _ in range(5):
-        breaker.failed("no route")
-        breaker.failed("no route")
-        breaker.succeeded()
-    assert breaker.may_pass()
-
-
 def test_after_the_pause_one_may_try():
     clock, breaker = opened()
     clock.now += FIRST_PAUSE_S

@@ -132,15 +132,6 @@ def test_after_a_reset_nothing_more_is_loaded(engine):
     made.check_idle()
 
 
-def test_a_query_that_is_answered_too_late_loads_nothing(engine):
-    made = engine()
-    made.arrive("r", "abc!")
-    made.tier.request_left("r")
-    made.answer(3)
-    assert made.loads == []
-    made.check_idle()
-
-
 def test_blocks_that_were_computed_meanwhile_do_not_end_a_fetch(engine):
     made = engine(host=256)
     made.arrive("r", LONG, 199)
@@ -190,34 +181,6 @@ def test_requests_whose_prefix_has_arrived_make_way_for_others(engine):
     for load in made.loads[:2]:
         made.loaded(load)
     assert len(made.loads) == 6
-
-
-def test_a_load_waits_for_copies_that_use_its_slots():
-    """All 16 host slots are filled by a copy that no rank has reported; a load takes some of them."""
-    made = host(host=16)
-    step = made.compute("abcdefghijklmnop!")
-    made.arrive("r", "xyz!", 3)
-    assert made.loads == []
-    made.report(step, 0)
-    assert made.loads == []
-    made.report(step, 1)
-    (load,), (store,) = made.loads, made.stores
-    assert load.path == "xyz"
-    assert set(load.slots) <= set(step.evict.target_slots)
-    assert not set(store.slots) & set(load.slots), "what the load takes is not stored any more"
-    assert made.tier.counters.skipped_store_blocks == 3
-
-
-def test_nothing_is_loaded_into_a_tier_that_is_full_of_blocks_in_use():
-    made = host(host=3)
-    made.report(made.compute("abc!"))
-    (store,) = made.stores
-    made.arrive("r", "xyz!", 3)
-    assert made.loads == []
-    assert made.tier.may_start("r")
-    made.stored(store)
-    assert made.loads == []
-    made.check_idle()
 
 
 def test_loads_wait_each_for_their_own_copies():
@@ -442,28 +405,6 @@ def test_blocks_that_one_rank_could_not_store_are_not_committed_and_the_next_are
     made.check_idle()
 
 
-def test_blocks_that_one_rank_could_not_copy_are_not_stored():
-    made = host()
-    step = made.compute("abc!")
-    made.report(step, 0, error="ECC")
-    made.report(step, 1)
-    assert made.stores == []
-
-
-def test_a_block_that_is_copied_again_is_stored_when_the_last_copy_has_ended():
-    """Until then its slot holds what was there in between."""
-    made = Engine("host", host=3)
-    for text in ("x!", "y!", "a!"):
-        made.report(made.compute(text))
-    in_between, again = made.compute("b!"), made.compute("a!")
-    made.stored(made.stores[0])  # the piece of "a" has waited for it
-    made.tier.go_on()
-    assert [store.path for store in made.stores] == ["x", "y"]
-    made.report(in_between)
-    made.report(again)
-    assert [store.path for store in made.stores] == ["x", "y", "a"]
-
-
 @pytest.mark.parametrize(("kind", "num_blocks", "sizes"), [("host", 256, [32, 32]), ("device", 256, [32])])
 def test_two_pieces_are_stored_at_a_time(kind, num_blocks, sizes):
     made = Engine(kind, host=256, device=256)
@@ -485,14 +426,6 @@ def test_pieces_of_a_path_go_one_after_the_other_each_an_eighth_of_the_device_ti
         made.stored(made.stores[-1])
     assert [store.path for store in made.stores] == [LONG[:end] for end in (8, 16, 24, 32, 40)]
     made.check_idle()
-
-
-def test_a_tier_of_a_few_blocks_stores_them_one_by_one():
-    made = device(device=8)
-    made.report(made.compute("abc!"))
-    while not made.tier.is_idle:
-        made.stored(made.stores[-1])
-    assert [store.path for store in made.stores] == ["a", "ab", "abc"]
 
 
 def test_what_one_rank_could_not_store_is_not_gone_on_with():
@@ -621,16 +554,6 @@ def test_what_a_copy_did_not_bring_is_not_stored(what):
         made.check_idle()
 
 
-def test_what_is_sent_already_is_stored_although_copies_are_doubted():
-    made = device(device=64)
-    step = made.compute(LONG[:5])
-    made.report(step)
-    made.tier.copies_doubted(step.step)
-    made.stored(made.stores[0])
-    assert made.tier.counters.skipped_store_blocks == 0
-    made.check_idle()
-
-
 # ---- a store that fails
 
 
@@ -675,20 +598,6 @@ def test_a_move_that_every_rank_fails_is_one_failure_and_what_is_missed_is_count
     made.report(made.compute("xyz!"))
     assert made.tier.counters.skipped_store_blocks == before + 3 * (what == "store")
     assert len(made.stores) == (3 if what == "store" else 1)
-
-
-def test_three_questions_that_fail_end_the_questions(engine):
-    made = engine()
-    for number in range(3):
-        made.arrive(f"{number}", f"{number}bc!")
-        made.answer(0, error="no route")
-    assert made.tier.is_left_alone
-    made.arrive("r", "abc!")
-    assert len(made.link.queries) == 3
-    made.now = 1.0
-    made.arrive("s", "abc!", 3)
-    assert len(made.loads) == 1
-    assert not made.tier.is_left_alone
 
 
 @pytest.mark.parametrize("notice", ["a turn", "an arrival"])
