@@ -46,7 +46,6 @@ def ignored(use, *arguments):
 PLAIN = "def test_plain():\n    pass\n"
 STARTED = "def test_started():\n    subprocess.run(['true'])\n"
 MARK = "@pytest.mark.process\n"
-SKIP = "@pytest.mark.skip(reason='it is not here')\n"
 
 
 def run(directory: Path, module: str, *flags: str) -> str:
@@ -68,28 +67,6 @@ def test_no_process_starts_outside_the_mark(tmp_path):
     for number, way in enumerate(STARTS):
         assert f"test_some.py::test_{number} - " in said, (way, said)
     assert "ERROR test_some.py::test_fixture - RuntimeError: mark this test `process`" in said
-
-
-@pytest.mark.process
-def test_with_the_mark_every_one_starts(tmp_path):
-    tests = [f"{MARK}def test_{number}():\n    {start}\n" for number, start in enumerate(STARTS.values())]
-    assert f"{len(STARTS)} passed" in run(tmp_path, "\n".join(tests))
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("module", "is_told"),
-    [(MARK + PLAIN, True), (MARK + PLAIN + MARK + STARTED, False), (MARK + SKIP + PLAIN, False), (PLAIN, False)],
-)
-def test_a_mark_for_nothing_is_an_error_where_all_tests_run(tmp_path, module, is_told):
-    told = "no test of test_some.py starts a process: take its marks away"
-    assert (told in run(tmp_path, module, "--idle-marks")) == is_told
-    assert told not in run(tmp_path, module)
-
-
-@pytest.mark.process
-def test_smoke_is_of_process(tmp_path):
-    assert "`smoke` is for tests that have the mark `process`: " in run(tmp_path, "@pytest.mark.smoke\n" + PLAIN)
 
 
 @pytest.mark.process
