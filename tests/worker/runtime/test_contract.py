@@ -1,6 +1,4 @@
-"""What every runtime promises: the streams and events of `runtime/base.py`, over threads, queues of the core, CUDA, and
-the streams without threads that other tests use.
-"""
+"""What every runtime promises: the streams and events of `runtime/base.py`, over threads, queues of the core, CUDA."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
 from tests.gpu.stand_in.in_process import COMPUTE
-from tests.worker.chosen_runtime import ChosenRuntime
 from tests.worker.ops.native import require_core
 from tests.worker.worker_fakes import LIMIT_S
 
@@ -47,19 +44,12 @@ class OnGpu(OnCpu):
         return lambda: opened.append(True)
 
 
-class OnChosen(OnCpu):
-    def hold(self, stream):
-        return self.runtime.hold(stream.name)
-
-
-@pytest.fixture(params=["threads", "queues", "cuda", "chosen"])
+@pytest.fixture(params=["threads", "queues", "cuda"])
 def on(request):
     if request.param == "queues":
         require_core()
     if request.param == "cuda":
         made = OnGpu(request.getfixturevalue("gpu"))
-    elif request.param == "chosen":
-        made = OnChosen(ChosenRuntime(3))
     else:
         made = OnCpu(CpuRuntime(compiled=request.param == "queues"))
     yield made
