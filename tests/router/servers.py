@@ -50,6 +50,7 @@ class Backend:
         self.act: Act = self.well
         self.health: Act = self.well
         self.asked: list[Asked] = []
+        self.num_looks = 0
         self._serving: set[asyncio.Task[None]] = set()
 
     async def well(self, asked: Asked) -> None:
@@ -78,6 +79,7 @@ class Backend:
             asked = Asked(head[0], headers, await reader.readexactly(int(headers.get("content-length", 0))), writer)
             watch = asyncio.ensure_future(self._until_closed(reader, asked))
             if " /health " in asked.line:
+                self.num_looks += 1
                 await self.health(asked)
             else:
                 self.asked.append(asked)
@@ -117,7 +119,9 @@ class Scene:
             self.server = HttpServer(self.forwarder)
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            self.client = await stack.enter_async_context(httpx.AsyncClient(base_url=self.url, timeout=30.0))
+            self.client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=self.url, timeout=30.0, trust_env=False)
+            )
             self.running = asyncio.ensure_future(self.server.serve(sockets=[listener]))
             stack.push_async_callback(self._end)
             self._stack = stack.pop_all()

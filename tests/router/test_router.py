@@ -18,6 +18,7 @@ from tests.router.servers import EVENTS, SECRET, Backend, routed, until
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(app, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for servers that a flag names
 
 
 def answers(status):
@@ -103,13 +104,15 @@ def test_a_decode_server_that_fails_before_the_first_byte_costs_nothing(act):
 
 
 def test_a_server_that_cannot_be_reached_is_left_out_until_a_look_finds_it(monkeypatch, caplog):
+    monkeypatch.setattr(app, "LOOK_EVERY_S", 3600)
+
     async def play(scene):
-        monkeypatch.setattr(app, "LOOK_EVERY_S", 3600)
-        await asyncio.sleep(0.1)  # the first looks are over
+        await until(lambda: scene.decodes[0].num_looks, "the first look")
         await scene.decodes[0].stop()
         for _ in range(4):
             assert (await scene.ask()).json() == {"from": "d1"}
         assert scene.answering() == {"p0", "p1", "d1"}
+        assert scene.decodes[1].num_looks == 1
         (line,) = [each for each in caplog.messages if "left out" in each]
         assert line.startswith(f"{scene.decodes[0].url} is left out until it answers: ")
 
@@ -411,7 +414,10 @@ def test_a_signal_lets_open_answers_end_and_takes_no_more(stopped):
     async def play(url, backend, stop):
         go_on = asyncio.Event()
         backend.act = stream(lambda asked: go_on.wait())
-        async with httpx.AsyncClient(base_url=url) as client, client.stream("POST", "/v1/completions") as answer:
+        async with (
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+            client.stream("POST", "/v1/completions") as answer,
+        ):
             chunks = answer.aiter_raw()
             assert await anext(chunks) == b"data: 1\n\n"
             stop()
@@ -433,7 +439,10 @@ def test_a_second_signal_ends_at_once(stopped, monkeypatch):
 
     async def play(url, backend, stop):
         backend.act = stream(silent)
-        async with httpx.AsyncClient(base_url=url) as client, client.stream("POST", "/v1/completions") as answer:
+        async with (
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+            client.stream("POST", "/v1/completions") as answer,
+        ):
             chunks = answer.aiter_raw()
             assert await anext(chunks) == b"data: 1\n\n"
             stop()
@@ -448,15 +457,17 @@ def test_a_second_signal_ends_at_once(stopped, monkeypatch):
     assert heard == ["cut"]
 
 
-def test_who_listens_to_the_network_is_told(stopped, caplog):
+@pytest.mark.parametrize(("host", "shown", "is_told"), [("0.0.0.0", "0.0.0.0", True), ("::1", "[::1]", False)])
+def test_who_listens_to_the_network_is_told(stopped, caplog, host, shown, is_told):
     async def play(url, backend, stop):
-        async with httpx.AsyncClient(base_url=url) as client:
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
             while any(each["answers"] for each in (await client.get("/health")).json()["prefill"].values()):
                 await asyncio.sleep(0.01)
         stop()
 
-    assert stopped(play, "--host", "0.0.0.0")[0] == 0
-    assert "--host 0.0.0.0: whoever reaches this port may use the servers" in caplog.messages
+    status, printed = stopped(play, "--host", host)
+    assert (status, printed.startswith(f"Ready: http://{shown}:")) == (0, True)
+    assert (f"--host {host}: whoever reaches this port may use the servers" in caplog.messages) == is_told
 
 
 REFUSALS = [
@@ -471,6 +482,12 @@ REFUSALS = [
     (("--decode", "http://d", "--silence", "inf"), "--silence must be above 0, got inf"),
     (("--decode", "http://d", "--host", "203.0.113.1", "--port", "0"), "cannot listen on 203.0.113.1:0: "),
 ]
+
+
+def test_without_a_decode_server_there_is_no_router(capsys):
+    with pytest.raises(SystemExit):
+        main(["router", "--prefill", "http://p"])
+    assert "the following arguments are required: --decode" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "line"), REFUSALS)
