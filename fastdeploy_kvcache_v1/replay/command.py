@@ -5,89 +5,58 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
-from typing import Any
 
 from tqdm import tqdm
 
 from ..config import HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
-from .closed_loop import ClosedLoop
 from .compare import Capacity, Comparison, comparison_table, policies
-from .driver import Replay, ReplayOptions
-from .report import summary, table
-from .trace import TraceRequest, read_trace
-
-TOKENS_PER_ID_HELP = "tokens that a hash id of the trace stands for (as follows from its lines)"
+from .driver import ReplayOptions
+from .report import SHOWN_OPTIONS, play, table
+from .trace import read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def number(flag: str, default: object, text: str, kind: type = int, **more: str) -> None:
+        shown = "" if default is None else " (%(default)s)"
+        parser.add_argument(flag, type=kind, default=default, help=f"{text}{shown}", **more)  # type: ignore[arg-type]
+
+    def switch(flag: str, text: str) -> None:
+        parser.add_argument(flag, action="store_true", help=text)
+
     parser.add_argument("trace", type=Path, help="request trace, JSONL: Mooncake's, Qwen-Bailian's, or recorded")
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        default=KVCacheConfig.block_size,
-        help=f"{HELP['block_size']}, a divisor or a multiple of what a hash id stands for (%(default)s)",
-    )
-    parser.add_argument("--tokens-per-id", type=int, metavar="TOKENS", help=TOKENS_PER_ID_HELP)
+    block_size = f"{HELP['block_size']}, a divisor or a multiple of what a hash id stands for"
+    number("--block-size", KVCacheConfig.block_size, block_size)
+    hash_id = "tokens that a hash id of the trace stands for (what its lines say, else 512 or 16, if all lines fit)"
+    number("--tokens-per-id", None, hash_id, metavar="TOKENS")
     for tier, text, default in (("device", "device tier", "20000"), ("host", "host tier; 0: none", "80000")):
         parser.add_argument(
             f"--{tier}-blocks", type=counts, default=counts(default), metavar="N", help=f"{text} ({default})"
         )
-    parser.add_argument(
-        "--made-with",
-        type=int,
-        metavar="N",
-        help="make the manager with N device blocks, and resize it before the first request, as FastDeploy does when "
-        "profiling has found its size (made with its size)",
+    made_with = (
+        "make the manager with N device blocks, and resize it before the first request, as FastDeploy does when "
+        "profiling has found its size (made with its size)"
     )
-    parser.add_argument(
-        "--write-policy",
-        metavar="POLICY",
-        help=HELP["write_policy"],
-    )
-    parser.add_argument(
-        "--write-through-threshold",
-        type=int,
-        metavar="HITS",
-        help=HELP["write_through_threshold"],
-    )
-    parser.add_argument(
-        "--eviction-policy",
-        default=KVCacheConfig.eviction_policy,
-        metavar="NAME",
-        help=f"{HELP['eviction_policy']} (%(default)s)",
-    )
-    parser.add_argument("--window", type=int, default=32, help="requests open at once (%(default)s)")
-    parser.add_argument("--admissions-per-step", type=int, default=8, help="requests per step (%(default)s)")
-    parser.add_argument(
-        "--waiting", type=int, default=0, help="requests that wait and are known to the cache (%(default)s)"
-    )
-    parser.add_argument(
-        "--closed-loop",
-        action="store_true",
-        help="later turns of a session arrive after the end of the turn before, in simulated time",
-    )
-    parser.add_argument(
-        "--step-ms",
-        type=float,
-        default=ReplayOptions.step_ms,
-        help="simulated time of a step, one output token of every open request (%(default)s)",
-    )
-    parser.add_argument("--limit", type=int, help="play only the first N requests")
+    number("--made-with", None, made_with, metavar="N")
+    parser.add_argument("--write-policy", metavar="POLICY", help=HELP["write_policy"])
+    number("--write-through-threshold", None, HELP["write_through_threshold"], metavar="HITS")
+    number("--eviction-policy", KVCacheConfig.eviction_policy, HELP["eviction_policy"], str, metavar="NAME")
+    number("--window", 32, "requests open at once")
+    number("--admissions-per-step", 8, "requests per step")
+    number("--waiting", 0, "requests that wait and are known to the cache")
+    switch("--closed-loop", "later turns of a session arrive after the end of the turn before, in simulated time")
+    step_ms = "simulated time of a step, one output token of every open request"
+    number("--step-ms", ReplayOptions.step_ms, step_ms, float)
+    number("--limit", None, "play only the first N requests")
     parser.add_argument(
         "--outputs", action=argparse.BooleanOptionalAction, default=False, help="also cache generated blocks (no)"
     )
-    parser.add_argument("--verify", action="store_true", help="check every block's content with a shadow data plane")
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="play every policy, at every size of --device-blocks and --host-blocks (several, by commas)",
-    )
+    switch("--verify", "check every block's content with a shadow data plane")
+    several = "at every size of --device-blocks and --host-blocks (several, by commas)"
+    switch("--compare", f"play every policy, {several}")
     parser.add_argument("--policies", metavar="NAMES", help="compare only these write and eviction policies")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    switch("--json", "print the result as JSON")
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -97,8 +66,6 @@ def counts(text: str) -> tuple[int, ...]:
 
 def options_from(args: argparse.Namespace) -> ReplayOptions:
     """How to play the trace, at the first of the given sizes. Raises `ConfigError` for a value that cannot work."""
-    if args.limit is not None and args.limit < 1:
-        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
     threshold = args.write_through_threshold
     config = KVCacheConfig(
         num_device_blocks=args.device_blocks[0],
@@ -109,52 +76,46 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
         eviction_policy=args.eviction_policy,
         max_queued_events=0,
     )
-    return ReplayOptions(
-        config=config,
-        window=args.window,
-        admissions_per_step=args.admissions_per_step,
-        waiting=args.waiting,
-        outputs=args.outputs,
-        verify=args.verify,
-        closed_loop=args.closed_loop,
-        step_ms=args.step_ms,
-        made_with=args.made_with,
-    )
+    return ReplayOptions(config, made_with=args.made_with, **{name: getattr(args, name) for name in SHOWN_OPTIONS})
 
 
 def run(args: argparse.Namespace) -> int:
     """Play the trace and print the result. Raises `KVCacheError` for bad input and for a manager found wrong."""
+    _refuse(args)
     options = options_from(args)
     requests = read_trace(args.trace, args.limit, tokens_per_id=args.tokens_per_id)
     if args.compare:
-        comparison = _compare(args, options, requests)
-        print(json.dumps(comparison, indent=2) if args.json else comparison_table(comparison))
-        return 0
-    for flag, given in (("--device-blocks", args.device_blocks), ("--host-blocks", args.host_blocks)):
-        if len(given) > 1:
-            raise ConfigError(f"{flag} takes several numbers with --compare only, got {','.join(map(str, given))}")
-    if args.policies is not None:
-        raise ConfigError("--policies needs --compare: otherwise use --write-policy and --eviction-policy")
-    replay = ClosedLoop(options) if options.closed_loop else Replay(options)
-    begin = perf_counter()
-    # tqdm switches itself off when stderr is not a terminal, and then the lines need no counting.
-    total = (args.limit or count_lines(args.trace)) if sys.stderr.isatty() else None
-    replay.run(iter(tqdm(requests, total=total, unit="request", disable=None, leave=False)))
-    result = summary(replay, perf_counter() - begin)
-    print(json.dumps(result, indent=2) if args.json else table(result))
+        comparison = Comparison(list(requests), options, *policies(args.policies))
+        capacities = [Capacity(device, host) for device in args.device_blocks for host in args.host_blocks]
+        result, shown = comparison.run(capacities), comparison_table
+    else:
+        # tqdm switches itself off when stderr is not a terminal, and then the lines need no counting.
+        total = (args.limit or count_lines(args.trace)) if sys.stderr.isatty() else None
+        result, shown = (
+            play(options, iter(tqdm(requests, total=total, unit="request", disable=None, leave=False))),
+            table,
+        )
+    print(json.dumps(result, indent=2) if args.json else shown(result))
     return 0
 
 
-def _compare(args: argparse.Namespace, options: ReplayOptions, requests: Iterator[TraceRequest]) -> dict[str, Any]:
-    for flag, given, default in (
-        ("--write-policy", args.write_policy, None),
-        ("--eviction-policy", args.eviction_policy, KVCacheConfig.eviction_policy),
-    ):
-        if given != default:
-            raise ConfigError(f"{flag} {given}: --compare plays every policy; choose among them with --policies")
-    comparison = Comparison(list(requests), options, *policies(args.policies))
-    capacities = [Capacity(device, host) for device in args.device_blocks for host in args.host_blocks]
-    return comparison.run(capacities)
+def _refuse(args: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what does not go together."""
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit must be at least 1, got {args.limit}")
+    if args.compare:
+        for flag, given, default in (
+            ("--write-policy", args.write_policy, None),
+            ("--eviction-policy", args.eviction_policy, KVCacheConfig.eviction_policy),
+        ):
+            if given != default:
+                raise ConfigError(f"{flag} {given}: --compare plays every policy; choose among them with --policies")
+        return
+    for flag, sizes in (("--device-blocks", args.device_blocks), ("--host-blocks", args.host_blocks)):
+        if len(sizes) > 1:
+            raise ConfigError(f"{flag} takes several numbers with --compare only, got {','.join(map(str, sizes))}")
+    if args.policies is not None:
+        raise ConfigError("--policies needs --compare: otherwise use --write-policy and --eviction-policy")
 
 
 def count_lines(trace: Path) -> int | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -13,12 +13,9 @@ from ..config import WritePolicy
 from ..errors import ConfigError
 from ..scheduler.policies.tables import EVICTION_POLICIES
 from .clairvoyant import Clairvoyant
-from .closed_loop import ClosedLoop
-from .driver import Replay, ReplayOptions
-from .report import summary
+from .driver import ReplayOptions
+from .report import play
 from .trace import TraceRequest
-
-LRU = "lru"
 
 
 class Capacity(NamedTuple):
@@ -34,11 +31,11 @@ def policies(names: str | None) -> tuple[list[WritePolicy], list[str]]:
     Raises `ConfigError` naming the choices.
     """
     wanted = [name.strip() for name in names.split(",")] if names is not None else []
-    known = {**{policy.value: policy for policy in WritePolicy}, **{name: name for name in EVICTION_POLICIES}}
+    known = [*WritePolicy, *EVICTION_POLICIES]
     for name in wanted:
         if name not in known:
             raise ConfigError(f"--policies: unknown policy {name!r}: choose from {', '.join(known)}")
-    write = [policy for policy in WritePolicy if policy.value in wanted]
+    write = [policy for policy in WritePolicy if policy in wanted]
     eviction = [name for name in EVICTION_POLICIES if name in wanted]
     return write or list(WritePolicy), eviction or list(EVICTION_POLICIES)
 
@@ -47,17 +44,12 @@ class Comparison:
     """Plays one trace at each capacity under each pair of policies. Not thread-safe."""
 
     def __init__(
-        self,
-        requests: Sequence[TraceRequest],
-        options: ReplayOptions,
-        write_policies: Sequence[WritePolicy],
-        eviction_policies: Sequence[str],
+        self, requests: Sequence[TraceRequest], options: ReplayOptions, write: list[WritePolicy], eviction: list[str]
     ) -> None:
-        """`options` say everything but sizes and policies."""
+        """`options` say everything but sizes and policies, of which those of `write` and `eviction` are played."""
         self._requests = requests
         self._options = options
-        self._write_policies = write_policies
-        self._eviction_policies = eviction_policies
+        self._write, self._eviction = write, eviction
         self._clairvoyants: dict[int, Clairvoyant] = {}
         """By the number of requests that are played."""
 
@@ -66,7 +58,7 @@ class Comparison:
 
         Raises `TraceError`, `ConfigError` and `InvariantError` as the runs do.
         """
-        total = sum(len(list(self._configurations(each))) + 1 for each in capacities)
+        total = sum(len(list(self._pairs(each))) + 1 for each in capacities)
         with tqdm(total=total, unit="run", disable=None, leave=False) as bar:
             return {"capacities": [self._at(capacity, bar) for capacity in capacities]}
 
@@ -74,13 +66,16 @@ class Comparison:
         """What no empty device tier holds is refused in the one large tier, too, so that all see the same requests."""
         room = capacity.device * self._options.config.block_size
         playable = [request for request in self._requests if request.input_length <= room]
-        options = replace(self._options, max_input_tokens=room)
-        one_tier = _play(options, Capacity(sum(capacity), 0), options.config.write_policy, LRU, self._requests)
-        bar.update()
-        runs = []
-        for write_policy, eviction in self._configurations(capacity):
-            runs.append(_play(options, capacity, write_policy, eviction, self._requests))
+
+        def played(options: ReplayOptions, device: int, host: int, write: WritePolicy, eviction: str) -> dict[str, Any]:
+            config = replace(options.config, num_device_blocks=device, num_host_blocks=host)
+            config = replace(config, write_policy=write, eviction_policy=eviction)
+            result = play(replace(options, config=config), iter(self._requests))
             bar.update()
+            return result
+
+        refusing = replace(self._options, max_input_tokens=room)
+        one_tier = played(refusing, sum(capacity), 0, self._options.config.write_policy, "lru")
         return {
             "device_blocks": capacity.device,
             "host_blocks": capacity.host,
@@ -88,15 +83,12 @@ class Comparison:
             "requests_too_long": len(self._requests) - len(playable),
             "clairvoyant": self._bound(capacity, playable),
             "one_lru_tier": one_tier["hit_rate"]["total"],
-            "runs": runs,
+            "runs": [played(self._options, *capacity, *pair) for pair in self._pairs(capacity)],
         }
 
-    def _configurations(self, capacity: Capacity) -> Iterator[tuple[WritePolicy, str]]:
+    def _pairs(self, capacity: Capacity) -> Iterator[tuple[WritePolicy, str]]:
         """Without a host tier there is nothing to write."""
-        write_policies = self._write_policies if capacity.host else [self._options.config.write_policy]
-        for write_policy in write_policies:
-            for eviction in self._eviction_policies:
-                yield write_policy, eviction
+        return itertools.product(self._write if capacity.host else [self._options.config.write_policy], self._eviction)
 
     def _bound(self, capacity: Capacity, requests: Sequence[TraceRequest]) -> float | None:
         """As a share of the input tokens. None in a closed loop: there the order of requests is not given."""
@@ -109,27 +101,6 @@ class Comparison:
         return self._clairvoyants[len(requests)].hits(sum(capacity)) * block_size / max(1, num_tokens)
 
 
-def _play(
-    options: ReplayOptions,
-    capacity: Capacity,
-    write_policy: WritePolicy,
-    eviction: str,
-    requests: Sequence[TraceRequest],
-) -> dict[str, Any]:
-    config = replace(
-        options.config,
-        num_device_blocks=capacity.device,
-        num_host_blocks=capacity.host,
-        write_policy=write_policy,
-        eviction_policy=eviction,
-    )
-    options = replace(options, config=config)
-    replay = ClosedLoop(options) if options.closed_loop else Replay(options)
-    begin = perf_counter()
-    replay.run(iter(requests))
-    return summary(replay, perf_counter() - begin)
-
-
 COLUMNS = ("write policy", "eviction", "hit rate", "device", "host", "blocks out", "per host hit", "p50 us", "p99 us")
 
 
@@ -140,7 +111,7 @@ def comparison_table(result: dict[str, Any]) -> str:
 
 def _section(at: dict[str, Any]) -> str:
     rows = [COLUMNS, *(_row(run) for run in at["runs"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     bound = "" if at["clairvoyant"] is None else f", a clairvoyant one {at['clairvoyant']:.1%}"
     refused = f", {at['requests_too_long']:,} longer than the device tier" if at["requests_too_long"] else ""
     lines = [
@@ -148,9 +119,7 @@ def _section(at: dict[str, Any]) -> str:
         f"one LRU tier of both together hits {at['one_lru_tier']:.1%}{bound}",
     ]
     for row in rows:
-        names, numbers = row[:2], row[2:]
-        cells = [name.ljust(width) for name, width in zip(names, widths, strict=False)]
-        cells += [number.rjust(width) for number, width in zip(numbers, widths[2:], strict=True)]
+        cells = [f"{cell:{'<' if column < 2 else '>'}{widths[column]}}" for column, cell in enumerate(row)]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
 

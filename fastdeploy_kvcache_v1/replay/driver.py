@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -275,8 +274,3 @@ def manager_made_with(num_device_blocks: int | None, config: KVCacheConfig) -> C
     manager = CacheManager(replace(config, num_device_blocks=num_device_blocks))
     manager.resize_device_pool(config.num_device_blocks)
     return manager
-
-
-def peak_memory_bytes() -> int:
-    """Largest resident set of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
 from dataclasses import asdict
+from time import perf_counter
 from typing import Any
 
 from .closed_loop import ClosedLoop
-from .driver import Replay, peak_memory_bytes
+from .driver import Replay, ReplayOptions
+from .trace import TraceRequest
+
+SHOWN_OPTIONS = ("window", "admissions_per_step", "waiting", "outputs", "verify", "closed_loop", "step_ms")
+
+
+def play(options: ReplayOptions, requests: Iterator[TraceRequest]) -> dict[str, Any]:
+    """The `summary` of a run over all `requests`. Raises `InvariantError` for a manager found wrong."""
+    replay = ClosedLoop(options) if options.closed_loop else Replay(options)
+    begin = perf_counter()
+    replay.run(requests)
+    return summary(replay, perf_counter() - begin)
 
 
 def summary(replay: Replay, seconds: float) -> dict[str, Any]:
@@ -27,13 +41,7 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
             "write_policy": config.write_policy.value,
             "write_through_threshold": config.write_through_threshold,
             "eviction_policy": config.eviction_policy,
-            "window": replay.options.window,
-            "admissions_per_step": replay.options.admissions_per_step,
-            "waiting": replay.options.waiting,
-            "outputs": replay.options.outputs,
-            "verify": replay.options.verify,
-            "closed_loop": replay.options.closed_loop,
-            "step_ms": replay.options.step_ms,
+            **{name: getattr(replay.options, name) for name in SHOWN_OPTIONS},
         },
         "requests": len(times),
         "requests_too_long": replay.num_too_long,
@@ -50,7 +58,7 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
         "manager": asdict(replay.manager.stats()),
         "request_us": {name: 1e6 * percentile(times, share) for name, share in (("p50", 0.5), ("p99", 0.99))},
         "seconds": seconds,
-        "peak_memory_mib": peak_memory_bytes() / 2**20,
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
         "verified_blocks": None if replay.shadow is None else replay.shadow.num_checked_blocks,
         "check": "clean",
     }

@@ -484,10 +484,16 @@ REFUSALS = [
 ]
 
 
-def test_without_a_decode_server_there_is_no_router(capsys):
+def test_the_help_says_what_a_router_does_and_needs(capsys):
     with pytest.raises(SystemExit):
         main(["router", "--prefill", "http://p"])
     assert "the following arguments are required: --decode" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["router", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "GET /health shows which servers answer. SIGTERM lets open requests end." in said
+    assert "listen on (127.0.0.1)" in said
+    assert "until it is complete (300)" in said
 
 
 @pytest.mark.parametrize(("flags", "line"), REFUSALS)
