@@ -83,9 +83,12 @@ def test_the_verdict_says_how_much_sooner_and_how_much_less_is_computed():
     found[LARGE].answers[0].first_token_s = found[LARGE].answers[1].first_token_s = 9.0
     first, second, third = verdicts(found)
     assert "after 0.25 s from the device tier and 0.50 s from the host tier, 5.00 s without" in first
-    assert "(20x and 10x sooner)" in first
+    assert "(20x sooner and 10x sooner)" in first
     assert "360 prompt tokens were computed; with host memory behind it, 60" in second
     assert third == "All answers are the same in all set-ups"
+    for answer in found[COMPUTED].answers:
+        answer.first_token_s = 0.4
+    assert "(2x sooner and no sooner)" in verdicts(found)[0]
 
 
 def test_another_answer_is_named():
