@@ -66,6 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source", type=Path, metavar="DIR", help="check a FastDeploy source tree instead of what is installed here"
     )
     parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="OLD",
+        help="with --source: show how the bodies that matter differ from those of OLD",
+    )
+    parser.add_argument(
+        "--write-bodies", action="store_true", help="with --source: print patches/bodies-RELEASE.toml for that tree"
+    )
+    parser.add_argument(
         "--kvcache-storage-dir",
         type=Path,
         metavar="DIR",
@@ -89,7 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status; raises `OverlayError` for a `--source` that holds no FastDeploy."""
+    """Returns the exit status; raises `OverlayError` for a `--source` that holds no FastDeploy, or without a table."""
+    if args.against is not None or args.write_bodies:
+        if args.source is None:
+            raise ConfigError("--against and --write-bodies are about a tree: name it with --source DIR")
+        print_bodies(args.source, args.against)
+        return 0
     print(f"fastdeploy-kvcache-v1 {__version__}, Python {sys.version.split()[0]}")
     findings = list(fastdeploy_findings(args.source))
     this_machine = list(machine_findings())
@@ -102,6 +116,20 @@ def run(args: argparse.Namespace) -> int:
     failed = sum(finding.ok is False for finding in findings)
     print("all ok" if not failed else f"{failed} problem{'s' if failed > 1 else ''}")
     return 1 if failed else 0
+
+
+def print_bodies(source: Path, against: Path | None) -> None:
+    """The digests of a tree, or how its bodies differ from those of another one."""
+    with needed_by("the patch table"):
+        from .fastdeploy_integration.overlay import bodies, release, table
+    new = release.fastdeploy_at(source)
+    if against is None:
+        print(bodies.to_toml(new.root, table.table_for(new.release)), end="")
+        return
+    old = release.fastdeploy_at(against)
+    for target in bodies.watched(table.table_for(old.release)):
+        if difference := bodies.difference_in_words(old.root, new.root, target):
+            print(f"==> {target}", *difference, sep="\n")
 
 
 def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
@@ -133,6 +161,7 @@ def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
         yield Finding(False, "patch table", str(error))
         return
     yield from _table_findings("patch table", checked)
+    yield from _body_findings(checked, found)
     num_left_out, lost = sum(map(len, checked.table.not_in_names.values())), checked.lost_settings()
     missing = f"FastDeploy has no {', '.join(lost)}: take them out of not_in_names" if lost else None
     yield Finding(not lost, "names of stored blocks", missing or f"without {num_left_out} settings, with all others")
@@ -147,6 +176,26 @@ def _table_findings(name: str, checked: Overlay) -> Iterator[Finding]:
     yield Finding(True, name, f"{table.release}, {len(table.rows)} places, written for {table.commit}")
     for row in table.rows:
         yield Finding(row not in problems, f"{row.kind.value} {row.target}", problems.get(row, row.where.value))
+
+
+def _body_findings(checked: Overlay, fastdeploy: FastDeployTree) -> Iterator[Finding]:
+    """What signatures do not show."""
+    from .fastdeploy_integration.overlay.bodies import members_lacking, watched
+
+    if checked.problems():
+        yield Finding(None, "bodies", "not looked at until all rows are ok")
+        return
+    try:
+        changed = checked.changed_bodies()
+    except OverlayError as error:
+        yield Finding(False, "bodies", str(error))
+        return
+    yield Finding(not changed, "bodies", f"{len(changed)} of {len(watched(checked.table))} changed")
+    for each in changed:
+        yield Finding(False, f"body {each.target}", each.where)
+    lacking = members_lacking(fastdeploy.root)
+    missing = f"FastDeploy's engine takes {', '.join(lacking)}, which ours does not have"
+    yield Finding(not lacking, "cache manager", missing if lacking else "has what FastDeploy's engine takes of it")
 
 
 def _cpu_worker_findings(fastdeploy: FastDeployTree) -> Iterator[Finding]:

@@ -49,6 +49,17 @@ def test_every_patch_point_is_named(make_tree, capsys):
     assert f"{len(rows) - 1} problems" in report, "two rows are right, and the names of stored blocks are not"
 
 
+@pytest.mark.parametrize("argument", ["--write-bodies", "--against=old"])
+def test_bodies_are_those_of_a_tree_that_is_named(argument, capsys):
+    assert cli.main(["doctor", argument]) == 2
+    assert "are about a tree: name it with --source DIR" in capsys.readouterr().err
+
+
+def test_bodies_that_a_tree_lacks_cannot_be_written(make_tree, capsys):
+    assert cli.main(["doctor", "--source", str(make_tree()), "--write-bodies"]) == 2
+    assert "is missing: correct the table first" in capsys.readouterr().err
+
+
 def test_a_setting_that_names_of_stored_blocks_leave_out_is_one_of_the_release(make_tree, capsys):
     files = {
         "config.py": "class ParallelConfig:\n    def __init__(self):\n        self.device_ids = ''\n",

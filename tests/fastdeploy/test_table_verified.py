@@ -1,8 +1,11 @@
 """Every row of our tables against the real source, and against the real modules where they can be imported here."""
 
+import shutil
+
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import BATCH_VARIABLE, SKIPPED_VARIABLE
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.bodies import members_lacking
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
@@ -122,3 +125,45 @@ def test_a_wrong_release_is_refused_at_import(tmp_path, monkeypatch):
     output = run_inside("2.5", tmp_path, "-c", activated("import fastdeploy"), expect=1)
     assert "OverlayError: FastDeploy at" in output
     assert "unset ENABLE_V1_KVCACHE_MANAGER" in output
+
+
+MANAGER, RUNNER = "engine/sched/resource_manager_v1.py", "worker/gpu_model_runner.py"
+CHANGED_BODIES = {
+    "the local by which a lost batch is found": (MANAGER, "scheduled_reqs", "batch_reqs"),
+    "a number of RequestType": ("engine/request.py", "PREEMPTED = 2", "PREEMPTED = 7"),
+    "a third tensor of a layer": (RUNNER, "extend([key_cache, val_cache])", "extend([key_cache, val_cache, None])"),
+    "another member of the cache manager": (
+        MANAGER,
+        "            self.update_metrics()\n",
+        "            self.flush()\n",
+    ),
+    "other tasks": (MANAGER, "return ScheduledPreemptTask(", "return dict("),
+    "a match that FastDeploy recycles itself": (
+        MANAGER,
+        'waiting reschedule...")\n            return False',
+        'waiting reschedule...")\n            self._free_blocks(request)\n            return False',
+    ),
+}
+"""What no signature shows: a file, what is there, and what is there instead."""
+
+
+@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("change", CHANGED_BODIES)
+def test_a_changed_body_is_named(release, change, tmp_path):
+    name, old, new = CHANGED_BODIES[change]
+    root, table = fastdeploy_at(tree(release)).root, table_for(release)
+    assert Overlay(table, root).changed_bodies() == []
+    others = tmp_path / "fastdeploy"
+    shutil.copytree(
+        root, others, ignore=lambda folder, names: [each for each in names if "." in each and each[-3:] != ".py"]
+    )
+    text = (root / name).read_text(encoding="utf-8")
+    assert old in text
+    (others / name).write_text(text.replace(old, new), encoding="utf-8")
+    assert Overlay(table, others).problems() == {}
+    assert Overlay(table, others).changed_bodies()
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_our_cache_manager_has_what_fastdeploys_engine_takes_of_it(release):
+    assert members_lacking(fastdeploy_at(tree(release)).root) == []

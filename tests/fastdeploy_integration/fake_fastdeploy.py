@@ -3,6 +3,7 @@
 import importlib
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 ENGINE = """
@@ -73,6 +74,7 @@ def write_table(
     release: str = "9.1",
     capabilities: dict[str, object] | None = None,
     not_in_names: dict[str, list[str]] | None = None,
+    bodies: Sequence[dict[str, object]] = (),
     **about: object,
 ) -> Path:
     """`about`: more keys of the section [fastdeploy]. Returns the file, which lies in `directory`."""
@@ -82,8 +84,9 @@ def write_table(
         text += "\n[capabilities]\n" + _assignments(capabilities)
     for place, names in (not_in_names or {}).items():
         text += f"\n[not_in_names]\n{place!r} = {names}\n"
-    for patch in patches:
-        text += "\n[[patch]]\n" + _assignments(patch)
+    for section_name, sections in (("patch", patches), ("body", bodies)):
+        for each in sections:
+            text += f"\n[[{section_name}]]\n" + _assignments(each)
     path = directory / f"fake-{release}.toml"
     path.write_text(text, encoding="utf-8")
     return path

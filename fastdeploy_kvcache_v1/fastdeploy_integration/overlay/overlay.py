@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import importlib
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -21,11 +22,15 @@ import wrapt
 
 from ...errors import OverlayError
 from ...switch import SWITCH
+from .bodies import Change, changes, known_digests
 from .release import FastDeployTree, installed_fastdeploy
 from .source import check_row, expected_parameters, lost_settings, runtime_parameters
 from .table import Kind, PatchRow, PatchTable, Where, table_for
 
 logger = logging.getLogger(__name__)
+
+UNKNOWN_BODIES = "FASTDEPLOY_KVCACHE_UNKNOWN_BODIES"
+"""Environment variable: 1 starts although a body of FastDeploy's has changed that must not."""
 
 
 class PointState(enum.Enum):
@@ -49,7 +54,8 @@ class Overlay:
     def start(self) -> None:
         """Check every row, then patch what is imported and hook what is not.
 
-        Raises `OverlayError`, with nothing patched, naming every target that is missing or drifted.
+        Raises `OverlayError`, with nothing patched, naming every target that is missing or drifted, and bodies that
+        must not have changed.
         """
         if problems := self.problems():
             raise OverlayError(
@@ -57,6 +63,7 @@ class Overlay:
                 f"({self.table.commit}): {'; '.join(f'{row.target} {problem}' for row, problem in problems.items())}. "
                 f"Run `fastdeploy-kvcache doctor`, or unset {SWITCH}"
             )
+        self._look_at_bodies()
         for module in dict.fromkeys(row.module for row in self.table.rows):
             loaded = sys.modules.get(module)
             if loaded is None:
@@ -70,6 +77,31 @@ class Overlay:
         """Rows whose target in FastDeploy's source is not as expected."""
         checked = {row: check_row(self._root, row) for row in self.table.rows}
         return {row: problem for row, problem in checked.items() if problem is not None}
+
+    def changed_bodies(self) -> list[Change]:
+        """Bodies of FastDeploy's that our code relies on, and that are not those that the table was written for."""
+        if not self.table.bodies:
+            return []
+        return changes(self._root, self.table, known_digests(self.table.release))
+
+    def _look_at_bodies(self) -> None:
+        """One line of warning, or an error where it would not be safe to go on."""
+        changed = self.changed_bodies()
+        if not changed:
+            return
+        known = f"the {self.table.release} ({self.table.commit}) that this package was written for"
+        must = [str(each) for each in changed if each.must_hold]
+        if must and os.getenv(UNKNOWN_BODIES, "0") != "1":
+            raise OverlayError(
+                f"FastDeploy at {self._root} is another one inside than {known}: {'; '.join(must)}. Run "
+                f"`fastdeploy-kvcache doctor`; {UNKNOWN_BODIES}=1 starts all the same, and tokens may be wrong"
+            )
+        logger.warning(
+            "FastDeploy at %s has %d functions that are others inside than in %s: fastdeploy-kvcache doctor names them",
+            self._root,
+            len(changed),
+            known,
+        )
 
     def lost_settings(self) -> list[str]:
         """What the table leaves out of the names of stored blocks, and this FastDeploy does not have."""

@@ -56,6 +56,18 @@ def lost_settings(root: Path, table: PatchTable) -> list[str]:
 
 def find(root: Path, module: str, qualname: str) -> Definition | None:
     """`root` is the directory of the top-level package that `module` starts with."""
+    match find_node(root, module, qualname):
+        case ast.ClassDef() as node:
+            return Definition(_class_signature(node), frozenset(_body_names(node.body)))
+        case ast.FunctionDef() | ast.AsyncFunctionDef() as node:
+            return Definition(_signature(node.args), frozenset())
+        case ast.Assign(value=value) | ast.AnnAssign(value=value):
+            return Definition(VALUE, frozenset(_keys(value)))
+    return None
+
+
+def find_node(root: Path, module: str, qualname: str) -> ast.stmt | None:
+    """The class, function or assignment itself, where it is defined; not to be changed."""
     path = module_path(root, module)
     return None if path is None else _find(root, path, qualname.split("."))
 
@@ -65,24 +77,20 @@ def module_path(root: Path, module: str) -> Path | None:
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
-def _find(root: Path, path: Path, names: list[str]) -> Definition | None:
+def _find(root: Path, path: Path, names: list[str]) -> ast.stmt | None:
     body: Iterable[ast.stmt] = _parse(path).body
     for position, name in enumerate(names):
         node = next((each for each in _statements(body) if name in _bound_names(each)), None)
         last = position == len(names) - 1
         match node:
-            case ast.ClassDef():
-                if last:
-                    return Definition(_class_signature(node), frozenset(_body_names(node.body)))
+            case ast.ClassDef() if not last:
                 body = node.body
-            case ast.FunctionDef() | ast.AsyncFunctionDef() if last:
-                return Definition(_signature(node.args), frozenset())
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign() | ast.AnnAssign() if last:
+                return node
             case ast.ImportFrom(module=str(source), level=0) if source.split(".")[0] == root.name:
                 origin = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
                 target = module_path(root, source)
                 return None if target is None else _find(root, target, [origin, *names[position + 1 :]])
-            case ast.Assign(value=value) | ast.AnnAssign(value=value) if last:
-                return Definition(VALUE, frozenset(_keys(value)))
             case _:
                 return None
     return None

@@ -25,6 +25,11 @@ signature = "(self, x, y=1)"  what FastDeploy's parameters must be, without anno
 adds = ["name"]             attributes of a class, keys of a dictionary (extend)
 where = "engine"            engine, worker, or both: the processes in which it has an effect
 why = "one sentence"
+
+[[body]]                    a function or class that no row changes, and whose inside we rely on; inherited
+target = "package.module:Qualified.name"
+why = "one sentence"
+must_hold = true            with another body a server does not start; default: it warns
 """
 
 from __future__ import annotations
@@ -87,6 +92,16 @@ class PatchRow:
 
 
 @dataclass(frozen=True)
+class Body:
+    """A function or class of FastDeploy's whose inside our code relies on; no row changes it."""
+
+    target: str
+    why: str
+    must_hold: bool = False
+    """With another one, a server must not start."""
+
+
+@dataclass(frozen=True)
 class PatchTable:
     """All rows for one release of FastDeploy, inherited ones included."""
 
@@ -95,9 +110,11 @@ class PatchTable:
     rows: tuple[PatchRow, ...]
     capabilities: Capabilities
     not_in_names: Mapping[str, frozenset[str]]
+    bodies: Mapping[str, Body]
+    """By target."""
 
 
-NOTHING = PatchTable("", "", (), Capabilities(), {})
+NOTHING = PatchTable("", "", (), Capabilities(), {}, {})
 """What a table inherits that names no release to inherit from."""
 
 
@@ -116,6 +133,11 @@ def known_releases(name: str = TABLE_NAME) -> list[str]:
 def checkout_variable(release: str) -> str:
     """Environment variable that names a checkout of `release` for tests and benchmarks: `FASTDEPLOY_26_DEV`."""
     return "FASTDEPLOY_" + release.replace(".", "").replace("-", "_").upper()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises `OSError`, or `ValueError` for what is no TOML."""
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def table_for(release: str) -> PatchTable:
@@ -140,9 +162,9 @@ def load_table(path: Path) -> PatchTable:
 def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
     """`heirs`: the releases that inherit from this file, the nearest one last."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = read_toml(path)
         about = content["fastdeploy"]
-        _require_known(content, {"fastdeploy", "capabilities", "not_in_names", "patch"})
+        _require_known(content, {"fastdeploy", "capabilities", "not_in_names", "patch", "body"})
         _require_known(about, {"release", "commit", "inherits", "removes"})
         release = about["release"]
         if not path.name.endswith(f"-{release}.toml"):
@@ -150,10 +172,13 @@ def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
         parent = NOTHING
         if "inherits" in about:
             parent = _load(_parent_path(path, about["inherits"], (*heirs, release)), (*heirs, release))
-        rows = _merged(parent, [_row(raw) for raw in content.get("patch", ())], about.get("removes", ()))
+        removes = about.get("removes", ())
+        rows = _merged(parent, [_row(raw) for raw in content.get("patch", ())], removes)
+        own_bodies = {body.target: body for body in (Body(**raw) for raw in content.get("body", ()))}
+        bodies = {target: body for target, body in parent.bodies.items() if target not in removes} | own_bodies
         capabilities = parent.capabilities.with_changes(content.get("capabilities", {}))
         not_in_names = _united(parent.not_in_names, content.get("not_in_names", {}))
-        return PatchTable(release, about["commit"], rows, capabilities, not_in_names)
+        return PatchTable(release, about["commit"], rows, capabilities, not_in_names, bodies)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OverlayError(f"patch table {path.name}: {_reason(error)}") from error
 
@@ -174,7 +199,7 @@ def _merged(parent: PatchTable, rows: Sequence[PatchRow], removes: Sequence[str]
     own = {row.target: row for row in rows}
     if doubled := sorted(target for target, times in Counter(row.target for row in rows).items() if times > 1):
         raise ValueError(f"two rows for {', '.join(doubled)}")
-    if absent := [target for target in removes if target not in inherited]:
+    if absent := [target for target in removes if target not in inherited and target not in parent.bodies]:
         raise ValueError(f"it removes {', '.join(absent)}, which it does not inherit")
     if both := [target for target in removes if target in own]:
         raise ValueError(f"it removes {', '.join(both)} and has a row for it: the row alone replaces the inherited one")

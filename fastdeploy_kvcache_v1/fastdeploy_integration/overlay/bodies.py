@@ -1,0 +1,208 @@
+"""Has a body of FastDeploy's changed that our code relies on? A signature says nothing about what a function does.
+
+`patches/bodies-RELEASE.toml` has a digest of every statement of these bodies, as they were when the release's table was
+written: no text of FastDeploy's. So a change is found, and where it is, in a tree that cannot be imported. What no
+program sees is left out: comments, formatting, docstrings, annotations, calls of a logger. The digests are the same
+under every Python that we support.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import difflib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import OverlayError
+from .source import find_node
+from .table import Kind, PatchTable, read_toml, table_directory
+
+FILE = "bodies-{release}.toml"
+IGNORED_FIELDS = {"annotation", "returns", "type_comment", "ctx", "kind", "decorator_list"}
+LOGGERS = ("logger", "log")
+
+OURS = ("adapter.py", "patches.py")
+HOSTS = ("engine", "output", "splitwise")
+V0_ONLY = frozenset({"free_block_ids_async", "release_block_ids_async", "request_block_ids"})
+"""Members of FastDeploy's cache manager that only its V0 scheduler takes, which is refused."""
+
+Digests = Mapping[str, str]
+"""By target: the digests of its statements, four hexadecimal digits each, with a space between them."""
+
+
+class Statement(NamedTuple):
+    digest: str
+    line: int
+
+
+class Change(NamedTuple):
+    """A body that differs from the one that we know."""
+
+    target: str
+    must_hold: bool
+    """Ours replaces it, or copies what it says: a server must not start with another one."""
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.target}: {self.where}"
+
+
+def watched(table: PatchTable) -> dict[str, bool]:
+    """Bodies that the table relies on, and whether they must hold: those it names, and the functions it replaces."""
+    replaced = {row.target: True for row in table.rows if row.kind is Kind.REPLACE and "." in row.qualname}
+    return {**replaced, **{target: body.must_hold for target, body in table.bodies.items()}}
+
+
+def known_digests(release: str) -> Digests:
+    """Of the tree that the table of `release` was written for. Raises `OverlayError` without the file."""
+    path = table_directory() / FILE.format(release=release)
+    try:
+        known: dict[str, str] = read_toml(path)["bodies"]
+    except (OSError, ValueError, KeyError) as error:
+        raise OverlayError(f"{path.name}: {error}: write it with `fastdeploy-kvcache doctor --write-bodies`") from error
+    return known
+
+
+def changes(root: Path, table: PatchTable, known: Digests) -> list[Change]:
+    """What differs from `known` in the FastDeploy at `root`."""
+    found = []
+    for target, must_hold in watched(table).items():
+        if (where := _difference(root, target, known.get(target))) is not None:
+            found.append(Change(target, must_hold, where))
+    return found
+
+
+def _difference(root: Path, target: str, known: str | None) -> str | None:
+    if known is None:
+        return "its digests are missing: write them with `fastdeploy-kvcache doctor --write-bodies`"
+    statements = statements_of(root, target)
+    if statements is None:
+        return "missing"
+    new, old = [each.digest for each in statements], known.split()
+    if new == old:
+        return None
+    matcher = difflib.SequenceMatcher(a=old, b=new, autojunk=False)
+    blocks = [block for block in matcher.get_opcodes() if block[0] != "equal"]
+    _, first_old, end_old, first, end = blocks[0]
+    at = statements[min(first, len(statements) - 1)].line
+    what = f"{end - first} new" if end > first else f"{end_old - first_old} gone"
+    more = f", and in {len(blocks) - 1} more places" if len(blocks) > 1 else ""
+    return f"changed at line {at} ({what} of {len(new)} statements){more}"
+
+
+def to_toml(root: Path, table: PatchTable) -> str:
+    """The file for the FastDeploy at `root`. Raises `OverlayError` for a body that it does not have."""
+    lines = [f"# Bodies of FastDeploy {table.release} ({table.commit}) that we rely on: a digest of each statement."]
+    lines += ["# Written by `fastdeploy-kvcache doctor --source DIR --write-bodies`; docs/porting.md.", "", "[bodies]"]
+    for target in watched(table):
+        statements = statements_of(root, target)
+        if statements is None:
+            raise OverlayError(f"{target} is missing: correct the table first")
+        lines.append(f'"{target}" = "{" ".join(each.digest for each in statements)}"')
+    return "\n".join([*lines, ""])
+
+
+def difference_in_words(old: Path, new: Path, target: str) -> list[str]:
+    """A unified diff of one body in two trees, without what is left out of digests."""
+    nodes = _node(old, target), _node(new, target)
+    before, after = ([] if node is None else _bare_text(node).splitlines() for node in nodes)
+    return list(difflib.unified_diff(before, after, "old", "new", lineterm="", n=1))
+
+
+def _bare_text(node: ast.stmt) -> str:
+    return ast.unparse(_Bare().visit(copy.deepcopy(node)))
+
+
+def statements_of(root: Path, target: str) -> list[Statement] | None:
+    """Of the function or class `target` in the FastDeploy at `root`; None if it is not there."""
+    node = _node(root, target)
+    return None if node is None else list(_statements([node], 0))
+
+
+def _node(root: Path, target: str) -> ast.stmt | None:
+    module, _, qualname = target.partition(":")
+    return find_node(root, module, qualname)
+
+
+def _statements(nodes: Iterable[ast.AST], depth: int) -> Iterator[Statement]:
+    """In the order of the text; one that has others inside comes before them, by its first line alone."""
+    for node in nodes:
+        if _is_ignored(node):
+            continue
+        text = f"{depth} {_dump(node)}"
+        yield Statement(_digest(text), getattr(node, "lineno", 0))
+        for name, part in ast.iter_fields(node):
+            if _is_block(part):
+                if name != "body":  # an `else` is not its `if`
+                    yield Statement(_digest(f"{depth} {name}"), part[0].lineno)
+                yield from _statements(part, depth + 1)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2s(text.encode(), digest_size=2).hexdigest()
+
+
+def _is_block(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], (ast.stmt, ast.ExceptHandler))
+
+
+def _is_ignored(node: ast.AST) -> bool:
+    match node:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return True
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)))):
+            return name.endswith(LOGGERS)
+    return False
+
+
+def _dump(value: object) -> str:
+    """Without blocks of statements, and without what is left out or empty: newer Pythons have more empty fields."""
+    if isinstance(value, ast.AST):
+        fields = [(name, each) for name, each in ast.iter_fields(value) if name not in IGNORED_FIELDS]
+        fields = [(name, each) for name, each in fields if each not in (None, []) and not _is_block(each)]
+        inside = [f"{name}={_dump(each)}" for name, each in fields]
+        return f"{type(value).__name__}({', '.join(inside)})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_dump, value))}]"
+    return repr(value)
+
+
+class _Bare(ast.NodeTransformer):
+    """Takes out of a tree what digests leave out."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for name in ("annotation", "returns"):
+            if getattr(node, name, None) is not None and not isinstance(node, ast.AnnAssign):
+                setattr(node, name, None)
+        for name, value in ast.iter_fields(node):
+            if _is_block(value):
+                setattr(node, name, [each for each in value if not _is_ignored(each)] or [ast.Pass()])
+        return super().generic_visit(node)
+
+
+def members_lacking(root: Path) -> list[str]:
+    """What the engine of the FastDeploy at `root` takes of its `cache_manager`, and ours does not have. Read from the
+    sources of both.
+    """
+    ours = Path(__file__).parents[1] / "engine"
+    has = {name for file in OURS for name in _members(ast.parse((ours / file).read_text(encoding="utf-8")))}
+    takes: set[str] = set()
+    for path in sorted(path for folder in HOSTS for path in (root / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Attribute(attr=name, value=ast.Attribute(attr="cache_manager")):
+                    takes.add(name)
+    return sorted(takes - has - V0_ONLY)
+
+
+def _members(tree: ast.AST) -> Iterator[str]:
+    """Functions, and what is set."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name):
+                yield name
+            case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
