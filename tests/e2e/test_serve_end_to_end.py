@@ -39,7 +39,7 @@ def test_ready_line_is_one_line_with_a_request_to_paste(server):
     line = server.stdout
     assert line.count("\n") == 1
     assert f"{server.url}/v1/completions" in line
-    assert "random weights" in line
+    assert "random model" in line
     body = json.loads(line.rstrip()[line.index("-d '") + 4 : -1])
     cached = []
     for _ in range(2):

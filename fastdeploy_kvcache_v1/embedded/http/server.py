@@ -92,7 +92,7 @@ def ready_line(config: ServerConfig, address: tuple[str | int, ...], *, chats: b
     host, port = str(address[0]), address[1]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{host}:{port}"
-    note = " (a small model with random weights, its text means nothing)"
+    note = " (a small random model, its text means nothing)"
     path, asked = _try_chat() if chats else _try_completion()
     body = json.dumps({**asked, "max_tokens": 16, "temperature": 0})
     return (
