@@ -96,19 +96,6 @@ def test_each_ranks_failures_arrive_once_and_in_step_order(path, make_reporter):
         assert {report.rank: report.copies.swap_out.failures for report in reports.latest()} == {0: 20, 1: 20}
 
 
-def test_totals_and_waits_add_up_and_steps_without_copies_say_nothing(path, make_reporter):
-    with listening(path) as reports:
-        reporter = make_reporter(rank=3)
-        reporter.tell(TransferReport((), 0.25))
-        reporter.tell(copied(1, blocks=2))
-        reporter.tell(TransferReport((), 0.5))
-        reporter.tell(copied(2, blocks=3))
-        wait_for(lambda: blocks_by_rank(reports) == {3: 5}, "5 blocks")
-        (report,) = reports.latest()
-        assert (report.number, report.copies.swap_out.bytes, report.copies.exposed_wait_s) == (1, 50, 0.75)
-        assert report.copies.swap_in.blocks == 0
-
-
 def test_the_first_step_tells_how_the_worker_copies(path):
     paths = [CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")]
     with listening(path) as reports:

@@ -7,7 +7,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
-from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +28,6 @@ def export(settings, monkeypatch):
     storage_channel.export(settings, environment)
     for name in environment.keys() - os.environ.keys() | {storage_channel.SETTINGS_VARIABLE}:
         monkeypatch.setenv(name, environment[name])
-
-
-def test_workers_have_the_settings_of_the_engine(monkeypatch):
-    settings = storage_channel.storage_settings(flags(prefetch="best_effort"))
-    export(settings, monkeypatch)
-    assert storage_channel.storage_settings(WORKER) == settings
-    assert isinstance(settings, StorageSettings)
 
 
 def test_an_engine_has_its_own_flags_whatever_one_before_it_has_exported(monkeypatch):

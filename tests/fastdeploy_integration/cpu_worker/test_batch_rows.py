@@ -4,7 +4,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import (
-    FAILED,
     NO_TOKEN,
     RELEASED,
     BatchRows,
@@ -67,14 +66,6 @@ def test_each_step_says_its_token_until_the_sequence_ends(table, given, steps, g
     assert bool(table.sequences) == table.has_work == goes_on
 
 
-def test_a_step_computes_the_token_of_the_one_before(table):
-    table.start(0, sequence([1, 2, 3]))
-    step(table, 10)
-    step(table, 11)
-    assert table.sequences[0].tokens == [1, 2, 3, 10, 11]
-    assert (table.sequences[0].computed, table.sequences[0].target) == (4, 5)
-
-
 def test_a_chunk_says_nothing_and_waits_for_the_next_one(table):
     table.start(0, sequence(range(10), target=8))
     assert step(table) == [NO_TOKEN]
@@ -91,15 +82,6 @@ def test_an_end_token_may_come_only_after_min_tokens(table):
     assert table.sequences[0].may_end
 
 
-def test_without_a_block_for_the_next_token_the_row_waits(table):
-    table.start(0, sequence([1, 2, 3, 4], blocks=1))
-    assert step(table, 5) == [5]
-    assert not table.has_work
-    table.set_blocks(0, [0, 9])
-    assert table.sequences[0].block_table == [0, 9]
-    assert step(table, 6) == [6]
-
-
 def test_a_decode_task_for_an_ended_sequence_does_nothing(table):
     table.set_blocks(3, [1])
     assert not table.sequences
@@ -112,18 +94,6 @@ def test_a_released_row_says_so_once_even_beyond_the_batch(table):
     assert table.has_work
     assert step(table, 5, rows=1) == [5, NO_TOKEN, RELEASED]
     assert step(table, 5, rows=1) == [5]
-
-
-def test_a_new_sequence_takes_a_released_row_over(table):
-    table.release(1)
-    table.start(1, sequence([1]))
-    assert step(table, 5, rows=2) == [NO_TOKEN, 5]
-
-
-def test_a_failed_row_is_free(table):
-    table.start(0, sequence([1]))
-    assert table.fail(0) == FAILED
-    assert not table.sequences
 
 
 @pytest.mark.parametrize(("computed", "target"), [(2, 2), (0, 4), (-1, 2)])

@@ -2,30 +2,17 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED, NO_TOKEN, RELEASED
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED, NO_TOKEN
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import MAX_RETRIES
 from fastdeploy_kvcache_v1.model.step import StepResult
 
-from .host_tasks import ABORT, PREEMPTED, other, prefill
+from .host_tasks import prefill
 from .runners import LONG, PROMPT, decode_alone, fail_next_pass, run, tokens, with_swaps
 
 
 @pytest.fixture
 def runner(make_runner):
     return make_runner()
-
-
-def test_who_reads_more_of_a_failed_pass_later_computes_the_rest(runner, model, expected):
-    """The first reader repairs two of the four blocks: the others stay as they are."""
-    runner.insert_tasks([prefill(0, "a", LONG, range(5))])
-    fail_next_pass(runner)
-    assert run(runner, 1) == [FAILED]
-    runner.insert_tasks([prefill(0, "b", PROMPT, [0, 1, 8, 9, 10], start=16)])  # matched: two blocks of a
-    assert tokens(run(runner, 8))[:6] == expected
-    runner.insert_tasks([other(ABORT, 0, "b")])
-    run(runner, 1)
-    runner.insert_tasks([prefill(0, "c", LONG, [0, 1, 2, 3, 12], start=24)])
-    assert tokens(run(runner, 4))[:2] == decode_alone(model, LONG, 2)
 
 
 def test_what_was_not_computed_does_not_reach_the_host(make_runner):
@@ -79,25 +66,3 @@ def test_nobody_reads_a_chunk_that_was_not_computed(runner, model, expected):
     runner.insert_tasks([prefill(0, "a", LONG, range(5), start=16), prefill(2, "c", LONG, [0, 1, 2, 9, 10], start=24)])
     assert runner._controller.failed_slots(range(16)) == [2, 3], "and no more: what b computed is read"
     assert tokens(run(runner, 3, rows=3, row=2)) == decode_alone(model, LONG, 2)
-
-
-@pytest.mark.parametrize("kind", [PREEMPTED, ABORT])
-def test_a_failed_request_that_is_taken_back_is_released_and_starts_anew(runner, expected, kind):
-    first_chunk_fails(runner, PROMPT)
-    run(runner, 1)
-    runner.insert_tasks([other(kind, 0, "a")])
-    assert run(runner, 1) == [RELEASED]
-    runner.insert_tasks([prefill(0, "a", PROMPT, range(2), end=16)])
-    run(runner, 1)
-    runner.insert_tasks([prefill(0, "a", PROMPT, range(4), start=16)])
-    assert run(runner, 4) == expected[:4]
-
-
-def test_a_pass_that_breaks_in_the_middle_of_a_prompt_stops_no_other_row(runner, expected):
-    """All requests of the pass fail; the next ones are well."""
-    first_chunk_fails(runner, LONG, prefill(1, "b", LONG[1:], range(8, 13)))
-    runner.execute(2)
-    assert runner.messages[-1][0] == [NO_TOKEN, FAILED]
-    runner.insert_tasks([prefill(1, "c", PROMPT, range(8, 12))])
-    runner.execute(2)
-    assert runner.messages[-1][0] == [NO_TOKEN, expected[0]]

@@ -9,7 +9,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import runner as runner_module
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED, RELEASED
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.runner import stats_file
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, NORMAL
 from fastdeploy_kvcache_v1.model.random_directory import (
@@ -20,7 +20,7 @@ from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.engine.family_engine import rank_group
 from tests.model.test_ranks import on_all
 
-from .host_tasks import ABORT, DECODE, other, prefill
+from .host_tasks import ABORT, other, prefill
 from .runners import PROMPT, decode_alone, run, start_runner, swap_out_and_in, tokens, with_swaps
 
 
@@ -85,21 +85,6 @@ def test_the_tokens_are_those_of_the_model_alone_and_told_once(make_group, expec
     group.insert_tasks([prefill(0, "a", PROMPT, range(5))])
     assert run(group, 6) == expected
     assert len(group.messages) == 6
-
-
-def test_chunks_a_longer_table_and_an_abort(make_runner, expected):
-    runner = make_runner()
-    runner.insert_tasks([prefill(0, "a", PROMPT, range(2), end=16)])
-    assert run(runner, 1) == [-1]
-    assert not runner.not_need_stop()
-    runner.insert_tasks([prefill(0, "a", PROMPT, range(3), start=16)])
-    assert run(runner, 4) == expected[:4]
-    assert not runner.not_need_stop()  # position 24 has no block
-    runner.insert_tasks([other(DECODE, 0, "a", range(4))])
-    assert run(runner, 2) == expected[4:]
-    runner.insert_tasks([other(ABORT, 0, "a")])
-    assert run(runner, 1) == [RELEASED]
-    assert runner.messages[-1] == ([RELEASED], False)
 
 
 def test_a_sequence_that_cannot_be_computed_is_given_up(make_runner):
@@ -175,22 +160,6 @@ def test_min_tokens_keeps_end_tokens_out(make_runner, expected):
     assert expected[2] not in run(runner, 6)
 
 
-def test_passes_that_compute_prompts_are_timed(make_runner):
-    """Not those that only decode, nor one that computes a sequence again because a copy failed."""
-    reports = []
-    runner = make_runner('{"fail": {"input": [0]}}', tell_copies=reports.append)
-    runner.insert_tasks([prefill(0, "a", PROMPT, range(5), end=16), prefill(1, "b", PROMPT[:9], range(5, 8))])
-    run(runner, 3, rows=2)
-    runner.insert_tasks([with_swaps(other(DECODE, 1, "b", range(5, 8)), 0, evict=((5,), (2,)))])
-    run(runner, 1, rows=2)
-    again = prefill(2, "c", PROMPT, [9, 10, 11, 12], start=8)
-    runner.insert_tasks([with_swaps(again, 1, swap_in=((2,), (9,)), previous=0)])
-    run(runner, 1, rows=3)
-    timed = [each for report in reports for each in report.prefills]
-    assert [(each.num_tokens, each.num_positions) for each in timed] == [(16 + 9, (16**2 + 9**2) / 2)]
-    assert timed[0].seconds > 0
-
-
 def test_storage_of_device_blocks_hears_of_passes(make_runner):
     reports, used = [], []
     storage = SimpleNamespace(
@@ -220,16 +189,6 @@ def test_blocks_go_to_the_host_and_back(make_group, expected, tmp_path, num_rank
     for rank in range(num_ranks):
         copies = json.loads((tmp_path / stats_file(rank)).read_text())
         assert [(copies[way]["blocks"], copies[way]["failures"]) for way in ("swap_out", "swap_in")] == [(2, 0), (2, 0)]
-
-
-@pytest.mark.parametrize(("num_ranks", "loads"), [(1, [len(PROMPT) - 16]), (2, [])])
-def test_a_pass_that_loads_is_timed_where_the_one_rank_knows_how_long_it_waited(make_group, num_ranks, loads):
-    """Of several, one may have waited for another that waited for its copies."""
-    group = make_group(num_ranks)
-    swap_out_and_in(group)
-    run(group, 2)
-    for prefills in group.of_reports("prefills"):
-        assert [each.num_tokens for each in prefills] == [len(PROMPT), 24, *loads]
 
 
 @pytest.mark.parametrize(

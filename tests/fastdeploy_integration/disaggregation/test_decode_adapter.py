@@ -179,27 +179,6 @@ def test_a_fetch_without_a_run_leaves_shared_blocks_alone_and_adds_none(decode, 
     decode.cache.check_idle()
 
 
-def test_a_block_is_fetched_in_any_case_and_a_full_one_is_cached(decode):
-    """The prompt is two blocks: its last token is never found, and the second block is found by a longer one."""
-    assert decode.served("a", [1] * 8).first_block == 0
-    again = decode.served("b", [1] * 8)
-    assert (again.first_block, len(again.slots)) == (1, 1)
-    assert decode.served("c", [1] * 9).first_block == 2
-
-
-def test_a_request_without_room_changes_nothing():
-    decode = Decode(10)
-    decode.served("a", [*PREFIX, 5])
-    other = decode.granted("other", [9] * 13)
-    before = decode.cache.manager.stats()
-    assert not decode.preallocate(decode.request("b", [*PREFIX, *[6] * 13]))
-    after = decode.cache.manager.stats()
-    assert (after.num_requests, after.device_evictable_blocks) == (before.num_requests, before.device_evictable_blocks)
-    decode.complete(other)
-    assert decode.served("b", [*PREFIX, 6]).first_block == 3
-    decode.cache.check_idle()
-
-
 def test_a_request_that_is_asked_for_again_is_hashed_once(monkeypatch):
     """Each time it is another object, with the same name."""
     decode, num_hashed = Decode(6), []
@@ -346,18 +325,6 @@ def test_outputs_are_cached_as_fastdeploy_is_told_to(decode, status, caches_outp
     decode.cache.check_idle()
 
 
-def test_a_request_that_ends_in_its_own_batch_caches_nothing_when_the_batch_is_lost(decode):
-    task = decode.granted("a", PREFIX)
-    decode.arrive(task)
-    assert decode.take_ready(task)
-    decode.schedule(task)
-    decode.cache.batch_lost()
-    decode.free(task, Status.PREEMPTED)
-    decode.schedule()
-    assert decode.served("b", [*PREFIX, 5]).first_block == 0
-    decode.cache.check_idle()
-
-
 def test_blocks_that_a_lost_batch_gives_back_are_filled_when_the_worker_has_been_told(decode):
     """The worker may have had the batch, and compute: FastDeploy takes its requests back before it schedules again."""
     first = decode.granted("a", [*PREFIX, 5])
@@ -431,19 +398,6 @@ def swapped_in(decode):
     return task
 
 
-def test_a_fetch_begins_behind_the_copies_of_its_request():
-    """So these have reached the worker when it has arrived, and the request runs."""
-    decode = full()
-    task = swapped_in(decode)
-    (step,) = decode.batch(decode.carrier())
-    assert step.step == decode.fetch(task).after_step
-    assert step.swap_in.target_slots
-    assert set(step.swap_in.target_slots) <= set(task.block_tables[:3])
-    assert decode.carrier() is None
-    decode.complete(task)
-    decode.cache.check_idle()
-
-
 def test_a_match_behind_copies_that_are_being_sent_begins_behind_them():
     decode = full()
     task = swapped_in(decode)
@@ -455,28 +409,6 @@ def test_a_match_behind_copies_that_are_being_sent_begins_behind_them():
     assert decode.fetch(again).after_step == decode.fetch(task).after_step
     decode.cache.batch_lost()
     assert [each.request_id for each in decode.cache.lost(set())] == ["d"], "the same copies"
-
-
-def test_slots_that_a_sent_eviction_reads_are_filled_after_it():
-    """The worker may still have it before it."""
-    decode = full()
-    task = decode.granted("b", [2] * 13)
-    (step,) = decode.batch(decode.carrier())
-    decode.free(task, Status.WAITING)
-    decode.arrive(task, "cancelled")
-    again = decode.granted("c", [3] * 13)
-    assert decode.fetch(again).after_step >= step.step
-
-
-def test_blocks_of_the_host_need_room():
-    decode = full()
-    pushed_out(decode)
-    holder = decode.granted("holder", [3] * 5)
-    decode.batch(decode.carrier())
-    assert not decode.preallocate(decode.request("c", [*PREFIX, 6])), "three of five slots are there"
-    decode.arrive(holder, "gone")
-    decode.free(holder, Status.WAITING)
-    assert decode.preallocate(decode.request("c", [*PREFIX, 6]))
 
 
 def test_a_request_whose_copies_were_lost_does_not_run():
@@ -492,19 +424,6 @@ def test_a_request_whose_copies_were_lost_does_not_run():
     decode.free(task, Status.WAITING)
     assert decode.carrier() is None
     assert decode.served("d", [*PREFIX, 6]).first_block == 0, "nothing can be trusted"
-
-
-def test_a_fetch_behind_a_lost_batch_begins_with_the_next_one():
-    decode = full()
-    task = decode.granted("b", [2] * 13)
-    decode.schedule(decode.carrier())
-    decode.cache.batch_lost()
-    carrier = decode.carrier()
-    assert carrier is not None
-    (step,) = decode.batch(carrier)
-    assert step.step > decode.fetch(task).after_step
-    decode.complete(task)
-    decode.cache.check_idle()
 
 
 @pytest.mark.parametrize("is_granted", [True, False])

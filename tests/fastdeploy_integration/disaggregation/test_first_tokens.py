@@ -6,10 +6,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens im
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import ABORTED, FAILED
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
-from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import TransferNews
-from tests.fastdeploy_integration.engine.by_hand import Control, FakeTask, Kind
 
 from .decode_caches import decode_cache
 from .fake_requests import BLOCK, END, Output, engine, first_token, request
@@ -187,16 +185,3 @@ def test_a_late_error_of_a_request_does_not_end_the_next_one_of_its_id():
     server.loop(first_token(made, code=501, message="prefill failed"))
     server.loop()
     assert len(server.answers) == 1
-
-
-def test_every_batch_is_numbered_and_those_that_end_sequences_hold_fetches_back():
-    server = Server("r")
-    ended = FakeTask("ended", [1])
-    for kind, held in ((Kind.DECODE, -1), (Kind.PREEMPTED, 1), (Kind.DECODE, 1), (Kind.ABORT, 3)):
-        server.cache.schedule_begins()
-        during = server.preallocate(f"during {kind} {held}", 1)
-        assert all(each.request_id != name_of(during) for each in server.sent)
-        server.cache.send_swaps([Control(kind, ended)])
-        assert server.sent[-1].after_step == held
-        server.cache.batch_sent()
-    assert isinstance(server.cache.manager.take_swap_step(), SwapStep)

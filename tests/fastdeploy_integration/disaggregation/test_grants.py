@@ -1,7 +1,5 @@
 """What a decode server's requests wait for, what they end with, and when their blocks come back."""
 
-import random
-
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import grants as grants_module
@@ -54,21 +52,6 @@ class Desk:
 @pytest.fixture
 def desk():
     return Desk()
-
-
-@pytest.mark.parametrize("order", ["blocks first", "token first"])
-def test_a_request_runs_when_it_has_its_blocks_and_its_first_token(desk, order):
-    made = desk.grant()
-    assert desk.sent == [StartFetch(name_of(made), (3, 4), 0, -1)]
-    steps = [lambda: desk.report(made), lambda: desk.grants.take_token(first_token(made))]
-    for step in steps if order == "blocks first" else reversed(steps):
-        assert desk.ready("r") == []
-        step()
-    assert desk.ready() == [], "its client has not reached this server"
-    assert desk.ready("r") == ["r"]
-    assert desk.ready("r") == []
-    desk.grants.check_idle()
-    assert not desk.grants.recycle([3, 4], "r"), "its blocks are like any others from now on"
 
 
 def test_blocks_come_back_only_when_every_rank_is_done_with_them():
@@ -140,55 +123,6 @@ def test_a_token_of_another_transfer_is_none_of_this_request(desk):
     (grant,) = desk.grants.take_ready(lambda each: True)
     assert grant.first_token.outputs.token_ids == [7]
     assert desk.grants.num_stray_tokens == 3
-
-
-@pytest.mark.parametrize("seed", range(100))
-def test_random_lives_give_every_block_back_once(seed):
-    rng, free, live, granted, owed = random.Random(seed), set(range(40)), {}, {}, {}
-
-    def give(slots, request_id=None):
-        assert free.isdisjoint(slots)
-        free.update(slots)
-
-    desk = Desk(num_ranks=2, give_back=give)
-
-    def grant(number):
-        slots = rng.sample(sorted(free), 2)
-        free.difference_update(slots)
-        live[number] = granted[number] = desk.grant(number, tuple(slots))
-        owed[number] = {0, 1}
-
-    def recycle(number):
-        made = live.pop(number)
-        if not desk.grants.recycle(made.block_tables, number):
-            give(made.block_tables)
-
-    def report(number, rank, error=None):
-        owed[number].discard(rank)
-        desk.report(granted[number], error, rank)
-
-    for number in map(str, range(80)):
-        action = rng.randrange(5)
-        if action == 0 and len(free) >= 2:
-            grant(number)
-        elif action == 1 and live:
-            recycle(rng.choice(sorted(live)))
-        elif action == 2 and live:
-            desk.grants.take_token(first_token(live[rng.choice(sorted(live))]))
-        elif action == 3:
-            for ready in desk.grants.take_ready(lambda each: True):
-                assert not owed[ready.request.request_id], "a rank still writes"
-                give(live.pop(ready.request.request_id).block_tables)
-        elif left := [(number, rank) for number, ranks in owed.items() for rank in ranks]:
-            report(*rng.choice(left), rng.choice([None, "broke"]))
-        desk.grants.check()
-    for number, ranks in owed.items():
-        for rank in set(ranks):
-            report(number, rank)
-    for number in list(live):
-        recycle(number)
-    desk.grants.check_idle()
-    assert free == set(range(40))
 
 
 def test_a_router_is_told_to_try_again_what_failed_soon(desk):

@@ -10,7 +10,6 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
-from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from tests.fastdeploy_integration.engine.by_hand import make_adapter
 
 from .decode_caches import decode_cache
@@ -54,18 +53,6 @@ def test_a_request_without_a_name_gets_nothing():
         without.ic_req_data = {"kvcache_v1_transfer": name}
         assert not manager.preallocate(without)
     assert manager.requests == {}
-
-
-def test_a_request_that_is_sent_again_waits_for_what_is_left_of_its_first_grant():
-    manager = decode_manager()
-    cache, first = manager.cache_manager, request("r")
-    assert manager.preallocate(first)
-    manager.pre_recycle_resource("r")
-    again = request("r", name=name_of(first))
-    assert not manager.preallocate(again)
-    cache.grants.reported(0, FetchResult(name_of(first), 0, 1.0, (), "cancelled"))
-    assert manager.preallocate(again)
-    cache.check()
 
 
 def test_a_request_gets_another_name_each_time_that_it_is_taken_up_and_one_of_a_live_id_waits():

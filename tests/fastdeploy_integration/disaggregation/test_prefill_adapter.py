@@ -2,7 +2,6 @@
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
 from tests.fastdeploy_integration.engine.by_hand import FakeTask, Status, make_adapter
 
 BLOCK = 4
@@ -70,30 +69,6 @@ def computed(cache, task):
     return found
 
 
-def test_a_request_finds_what_was_computed_while_it_waited():
-    cache, prompt = adapter(), [1] * 12
-    first, second = FakeTask("a", [*prompt, 5]), FakeTask("b", [*prompt, 6])
-    preallocate(cache, second)
-    assert computed(cache, first) == 0, "what was only given out holds nothing"
-    assert schedule(cache, second, 1) == 12
-    assert second.block_tables[:3] == first.block_tables[:3]
-    cache.batch_sent()
-    done(cache, first, second)
-
-
-def test_only_the_chunks_of_sent_batches_are_matched():
-    cache, prompt = adapter(), [1] * 16
-    first = FakeTask("a", [*prompt, 5])
-    preallocate(cache, first)
-    schedule(cache, first, 8)
-    second = FakeTask("b", [*prompt, 6])
-    preallocate(cache, second)
-    assert start(cache, second) == 0, "the batch is not in the queue"
-    end(cache, second)
-    cache.batch_sent()
-    assert computed(cache, FakeTask("c", [*prompt, 6])) == 8
-
-
 def test_its_own_blocks_do_not_push_out_what_it_will_find():
     cache = adapter(10)
     old, new = FakeTask("old", [1] * 9), FakeTask("new", [2] * 9)
@@ -103,39 +78,6 @@ def test_its_own_blocks_do_not_push_out_what_it_will_find():
     again = FakeTask("again", [1] * 9)
     preallocate(cache, again, spare=4)  # seven blocks, of ten: one cached block goes, and not the oldest
     assert schedule(cache, again, 1) == 8
-
-
-def test_blocks_of_the_host_come_back_with_the_batch_that_reads_them():
-    cache, prompt, inbox = adapter(8, host=8, write_policy=WritePolicy.WRITE_BACK), [1] * 12, SwapInbox()
-    for task in (FakeTask("a", [*prompt, 5]), FakeTask("other", [9] * 24)):
-        preallocate(cache, task)
-        schedule(cache, task, len(task.prompt_token_ids))
-        inbox.take([task])
-        cache.batch_sent()
-        end(cache, task)
-    again, passing = FakeTask("b", [*prompt, 6]), FakeTask("passing", [8] * 5)
-    preallocate(cache, again)
-    preallocate(cache, passing, spare=0)
-    schedule(cache, passing, 5)
-    assert not any(step.swap_in.target_slots for step in inbox.take([passing])), "the other one waits for decode"
-    cache.batch_sent()
-    end(cache, passing)
-    assert schedule(cache, again, 1) == 12
-    (step,) = inbox.take([again])
-    assert step.swap_in.target_slots
-    assert {*step.swap_in.target_slots} <= {*again.block_tables[:3]}, "some may have stayed on the device"
-    cache.batch_sent()
-    done(cache, again)
-
-
-def test_a_lost_batch_leaves_nothing_to_be_matched():
-    cache, prompt = adapter(), [1] * 12
-    first = FakeTask("a", [*prompt, 5])
-    preallocate(cache, first)
-    schedule(cache, first, 13)
-    cache.batch_lost()
-    assert computed(cache, FakeTask("b", [*prompt, 6])) == 0
-    cache.check()
 
 
 def test_a_request_that_its_batch_did_not_take_has_its_own_blocks_again():

@@ -2,10 +2,9 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import FAILED
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from tests.fastdeploy_integration.cpu_worker.host_tasks import PREEMPTED, other, prefill
-from tests.fastdeploy_integration.cpu_worker.runners import BLOCK, back_up, run, with_swaps
+from tests.fastdeploy_integration.cpu_worker.runners import BLOCK, run, with_swaps
 
 from .role_pairs import plain
 
@@ -25,17 +24,6 @@ def test_tokens_are_those_of_one_server(pair, expected, chunks):
     pair.check_idle()
     assert pair.leases.take_ended() == [["a", "finished"]]
     assert pair.leases.ledger.totals == TransferTotals(started=1, arrived=1)
-    assert pair.continued(*first) == expected[1:]
-
-
-def test_blocks_that_come_back_from_the_host_tier_are_offered_as_any_other(pair, expected):
-    back_up(pair.prefill)
-    pair.fetch()
-    back = pair.prefill_task(blocks=(7, 4, 6), start=16)
-    pair.prefill.insert_tasks([with_swaps(back, 1, swap_in=((3, 4), (7, 4)), previous=0)])
-    first = run(pair.prefill, 1)
-    assert first == expected[:1]
-    assert pair.settled() == (("a", None), None)
     assert pair.continued(*first) == expected[1:]
 
 
@@ -85,20 +73,6 @@ def test_a_lease_goes_on_where_another_request_shares_its_prefix(pair):
     run(pair.prefill, 1)
     pair.prefill.insert_tasks([pair.prefill_task("b", row=1, blocks=(5, 9, 4), start=16)])
     assert pair.settled() == (("a", None), None)
-
-
-def test_a_request_that_cannot_be_computed_fails_its_transfer(pair, monkeypatch):
-    pair.fetch()
-
-    def broken(*arguments):
-        raise RuntimeError("no pass")
-
-    monkeypatch.setattr(pair.prefill._steps, "_forward", broken)
-    pair.prefill.insert_tasks([pair.prefill_task()])
-    assert run(pair.prefill, 1) == [FAILED]
-    (_, error), fetch_error = pair.settled()
-    assert "no pass" in error
-    assert "no pass" in fetch_error
 
 
 def test_a_later_chunk_of_an_ended_transfer_offers_nothing(pair):

@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
-from fastdeploy_kvcache_v1.swap_message import decode
 
-from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, make_adapter, served
+from .by_hand import FakeTask, Server, Status, begin, end, make_adapter
 
 
 @pytest.mark.parametrize(
@@ -50,19 +48,6 @@ def test_a_host_copy_that_failed_is_of_no_request_that_was_matched_and_not_sched
     server.cache.host_copies_failed([TransferResult(1, *EVICT, 8, 0, 0.0, tuple(range(8)), "injected")])
     assert task.num_cached_blocks == 0
     server.cache.check()
-
-
-def test_roll_back_cancels_the_swap_in():
-    server, task = Server(8, 40, write_policy="write_back"), FakeTask("x", [1] * 17)
-    server.serve([1] * 17, [2] * 25)
-    cache, batch = server.cache, [Control(Kind.DECODE, FakeTask("y", [1]))]
-    free = cache.manager.num_available_device_blocks
-    cache.request_match_blocks(task, 4)
-    cache.release_block_ids(task)
-    cache.send_swaps(batch)
-    assert SWAP_ATTRIBUTE not in vars(batch[0]) or not decode(vars(batch[0])[SWAP_ATTRIBUTE])[0].swap_in
-    assert cache.manager.num_available_device_blocks == free
-    cache.check()
 
 
 def test_a_match_that_the_host_keeps_without_scheduling_it_pins_nothing():
@@ -116,17 +101,6 @@ def test_a_second_request_of_a_live_id_leaves_the_first_ones_blocks_alone(caplog
     assert cache.can_allocate_gpu_blocks(7)
 
 
-def test_a_preempted_request_finds_its_own_work_again_which_is_no_hit():
-    cache = make_adapter(20, 20, write_through_threshold=1)
-    task = FakeTask("x", [1] * 9)
-    for attempt in range(2):
-        assert served(cache, task, Status.PREEMPTED) == (0, 8)[attempt]
-    counters = cache.manager.stats().counters
-    assert (counters.requests_admitted, counters.device_hit_tokens) == (1, 0)
-    assert (counters.requests_resumed, counters.resumed_hit_tokens) == (1, 8)
-    assert not cache.manager.take_swap_step().evict
-
-
 def test_recycling_what_one_does_not_hold_is_counted_and_ignored():
     cache = make_adapter(8)
     ids = cache.allocate_gpu_blocks(3, "a")
@@ -145,16 +119,6 @@ def test_how_many_blocks_can_be_asked_for():
     assert [cache.get_required_block_num(number, 4) for number in (0, 5)] == [0, 2]
     with pytest.raises(CacheStateError, match="9 device blocks wanted, 8 available"):
         cache.allocate_gpu_blocks(9, "x")
-
-
-def test_evictable_blocks_count_as_available_unless_told_otherwise():
-    server = Server(16)
-    server.serve([1] * 17)
-    cache = server.cache
-    assert len(cache.gpu_free_block_list) < 16
-    assert cache.can_allocate_gpu_blocks(16)
-    assert not cache.can_allocate_gpu_blocks(16, try_free_gpu_blocks=False)
-    assert len(cache.allocate_gpu_blocks(16)) == 16
 
 
 def test_storage_is_not_there():

@@ -54,17 +54,6 @@ def test_a_line_is_hashed_one_request_a_step_and_not_again_at_the_match(hashed):
     assert hashed == list("abc")
 
 
-@pytest.mark.parametrize(("line", "kept"), [([], [0, 2, 2]), ([1], [2, 0, 2])])
-def test_what_waits_is_evicted_last(line, kept):
-    cache = make_adapter(7)
-    for token in (1, 2, 3):
-        served(cache, FakeTask("r", [token] * 9))
-    cache.expect([FakeTask("waiting", [token] * 9) for token in line])
-    served(cache, FakeTask("r", [4] * 9))
-    tokens = [TaskTokens(FakeTask("x", [token] * 9), 4) for token in (1, 2, 3)]
-    assert [cache.manager.count_cached(each.hashes) for each in tokens] == kept
-
-
 def test_a_request_without_tokens_in_the_line_does_no_harm():
     cache = make_adapter(6)
     broken = FakeTask("broken", [1] * 9)

@@ -4,7 +4,7 @@ adds to `scheduler/test_load_costs.py`. Each prompt is ten blocks and a token; a
 
 import pytest
 
-from .by_hand import FakeTask, Server
+from .by_hand import Server
 
 PROMPT = [*range(1, 42)]
 SECOND = [*range(50, 91)]
@@ -32,25 +32,6 @@ def test_as_much_is_loaded_as_arrives_while_the_rest_is_computed(copy_s, cached)
     server.measured(0.1)
     assert server.serve(PROMPT) == [40], "what was declined has its host copy"
     assert server.counters.swap_out_blocks == (len(PROMPT) + len(OTHERS)) // 4, "each block once"
-
-
-def test_a_request_that_is_unscheduled_again_declines_nothing_until_it_is_scheduled():
-    server, task = server_of(PROMPT), FakeTask("late", PROMPT, 1)
-    server.measured(10.0)
-    for _ in range(2):
-        server.cache.request_match_blocks(task, 4)
-        server.cache.release_block_ids(task)
-        assert server.counters.declined_load_tokens == 0
-    server.serve(PROMPT)
-    assert server.counters.declined_load_tokens == 40
-
-
-def test_equal_prompts_compute_declined_blocks_once():
-    server = server_of(PROMPT)
-    server.measured(10.0)
-    tasks = [server.add(name, PROMPT, 1) for name in "abcd"]
-    assert server.is_idle
-    assert [task.prefill_start_index for task in tasks] == [0, 40, 40, 40]
 
 
 @pytest.mark.parametrize(

@@ -9,26 +9,9 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUT
 
 from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, found, make_adapter
 
-BEFORE_THE_QUEUE = ["lost before put", "lost in put"]
-
 
 def kinds(batch):
     return [(task.task_type, task.request_id) for task in batch]
-
-
-@pytest.mark.parametrize("release", [25, 26])
-@pytest.mark.parametrize("loss", BEFORE_THE_QUEUE)
-def test_what_a_lost_batch_was_to_compute_is_not_found_and_its_request_starts_again(release, loss):
-    server = Server(24, release=release, budget=8)
-    task = server.add("a", [1] * 20, 5)
-    server.step()
-    server.step(loss)
-    assert found(server.cache, [1] * 20) == 8
-    assert kinds(server.step()) == [(Kind.PREEMPTED, "a")]
-    assert (found(server.cache, [1] * 20), task.status) == (8, Status.PREEMPTED)
-    server.step()
-    assert (task.prefill_start_index, task.prefill_end_index) == (8, 16), "the first chunk was computed"
-    assert server.is_idle
 
 
 @pytest.mark.parametrize("release", [25, 26])
@@ -40,26 +23,6 @@ def test_a_batch_is_not_told_again_when_the_queue_raises_but_has_it(release):
     server.step("lost after put")
     assert (found(server.cache, [1] * 20), task.status.name.partition("_")[0]) == (16, "RUNNING")
     assert kinds(server.step()) == [(Kind.PREFILL, "a")]
-
-
-def test_blocks_are_found_once_their_batch_is_in_the_queue():
-    server = Server(24)
-    server.add("a", [1] * 17)
-    server.schedule()
-    assert found(server.cache, [1] * 17) == 16
-
-
-def test_a_schedule_that_raises_loses_what_it_had_scheduled_and_nothing_else():
-    server = Server(24)
-    server.add("a", [1] * 12)
-    server.add("bad", [2] * 4)
-    server.raises_at = 1
-    server.step("lost in schedule")
-    assert [task.request_id for task in server.host.waiting] == ["bad"]
-    assert kinds(server.step()) == [(Kind.PREEMPTED, "a"), (Kind.PREFILL, "bad")]
-    again = server.step()[-1]
-    assert (again.request_id, again.prefill_start_index) == ("a", 0)
-    assert server.is_idle
 
 
 def test_a_lost_request_that_had_no_seat_yet_waits_in_front():
@@ -137,18 +100,6 @@ def test_a_lost_task_is_told_again_as_long_as_its_request_has_those_blocks(kind,
     transit.depart(host, [task])
     transit.recover(host)
     assert transit.depart(host, []) == [task] * is_told
-
-
-def test_a_lost_batch_takes_no_running_request_by_its_id():
-    """FastDeploy 2.5 keeps the id of a request that ended while its abortion was on its way."""
-    server = Server(24)
-    first = server.add("a", [1] * 8, 9)
-    server.step()
-    server.host.to_be_aborted_req_id_set.add("a")
-    server.add("b", [2] * 8)
-    server.schedule("lost in put")
-    server.cache.transit.recover(server.host)
-    assert server.host.running == [first]
 
 
 def test_a_lost_batch_takes_an_aborted_request_that_schedule_had_not_taken_out_yet():

@@ -28,14 +28,6 @@ def say(passes, *progress):
         passes.reported(rank, PassProgress(*each))
 
 
-def test_nothing_is_quiet_before_every_rank_has_said_something(passes):
-    assert not passes.have_ended(-1, 0.0)
-    say(passes, (7, 100.0))
-    assert not passes.have_ended(-1, 0.0)
-    say(passes, (7, 100.0), (7, 100.0))
-    assert passes.have_ended(-1, 0.0)
-
-
 @pytest.mark.parametrize(
     ("slow_rank", "is_quiet"), [((7, 101.0), True), ((6, 101.0), False), ((7, 100.9), False), ((8, 200.0), True)]
 )
@@ -43,13 +35,6 @@ def test_the_slowest_rank_decides_by_step_and_by_time(passes, slow_rank, is_quie
     for order in ((slow_rank, (9, 300.0)), ((9, 300.0), slow_rank)):
         say(passes, *order)
         assert passes.have_ended(7, 101.0) is is_quiet
-
-
-def test_a_rank_that_begins_again_to_compute_is_not_idle_any_more(passes):
-    say(passes, (7, 200.0, IDLE), (7, 200.0, IDLE))
-    assert passes.have_ended(7, 199.0)
-    say(passes, (7, 150.0), (7, 200.0))
-    assert not passes.have_ended(7, 199.0)
 
 
 @pytest.mark.parametrize(

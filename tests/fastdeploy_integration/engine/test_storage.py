@@ -64,19 +64,6 @@ def test_a_request_waits_for_its_stored_prefix_while_others_are_served_and_start
     server.cache.manager.check_idle()
 
 
-def test_other_weights_have_other_blocks():
-    server = stored(Server(32, 40, backend="file", write_policy="write_through"))
-    names = [server.store.namespace]
-    for server.weights in (1, 2):
-        server.cache.reset()
-        server.cache.storage.weights_changed()
-        names.append(server.store.namespace)
-    server.add("again", TOKENS)
-    answered(server)
-    assert server.cache.storage.tier.counters.load.blocks == 0
-    assert len(set(names)) == 3
-
-
 @pytest.mark.parametrize(("compute_s", "is_held"), [(1.0, True), (1e-6, False)])
 def test_a_request_waits_only_for_what_is_sooner_loaded_than_computed(compute_s, is_held):
     server = stored(Server(32, 40, backend="file", prefetch="timeout", write_policy="write_through"))
@@ -88,15 +75,6 @@ def test_a_request_waits_only_for_what_is_sooner_loaded_than_computed(compute_s,
     server.add("decides", TOKENS)
     assert storage.holds("decides") == is_held
     assert storage.tier.counters.declined_requests == (not is_held)
-
-
-def test_hashes_made_for_the_store_are_those_of_the_match(monkeypatch):
-    made, tokens_of = [], adapter.TaskTokens
-    monkeypatch.setattr(adapter, "TaskTokens", lambda *given: made.append(given) or tokens_of(*given))
-    server = Server(32, 40, backend="file")
-    server.add("r", TOKENS)
-    answered(server)
-    assert (len(made), server.clients.num_ended) == (1, {"finished": 1})
 
 
 def test_a_request_that_cannot_be_looked_at_goes_straight_to_the_queue(caplog):

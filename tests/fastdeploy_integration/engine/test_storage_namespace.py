@@ -73,16 +73,6 @@ def test_what_may_decide_the_bytes_of_a_block_decides_the_name(config, monkeypat
     assert name(config) == changed
 
 
-def test_a_second_server_on_other_ports_has_the_same_name(config, monkeypatch):
-    kind = type("ParallelConfig", (SimpleNamespace,), {"__module__": "fastdeploy.config"})
-    config.parallel_config = kind(tensor_parallel_size=1, engine_worker_queue_port=[1], device_ids="0", pod_ip=None)
-    before = name(config)
-    config.parallel_config = kind(tensor_parallel_size=1, engine_worker_queue_port=[2], device_ids="1", pod_ip="a")
-    for variable in ("FD_LOG_DIR", "CUDA_VISIBLE_DEVICES", "FD_HOST_NAME", "FD_KVCACHE_V1_TRANSFER_RANK"):
-        monkeypatch.setenv(variable, "another")
-    assert name(config) == before
-
-
 def test_variables_of_the_release_count_whatever_they_are_called(config, monkeypatch):
     names = [storage_namespace.settings_digest(config, ["CUDA_VISIBLE_DEVICES", "ROUND_UP"])]
     for variable in ("CUDA_VISIBLE_DEVICES", "ROUND_UP", "ROUND_DOWN"):
@@ -90,15 +80,6 @@ def test_variables_of_the_release_count_whatever_they_are_called(config, monkeyp
         names.append(storage_namespace.settings_digest(config, ["CUDA_VISIBLE_DEVICES", "ROUND_UP"]))
     assert names[0] == names[1] != names[2] == names[3]
     assert {len(each) for each in names} == {32}
-
-
-def test_the_order_in_which_settings_were_made_does_not_count(config):
-    config.load_config.rules = {"a": 1, "b": {"x", "y", "z"}}
-    before = name(config)
-    config.load_config.rules = {"b": {"z", "y", "x"}, "a": 1}
-    assert name(config) == before
-    config.load_config.rules = {"b": {"z", "y"}, "a": 1}
-    assert name(config) != before
 
 
 def test_a_configuration_that_holds_itself_has_a_name(config):

@@ -70,19 +70,6 @@ def test_a_replay_hits_what_the_adapter_hit(recorded):
     assert replay.num_device_hit_tokens == sum(cached) > 300
 
 
-def test_aborted_requests_stand_with_what_they_had_and_waiting_ones_do_not(recorded):
-    server = recorded(40, seats=1)
-    aborted = server.add("a", [1] * 10, 50)
-    server.add("b", [2] * 10)
-    for _ in range(5):
-        server.step()
-    server.host.waiting.clear()
-    server.abort("a")
-    server.step()
-    assert lengths(server) == [(10, len(aborted.output_token_ids))]
-    assert aborted.output_token_ids
-
-
 def test_a_request_that_is_aborted_while_it_is_preempted_ends_with_the_abortion(recorded):
     server = recorded(40)
     task = server.add("a", [1] * 10, 50)

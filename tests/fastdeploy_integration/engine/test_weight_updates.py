@@ -67,46 +67,6 @@ def test_an_update_from_line_to_line():
     assert (signals.tree.value[0], signals.enter()) == (NORMAL, 1)
 
 
-def test_heartbeats_of_the_worker_before_its_weights_were_back_do_not_count():
-    signals = Signals()
-    for beat, status in enumerate([CLEARING, CLEARED, UPDATING, NORMAL]):
-        signals.heartbeats.value[0] = beat
-        signals.set(weights=status)
-    assert signals.enter() is None
-    signals.set(heartbeats=9)
-    assert signals.enter() == 1
-
-
-def test_a_clear_that_the_api_gave_up_is_an_update_all_the_same():
-    """The tree's status never changes then, so whoever looks only there keeps what old weights computed."""
-    signals, server = Signals(), Server(24, 24, write_policy="write_through")
-    server.cache.updates = signals.updates
-    assert server.serve([1] * 24, [1] * 24) == [0, 20]
-    for status in (CLEARING, CLEARED, UPDATING, NORMAL):
-        signals.set(weights=status)
-    signals.set(heartbeats=8)
-    assert signals.num_dropped == 0
-    assert server.serve([1] * 24) == [0]
-
-
-def test_a_clear_that_comes_while_the_thread_looks_is_not_overlooked():
-    signals = Signals()
-    for status in (CLEARED, NORMAL):
-        signals.set(weights=status)
-
-    class Heartbeats:
-        @property
-        def value(self):
-            signals.weights.value[0], signals.tree.value[0] = CLEARED, CLEARING
-            return [8]
-
-    signals.updates._heartbeats = Heartbeats()
-    signals.set()
-    assert (signals.tree.value[0], signals.enter()) == (CLEARING, None)
-    signals.set()
-    assert signals.tree.value[0] == CLEARED
-
-
 def test_a_cleared_tree_alone_makes_nobody_start_again():
     """The workers have forgotten nothing: a second start of their requests would be one too many."""
     signals = Signals()
@@ -139,14 +99,6 @@ def test_the_cache_is_cleared_before_it_is_said_and_the_thread_survives_a_failur
     assert not thread.is_alive()
     assert thread.daemon, "it keeps no process alive"
     assert seen == [CLEARING] * 3
-
-
-def test_a_batch_from_before_the_clear_is_not_put_after_it():
-    signals, batches = Signals(), []
-    epoch = signals.enter()
-    signals.set(weights=CLEARING)
-    signals.put(epoch, batches.append)
-    assert batches == []
 
 
 def test_the_tree_is_not_cleared_while_a_batch_is_put():

@@ -45,12 +45,6 @@ def test_a_pass_counts_when_it_has_ended_with_the_step_and_time_of_its_submissio
     assert passes.news() == PassProgress(4, 51.0)
 
 
-def test_a_pass_that_ends_before_an_earlier_one_tells_nothing(passes):
-    passes.submit()
-    passes.submit().is_over = True
-    assert passes.news() is None
-
-
 def test_passes_alone_are_told_now_and_then(passes):
     told = []
     for _ in range(100):

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.prefill_timer import PrefillTimer
-from fastdeploy_kvcache_v1.timings import PrefillTime
 from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
 
 
@@ -55,25 +54,6 @@ def chunk(row, start, end):
 
 
 LEAVE = other(PREEMPTED, 0, "r0"), other(ABORT, 1, "r1")
-
-
-def test_a_pass_counts_when_the_device_has_ended_it_with_all_its_prompts(timed):
-    run_pass(timed, chunk(0, 0, 100), other(DECODE, 1, "r1"), chunk(2, 200, 300))
-    assert timed.timer.take() == ()
-    timed.stream.reach(5.0)
-    assert timed.timer.take() == ()
-    timed.stream.reach(7.5)
-    assert timed.timer.take() == (PrefillTime(200, 100**2 / 2 + (300**2 - 200**2) / 2, 2.5),)
-    assert timed.timer.take() == ()
-
-
-def test_passes_are_told_in_order_though_they_overlap_with_the_host(timed):
-    run_pass(timed, chunk(0, 0, 100))
-    run_pass(timed, chunk(0, 100, 150))
-    timed.stream.reach(1.0, 2.0, 2.5)
-    assert [(each.num_tokens, each.seconds) for each in timed.timer.take()] == [(100, 1.0)]
-    timed.stream.reach(4.0)
-    assert [(each.num_tokens, each.seconds) for each in timed.timer.take()] == [(50, 1.5)]
 
 
 @pytest.mark.parametrize(

@@ -73,17 +73,6 @@ def decoding(draft_tokens=0, end=9):
     return tables
 
 
-def test_a_chunk_is_named_for_its_pass_only():
-    tables = RunningTables(SIZE)
-    tables.update([task(TaskKind.PREFILL, TABLE, 4, 9)])
-    assert tables.written() == {11, 12}
-    assert tables.written() == {11, 12}, "a pass that is not submitted changes nothing"
-    tables.pass_submitted()
-    assert tables.written() == {12}, "position 9"
-    tables.update([task(TaskKind.PREFILL, TABLE, 9, 20)])
-    assert tables.written() == {12, 13, 14}
-
-
 def test_a_row_that_decodes_without_a_word_is_followed_pass_by_pass():
     tables = decoding(end=11)
     assert tables.written() == {12}, "position 11"
@@ -97,15 +86,6 @@ def test_a_row_that_decodes_without_a_word_is_followed_pass_by_pass():
     for _ in range(100):
         tables.pass_submitted()
     assert tables.written() == {14, 15}, "beyond its table no row writes"
-
-
-def test_what_the_engine_says_never_hides_the_highest_position_that_a_row_can_have_reached():
-    tables = decoding(end=9)
-    tables.hear([(0, 1000)])
-    assert tables.written() == {12}
-    tables.hear([(0, 0)])
-    tables.hear([(0, 3)])
-    assert tables.written() == {12}, "news that is older than the last chunk"
 
 
 def test_a_row_that_ended_is_named_until_the_engine_says_so():
@@ -124,17 +104,6 @@ def test_what_the_engine_says_is_older_than_a_chunk_of_the_same_batch():
     assert tables.written() == {10, 11}
     tables.hear([(0, 8)])
     assert tables.written() == {10, 11}
-
-
-def test_draft_tokens_and_draft_layers_are_named():
-    tables = RunningTables(SIZE, draft_tokens=2)
-    tables.update([task(TaskKind.PREFILL, TABLE, 0, 7)])
-    assert tables.written() == {10, 11, 12, 13}, "the draft model goes on from the prompt"
-    tables.pass_submitted()
-    assert tables.written() == {11, 12, 13}, "back to 4, where it may start over, and ahead to 13"
-    tables.hear([(0, 8)])
-    tables.pass_submitted()
-    assert tables.written() == {11, 12, 13, 14}, "three tokens more at most"
 
 
 @pytest.mark.parametrize("kind", [TaskKind.PREEMPTED, TaskKind.ABORT])
@@ -173,23 +142,6 @@ def test_blocks_of_an_extend_task_are_named_beside_the_table():
     assert tables.read() == {*TABLE, 40, 41}
     tables.clear()
     assert tables.written() == tables.read() == set()
-
-
-def test_many_rows_and_long_tables_are_kept_apart():
-    tables, rng = RunningTables(SIZE), random.Random(3)
-    slots = rng.sample(range(100_000), 3000)
-    rows = {index: [slots.pop() for _ in range(rng.randint(1, 300))] for index in rng.sample(range(40), 15)}
-    for index, table in rows.items():
-        tables.update([task(TaskKind.PREFILL, table, 0, SIZE * len(table) - 1, index=index)])
-    assert tables.written() == tables.read() == {slot for table in rows.values() for slot in table}
-    tables.pass_submitted()
-    assert tables.written() == {table[-1] for table in rows.values()}
-    shorter = next(index for index, table in rows.items() if len(table) > 2)
-    rows[shorter] = rows[shorter][:1]
-    tables.update([task(TaskKind.PREFILL, rows[shorter], 0, SIZE, index=shorter)])
-    tables.pass_submitted()
-    expected = {table[-1] for index, table in rows.items() if index != shorter}
-    assert tables.written() == expected, "what stood behind a table that became shorter is not its any more"
 
 
 def test_an_empty_table_for_a_seat_without_a_sequence_changes_nothing():

@@ -1,34 +1,15 @@
 """`WorkerCache` on CPU tensors: copies, tensors that are made again, failed copies."""
 
-import threading
 from contextlib import contextmanager
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, TransferError
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
 from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
-
-
-def test_an_idle_worker_tells_what_became_of_its_last_copies(make_cache):
-    open_gate, reports = threading.Event(), []
-    cache = make_cache(
-        make_runtime=lambda: CpuRuntime(delay=lambda stream: open_gate.wait(30)), tell_copies=reports.append
-    )
-    cache.report_while_idle()
-    register(cache)
-    cache.receive([task(SwapStep(0, (evict((1, 3)),)))])
-    cache.end_forward()
-    open_gate.set()
-    while not any(report.transfers for report in reports):
-        cache.report_while_idle()
-    assert [report.ended_through for report in reports if report.transfers] == [0]
-    told = len(reports)
-    cache.report_while_idle()
-    assert len(reports) == told, "nothing is open any more"
 
 
 def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_inside(make_cache):
@@ -215,14 +196,6 @@ def copies_fail(monkeypatch):
     return failing
 
 
-def test_a_failed_copy_into_the_device_stops_the_worker(make_cache, copies_fail):
-    cache = make_cache()
-    register(cache)
-    run_pass(cache, 0, evict((0, 0)))
-    with copies_fail(), pytest.raises(TransferError, match=r"bus error"):
-        run_pass(cache, 1, swap_in((0, 4)))
-
-
 def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache, copies_fail):
     told = []
     cache = make_cache(tell_copies=told.append)
@@ -236,16 +209,6 @@ def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_ca
     run_pass(cache, 1, evict((5, 2)), swap_in((1, 4)))
     run_pass(cache, 2, swap_in((2, 0)))
     assert content(tensors, 0) == [40, 41, 42, 43]
-
-
-def test_a_copy_back_from_a_host_slot_whose_copy_failed_stops_the_worker(make_cache, copies_fail):
-    """The engine did not learn of it in time: a block without its content must not be computed with."""
-    cache = make_cache()
-    register(cache)
-    with copies_fail():
-        run_pass(cache, 0, evict((0, 2)))
-    with pytest.raises(TransferError, match=r"bus error"):
-        run_pass(cache, 1, swap_in((2, 4)))
 
 
 def test_without_host_blocks_there_is_no_controller(make_cache):
