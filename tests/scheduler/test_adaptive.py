@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
 
-from .scenario import cached, expect, manager, prompt, run
+from .scenario import cached, manager, prompt, run
 
 PREFIX_BLOCKS, TAIL_BLOCKS = 6, 4
 
@@ -71,21 +71,6 @@ def test_it_goes_with_the_times() -> None:
     assert found > 0.9 * PREFIX_BLOCKS * 1500 / 2
 
 
-@pytest.mark.parametrize("host", [0, 6])
-def test_what_the_line_expects_leaves_last_whatever_it_is_worth(monkeypatch: pytest.MonkeyPatch, host: int) -> None:
-    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 0.0 if b"x" in run.first_hash else 1.0)
-    cache = manager(6, host, "auto", device_eviction="adaptive", host_eviction="adaptive")
-    for text in ("xy!", "ab!", "cd!"):
-        run(cache, text)
-    expect(cache, "xy")
-    run(cache, "1234!")
-    assert cached(cache, "xy") == ["device"] * 2
-    for text in ("56!", "78!", "90!"):  # nothing is expected any more, and `xy` counts as used when that was noticed
-        run(cache, text)
-    assert cached(cache, "xy") != ["device"] * 2
-    cache.check_idle()
-
-
 def test_what_is_worth_less_than_what_it_would_push_out_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 0.0 if b"x" in run.first_hash else 1.0)
     cache = manager(2, 2, "auto", host_eviction="adaptive")
@@ -127,20 +112,6 @@ def test_where_blocks_ripen_the_youngest_leaves_first(monkeypatch: pytest.Monkey
         run(cache, text)
     assert cached(cache, "ab") == cached(cache, "cd") == ["device"] * 2
     assert cached(cache, "ef") == []
-    cache.check_idle()
-
-
-def test_a_loaded_prefix_counts_as_used_when_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: float(run.last_use))
-    cache = manager(2, 4, "auto", host_eviction="adaptive")
-    for text in ("ab!", "ab!", "12!"):  # `ab` goes to the host; it is of another class than what is loaded
-        run(cache, text)
-    sequence = prompt("xy!")
-    assert not isinstance(cache.begin_load("load", sequence.hashes[:2], 0), NoSpace)
-    assert cache.complete_load("load", 2) == 2
-    run(cache, "34!")
-    assert cached(cache, "xy") == cached(cache, "12") == ["host"] * 2
-    assert cached(cache, "ab") == []
     cache.check_idle()
 
 

@@ -66,13 +66,6 @@ def test_resize() -> None:
     pool.check()
 
 
-def test_slots_that_a_pool_grows_by_are_used_last_and_ascending() -> None:
-    pool = DeviceBlockPool(2)
-    pool.allocate(1)
-    pool.resize(5)
-    assert pool.allocate(4) == [1, 2, 3, 4]
-
-
 def test_keeping_some_slots_frees_the_others_in_ascending_order() -> None:
     pool = HostBlockPool(6)
     pool.allocate(5)

@@ -62,26 +62,6 @@ def test_law_of_a_request(law: str) -> None:
     play(events, device)
 
 
-def test_a_match_that_cannot_be_admitted_can_be_retried_forever() -> None:
-    cache = play("run abc; start xy holder; match abc look", 4, 4).cache
-    before = [(node.hash, node.pins, node.hits) for node in cache.nodes("look")]
-    cache.release("look")
-    stats = cache.stats()
-    for attempt in range(100):
-        cache.match_prefix("big", prompt("abc456!"))
-        assert isinstance(cache.allocate("big", 6), NoSpace)
-        if attempt % 2:
-            assert isinstance(cache.allocate("big", 7), NoSpace)
-        cache.release("big")
-    cache.match_prefix("look", prompt("abc!"))
-    assert [(node.hash, node.pins, node.hits) for node in cache.nodes("look")] == before
-    cache.release("look")
-    assert cache.stats().device_evictable_blocks == stats.device_evictable_blocks
-    cache.finish("holder")
-    cache.take_swap_step()
-    cache.check_idle()
-
-
 def test_a_second_end_is_an_error_that_takes_no_other_requests_blocks() -> None:
     cache = play("start ab one; finish one; start xy two", 4).cache
     before = cache.stats()

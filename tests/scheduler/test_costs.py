@@ -67,23 +67,6 @@ def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[li
     assert looks[:2] == [chain("short 99"), chain(0)]
 
 
-def test_host_blocks_in_use_are_passed_over_once(looks: list[list[BlockHash]]) -> None:
-    cache = manager(302, 302)
-    for number in range(300):
-        run(cache, f"first {number}", chain(number))
-    run(cache, "flush", chain(*range(1000, 1302)))
-    for number in range(300):
-        cache.match_prefix(f"waiting {number}", GivenHashes(chain(number), 2))
-    looks.clear()
-    for number in range(100):
-        run(cache, f"short {number}", chain("short", number))
-    assert len(looks) <= 300 + 4 * 100
-    for number in range(300):
-        cache.release(f"waiting {number}")
-    cache.take_swap_step()
-    cache.check_idle()
-
-
 def test_blocks_being_copied_are_passed_over_once(looks: list[list[BlockHash]]) -> None:
     """One step evicts many children, and their parents that the host already has, while the host is full."""
     count = 200

@@ -93,22 +93,6 @@ def test_a_turn_costs_the_same_however_many_came_before(policy: str, host: int, 
     cache.check()
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
-def test_a_conversation_of_any_length_is_a_few_runs(chunk: int) -> None:
-    """However its turns, of four blocks each, are committed: what is used as often as its neighbour joins it."""
-    cache = manager(8000, max_queued_events=0, eviction_policy="adaptive")
-    hashes = blocks(8000)
-    for end in range(4, 8001, 4):
-        cache.match_prefix("turn", GivenHashes(hashes[:end], end + 1))
-        assert isinstance(cache.allocate("turn", end), Allocation)
-        cache.take_swap_step()
-        for computed in range(end - 4, end, chunk):
-            cache.commit("turn", computed + chunk)
-        cache.finish("turn")
-        assert sum(1 for _ in cache._tree.runs()) <= NUM_CLASSES
-    cache.check()
-
-
 # ---- one operation, on a small and on a large one of its adversary's shape
 
 Shaped = tuple[CacheManager, Callable[[], object]]
@@ -259,14 +243,6 @@ def test_a_reset_costs_what_is_in_use_and_is_finished_by_later_steps() -> None:
         assert not cache._tree._ruins
         assert most < 512 * 20
     assert calls[1] <= 2 * calls[0]
-
-
-def test_every_step_after_a_reset_takes_apart_as_many_runs_as_it_may() -> None:
-    cache = chain_on_the_host(700)
-    cache.reset_cache()
-    for _ in range(-(-1400 // 512)):
-        cache.take_swap_step()
-    assert not cache._tree._ruins
 
 
 def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:

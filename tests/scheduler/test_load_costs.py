@@ -155,15 +155,6 @@ def test_a_tier_that_has_become_slow_is_known_after_a_few_copies() -> None:
     assert costs._copy_s(100) > exactly._copy_s(100) / MOST_SURPRISE
 
 
-def test_a_slow_tier_that_is_fast_again_is_believed_after_a_few_copies() -> None:
-    costs = measured(5.0, 1.0)
-    num_copies = 0
-    while (loaded := chosen(costs, 20, 10, budget=MUCH)) < 20:
-        num_copies += 1
-        copied(costs, max(loaded, 1) * BLOCK, 0.1 * max(loaded, 1) * BLOCK)
-    assert 0 < num_copies <= PROBE_EVERY
-
-
 def test_a_look_at_what_is_worth_loading_is_no_probe() -> None:
     costs = measured(1e6, 1.0)
     for _ in range(PROBE_EVERY):

@@ -7,7 +7,6 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import SWEPT_PER_STEP
 
-from .garbage import no_cyclic_garbage
 from .scenario import play
 
 SCENARIOS = {
@@ -69,15 +68,6 @@ def test_a_step_takes_apart_a_bounded_part_of_what_a_reset_forgot() -> None:
     assert cache._tree._ruins
     cache.take_swap_step()
     assert not cache._tree._ruins
-
-
-def test_forgotten_runs_below_forgotten_runs_are_no_cyclic_garbage() -> None:
-    scene = play("step", 8)
-    with no_cyclic_garbage():
-        for text in ("abc", "abd", "ae"):
-            scene.run(text)
-        scene.reset()
-        scene.step()
 
 
 def test_what_is_allocated_twice_in_a_step_cannot_be_committed_in_it() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,12 +10,10 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.places import Link
-from fastdeploy_kvcache_v1.scheduler.policies.backup import BackupPolicy
 from fastdeploy_kvcache_v1.scheduler.policies.eviction import EvictionPolicy
 from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
 from fastdeploy_kvcache_v1.scheduler.policies.tables import BACKUP_POLICIES, EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
-from fastdeploy_kvcache_v1.scheduler.run import Run
 
 from .scenario import cached, manager, on_host, prompt, run, start
 
@@ -92,21 +90,6 @@ def test_a_match_cuts_a_run_and_its_release_joins_it(recorders: list[Recorder]) 
     assert news(recorders[0]) == [("joined", "a")]
 
 
-def test_a_run_in_use_is_passed_over_once_and_released_by_its_last_user(recorders: list[Recorder]) -> None:
-    cache = watched(recorders, 4, 0, "write_back")
-    for text in ("a!", "x!", "y!"):
-        run(cache, text)
-    start(cache, "a!", "r")
-    start(cache, "b!", "other")
-    device = recorders[0]
-    news(device)
-    cache.lend(1)
-    cache.lend(1)
-    assert news(device) == [("passed_over", "a"), ("removed", "x"), ("removed", "y")]
-    cache.finish("r")
-    assert news(device) == [("released", "a"), ("used", "a")]
-
-
 def test_a_run_that_waits_for_one_below_it_is_unblocked_when_that_leaves(
     recorders: list[Recorder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,28 +106,6 @@ def test_a_run_that_waits_for_one_below_it_is_unblocked_when_that_leaves(
     news(device)
     cache.lend(3)
     assert news(device) == [("passed_over", "a"), ("unblocked", "a"), ("removed", "ab"), ("removed", "a")]
-
-
-def test_a_host_copy_that_is_open_is_deferred_until_the_step_is_taken(recorders: list[Recorder]) -> None:
-    cache = watched(recorders, 4, 1, "write_through")
-    run(cache, "a!")
-    news(recorders[1])
-    run(cache, "b!")  # wants the slot of `a`, whose copy has not been handed over when it completes
-    told = news(recorders[1])
-    assert told.index(("step_taken", "")) < told.index(("removed", "a"))
-    start(cache, "c!", "c")
-    start(cache, "d!", "d")
-    cache.take_swap_step()
-    cache.commit("c", 1)  # evicts `b`'s copy
-    cache.finish("c")
-    news(recorders[1])
-    cache.commit("d", 1)
-    cache.finish("d")
-    assert ("deferred", "c") in news(recorders[1])
-    cache.take_swap_step()
-    assert news(recorders[1]) == [("step_taken", "")]
-    run(cache, "e!")
-    assert ("removed", "c") in news(recorders[1])
 
 
 def test_each_tier_has_its_own_policy() -> None:
@@ -173,36 +134,3 @@ def test_an_unknown_eviction_policy_is_refused_with_the_choices(tier: str) -> No
 
 def test_every_write_policy_has_a_backup_policy() -> None:
     assert list(BACKUP_POLICIES) == list(WritePolicy)
-
-
-def test_a_backup_policy_is_asked_on_completion_on_a_hit_and_on_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
-
-    class ByName(BackupPolicy):
-        """Copies `c` when it is complete, `h` when it is hit, `e` when it is evicted."""
-
-        def on_completion(self, runs: Sequence[Run]) -> Sequence[Run]:
-            asked.append(("completion", runs[-1].last_hash.decode()))
-            return [run for run in runs if run.first_hash == b"c"]
-
-        def on_hit(self, leaf: Run) -> Sequence[Run]:
-            asked.append(("hit", leaf.last_hash.decode()))
-            return leaf.path() if leaf.first_hash == b"h" else ()
-
-        def on_eviction(self, run: Run) -> bool:
-            asked.append(("eviction", run.last_hash.decode()))
-            return run.first_hash == b"e"
-
-    monkeypatch.setitem(BACKUP_POLICIES, WritePolicy.WRITE_BACK, ByName)
-    cache = manager(4, 4)
-    for text in ("c!", "h!", "e!", "x!"):
-        run(cache, text)
-    run(cache, "h!", "hit")
-    assert [on_host(cache, text) for text in "chex"] == [[True], [True], [False], [False]]
-    run(cache, "123!")
-    assert [cached(cache, text) for text in "chex"] == [["host"], ["device"], ["host"], []]
-    assert [event for event in asked if event[0] == "completion"] == [
-        ("completion", text) for text in ("c", "h", "e", "x", "123")
-    ]
-    assert [event for event in asked if event[0] == "eviction"] == [("eviction", "e"), ("eviction", "x")]
-    assert [event for event in asked if event[0] == "hit"] == [("hit", "h")]
