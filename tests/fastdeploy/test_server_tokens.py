@@ -131,7 +131,7 @@ def test_the_smallest_device_tier_and_a_restart(release, expected, tmp_path):
     """Four blocks, each sequence needs up to two; the second server knows nothing of the first."""
     flags = ("--num-gpu-blocks-override", "4", "--max-model-len", "128", "--max-num-batched-tokens", "128", *HOST_TIER)
     outputs = []
-    for _ in range(20):
+    for _ in range(2):
         with started(release, tmp_path, *flags, "--write-policy", "write_through") as server, server.client() as client:
             asked = [server.ask(client, [{"role": "user", "content": f"{each % 6} " + "x" * 70}]) for each in range(12)]
             outputs.append([answer.tokens for answer in asked])
