@@ -106,6 +106,16 @@ def test_what_was_deleted_under_a_running_server_is_made_again(store, deleted):
     assert used_by(backend) == used_by(other) == store()._used.read(), "all count in the same file"
 
 
+def test_a_text_that_a_crash_has_cut_is_written_anew(store):
+    manifest = store().directory / namespace().digest / "manifest.json"
+    manifest.write_text("{")
+    store()
+    assert manifest.read_text() == namespace().manifest()
+    before = manifest.stat().st_ino
+    store()
+    assert manifest.stat().st_ino == before, "one that is whole stays"
+
+
 def remove_tree(root, what):
     paths = {
         "namespace": [root / namespace().digest],
