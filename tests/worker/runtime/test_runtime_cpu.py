@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.errors import ConfigError, LayerSwapTimeoutError
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.forked import ended_well, start
@@ -30,6 +30,21 @@ def test_work_runs_on_a_daemon(runtime):
     stream.synchronize()
     assert threads[0] is not threading.current_thread()
     assert threads[0].daemon
+
+
+def test_the_inline_compute_stream_is_the_caller(runtime):
+    compute, stream, opened, seen = runtime.compute_stream, runtime.new_stream("a"), threading.Event(), []
+    compute.submit(seen.append, threading.get_ident())
+    compute.enqueue(seen.append, 7)
+    assert compute.record_event().done()
+    assert seen == [threading.get_ident(), 7]
+    stream.submit(opened.wait, LIMIT_S)
+    event = stream.record_event()
+    with pytest.raises(LayerSwapTimeoutError, match=r"stream compute waited more than 0\.001 s for a copy"):
+        compute.wait_event(event, timeout=0.001)
+    opened.set()
+    compute.wait_event(event)
+    assert event.done()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
