@@ -127,8 +127,8 @@ def table(results: Results) -> Table:
 def _cell(answer: Answer | None) -> str:
     if answer is None:
         return ""
-    cached = answer.cached_tokens / answer.prompt_tokens
-    return f"{answer.first_token_s:.2f} s [dim]{cached:4.0%}[/dim]".replace(" ", NO_BREAK_SPACE, 1)
+    cached, seconds = answer.cached_tokens / answer.prompt_tokens, answer.first_token_s
+    return f"{seconds:.{2 if seconds < 10 else 1}f} s [dim]{cached:4.0%}[/dim]".replace(" ", NO_BREAK_SPACE, 1)
 
 
 def verdicts(results: Results) -> list[str]:
