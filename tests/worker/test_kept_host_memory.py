@@ -62,6 +62,28 @@ def test_the_next_caches_get_the_same_memory(rig):
     assert rig.runtime.num_allocated == 1
 
 
+@pytest.mark.parametrize("num_host_blocks", [4, 6, 0])
+def test_another_size_is_allocated_anew(rig, num_host_blocks):
+    rig.controller.free(keep_host_memory=True)
+    rig.runtime.host_bytes_left = num_host_blocks * rig.layout.block_bytes
+    rig.controller.initialize_kv_cache(4, num_host_blocks)
+    rig.controller.check()
+    assert len(rig.runtime.live) == (num_host_blocks > 0)
+    assert rig.controller.host_pool.num_blocks == num_host_blocks
+
+
+def test_tensors_made_elsewhere_get_the_kept_memory_too(rig):
+    tensors, (address,) = rig.controller.caches, rig.runtime.live
+    for num_host_blocks in (5, 3):
+        rig.controller.free(keep_host_memory=True)
+        rig.controller.attach_kv_cache(tensors, 4, num_host_blocks)
+        rig.controller.check()
+        assert len(rig.runtime.live) == 1
+        assert rig.runtime.live == [address] or num_host_blocks == 3
+        assert rig.controller.host_pool.num_blocks == num_host_blocks
+    assert rig.runtime.num_allocated == 2
+
+
 def test_other_blocks_are_allocated_anew(rig):
     rig.controller.free(keep_host_memory=True)
     rig.backend._layout = NumpyBackend(num_layers=2).layout
@@ -95,6 +117,12 @@ def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, miss
         assert missing == "host memory" or rig.runtime.asked == (4 * block, 6 * block)
     rig.controller.initialize_kv_cache(4, 6)
     rig.controller.check()
+
+
+def test_memory_that_was_given_back_is_not_kept(rig):
+    rig.controller.free()
+    rig.controller.initialize_kv_cache(4, 5)
+    assert rig.controller.host_pool.block(0).size == rig.layout.block_bytes
 
 
 def test_check_sees_memory_kept_beside_caches(rig):

@@ -256,6 +256,14 @@ def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stre
     reads(3)
 
 
+def test_a_copy_that_runs_is_not_forgotten_when_its_slot_was_filled_from_outside(rig):
+    counter = rig.submit(into=swap_in((0,), (2,)))
+    rig.controller.refilled((2,))
+    assert rig.controller.failed_slots([2]) == []
+    assert len(rig.controller.device_hazards) == 1
+    counter.wait_all()
+
+
 # ---- timeouts
 
 
@@ -309,6 +317,14 @@ def test_a_wait_before_compute_that_takes_too_long_fails_the_swap_in(rig):
     rig.controller.check()
     let_go()
     rig.controller.drain()
+    assert rig.controller.take_results() == []
+
+
+def test_a_swap_in_that_was_reported_good_is_not_given_up_later(rig):
+    counter = rig.submit(into=swap_in((0,), (4,)))
+    rig.controller.drain()
+    assert [result.ok for result in rig.controller.take_results()] == [True]
+    counter.wait_all(timeout=0)
     assert rig.controller.take_results() == []
 
 

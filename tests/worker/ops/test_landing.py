@@ -116,6 +116,19 @@ def test_where_no_path_works_cupy_copies(core, caplog):
     assert {path.name for path in ops.copy_paths("cuda") if not path.left} == {"cupy"}
 
 
+def test_a_worker_tells_which_paths_live_in_which_direction_and_why_others_do_not(core):
+    assert ops.copy_paths("cuda") == ()
+    core.faults["batch"] = 1
+    land()
+    lost, later = "a block came back with other bytes", "it was refused by the driver after it had been tried"
+    expected = {("in", "kernel"): "", ("in", "runs"): "", ("in", "batch"): lost}
+    expected |= {("out", name): reason for (_, name), reason in expected.items()} | {("out", "staged"): ""}
+    assert {(path.direction, path.name): path.left for path in ops.copy_paths("cuda")} == expected
+    core.cuda_paths -= {Path.KERNEL}
+    found = {(path.direction, path.name): path.left for path in ops.copy_paths("cuda")}
+    assert found == expected | dict.fromkeys([("in", "kernel"), ("out", "kernel")], later)
+
+
 def test_where_no_path_is_left_copies_go_by_runs_and_each_other_one_says_why():
     landed = landing.Landing(("kernel", "staged"), {"batch": "it lost a block"})
     paths = {(path.direction, path.name): path.left for path in landed.paths({"staged"})}
