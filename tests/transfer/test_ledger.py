@@ -55,6 +55,15 @@ def test_a_cancelled_fetch_is_over_only_when_its_rank_says_so():
     assert ledger.totals.cancelled == 1
 
 
+def test_a_cancel_that_crosses_the_result_is_not_told():
+    ledger = fetching()
+    assert len(ledger) == ledger.num_open == 1
+    ledger.cancel("r", "the client left")
+    assert ledger.report(arrived()) == FetchEnd("r", FetchOutcome.CANCELLED, "the client left")
+    assert ledger.take_cancels() == {}
+    assert len(ledger) == ledger.num_open == 0
+
+
 def test_a_request_that_is_granted_twice_gets_slots_once():
     ledger = FetchLedger()
     assert ledger.grant("r", 60.0)
