@@ -1,5 +1,6 @@
 """What each kind of traffic promises about who repeats what, and when."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -55,9 +56,23 @@ def test_a_kind_writes_what_replay_reads_in_the_order_of_arrival(traces, name):
     assert any(request.after for request in requests) == (name in WITH_SESSIONS)
 
 
+DIGESTS = {
+    "scan": "7f40f0d84b563476",
+    "loop": "dd03c0d90d40ca25",
+    "hot": "e71128358b71b44d",
+    "chat": "e008ef4cfe4979ea",
+    "agents": "e39290f26e950652",
+    "shifting": "ff7a711ed9ab1366",
+    "batch": "00df60ed8af4f4f7",
+}
+"""Of 1,500 lines."""
+
+
 @pytest.mark.parametrize("name", list(KINDS))
-def test_equal_seeds_make_equal_traffic_and_others_do_not(name):
-    assert lines_of(name, 50) == lines_of(name, 50) != lines_of(name, 50, seed=2)
+def test_a_seed_makes_the_traffic_that_the_docs_measured_and_another_one_does_not(name):
+    text = json.dumps(lines_of(name, 1_500, seed=7))
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == DIGESTS[name]
+    assert lines_of(name, 50) != lines_of(name, 50, seed=2)
 
 
 @pytest.mark.parametrize("name", list(KINDS))
@@ -191,6 +206,7 @@ def test_the_command_writes_so_many_lines(capsys):
     status, printed = run(capsys, "loop", "--requests", "7", "--seed", "3", "--tokens", "640", "--items", "2")
     lines = [json.loads(line) for line in printed.out.splitlines()]
     assert (status, len(lines), printed.err) == (0, 7, "")
+    assert run(capsys, "scan", "--requests", "1", "--rate", "0.5", "--tokens", "1", "--items", "1")[0] == 0
     assert lines == lines_of("loop", 7, seed=3, rate=KINDS["loop"].shape.rate, tokens=640, items=2)
 
 
@@ -209,6 +225,7 @@ def test_a_reader_that_has_enough_is_no_error():
     [
         (("--requests", "0"), "--requests must be at least 1, got 0"),
         (("--rate", "0"), "--rate must be more than 0, got 0.0"),
+        (("--rate", "inf"), "--rate must be more than 0, got inf"),
         (("--rate", "nan"), "--rate must be more than 0, got nan"),
         (("--tokens", "0"), "--tokens must be at least 1, got 0"),
         (("--items", "-1"), "--items must be at least 1, got -1"),
@@ -224,5 +241,6 @@ def test_wrong_values_are_one_line(capsys, words, error):
 def test_every_kind_stands_in_the_help(capsys):
     with pytest.raises(SystemExit):
         main(["traffic", "--help"])
-    named = [line.split()[0] for line in capsys.readouterr().out.split("kinds:\n")[1].splitlines()]
-    assert named == list(KINDS)
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.split("kinds:\n")[1].splitlines()] == list(KINDS)
+    assert "(10000)" in said
