@@ -26,7 +26,7 @@ from fastdeploy_kvcache_v1.embedded.process import free_port, running_server
 
 PROMPT_TOKENS = 2_000
 NUM_PROMPTS = 8
-SERVE = ("--embedded", "--num-gpu-blocks-override", "400", "--max-num-batched-tokens", "512")
+SERVE = ("--num-gpu-blocks-override", "400", "--max-num-batched-tokens", "512")
 
 
 @contextmanager

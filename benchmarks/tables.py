@@ -9,7 +9,6 @@ from typing import Any
 from _support import RESULTS, ROOT
 
 DOCS = ROOT / "docs" / "benchmarks.md"
-ATTACKS = ROOT / "docs" / "embedded-server.md"
 NATIVE_OPS = ROOT / "docs" / "native-ops.md"
 
 Row = tuple[str, str, str]
@@ -199,21 +198,6 @@ def growth() -> str:
     return "\n".join(lines)
 
 
-def attacks() -> str:
-    """What one hostile request costs the others."""
-    result = json.loads((RESULTS / "attacks.json").read_text(encoding="utf-8"))
-    lines = [
-        "| attack | model | answer | after, median (worst) | longest pause of a stream beside it |",
-        "|---|---|---|---|---|",
-    ]
-    for model, rows in result["models"].items():
-        for name, row in rows.items():
-            seconds = f"{row['seconds']:.2f} s ({row['seconds_worst']:.2f})" if row["status"] else ""
-            pause = f"{row['longest_pause_s']:.2f} s ({row['longest_pause_worst_s']:.2f})"
-            lines.append(f"| {name} | {model} | {row['status'] or ''} | {seconds} | {pause} |")
-    return "\n".join(lines)
-
-
 def worker_steps() -> str:
     """CPU of the worker's thread per step before and after, one row per amount of copies and rows."""
     before, after = (
@@ -329,7 +313,6 @@ def main() -> None:
     update(NATIVE_OPS, "copy_submission", copy_submission())
     if (RESULTS / "storage.json").exists():
         update(DOCS, "storage", storage())
-    update(ATTACKS, "attacks", attacks())
     print(text)
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.embedded import command
-from fastdeploy_kvcache_v1.embedded.handover import fastdeploy_command
 
-RANDOM = ("serve", "--embedded", "--model", "random")
+RANDOM = ("serve", "--model", "random")
 
 
 def run(capsys, *argv):
@@ -22,7 +21,7 @@ def run(capsys, *argv):
     [
         ([*RANDOM, "--write-policy", "never"], "unknown write policy 'never'"),
         ([*RANDOM, "--swap-space", "1e9"], "--swap-space 1e+09 GiB is more than"),
-        (["serve", "--embedded", "--model", "/does/not/exist"], "model directory /does/not/exist does not exist"),
+        (["serve", "--model", "/does/not/exist"], "model directory /does/not/exist does not exist"),
         ([*RANDOM, "--data-parallel-size", "2"], "unrecognized arguments: --data-parallel-size 2"),
         ([*RANDOM, "--host", "256.1.1.1", "--port", "0"], "cannot listen on 256.1.1.1:0"),
     ],
@@ -37,7 +36,7 @@ def test_wrong_settings_end_with_one_line(capsys, argv, message):
 
 def test_model_directory_without_tokenizer_is_one_line(capsys, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    status, stderr = run(capsys, "serve", "--embedded", "--model", str(tmp_path))
+    status, stderr = run(capsys, "serve", "--model", str(tmp_path))
     assert status == 2
     assert str(tmp_path) in stderr
     assert stderr.count("\n") == 1
@@ -59,35 +58,35 @@ def test_help(capsys, argv):
     assert "fastdeploy-kvcache" in capsys.readouterr().out
 
 
-def test_fastdeploy_gets_every_flag_that_was_given_and_its_own(monkeypatch):
+def test_fastdeploy_over_the_cpu_worker_gets_every_flag_that_was_given_and_its_own(monkeypatch):
     commands = []
 
-    def exec_fastdeploy(words):
+    def execute(path, words):
         commands.append(words)
         raise SystemExit(0)
 
-    monkeypatch.setattr(command, "fastdeploy_can_serve", lambda: True)
-    monkeypatch.setattr(command, "exec_fastdeploy", exec_fastdeploy)
+    monkeypatch.setattr(command.os, "execv", execute)
     with pytest.raises(SystemExit):
         cli.main(
             [
-                *("serve", "--seed", "3", "--worker-timeout", "9", "--max-request-mib", "1"),
-                *("--max-connections", "5", "--allowed-hosts", "kv.lan", "--threads", "2"),
+                *("serve", "--fastdeploy-cpu", "--worker-timeout", "9", "--threads", "2"),
                 *("--model", "/m", "--swap-space", "2", "--no-enable-prefix-caching", "--tp", "2"),
             ]
         )
     given = ["--model", "/m", "--swap-space", "2.0", "--no-enable-prefix-caching", "--tp", "2"]
-    assert commands == [[sys.executable, "-m", "fastdeploy.entrypoints.openai.api_server", *given]]
+    assert commands == [[sys.executable, "-m", command.CPU_SERVER, *given]]
 
 
-def test_embedded_forces_this_server_beside_fastdeploy(monkeypatch, capsys):
-    monkeypatch.setattr(command, "fastdeploy_can_serve", lambda: True)
-    status, stderr = run(capsys, *RANDOM, "--block-size", "0")
-    assert (status, stderr.count("\n")) == (2, 1)
+def test_embedded_is_what_serve_is_anyway(capsys):
+    wrong = ("--block-size", "0")
+    assert run(capsys, *RANDOM, "--embedded", *wrong) == run(capsys, *RANDOM, *wrong)
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--help"])
+    assert "--embedded" not in capsys.readouterr().out
 
 
 def test_missing_extra_is_one_line_that_says_how_to_get_it(monkeypatch, capsys):
-    for name in ("serve", "http.server"):
+    for name in ("serve", "http_server"):
         monkeypatch.delitem(sys.modules, f"fastdeploy_kvcache_v1.embedded.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     status, stderr = run(capsys, *RANDOM)
@@ -102,12 +101,3 @@ def test_an_import_that_is_a_bug_of_ours_keeps_its_traceback(monkeypatch, missin
     monkeypatch.setattr("fastdeploy_kvcache_v1.replay.run", lambda args: importlib.import_module(missing))
     with pytest.raises(ModuleNotFoundError, match="nothing"):
         cli.main(["replay", "trace"])
-
-
-def test_command_line_without_flags():
-    import argparse
-
-    assert fastdeploy_command(argparse.Namespace(embedded=False, model=None), [])[1:] == [
-        "-m",
-        "fastdeploy.entrypoints.openai.api_server",
-    ]

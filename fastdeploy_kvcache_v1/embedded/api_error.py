@@ -45,6 +45,7 @@ def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
         return f"the request body is not valid JSON: {first.get('ctx', {}).get('error', message)}", None
     path = [str(part) for part in first["loc"] if part != "body"]
     if not path:
-        return (message if first["type"] == "value_error" else "the request body must be a JSON object"), None
+        is_ours = first["type"] == "value_error"
+        return (message if is_ours else "the request body must be a JSON object, declared as application/json"), None
     param = ".".join(path)
     return f"{param}: {message}", param

@@ -1,34 +1,35 @@
-"""The `serve` command."""
+"""The `serve` command: this package's own server or, with --fastdeploy-cpu, FastDeploy's over the CPU worker."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ..errors import ConfigError
 from ..model.config import load_model_config
 from ..trace_recorder import VARIABLE as RECORD_VARIABLE
-from .handover import exec_fastdeploy, exec_fastdeploy_cpu, fastdeploy_can_serve, fastdeploy_command
-from .model_choice import embedded_model, fastdeploy_cpu_model, fastdeploy_model
-from .settings import add_serve_arguments, server_config
+from .model_choice import embedded_model, fastdeploy_cpu_model
+from .settings import add_serve_arguments, own_flags, server_config
 
 __all__ = ["add_arguments", "run"]
 
 COPY_FAULTS_VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
 """Test hook, see `copy_faults.py`."""
 
+CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
 
 EPILOG = """\
 Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, or was stuck for --worker-timeout seconds, after
 every open request was answered with 503 and the reason (run the server under a supervisor that restarts it); 2 for a
 wrong setting or model.
 
-Beside the OpenAI endpoints and /health and /metrics, the embedded server has two for operators, which need the header
-X-KVCache-Operator: 1. POST /reset_prefix_cache forgets every cached block; GET /debug/check proves the invariants of
-the cache and, when idle, that nothing leaked. Limits, deadlines and who may call: docs/embedded-server.md.
-The request fields are those of OpenAI's API and of FastDeploy; the same page lists them.
+Beside the OpenAI endpoints, /health and /metrics, POST /reset_prefix_cache forgets every cached block, and GET
+/debug/check proves the invariants of the cache and, when idle, that nothing leaked. The request fields are those of
+OpenAI's API and of FastDeploy: docs/embedded-server.md lists them. On a GPU start FastDeploy's own server instead.
 """
 
 
@@ -41,17 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     """Serve until a signal; `extra` are flags this package does not know. Raises `KVCacheError` before it listens."""
     if args.fastdeploy_cpu:
-        if args.embedded:
-            raise ConfigError("--embedded and --fastdeploy-cpu are two different servers: choose one")
-        args.model = fastdeploy_cpu_model(args.model)
-        _export_trace(args)
-        exec_fastdeploy_cpu(args, extra)
-    if not args.embedded and fastdeploy_can_serve():
-        if args.role is not None:
-            raise ConfigError("--role is of the embedded server: give --embedded too, or FastDeploy's --splitwise-role")
-        args.model = fastdeploy_model(args.model)
-        _export_trace(args)
-        exec_fastdeploy(fastdeploy_command(args, extra))
+        _exec_fastdeploy(args, extra)
     if extra:
         raise ConfigError(f"unrecognized arguments: {' '.join(extra)} (see fastdeploy-kvcache serve --help)")
     from .serve import serve  # first: an extra that is missing is the only thing to say
@@ -67,7 +58,20 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
     return serve(config, load_tokenizer(model_path), copy_faults=os.environ.get(COPY_FAULTS_VARIABLE, ""))
 
 
-def _export_trace(args: argparse.Namespace) -> None:
-    """FastDeploy takes the flag as a variable."""
+def _exec_fastdeploy(args: argparse.Namespace, extra: Sequence[str]) -> NoReturn:
+    """Replace this process by the one that runs FastDeploy's server without a GPU, with every flag that was given."""
+    args.model = fastdeploy_cpu_model(args.model)
     if args.record_trace is not None:
-        os.environ[RECORD_VARIABLE] = args.record_trace
+        os.environ[RECORD_VARIABLE] = args.record_trace  # FastDeploy takes it as a variable
+    command, own = [sys.executable, "-m", CPU_SERVER], own_flags()
+    for name, value in vars(args).items():
+        if name in own or name in ("command", "run") or value is None:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}", str(value)]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], [*command, *extra])

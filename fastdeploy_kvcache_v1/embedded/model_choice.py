@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ..errors import ConfigError, ModelFetchError
+from ..errors import ModelFetchError
 from ..model_hub.smollm2 import SMOLLM2, fetch
 
 RANDOM_WORD = "random"
@@ -34,16 +34,6 @@ def embedded_model(word: str | None, *, is_random: bool = False) -> Path | None:
 def fastdeploy_cpu_model(word: str | None) -> str | None:
     """`--model` for FastDeploy over the CPU worker; None is its random model. Raises `ModelFetchError`."""
     return None if word is None or word == RANDOM_WORD else _directory(word)
-
-
-def fastdeploy_model(word: str | None) -> str | None:
-    """`--model` for FastDeploy on a GPU, where None is FastDeploy's own choice.
-
-    Raises `ConfigError` for the random model, which only CPU servers have, and `ModelFetchError`.
-    """
-    if word == RANDOM_WORD:
-        raise ConfigError("--model random is for servers without a GPU: add --embedded or --fastdeploy-cpu")
-    return None if word is None else _directory(word)
 
 
 def _directory(word: str) -> str:

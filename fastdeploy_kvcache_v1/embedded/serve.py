@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import logging
 import signal
 import socket
@@ -22,6 +23,7 @@ from ..storage.namespace import Namespace
 from ..trace_recorder import TraceRecorder
 from ..transfer.settings import PeerPort
 from ..worker import ops
+from .app import create_app
 from .disaggregation.prefill_client import PrefillClient
 from .disaggregation.prefill_endpoint import add_prefill_route
 from .disaggregation.role_info import add_role_route, role_info
@@ -32,13 +34,9 @@ from .engine.offered_prefills import OfferedPrefills
 from .engine.peer_requests import PeerRequests
 from .engine.remote_prefills import RemotePrefills
 from .engine.scheduler import Scheduler
-from .http.access import listens_beyond_this_machine
-from .http.api import create_app
-from .http.connections import BoundedListener, connection_limit
-from .http.metrics import Metrics, Snapshot
-from .http.server import HttpServer
-from .http.service import Service, intake_config
-from .intake.client import IntakeClient
+from .http_server import HttpServer
+from .metrics import Metrics, Snapshot
+from .requests import RequestReader
 from .settings import ServerConfig
 from .storage_namespace import storage_namespace
 from .text import Tokenizer
@@ -94,29 +92,23 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
         if config.record_trace is not None:
             recorder = TraceRecorder(config.record_trace, config.cache.block_size)
             stack.callback(recorder.close)
-        intake = IntakeClient(intake_config(config))
-        stack.callback(intake.close)
         try:
             worker = ProcessWorkerClient(
                 _worker_config(config, namespace, copy_faults),
-                stop_requested=lambda: signals.noted() or intake.has_failed,
+                stop_requested=signals.noted,
                 timeout_s=config.worker_timeout_s,
             )
         except StartInterruptedError:
-            if intake.has_failed:
-                intake.wait_ready()
             return EXIT_OK
         stack.callback(worker.close)
-        intake.wait_ready()
-        return _serve(config, tokenizer, intake, worker, listener, signals, namespace, recorder)
+        return _serve(config, tokenizer, worker, listener, signals, namespace, recorder)
 
 
 def _serve(
     config: ServerConfig,
     tokenizer: Tokenizer,
-    intake: IntakeClient,
     worker: ProcessWorkerClient,
-    listener: BoundedListener,
+    listener: socket.socket,
     signals: NotedSignals,
     namespace: Namespace | None,
     recorder: TraceRecorder | None,
@@ -137,9 +129,8 @@ def _serve(
     if core.storage is not None:
         core.storage.observe_latency = metrics.observe_storage
     engine = Engine(core, worker, on_fatal=on_fatal)
-    app = create_app(Service(config, tokenizer, engine, intake), metrics)
+    app = create_app(config, engine, RequestReader(config, tokenizer), metrics)
     _add_role_routes(app, config, engine, tokenizer, worker.transfer_ends)
-    listener.max_connections = connection_limit(config.max_connections)
     _warn_of_open_address(listener)
     ops.warn_of_slow_copies()
     chats = tokenizer.has_template and not config.is_random_model
@@ -253,7 +244,7 @@ def _checked_namespace(config: ServerConfig) -> Namespace | None:
 
 def _warn_of_open_address(listener: socket.socket) -> None:
     address = listener.getsockname()[0]
-    if listens_beyond_this_machine(address):
+    if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         logger.warning(
             "listening on %s: the server has no password, so every machine that reaches this one can use it; "
             "without --host it serves this machine only",
@@ -295,13 +286,13 @@ def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_fault
 
 
 @contextmanager
-def _listening_socket(host: str, port: int) -> Iterator[BoundedListener]:
+def _listening_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Bound before anything is started, so that a taken port costs nothing but one line."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = BoundedListener(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
     with listener:

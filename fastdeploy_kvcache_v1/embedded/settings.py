@@ -11,6 +11,7 @@ from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from ..model.config import FAMILIES, ModelConfig
 from ..model.reproducible import default_threads
+from ..scheduler.policies.tables import EVICTION_POLICIES
 from ..storage.settings import HELP as STORAGE_HELP
 from ..storage.settings import StorageSettings, takes_host_blocks
 from ..units import GIB
@@ -40,13 +41,9 @@ class ServerConfig:
     max_num_batched_tokens: int
     cache: KVCacheConfig
     cache_dtype: str
-    seed: int
     log_level: str
     worker_timeout_s: float = 120.0
     """0 sets no limit."""
-    max_request_mib: float = 16.0
-    max_connections: int = 512
-    allowed_hosts: tuple[str, ...] = ()
     checks_model_name: bool = False
     """Requests must name the served model or "default"; otherwise any name will do, as with FastDeploy."""
     num_threads: int = 1
@@ -78,12 +75,9 @@ DEFAULTS: dict[str, object] = {
     "eviction_policy": KVCacheConfig.eviction_policy,
     "enable_prefix_caching": KVCacheConfig.enable_prefix_caching,
     "tensor_parallel_size": ServerConfig.tensor_parallel_size,
-    "seed": 0,
     "cache_dtype": "float32",
     "log_level": "warning",
     "worker_timeout": ServerConfig.worker_timeout_s,
-    "max_request_mib": ServerConfig.max_request_mib,
-    "max_connections": ServerConfig.max_connections,
     "threads": default_threads(),
     "kvcache_storage_gib": StorageSettings.capacity_bytes // GIB,
     "storage_prefetch": StorageSettings.prefetch.value,
@@ -112,7 +106,7 @@ def _add(parser: argparse.ArgumentParser, flag: str, text: str, **options: objec
 
 
 def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags that FastDeploy's api_server has under the same names: it gets them where it serves instead."""
+    """Flags that FastDeploy's api_server has under the same names: with --fastdeploy-cpu it gets them."""
     add = functools.partial(_add, parser)
     add(
         "--model",
@@ -162,7 +156,7 @@ def _add_fastdeploys_flags(parser: argparse.ArgumentParser) -> None:
 def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of this package alone."""
     add = functools.partial(_add, parser)
-    parser.add_argument("--embedded", action="store_true", help="use this package's CPU server even beside FastDeploy")
+    parser.add_argument("--embedded", action="store_true", help=argparse.SUPPRESS)  # what serve always is
     parser.add_argument(
         "--fastdeploy-cpu",
         action="store_true",
@@ -176,7 +170,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mtp", action="store_true", help="a draft layer in the random model, whose guesses are verified; implies it"
     )
-    add("--seed", "seed for requests that give none", type=int)
     add(
         "--cache-dtype",
         "element type of the random model's cache: float32, float16, bfloat16 or block_wise_fp8",
@@ -189,14 +182,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
     )
     add("--threads", "threads that compute; the output does not depend on it", type=int, metavar="N")
-    add("--max-request-mib", "largest request body in MiB", type=float, metavar="MIB")
-    add("--max-connections", "connections at the same time; more are answered with 503", type=int, metavar="N")
-    add(
-        "--allowed-hosts",
-        "names by which clients may call the server, beside localhost, its addresses and this machine's name; "
-        "separate them by commas; * allows any",
-        metavar="NAMES",
-    )
     add(
         "--record-trace",
         "record hashes, lengths and times of the requests, for `fastdeploy-kvcache replay`; no tokens, no text",
@@ -234,12 +219,8 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         max_num_batched_tokens=values.max_num_batched_tokens,
         cache=cache,
         cache_dtype=values.cache_dtype,
-        seed=values.seed,
         log_level=values.log_level,
         worker_timeout_s=values.worker_timeout,
-        max_request_mib=values.max_request_mib,
-        max_connections=values.max_connections,
-        allowed_hosts=_names(values.allowed_hosts),
         checks_model_name="served_model_name" in given,
         num_threads=values.threads,
         storage=storage,
@@ -259,7 +240,6 @@ def _check_ranges(values: argparse.Namespace) -> None:
         ("max_num_batched_tokens", 1),
         ("block_size", 1),
         ("port", 0),
-        ("max_connections", 1),
         ("threads", 1),
         ("tensor_parallel_size", 1),
     ):
@@ -270,8 +250,6 @@ def _check_ranges(values: argparse.Namespace) -> None:
         raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
     if not 0 <= values.worker_timeout < float("inf"):
         raise ConfigError(f"--worker-timeout must be 0 or a number of seconds, got {values.worker_timeout:g}")
-    if not 0 < values.max_request_mib < float("inf"):
-        raise ConfigError(f"--max-request-mib must be positive, got {values.max_request_mib:g}")
 
 
 def _check_role(role: RoleSettings, values: argparse.Namespace, storage: StorageSettings | None) -> None:
@@ -286,6 +264,9 @@ def _check_role(role: RoleSettings, values: argparse.Namespace, storage: Storage
 
 def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len: int, free_bytes: int) -> KVCacheConfig:
     stores = takes_host_blocks(values.kvcache_storage_backend)
+    if values.eviction_policy not in EVICTION_POLICIES:
+        choices = ", ".join(EVICTION_POLICIES)
+        raise ConfigError(f"unknown eviction policy {values.eviction_policy!r}: choose one of {choices}")
     policy = WritePolicy.chosen(values.write_policy, values.write_through_threshold, stores=stores)
     if values.write_through_threshold is None:
         values.write_through_threshold = KVCacheConfig.write_through_threshold
@@ -364,18 +345,6 @@ def _host_bytes(values: argparse.Namespace, share: int, free_bytes: int) -> int:
             f"--swap-space {gib:g} GiB is more than the {free_bytes / GIB:.2f} GiB of memory that is free: lower it"
         )
     return int(gib * GIB)
-
-
-def _names(listed: str | None) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in (listed or "").split(","))
-    for name in names:
-        if name and (set(name) & set("/ ") or (name != "*" and "*" in name) or _has_port(name)):
-            raise ConfigError(f"--allowed-hosts takes names without scheme, port or pattern, got {name!r}")
-    return tuple(name for name in names if name)
-
-
-def _has_port(name: str) -> bool:
-    return name.count(":") == 1
 
 
 def _require_at_least(values: argparse.Namespace, name: str, least: int) -> None:

@@ -72,6 +72,8 @@ def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `EngineArgs.add_cli_args`: the choices of --write-policy, and the flags that FastDeploy does not have."""
+    from ..scheduler.policies.tables import EVICTION_POLICIES  # workers, who parse nothing, do without it
+
     parser = wrapped(*args, **kwargs)
     policy = parser._option_string_actions["--write-policy"]
     policy.choices = [each.value for each in WritePolicy]
@@ -80,6 +82,7 @@ def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     parser.add_argument("--write-through-threshold", type=int, help=HELP["write_through_threshold"])
     parser.add_argument(
         "--eviction-policy",
+        choices=tuple(EVICTION_POLICIES),
         default=KVCacheConfig.eviction_policy,
         help=f"{HELP['eviction_policy']} (%(default)s)",
     )

@@ -29,8 +29,7 @@ START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 5.0
 """Far below a lease's 60 s: what ends by a time-out alone is seen."""
-SERVE = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve", "--embedded")
-OPERATOR = {"X-KVCache-Operator": "1"}
+SERVE = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve")
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
@@ -42,7 +41,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     """The one line that a server says which does not start; in this process, because it ends before it has others."""
-    assert cli.main(["serve", "--embedded", "--model", "random", "--port", "0", *flags]) == 2
+    assert cli.main(["serve", "--model", "random", "--port", "0", *flags]) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("fastdeploy-kvcache: error: ")
@@ -51,7 +50,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 
 
 class ServerProcess:
-    """`serve --embedded` on a free port, with a temporary directory of its own; without `--model`, the random one."""
+    """`serve` on a free port, with a temporary directory of its own; without `--model`, the random one."""
 
     def __init__(
         self,
@@ -106,11 +105,6 @@ class ServerProcess:
         """The worker process, which has the ports and caches."""
         return self._child("worker.process")
 
-    @property
-    def intake(self) -> psutil.Process:
-        """The process that reads large bodies and renders chat templates."""
-        return self._child("intake.process")
-
     def _child(self, module: str) -> psutil.Process:
         found = [
             child
@@ -124,7 +118,7 @@ class ServerProcess:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
     def check(self) -> dict[str, object]:
-        report: dict[str, object] = httpx.get(f"{self.url}/debug/check", headers=OPERATOR, timeout=30.0).json()
+        report: dict[str, object] = httpx.get(f"{self.url}/debug/check", timeout=30.0).json()
         return report
 
     def wait_idle(self) -> dict[str, object]:

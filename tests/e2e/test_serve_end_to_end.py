@@ -10,7 +10,7 @@ import openai
 import psutil
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.http import server as http_server
+from fastdeploy_kvcache_v1.embedded import http_server
 from fastdeploy_kvcache_v1.embedded.worker import client as worker_client
 from tests.e2e.server_process import ServerProcess, started, wait_until
 
@@ -91,6 +91,33 @@ def test_disconnect_aborts_the_request_and_frees_its_blocks(server, stream):
     report = server.wait_idle()
     assert report["ok"]
     assert server.metrics()["requests_ended_total{outcome=aborted}"] == aborted + 1
+
+
+def test_a_stream_goes_on_beside_a_long_text(server):
+    """A thread tokenizes it, which gives the interpreter lock away. The stream's events are counted meanwhile."""
+    events, ends = [0], threading.Event()
+
+    def follow():
+        body = {"prompt": "go on", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        while not ends.is_set():
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+                for line in response.iter_lines():
+                    events[0] += line.startswith("data: {")
+                    if ends.is_set():
+                        break
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        wait_until(lambda: events[0] > 0, "the stream")
+        before = events[0]
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "lorem ipsum " * 400_000}, timeout=120)
+        assert events[0] - before > 20, "a second of a small model"
+    finally:
+        ends.set()
+        thread.join()
+    assert refused.status_code == 400
+    assert "too long for --max-model-len 2000" in refused.json()["error"]["message"]
 
 
 def why_cut(stream):
@@ -191,14 +218,11 @@ def test_the_times_of_an_ordered_end_add_up_to_eight_seconds():
     assert http_server.FORCE_S + worker_client.STOP_TIMEOUT_S <= 8
 
 
-def test_helper_processes_die_with_their_server(tmp_path):
+def test_the_worker_dies_with_its_server(tmp_path):
     with started(tmp_path, *SMALL) as running:
-        helpers = [running.worker, running.intake]
+        worker = running.worker
         running.process.kill()
-        for helper in helpers:
-            wait_until(
-                lambda helper=helper: not helper.is_running() or helper.status() == psutil.STATUS_ZOMBIE, "its end"
-            )
+        wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its end")
         assert running.wait_exit() == -signal.SIGKILL
         assert list(running.temp_dir.iterdir()) == []
 

@@ -13,7 +13,7 @@ import pytest
 
 from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
-from tests.e2e.server_process import OPERATOR, started, wait_until
+from tests.e2e.server_process import started, wait_until
 from tests.storage.attention_store.stand_in import environment, set_faults
 
 pytestmark = pytest.mark.process
@@ -118,7 +118,7 @@ def test_faults_cost_hits_and_no_token(tmp_path):
         tokens, _ = ask(server)
         wait_stored(server)
         for faults, cached in [*FAULTS, *[({}, None)] * 4]:
-            httpx.post(f"{server.url}/reset_prefix_cache", headers=OPERATOR, timeout=30.0).raise_for_status()
+            httpx.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
             wait_until(lambda: server.metrics()["storage_is_left_alone"] == 0, "a store that is asked")
             if "match" in faults:  # a write asks, too, and would meet the fault in place of the request
                 wait_until(lambda: server.check()["storage_idle"], "the end of what is stored")
@@ -150,6 +150,6 @@ def test_servers_that_are_killed_while_they_store_leave_a_directory_that_works(t
         found = [ask(server, prompt(number)) for number in range(4)]
         assert [cached for _, cached in found[::2]] == [CACHED] * 2, "stored before its server was killed"
         assert cli.main(["storage", "clear", "--kvcache-storage-dir", str(directory)]) == 0
-        httpx.post(f"{server.url}/reset_prefix_cache", headers=OPERATOR, timeout=30.0).raise_for_status()
+        httpx.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
         assert [ask(server, prompt(number)) for number in range(4)] == [(tokens, 0) for tokens, _ in found]
         end(server)

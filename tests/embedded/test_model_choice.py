@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
-from fastdeploy_kvcache_v1.embedded import command, handover, model_choice
-from fastdeploy_kvcache_v1.embedded.model_choice import embedded_model, fastdeploy_cpu_model, fastdeploy_model
-from fastdeploy_kvcache_v1.errors import ConfigError, ModelFetchError
+from fastdeploy_kvcache_v1.embedded import command, model_choice
+from fastdeploy_kvcache_v1.embedded.model_choice import embedded_model, fastdeploy_cpu_model
+from fastdeploy_kvcache_v1.errors import ModelFetchError
 from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2
 
 FETCHED = Path("/cache/SmolLM2-135M-Instruct")
@@ -55,7 +55,7 @@ def test_without_the_default_model_one_line_says_why_and_the_random_one_serves(n
 
 
 def test_a_model_that_was_asked_for_is_not_replaced_by_another(no_network, capsys):
-    assert cli.main(["serve", "--embedded", "--model", "smollm2"]) == 2
+    assert cli.main(["serve", "--model", "smollm2"]) == 2
     assert capsys.readouterr().err == "fastdeploy-kvcache: error: cannot fetch it: no network; do this\n"
 
 
@@ -69,27 +69,14 @@ def test_fastdeploy_over_the_cpu_worker_has_the_random_model_by_default(fetches)
     assert fetches == [SMOLLM2]
 
 
-def test_fastdeploy_on_a_gpu_chooses_its_own_default_and_has_no_random_model(fetches):
-    assert [fastdeploy_model(word) for word in (None, "a/b", "smollm2")] == [None, "a/b", str(FETCHED)]
-    assert fetches == [SMOLLM2]
-    with pytest.raises(ConfigError, match="--model random is for servers without a GPU"):
-        fastdeploy_model("random")
-
-
-@pytest.mark.parametrize(
-    ("flags", "module"),
-    [((), "fastdeploy.entrypoints.openai.api_server"), (("--fastdeploy-cpu",), handover.CPU_SERVER)],
-)
-def test_fastdeploy_is_handed_the_directory(fetches, monkeypatch, flags, module):
+def test_fastdeploy_is_handed_the_directory(fetches, monkeypatch):
     commands = []
 
-    def execute(path, words, environment=None):
+    def execute(path, words):
         commands.append(words)
         raise SystemExit(0)
 
-    monkeypatch.setattr(command, "fastdeploy_can_serve", lambda: True)
-    monkeypatch.setattr(handover.os, "execv", execute)
-    monkeypatch.setattr(handover.os, "execve", execute)
+    monkeypatch.setattr(command.os, "execv", execute)
     with pytest.raises(SystemExit):
-        cli.main(["serve", *flags, "--model", "smollm2"])
-    assert commands == [[sys.executable, "-m", module, "--model", str(FETCHED)]]
+        cli.main(["serve", "--fastdeploy-cpu", "--model", "smollm2"])
+    assert commands == [[sys.executable, "-m", command.CPU_SERVER, "--model", str(FETCHED)]]

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.embedded.http.server import HttpServer, ready_line
-from fastdeploy_kvcache_v1.embedded.serve import NotedSignals
+from fastdeploy_kvcache_v1.embedded.http_server import HttpServer, ready_line
+from fastdeploy_kvcache_v1.embedded.serve import NotedSignals, _warn_of_open_address
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 
 
@@ -36,7 +36,7 @@ class StubEngine:
 
 @pytest.fixture
 def server_config():
-    return ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, KVCacheConfig(8), "float32", 0, "warning")
+    return ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, KVCacheConfig(8), "float32", "warning")
 
 
 def test_signal_before_the_server_took_over_ends_it_without_a_ready_line(server_config, capsys):
@@ -57,3 +57,20 @@ def test_the_ready_line_shows_what_the_model_is_made_for(server_config, chats, p
     command = shlex.split(line[line.index("curl ") :])
     assert command[1] == f"http://127.0.0.1:8123/v1/{path}"
     assert field in json.loads(command[-1])
+
+
+class Listener:
+    def __init__(self, address):
+        self._address = address
+
+    def getsockname(self):
+        return (self._address, 8000)
+
+
+@pytest.mark.parametrize(
+    ("address", "num_warnings"), [("127.0.0.1", 0), ("127.9.9.9", 0), ("::1", 0), ("0.0.0.0", 1), ("fe80::1%eth0", 1)]
+)
+def test_an_address_that_other_machines_reach_is_warned_of(caplog, address, num_warnings):
+    _warn_of_open_address(Listener(address))
+    assert len(caplog.records) == num_warnings
+    assert all(f"listening on {address}: the server has no password" in text for text in caplog.messages)

@@ -36,8 +36,7 @@ def test_defaults():
     assert config.cache.write_policy.value == "auto"
     assert config.cache.num_host_blocks == GIB // BLOCK_BYTES
     assert config.cache.num_device_blocks == GIB // 2 // BLOCK_BYTES
-    assert (config.worker_timeout_s, config.max_request_mib) == (120, 16)
-    assert (config.max_connections, config.allowed_hosts) == (512, ())
+    assert config.worker_timeout_s == 120
     assert config.num_threads == default_threads()
 
 
@@ -106,15 +105,8 @@ def test_sizes():
     assert config.cache.num_host_blocks == GIB // 2 // BLOCK_BYTES
     assert config.cache.num_device_blocks == 7
     assert config.max_model_len == 100
-    config = configure("--worker-timeout", "0", "--max-request-mib", "0.5", "--threads", "3")
-    assert (config.worker_timeout_s, config.max_request_mib, config.num_threads) == (0, 0.5, 3)
-
-
-def test_allowed_hosts_are_a_list():
-    assert configure("--allowed-hosts", "kv.lan, proxy.example,[fe80::1],").allowed_hosts == (
-        *("kv.lan", "proxy.example", "[fe80::1]"),
-    )
-    assert configure("--allowed-hosts", "*").allowed_hosts == ("*",)
+    config = configure("--worker-timeout", "0", "--threads", "3")
+    assert (config.worker_timeout_s, config.num_threads) == (0, 3)
 
 
 def test_cache_dtype_decides_the_block_size():
@@ -137,6 +129,7 @@ def test_model_name_comes_from_the_directory(tmp_path):
     ("flags", "message"),
     [
         (["--write-policy", "write_sometimes"], "unknown write policy 'write_sometimes'"),
+        (["--eviction-policy", "oldest"], "unknown eviction policy 'oldest': choose one of adaptive, "),
         (["--write-through-threshold", "0"], "--write-through-threshold must be at least 1, got 0"),
         (["--swap-space", "-1"], "--swap-space must be a number of GiB, 0 or more, got -1"),
         (["--swap-space", "nan"], "--swap-space must be a number of GiB, 0 or more, got nan"),
@@ -154,15 +147,6 @@ def test_model_name_comes_from_the_directory(tmp_path):
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--worker-timeout", "-1"], "--worker-timeout must be 0 or a number of seconds, got -1"),
         (["--worker-timeout", "inf"], "--worker-timeout must be 0 or a number of seconds, got inf"),
-        (["--max-request-mib", "0"], "--max-request-mib must be positive, got 0"),
-        (["--max-request-mib", "nan"], "--max-request-mib must be positive, got nan"),
-        (["--max-connections", "0"], "--max-connections must be at least 1, got 0"),
-        (
-            ["--allowed-hosts", "a,http://b"],
-            "--allowed-hosts takes names without scheme, port or pattern, got 'http://b'",
-        ),
-        (["--allowed-hosts", "kv:8000"], "--allowed-hosts takes names without scheme, port or pattern, got 'kv:8000'"),
-        (["--allowed-hosts", "*.lan"], "--allowed-hosts takes names without scheme, port or pattern, got '*.lan'"),
         (["--kvcache-storage-backend", "tape"], "unknown storage backend 'tape': choose one of file"),
         (
             ["--kvcache-storage-backend", "file"],

@@ -23,12 +23,8 @@ DOES_NOT = {
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
-    "seed",
     "log_level",
     "worker_timeout_s",
-    "max_request_mib",
-    "max_connections",
-    "allowed_hosts",
     "checks_model_name",
     "num_threads",  # `configure_reproducible_math`
     "storage",

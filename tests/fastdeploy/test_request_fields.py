@@ -4,8 +4,7 @@ import ast
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.intake.fields import IGNORED, REFUSED
-from fastdeploy_kvcache_v1.embedded.intake.protocol import ChatBody, CompletionBody, StreamOptions
+from fastdeploy_kvcache_v1.embedded.request_fields import IGNORED, REFUSED, ChatBody, CompletionBody, StreamOptions
 
 from .fastdeploy_trees import tree
 

@@ -150,7 +150,6 @@ def test_what_cannot_start_is_said_and_leaves_nothing(release, tmp_path, case):
     [
         (["--tensor-parallel-size", "3"], True, "--tensor-parallel-size 3 must divide the model's num_heads"),
         (["--swap-space", "1"], False, "--swap-space needs ENABLE_V1_KVCACHE_MANAGER=1"),
-        (["--embedded"], True, "choose one"),
     ],
 )
 def test_wrong_settings_are_one_line(release, tmp_path, flags, manager, message):

@@ -56,7 +56,6 @@ INSIDE = {
     "storage/file": {"attention"},
     "storage/attention_store": {"attention", "scheduler", "storage/engine"},
     "storage/mooncake": set(),
-    "embedded/intake": {"model"},
     "embedded/engine": {"model", "scheduler", "storage", "transfer"},
     "embedded/worker": {"attention", "worker", "model", "storage", "transfer"},
     "fastdeploy_integration/overlay": set(),

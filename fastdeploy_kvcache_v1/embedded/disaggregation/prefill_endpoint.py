@@ -13,10 +13,9 @@ from ...metadata import CacheAccess
 from ...scheduler.cache_utils import BlockHasher
 from ...transfer.settings import PeerPort
 from ..api_error import ApiError
+from ..app import RequestStream
 from ..engine.engine import Engine
 from ..engine.generation import Generation, GenerationRequest
-from ..http.request_bodies import BodyRoom
-from ..http.service import RequestStream
 from ..prefill_job import PATH, PROOF_HEADER, PrefillAnswer, PrefillJob, PrefillLine, proves
 from ..settings import ServerConfig
 from ..text import Tokenizer
@@ -29,14 +28,12 @@ SIGN_S = 1.0
 
 def add_prefill_route(app: FastAPI, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, secret: bytes) -> None:
     """Only for servers whose role is prefill. The tokenizer is for the generation, nobody sees text."""
-    room = BodyRoom(config.max_request_mib)
 
     @app.post(PATH)
     async def prefill(request: Request) -> Response:
-        async with room.body(request) as raw:
-            job = _read(bytes(raw), request.headers.get(PROOF_HEADER, ""), secret, config)
-            stream = RequestStream(engine, job.request_id)
-            engine.submit(_generation(job, config, tokenizer, stream))
+        job = _read(await request.body(), request.headers.get(PROOF_HEADER, ""), secret, config)
+        stream = RequestStream(engine, job.request_id)
+        engine.submit(_generation(job, config, tokenizer, stream))
         return StreamingResponse(_lines(stream), media_type="application/x-ndjson")
 
 

@@ -15,7 +15,6 @@ from ...transfer.channel import connect
 from ...transfer.geometry import require_compatible
 from ...transfer.role_info import RoleInfo
 from ...transfer.socket_plane import SocketPlane
-from ..http.access import OPERATOR_HEADER
 from .role_info import PATH
 
 __all__ = ["try_servers"]
@@ -56,7 +55,7 @@ def _ask(url: str, role: str) -> RoleInfo:
 
 
 def _get(url: str, role: str) -> bytes:
-    answer = httpx.get(f"{url.rstrip('/')}{PATH}", headers={OPERATOR_HEADER: "1"}, timeout=TIMEOUT_S, trust_env=False)
+    answer = httpx.get(f"{url.rstrip('/')}{PATH}", timeout=TIMEOUT_S, trust_env=False)
     if answer.status_code == 404:
         raise PeerRefusedError(f"it is mixed: start it with --role {role}")
     answer.raise_for_status()

@@ -6,13 +6,13 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.app import add_error_handlers
 from fastdeploy_kvcache_v1.embedded.disaggregation.prefill_endpoint import add_prefill_route
 from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
 from fastdeploy_kvcache_v1.embedded.engine.peer_requests import PeerRequests
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
-from fastdeploy_kvcache_v1.embedded.http.errors import install_error_handlers
 from fastdeploy_kvcache_v1.embedded.prefill_job import (
     PATH,
     PROOF_HEADER,
@@ -36,13 +36,13 @@ PROMPT = list(range(18))
 def ask():
     """`ask(name, prompt, ...)`: the HTTP status, and the last line or the refusal."""
     cache = KVCacheConfig(40, block_size=4)
-    config = ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, cache, "float32", 0, "warning")
+    config = ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, cache, "float32", "warning")
     manager, worker = CacheManager(cache), ShadowWorkerClient(ShadowWorker(cache))
     scheduler = Scheduler(manager, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
     peers = PeerRequests(manager, scheduler, offered=OfferedPrefills())
     engine = Engine(EngineCore(manager, scheduler, worker.send, peers=peers), worker, on_fatal=pytest.fail)
     app = FastAPI()
-    install_error_handlers(app)
+    add_error_handlers(app)
     add_prefill_route(app, config, engine, load_tokenizer(None), SECRET)
     client = TestClient(app, "http://localhost")
 

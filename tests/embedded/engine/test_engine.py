@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.app import RequestStream
 from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
-from fastdeploy_kvcache_v1.embedded.http.service import RequestStream
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient

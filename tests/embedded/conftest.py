@@ -1,6 +1,6 @@
 import pytest
 
-from tests.embedded.http.served import running
+from tests.embedded.served import running
 
 
 @pytest.fixture

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from ..engine.engine import Engine
-from ..settings import ServerConfig
-from .deadlines import DeadlineProtocol
+from .engine.engine import Engine
+from .settings import ServerConfig
 
 GRACE_S = 4
 """After a signal, running requests have this long to end before they are answered with 503."""
@@ -20,7 +19,8 @@ GRACE_S = 4
 FORCE_S = GRACE_S + 2
 """After this long, connections are cut."""
 
-BACKLOG = 512
+MAX_CONNECTIONS = 512
+"""At the same time; uvicorn answers one more with 503."""
 
 TRY_PROMPT = (
     "A prefix cache keeps the keys and values of the prompts it has seen. When a prompt starts with the same words, "
@@ -52,13 +52,10 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 log_config=None,
-                access_log=config.log_level in ("debug", "info"),
+                access_log=False,  # ours has the ids of requests
                 lifespan="off",
-                # Named, for uvicorn would take others where they are installed, which have none of our limits.
-                loop="asyncio",
-                http=DeadlineProtocol,
                 ws="none",
-                backlog=BACKLOG,
+                limit_concurrency=MAX_CONNECTIONS,
                 timeout_graceful_shutdown=FORCE_S,
             )
         )

@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from fastapi.testclient import TestClient
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.app import create_app
 from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
-from fastdeploy_kvcache_v1.embedded.http.access import OPERATOR_HEADER
-from fastdeploy_kvcache_v1.embedded.http.api import create_app
-from fastdeploy_kvcache_v1.embedded.http.metrics import Metrics
-from fastdeploy_kvcache_v1.embedded.http.service import Service, intake_config
-from fastdeploy_kvcache_v1.embedded.intake.intake import Intake
+from fastdeploy_kvcache_v1.embedded.metrics import Metrics
+from fastdeploy_kvcache_v1.embedded.requests import RequestReader
 from fastdeploy_kvcache_v1.embedded.serve import _snapshot
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
@@ -24,20 +22,10 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient
 
 
-class InlineReader:
-    """A `BodyReader` without a process."""
-
-    def __init__(self, config, tokenizer):
-        self._intake = Intake(config, tokenizer)
-
-    async def read(self, endpoint, raw):
-        return self._intake.read(endpoint, raw)
-
-
 class Server:
     def __init__(self, cache, options):
         config = ServerConfig(
-            None, "tiny", BYTE_VOCAB_SIZE, "127.0.0.1", 0, 200, 8, 64, cache, "float32", 0, "warning", **options
+            None, "tiny", BYTE_VOCAB_SIZE, "127.0.0.1", 0, 200, 8, 64, cache, "float32", "warning", **options
         )
         manager = CacheManager(cache)
         scheduler = Scheduler(manager, block_size=cache.block_size, max_num_seqs=8, max_num_batched_tokens=64)
@@ -51,10 +39,8 @@ class Server:
         )
         core.observe_first_token = metrics.observe_first_token
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
-        self.tokenizer = load_tokenizer(None)
-        self.reader = InlineReader(intake_config(config), self.tokenizer)
-        service = Service(config, self.tokenizer, self.engine, self.reader)
-        self.client = TestClient(create_app(service, metrics), "http://localhost", headers={OPERATOR_HEADER: "1"})
+        reader = RequestReader(config, load_tokenizer(None))
+        self.client = TestClient(create_app(config, self.engine, reader, metrics))
 
     def chat(self, **body):
         messages = [{"role": "user", "content": "hello"}]

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from ...metadata import CopyPath
-from ...metric_table import (
+from ..metadata import CopyPath
+from ..metric_table import (
     COPY_OP,
     COPY_PATH,
     STORAGE_BUCKETS_S,
@@ -21,11 +21,11 @@ from ...metric_table import (
     Metric,
     Source,
 )
-from ...scheduler.cache_stats import CacheStats
-from ...storage.engine.tier import StorageTier
-from ...trace_recorder import TraceRecorder
-from ..engine.engine_counters import EngineCounters
-from ..engine.peer_requests import PeerRequests
+from ..scheduler.cache_stats import CacheStats
+from ..storage.engine.tier import StorageTier
+from ..trace_recorder import TraceRecorder
+from .engine.engine_counters import EngineCounters
+from .engine.peer_requests import PeerRequests
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 

@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.intake.fields import IGNORED, REFUSED
-from fastdeploy_kvcache_v1.embedded.intake.protocol import ChatBody, CompletionBody
-from tests.embedded.http.served import chunks_of, error_of, running
+from fastdeploy_kvcache_v1.embedded.request_fields import IGNORED, REFUSED, ChatBody, CompletionBody
 from tests.embedded.random_text import BOS, END, EOS
+from tests.embedded.served import chunks_of, error_of, running
 from tests.embedded.shadow import expected_outputs
 
-DOCS = Path(__file__).parents[3] / "docs" / "embedded-server.md"
+DOCS = Path(__file__).parents[2] / "docs" / "embedded-server.md"
 HELLO = [BOS, *b"hello"]
 
 

@@ -1,0 +1,244 @@
+"""Request bodies of the OpenAI-compatible API, with FastDeploy's extensions.
+
+Together the fields of the bodies, `REFUSED` and `IGNORED` are all request fields of FastDeploy 2.5 and 2.6 and of
+OpenAI's API. docs/embedded-server.md lists them for clients.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from .api_error import ApiError
+
+SEED_LIMIT = 2**63 - 1
+
+_ONE_ANSWER = "send one request for each answer"
+_NO_LOGPROBS = "it reports no log-probabilities; leave the field out"
+_NO_PENALTIES = "it has no penalties; leave the field out"
+_NO_BANS = "it cannot ban words; leave the field out"
+_NO_GUIDES = "it cannot constrain the output; leave the field out"
+_NO_TOOLS = "it calls no tools; leave the field out"
+_NO_BUDGETS = "it has one limit for the whole output; use max_tokens"
+_NO_TEMPLATES = "it uses the model's chat template; send the prompt to /v1/completions"
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), _ONE_ANSWER),
+    "best_of": ((1,), _ONE_ANSWER),
+    "echo": ((False,), "put the prompt before the answer yourself"),
+    "suffix": (("", {}), "it only continues a prompt; leave the field out"),
+    "logprobs": ((False, 0), _NO_LOGPROBS),
+    "top_logprobs": ((0,), _NO_LOGPROBS),
+    "prompt_logprobs": ((False,), _NO_LOGPROBS),
+    "logit_bias": (({},), "it cannot shift logits; leave the field out"),
+    "logits_processors_args": (({},), "it has no logits processors; leave the field out"),
+    "presence_penalty": ((0,), _NO_PENALTIES),
+    "frequency_penalty": ((0,), _NO_PENALTIES),
+    "repetition_penalty": ((1,), _NO_PENALTIES),
+    "bad_words": (([],), _NO_BANS),
+    "bad_words_token_ids": (([],), _NO_BANS),
+    "include_stop_str_in_output": ((False,), "it cuts the text before the stop; append the stop string yourself"),
+    "response_format": (({"type": "text"},), _NO_GUIDES),
+    "guided_json": ((), _NO_GUIDES),
+    "guided_regex": ((), _NO_GUIDES),
+    "guided_choice": ((), _NO_GUIDES),
+    "guided_grammar": ((), _NO_GUIDES),
+    "structural_tag": ((), _NO_GUIDES),
+    "tools": (([],), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "chat_template": ((), _NO_TEMPLATES),
+    "disable_chat_template": ((False,), _NO_TEMPLATES),
+    "completion_token_ids": (([],), "append them to prompt_token_ids"),
+    "reasoning_max_tokens": ((), _NO_BUDGETS),
+    "response_max_tokens": ((), _NO_BUDGETS),
+    "disaggregate_info": (({},), "it runs prefill and decode in one place; leave the field out"),
+}
+"""Fields that would change the answer: values that ask for nothing (null always does), and what a client can do."""
+
+IGNORED = frozenset(
+    {
+        "request_id",
+        "trace_context",
+        "collect_metrics",
+        "max_streaming_response_tokens",
+        "include_draft_logprobs",
+        "include_logprobs_decode_token",
+        "temp_scaled_logprobs",
+        "top_p_normalized_logprobs",
+        "mm_hashes",
+        "video_fps",
+    }
+)
+"""Fields of FastDeploy that change no token here. Unknown fields are ignored as well."""
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool | None = True
+    continuous_usage_stats: bool | None = False
+
+
+class GenerationBody(BaseModel):
+    """What both endpoints share. A field that is null counts as not given."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+
+    model: str | None = None
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-SEED_LIMIT - 1, le=SEED_LIMIT)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions(include_usage=False)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+    # Extensions, as FastDeploy and other servers have them.
+    prompt_token_ids: list[int] = Field(default_factory=list)
+    """The prompt, whatever else says so; an empty list counts as not given."""
+    min_tokens: int = Field(default=0, ge=0)
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = Field(default_factory=list)
+    return_token_ids: bool = False
+    """Add the token ids of prompt and output to the answer."""
+
+    cache_salt: str = Field(default="", min_length=1, max_length=1024)
+    """Only requests with the same one find each other's blocks."""
+    skip_reading_prefix_cache: bool = False
+    skip_writing_prefix_cache: bool = False
+
+    user: str | None = None
+    """For a recorded trace."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_given_fields(cls, body: object) -> object:
+        if not isinstance(body, dict):
+            return body
+        for name, (neutral, advice) in REFUSED.items():
+            value = body.get(name)
+            if value is not None and value not in neutral:
+                raise ApiError(400, f"{name}={value!r} is not supported by this server: {advice}", name)
+        return {name: value for name, value in body.items() if value is not None}
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _take_one_stop(cls, value: object) -> object:
+        return ([value] if value else []) if isinstance(value, str) else value
+
+    @field_validator("prompt_token_ids", mode="plain")
+    @classmethod
+    def _check_prompt_token_ids(cls, value: object) -> object:
+        ids = _only_one(value)
+        if _are_ids(ids):
+            return ids
+        raise ValueError("must be one list of token ids: send one request for each prompt")
+
+    @property
+    def token_limit(self) -> int | None:
+        """Output tokens the client asked for at most; None leaves it to the endpoint."""
+        return self.max_tokens
+
+
+class CompletionBody(GenerationBody):
+    prompt: str | list[int] | None = None
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _check_prompt(cls, value: object) -> object:
+        prompt = _only_one(value)
+        if isinstance(prompt, str) or _are_ids(prompt):
+            return prompt
+        raise ValueError("must be one string or one list of token ids: send one request for each prompt")
+
+    @model_validator(mode="after")
+    def _require_prompt(self) -> CompletionBody:
+        if not self.prompt and not self.prompt_token_ids:
+            fault = "the field is missing" if self.prompt is None else "must not be empty"
+            raise ApiError(400, f"prompt: {fault}: send a string or a list of token ids", "prompt")
+        return self
+
+
+class ImageUrl(NamedTuple):
+    """Part of a message."""
+
+    url: object
+    """As the client sent it."""
+
+
+class Message(BaseModel):
+    role: str = Field(min_length=1)
+    content: str | list[str | ImageUrl]
+    """A text, or texts and images in their order."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_calls(cls, message: object) -> object:
+        """A conversation without the calls in it would be another one."""
+        if isinstance(message, dict):
+            for name in ("tool_calls", "function_call"):
+                if message.get(name):
+                    raise ValueError(f"{name} is not supported by this server: send messages without calls")
+        return message
+
+    @field_validator("content", mode="plain")
+    @classmethod
+    def _join_content(cls, value: object) -> object:
+        if value is None:
+            return ""
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise ValueError("must be a string or a list of text and image parts")
+        parts = [_text_or_image(part) for part in value]
+        texts = [part for part in parts if isinstance(part, str)]
+        return "".join(texts) if len(texts) == len(parts) else parts
+
+
+class ChatBody(GenerationBody):
+    messages: list[Message] = Field(default_factory=list)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Literal["minimal", "low", "medium", "high"] | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatBody:
+        for name in self.metadata:  # FastDeploy takes request fields out of it: to ignore one could change the answer
+            if name in type(self).model_fields or name in REFUSED or name == "enable_thinking":
+                place = "into chat_template_kwargs" if name == "enable_thinking" else "out of metadata, beside messages"
+                fault = "this server reads no request fields in it"
+                raise ApiError(400, f"metadata: {fault}: move {name} {place}", "metadata")
+        if not self.messages and not self.prompt_token_ids:
+            raise ApiError(400, "messages: there must be at least 1 item", "messages")
+        return self
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**self.chat_template_kwargs, **effort}
+
+
+def _only_one(value: object) -> object:
+    """The prompt of a list with a single one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list) else value
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+def _text_or_image(part: object) -> str | ImageUrl:
+    if isinstance(part, dict) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    if isinstance(part, dict) and part.get("type") == "image_url":
+        image = part.get("image_url")
+        return ImageUrl(image.get("url") if isinstance(image, dict) else image)
+    raise ValueError("must be a string or a list of text and image parts")
