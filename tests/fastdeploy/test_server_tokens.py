@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 
 from .cpu_server import BLOCK_SIZE, started, wait_until
@@ -66,9 +67,16 @@ def test_tokens_are_the_same_with_both_tiers(release, expected, num_cached, tmp_
             assert_swapped(server)
         else:
             assert_shared(server, client, is_certain=release != "2.5")
+            assert_refuses_what_the_worker_cannot_do(client)
         assert server.stop() == 0, server.stderr
     if name == "default" and "selective" in num_cached:
         assert num_cached[name] > num_cached["selective"], "what was the default, at best"
+
+
+def assert_refuses_what_the_worker_cannot_do(client):
+    for given in ({"presence_penalty": 1.0}, {"frequency_penalty": -1.0}, {"response_format": {"type": "json_object"}}):
+        with pytest.raises(openai.APIStatusError, match=f"the CPU worker has no {next(iter(given))}: leave it out"):
+            client.chat.completions.create(model="default", messages=user("x"), max_tokens=4, **given)
 
 
 def assert_shared(server, client, *, is_certain):

@@ -15,6 +15,7 @@ from ...errors import ConfigError
 from ...switch import SWITCH
 from ..overlay.table import Where
 from . import activation
+from .tasks import unsupported
 from .token_channel import get_output, unsupported_output
 
 LAUNCH = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.launch"
@@ -111,6 +112,20 @@ def read_tokens(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
     for name in ("get_output_ep", "get_output_topk", "speculate_get_output", "speculate_get_output_topk"):
         vars(gpu)[name] = unsupported_output
     return wrapped(*args, **kwargs)
+
+
+def check_parameters(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps the API server's last look at a request. Raises FastDeploy's own error, which its client gets as 400."""
+
+    def check(data: Any) -> Any:
+        name = unsupported(data)
+        if name is not None:
+            from fastdeploy.utils import ParameterError
+
+            raise ParameterError(name, f"the CPU worker has no {name}: leave it out")
+        return wrapped(data)
+
+    return check(*args, **kwargs)
 
 
 def make_cache_shape(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +9,29 @@ from ...model.sampler import SamplingParams
 from ..task_kind import TaskKind
 from .batch_rows import BatchRows, FinishRules, RunningSequence
 
-logger = logging.getLogger(__name__)
-
-NEUTRAL = {
-    "repetition_penalty": (None, 0, 1),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (0, 1),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
+    "guided_json_object": (False,),
+    "bad_words": ([],),
+    "bad_words_token_ids": ([],),
+    "logits_processors_args": ({},),
 }
-"""Sampling parameters that this worker does not have, with the values that ask for nothing."""
+"""What a request may ask for and this worker does not have, with the values that ask for nothing beside None."""
 
-_warned: set[str] = set()
+
+def unsupported(request: Any) -> str | None:
+    """The first field of FastDeploy's `request` that asks for what this worker does not have."""
+    for name, neutral in NEUTRAL.items():
+        value = request.get(name)
+        if isinstance(value, dict):  # FastDeploy writes out every field of it
+            value = {key: each for key, each in value.items() if each is not None}
+        if value is not None and value not in neutral:
+            return name
+    return None
 
 
 def apply_task(table: BatchRows, task: Any) -> None:
@@ -67,10 +79,6 @@ def _stop_sequences(
 
 def sampling_params(task: Any, banned: tuple[int, ...]) -> SamplingParams:
     """How the tokens of a prefill task's sequence are chosen."""
-    for name, values in NEUTRAL.items():
-        if task.get(name) not in values and name not in _warned:
-            _warned.add(name)
-            logger.warning("the CPU worker does not support %s: ignored", name)
     temperature, top_p, seed = task.get("temperature"), task.get("top_p"), task.get("seed")
     return SamplingParams(
         temperature=1.0 if temperature is None else float(temperature),

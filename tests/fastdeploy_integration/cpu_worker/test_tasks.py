@@ -2,6 +2,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import tasks
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.batch_rows import BatchRows, FinishRules
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.hooks import check_parameters
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.tasks import apply_task, sampling_params
 
 from .host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
@@ -43,10 +44,19 @@ def test_sampling_parameters(given, expected):
     assert (params.seed, params.banned_tokens) == (3, (4,))
 
 
-def test_what_is_not_supported_is_said_once(caplog, monkeypatch):
-    monkeypatch.setattr(tasks, "_warned", set())
-    for _ in range(3):
-        sampling_params(prefill(0, "r", [1], [0], repetition_penalty=1.5, presence_penalty=0.0), ())
-    assert [record.getMessage() for record in caplog.records] == [
-        "the CPU worker does not support repetition_penalty: ignored"
-    ]
+NOTHING = {
+    "response_format": {"type": "text", "json_schema": None},
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "bad_words": [],
+}
+
+
+@pytest.mark.parametrize("given", [{}, NOTHING, dict.fromkeys(tasks.NEUTRAL)])
+def test_a_request_that_asks_for_nothing_special_is_served(given):
+    assert check_parameters(lambda data: "checked", None, (given,), {}) == "checked"
+
+
+@pytest.mark.parametrize("name", tasks.NEUTRAL)
+def test_what_the_worker_does_not_have_is_found_whatever_its_value(name):
+    assert tasks.unsupported({**NOTHING, name: "x"}) == name
