@@ -183,6 +183,34 @@ def test_requests_whose_prefix_has_arrived_make_way_for_others(engine):
     assert len(made.loads) == 6
 
 
+def test_a_load_waits_for_copies_that_use_its_slots():
+    """All 16 host slots are filled by a copy that no rank has reported; a load takes some of them."""
+    made = host(host=16)
+    step = made.compute("abcdefghijklmnop!")
+    made.arrive("r", "xyz!", 3)
+    assert made.loads == []
+    made.report(step, 0)
+    assert made.loads == []
+    made.report(step, 1)
+    (load,), (store,) = made.loads, made.stores
+    assert load.path == "xyz"
+    assert set(load.slots) <= set(step.evict.target_slots)
+    assert not set(store.slots) & set(load.slots), "what the load takes is not stored any more"
+    assert made.tier.counters.skipped_store_blocks == 3
+
+
+def test_nothing_is_loaded_into_a_tier_that_is_full_of_blocks_in_use():
+    made = host(host=3)
+    made.report(made.compute("abc!"))
+    (store,) = made.stores
+    made.arrive("r", "xyz!", 3)
+    assert made.loads == []
+    assert made.tier.may_start("r")
+    made.stored(store)
+    assert made.loads == []
+    made.check_idle()
+
+
 def test_loads_wait_each_for_their_own_copies():
     made = host(host=16)
     first = made.compute("abcdefghijklmnop!")
@@ -598,6 +626,20 @@ def test_a_move_that_every_rank_fails_is_one_failure_and_what_is_missed_is_count
     made.report(made.compute("xyz!"))
     assert made.tier.counters.skipped_store_blocks == before + 3 * (what == "store")
     assert len(made.stores) == (3 if what == "store" else 1)
+
+
+def test_three_questions_that_fail_end_the_questions(engine):
+    made = engine()
+    for number in range(3):
+        made.arrive(f"{number}", f"{number}bc!")
+        made.answer(0, error="no route")
+    assert made.tier.is_left_alone
+    made.arrive("r", "abc!")
+    assert len(made.link.queries) == 3
+    made.now = 1.0
+    made.arrive("s", "abc!", 3)
+    assert len(made.loads) == 1
+    assert not made.tier.is_left_alone
 
 
 @pytest.mark.parametrize("notice", ["a turn", "an arrival"])
