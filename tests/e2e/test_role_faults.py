@@ -22,9 +22,9 @@ from tests.mooncake_master import needs_mooncake
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 """Each starts three or four servers, at times on a machine that is busy with other tests."""
 
-FLAGS = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "64", "--max-model-len", "4096")
+FLAGS = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "16", "--max-model-len", "4096")
 LONG = 3000
-"""Tokens of a prompt that takes some 50 steps."""
+"""Tokens of a prompt that takes some 190 steps: long enough to be seen in the middle of it."""
 
 
 def prompt_of(seed: int, length: int = 200) -> list[int]:

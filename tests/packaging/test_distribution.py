@@ -110,8 +110,8 @@ def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
     texts = {f"{PACKAGE}/demo/{name}" for name in ("document.txt", "letter.txt")}
     texts |= {f"{PACKAGE}/model/random/{name}" for name in relative(ROOT / PACKAGE / "model/random", "*")}
     tables = {f"{PACKAGE}/fastdeploy_integration/patches/{name}" for name in relative(ROOT / "patches", "*.toml")}
-    assert len(tables) == 2 * len(known_releases()), (
-        "each release has a table for the overlay and one for the CPU worker"
+    assert len(tables) == 3 * len(known_releases()), (
+        "each release has a table for the overlay, one for the CPU worker, and digests of bodies"
     )
     assert names - {CORE} == modules | tables | texts | {f"{PACKAGE}/py.typed", f"{PACKAGE}.pth"}
 
