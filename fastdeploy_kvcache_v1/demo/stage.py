@@ -51,7 +51,7 @@ class DemoServer:
 def embedded_server(model: str | None) -> DemoServer:
     """Fetches SmolLM2 unless `model` names another one."""
     path = embedded_model(model)
-    return DemoServer(path, ("--embedded", *(("--model", str(path)) if path else ())))
+    return DemoServer(path, ("--model", str(path)) if path else ())
 
 
 def fastdeploy_server(checkout: Path, model: str | None) -> DemoServer:

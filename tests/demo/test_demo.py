@@ -15,7 +15,7 @@ import pytest
 from fastdeploy_kvcache_v1 import demo
 from fastdeploy_kvcache_v1.demo.picture import write_picture
 from fastdeploy_kvcache_v1.demo.scene import ASKED, BLOCK_SIZE, COMPUTED, HOST, LARGE, SMALL, play, setups
-from fastdeploy_kvcache_v1.demo.stage import Played, differences, verdicts, write_page
+from fastdeploy_kvcache_v1.demo.stage import Played, differences, embedded_server, verdicts, write_page
 from fastdeploy_kvcache_v1.embedded.client import Answer
 from fastdeploy_kvcache_v1.errors import ConfigError
 from tests.e2e.server_process import wait_until
@@ -129,6 +129,12 @@ def test_a_place_that_cannot_be_written_is_said_at_once(flag, tmp_path):
         with pytest.raises(ConfigError, match=f"cannot write {path}: choose a file"):
             run("--model", "random", "--page", tmp_path / "page.html", flag, path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_model_that_is_served_is_the_one_that_is_named(tmp_path):
+    named, own = embedded_server(str(tmp_path)), embedded_server("random")
+    assert (named.model, named.flags) == (tmp_path, ("--model", str(tmp_path)))
+    assert (own.model, own.flags) == (None, ())
 
 
 def test_a_directory_that_is_no_checkout_is_refused(tmp_path):

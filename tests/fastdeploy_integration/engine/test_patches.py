@@ -51,6 +51,7 @@ def test_engine_args_get_our_fields_and_a_decode_server_has_prefix_caching_where
     config_patches.add_arguments(EngineArgs)
     names = [field.name for field in fields(EngineArgs)]
     assert [name for name in names if name in OUR_ARGUMENTS] == list(OUR_ARGUMENTS)
+    assert {name: getattr(EngineArgs, name) for name in OUR_ARGUMENTS} == OUR_ARGUMENTS, "as of any dataclass"
     assert {name: value for name, value in asdict(EngineArgs()).items() if name in OUR_ARGUMENTS} == OUR_ARGUMENTS
     made = EngineArgs(write_policy="write_back", write_through_threshold=5)
     assert (made.write_policy, made.write_through_threshold) == ("write_back", 5)
