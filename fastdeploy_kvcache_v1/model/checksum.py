@@ -164,7 +164,7 @@ class ChecksumModel:
                 chain = np.cumsum(mix(seen + where.positions), axis=0, dtype=U64)
                 states[index] = mix(states[index] ^ chain[where.start :])
         last = [own[len(own) - each.num_logits :] for each, own in zip(sequences, states, strict=True)]
-        sums = self._of_all_ranks([own.sum(axis=1) for own in last])
+        sums = self._of_all_ranks([own.sum(axis=1, dtype=U64) for own in last])
         return [self._logits(each, own) for each, own in zip(sequences, sums, strict=True)]
 
     @property

@@ -100,7 +100,7 @@ def read_trace(path: Path, limit: int | None = None, *, tokens_per_id: int | Non
                     yield _sized(held.popleft(), sizes[0])
     except OSError as error:
         raise TraceError(f"cannot read trace {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # msgspec's are `ValueError`s
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise TraceError(f"{path}:{number}: {error}") from None
     if not count:
         raise TraceError(f"trace {path} holds no requests")
