@@ -36,6 +36,8 @@ class ChecksumConfig:
     num_layers: int = 4
     num_kv_heads: int = 4
     head_dim: int = 16
+    kv_lora_rank: int = 128
+    qk_rope_head_dim: int = 16
     vocab_size: int = BYTE_VOCAB_SIZE
     max_position: int = 32_768
     """Longest sequence, prompt and output together."""
@@ -76,8 +78,8 @@ class ChecksumConfig:
             scale_dtype="float32" if dtype == BLOCK_WISE_FP8 else None,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            kv_lora_rank=128,
-            qk_rope_head_dim=16,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
             index_head_dim=128,
         )
         return make_cache_backend(self.family, geometry)
@@ -176,8 +178,12 @@ def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool
 
 
 def _checksum_config(config: Fields) -> ChecksumConfig:
-    """Of a directory that `random_directory` wrote."""
+    """Of a directory that `random_directory` wrote; with `kv_lora_rank` its cache is that of latent attention."""
+    is_latent = "kv_lora_rank" in config.values
     return ChecksumConfig(
+        family="mla" if is_latent else "gqa",
+        kv_lora_rank=config.integer("kv_lora_rank", ChecksumConfig.kv_lora_rank),
+        qk_rope_head_dim=config.integer("qk_rope_head_dim", ChecksumConfig.qk_rope_head_dim),
         num_layers=config.integer("num_hidden_layers"),
         num_kv_heads=config.integer("num_key_value_heads"),
         head_dim=config.integer("head_dim"),
