@@ -20,6 +20,11 @@ SCENARIOS = {
         (4, 4, "write_through"),
         "run ab; step late; fail late host all; see ab DD; count host_free_blocks 4; count failed_transfer_blocks 2",
     ),
+    "a swap-in that failed loses no block that was computed again meanwhile": (
+        (5, 8, "write_back"),
+        "run ab; run vwxyz; see ab HH; start ab r; step late; finish r; start ab w/r; step; commit w/r 2; see ab DD;"
+        "count duplicate_blocks 0; fail late device all; see ab DD; finish w/r; see ab DD; idle",
+    ),
     "nothing is cached below a block that was lost": (
         (6, 4, "write_back"),
         "run abc; run 123456; start abcde r; step late; fail late device 2 r; commit r 5; see abcde DD; finish r",

@@ -70,6 +70,11 @@ SCENARIOS = {
         (8, 0, "write_back"),
         "run abc; store_on_device abcd 1 ab,abc; store_on_device abcd 3 - nothing; end; idle",
     ),
+    "a slot is given to nobody else while it is read although its block was computed again": (
+        (8, 0, "write_back"),
+        "run ab; store_on_device ab 0 a,ab; start ab w/r; step; commit w/r 2; count duplicate_blocks 0; finish w/r;"
+        "see ab DD; count device_free_blocks 4; refuse 7; end; count device_free_blocks 6; idle",
+    ),
     "a slot is given to nobody else while it is read although its block is evicted": (
         (4, 0, "write_back"),
         "run ab; store_on_device ab 0 a,ab; match wxyz big; full big 3 3 2; grow big 2; release big; run uv; run wx;"

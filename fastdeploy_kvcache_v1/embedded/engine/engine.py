@@ -165,7 +165,7 @@ class Engine:
         while not self._stop:
             try:
                 self._take_turn(self._next_action())
-            except Exception as error:  # the edge of the thread: a bug must end requests, not hang them
+            except BaseException as error:  # the edge of the thread: a bug, or a panic in Rust, ends requests
                 logger.exception("the engine failed")
                 self._fail_for_good(f"internal error: {error!r}")
         with self._lock:

@@ -96,6 +96,28 @@ def test_calls_that_wait_together_share_one_run_of_their_action():
     assert len(ran) == 2
 
 
+class PanicError(BaseException):
+    """As the tokenizer's Rust raises it: no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [KeyError, PanicError])
+def test_whatever_a_step_raises_ends_the_requests_and_hangs_none(monkeypatch, error):
+    engine, fatal = make_engine()
+
+    def broken():
+        raise error("here")
+
+    monkeypatch.setattr(engine.core, "step", broken)
+    engine.start()
+    try:
+        closed = engine.call(lambda core: core.closed)
+        assert closed.result(10) is None
+        assert engine.call(lambda core: core.closed.status).result(10) == 503
+    finally:
+        engine.close()
+    assert fatal == [f"internal error: {error('here')!r}"]
+
+
 def test_output_after_the_end_of_the_event_loop_is_dropped():
     engine, _ = make_engine()
 
