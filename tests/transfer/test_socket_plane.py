@@ -100,6 +100,7 @@ def test_only_blocks_of_an_open_lease_are_readable(mine, peer, lease, spans, is_
         with pytest.raises(RemoteReadError, match="not open over these blocks"):
             source.read("all", whole_blocks([0], [0]), soon())
     assert mine.is_untouched()
+    peer.plane.close()  # its thread counts behind the refusal
     assert peer.plane.num_refused == 1
 
 
