@@ -33,6 +33,7 @@ class Source(enum.Enum):
     TRACE = "trace recorder: TraceRecorder"
     """Only where a trace is recorded."""
     REPORTS = "FastDeploy's engine: CopyReports"
+    OVERLAY = "FastDeploy's engine: Overlay"
     TRANSFERS = "prefill or decode role: its ledger"
     """Only with a role: its rows have the label `side` as well."""
     GRANTS = "FastDeploy's engine with the role decode: Grants"
@@ -47,7 +48,7 @@ class Source(enum.Enum):
     @property
     def servers(self) -> str:
         """Which ones export its rows."""
-        theirs, ours = (Source.REPORTS, Source.GRANTS), (Source.ENGINE, Source.REMOTE_PREFILLS)
+        theirs, ours = (Source.REPORTS, Source.OVERLAY, Source.GRANTS), (Source.ENGINE, Source.REMOTE_PREFILLS)
         servers = {**dict.fromkeys(theirs, "FastDeploy"), **dict.fromkeys(ours, "embedded")}
         return servers.get(self, "both")
 
@@ -267,6 +268,13 @@ TABLE: tuple[Metric, ...] = (
         Kind.COUNTER,
         Source.REPORTS,
         "num_unreadable",
+    ),
+    Metric(
+        "changed_bodies",
+        "FastDeploy's functions and classes that are others inside than those this package was written for",
+        Kind.GAUGE,
+        Source.OVERLAY,
+        "num_changed_bodies",
     ),
     Metric("transfer_open", "Open leases (prefill) or fetches (decode)", Kind.GAUGE, Source.TRANSFERS, "num_open"),
     Metric(

@@ -63,7 +63,7 @@ class Snapshot:
             case Source.REMOTE_PREFILLS:
                 remote = None if self.peers is None else self.peers.remote
                 return [] if remote is None else [((), remote.counters)]
-            case Source.REPORTS | Source.GRANTS:
+            case Source.REPORTS | Source.OVERLAY | Source.GRANTS:
                 return []
             case Source.ENGINE:
                 return [((), self)]

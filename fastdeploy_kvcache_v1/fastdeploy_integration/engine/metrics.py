@@ -14,6 +14,7 @@ from ...metric_table import COPY_PATH, STORAGE_BUCKETS_S, STORAGE_LATENCY, Kind,
 from ...storage.engine.tier import StorageTier
 from ...trace_recorder import TraceRecorder
 from ..copy_report import CopyReport
+from ..overlay.overlay import Overlay
 from .adapter import PrefixCacheAdapter
 from .copy_reports import CopyReports
 
@@ -55,8 +56,8 @@ class Exported:
 
 @lru_cache(maxsize=1)
 def exported() -> Exported:
-    """Of this process: what the scheduler half counts, and what the worker ranks say of their copies."""
-    return Exported(Source.COUNTERS, Source.STATS, Source.COPIES, Source.REPORTS)
+    """Of this process: what the scheduler half counts, what worker ranks say of their copies, what the overlay sees."""
+    return Exported(Source.COUNTERS, Source.STATS, Source.COPIES, Source.REPORTS, Source.OVERLAY)
 
 
 @lru_cache(maxsize=1)
@@ -105,8 +106,8 @@ class CacheMetricsPublisher:
     Thread-safe.
     """
 
-    def __init__(self, adapter: PrefixCacheAdapter) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: PrefixCacheAdapter, overlay: Overlay) -> None:
+        self._adapter, self._overlay = adapter, overlay
         self._exported = exported()
         self._published: dict[Metric, float] = {}
         self._published_copies: defaultdict[str, dict[Metric, float]] = defaultdict(dict)
@@ -137,6 +138,7 @@ class CacheMetricsPublisher:
         stats = self._adapter.manager.stats()
         self._exported.publish(Source.STATS, stats, self._published)
         self._exported.publish(Source.COUNTERS, stats.counters, self._published)
+        self._exported.publish(Source.OVERLAY, self._overlay, self._published)
         if self.storage is not None:
             exported_storage().publish(Source.STORAGE, self.storage, self._published)
         if self.recorder is not None:

@@ -23,6 +23,7 @@ from ...trace_recorder import VARIABLE as RECORD_VARIABLE
 from ...trace_recorder import TraceRecorder
 from .. import settings, storage_channel, swap_space
 from ..copy_report import socket_path
+from ..overlay import overlay
 from .adapter import PrefixCacheAdapter
 from .copy_reports import NO_NEWS, CopyReports
 from .followers import Followers
@@ -83,7 +84,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
             whole_items=bool(cache.disable_chunked_mm_input),
             max_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
         )
-        self.publisher = CacheMetricsPublisher(self)
+        self.publisher = CacheMetricsPublisher(self, overlay.active())
         if trace := os.environ.get(RECORD_VARIABLE):
             self._record_trace(Path(trace))
         self.transit = Transit(self)

@@ -50,6 +50,8 @@ class Overlay:
         self._root = root
         self._states = dict.fromkeys(table.rows, PointState.WAITING)
         self._lock = threading.RLock()
+        self.num_changed_bodies = 0
+        """Of those that our code relies on, as `start` found them."""
 
     def start(self) -> None:
         """Check every row, then patch what is imported and hook what is not.
@@ -87,6 +89,7 @@ class Overlay:
     def _look_at_bodies(self) -> None:
         """One line of warning, or an error where it would not be safe to go on."""
         changed = self.changed_bodies()
+        self.num_changed_bodies = len(changed)
         if not changed:
             return
         known = f"the {self.table.release} ({self.table.commit}) that this package was written for"

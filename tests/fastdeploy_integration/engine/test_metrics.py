@@ -44,19 +44,24 @@ class CountingManager:
 @pytest.fixture
 def publisher(samples, monkeypatch):
     monkeypatch.setattr(metrics, "PUBLISH_EVERY_S", 0.0)
-    return metrics.CacheMetricsPublisher(SimpleNamespace(manager=CountingManager()))
+    adapter, overlay = SimpleNamespace(manager=CountingManager()), SimpleNamespace(num_changed_bodies=3)
+    return metrics.CacheMetricsPublisher(adapter, overlay)
 
 
 def test_every_row_of_the_scheduler_half_is_published_with_its_own_number(publisher, samples):
     publisher.publish()
     stats = publisher._adapter.manager.stats()
-    expected = {("copy_reports_lost_total",): 0, ("copy_reports_unreadable_total",): 0} | {
-        (metric.name + ("_total" if metric.kind is Kind.COUNTER else ""),): metric.value(source)
-        for source, metric in [
-            *((stats, metric) for metric in rows(Source.STATS)),
-            *((stats.counters, metric) for metric in rows(Source.COUNTERS)),
-        ]
-    }
+    expected = (
+        {("copy_reports_lost_total",): 0, ("copy_reports_unreadable_total",): 0}
+        | {("changed_bodies",): 3}
+        | {
+            (metric.name + ("_total" if metric.kind is Kind.COUNTER else ""),): metric.value(source)
+            for source, metric in [
+                *((stats, metric) for metric in rows(Source.STATS)),
+                *((stats.counters, metric) for metric in rows(Source.COUNTERS)),
+            ]
+        }
+    )
     assert samples() == expected
 
 

@@ -133,6 +133,7 @@ def test_a_start_warns_once_of_changed_bodies_and_refuses_some(tmp_path, known, 
     host = Overlay(table(tmp_path), tree(tmp_path, BODY.replace("task.wait()", "task.wait(1)")))
     monkeypatch.setattr(overlay.wrapt, "register_post_import_hook", lambda *_: None)
     host.start()
+    assert host.num_changed_bodies == 1
     assert [each.partition(" at ")[2].partition(" has ")[2] for each in caplog.messages] == [
         "1 functions that are others inside than in the 9.1 (abc) that this package was written for: "
         "fastdeploy-kvcache doctor names them"
