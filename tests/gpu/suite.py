@@ -25,7 +25,7 @@ def checks() -> Iterator[tuple[str, str, Callable[[], object]]]:
             yield name, check.__name__, partial(check, name, way)
         for of_worker in worker.OF_EVERY_PATH if worker else ():
             yield name, of_worker.__name__, partial(by, way, of_worker)
-    for module in filter(None, (worker, optional("ipc_checks"))):
+    for module in filter(None, (worker, optional("ipc_checks"), optional("flash_checks"))):
         for title, alone in module.CHECKS.items():
             yield "auto", title, alone
 

@@ -16,6 +16,7 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import latent_prefix, patches
 from tests.fastdeploy.inside.backends import import_worker_modules
 from tests.fastdeploy.real_manager import IS_26
+from tests.flash_attention import flash, softmax
 
 HIDDEN, Q_RANK, RANK, NOPE, ROTARY, VALUE, HEADS, LAYERS = 16, 12, 16, 8, 4, 6, 4, 2
 SCALE = (NOPE + ROTARY) ** -0.5
@@ -42,32 +43,6 @@ def host():
 
 def flat(tensor):
     return tensor.numpy().ravel()
-
-
-def softmax(scores):
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, causal, softmax_scale):
-    """FlashAttention 3: the mask ends at the bottom right. What it returns where there are no keys is not defined."""
-    keys, values, starts_q, starts_k = k.numpy(), v.numpy(), flat(cu_q), flat(cu_k)
-    assert len(keys) == len(values) == starts_k[-1]
-    out = np.full(q.shape, np.nan, "float32")
-    lse = np.full((q.shape[1], q.shape[0]), np.nan, "float32")
-    for row in range(len(starts_q) - 1):
-        here, there = slice(*starts_q[row : row + 2]), slice(*starts_k[row : row + 2])
-        num_q, num_k = here.stop - here.start, there.stop - there.start
-        if not num_q or not num_k:
-            continue
-        assert causal or num_k <= int(max_k)
-        scores = np.einsum("qhd,khd->hqk", q.numpy()[here], keys[there]) * softmax_scale
-        if causal:
-            last = np.arange(num_q)[:, None] + num_k - num_q
-            scores = np.where(np.arange(num_k) <= last, scores, -np.inf)
-        lse[:, here] = np.log(np.exp(scores).sum(-1))
-        out[here] = np.einsum("hqk,khd->qhd", softmax(scores), values[there])
-    return paddle.to_tensor(out), paddle.to_tensor(lse)
 
 
 class Kernels:

@@ -4,37 +4,24 @@ import sys
 from contextlib import nullcontext
 from types import ModuleType
 
-import numpy as np
-import paddle
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.causal_mask import init_flash_backend
-
-
-def flash(corner):
-    """Its mask ends at that corner."""
-
-    def attend(q, k, v, cu_q, cu_k, *, causal, head_dim, **lengths):
-        num_q, num_k = q.shape[0], k.shape[0]
-        assert (cu_q.tolist(), cu_k.tolist(), causal) == ([0, num_q], [0, num_k], True)
-        assert q.shape == [num_q, lengths["num_heads"], head_dim]
-        last = np.arange(num_q) + (num_k - num_q if corner == "bottom right" else 0)
-        seen = np.arange(num_k) <= last[:, None]
-        values = v.cast("float32").numpy()
-        means = np.einsum("qk,khd->qhd", seen / seen.sum(-1, keepdims=True), values)
-        return paddle.to_tensor(means.astype("float32")).cast("bfloat16"), None
-
-    return attend
+from tests.flash_attention import flash
 
 
 @pytest.mark.parametrize(
-    ("version", "corner", "refused"),
-    [(2, "top left", True), (2, "bottom right", False), (3, "bottom right", False), (4, "top left", False)],
+    ("version", "forgets_prefix", "refused"), [(2, True, True), (2, False, False), (3, False, False), (4, True, False)]
 )
-def test_a_flash_function_that_forgets_the_prefix_is_refused(monkeypatch, version, corner, refused):
+def test_a_flash_function_that_forgets_the_prefix_is_refused(monkeypatch, version, forgets_prefix, refused):
+    def attend(q, k, v, cu_q, cu_k, *, max_seqlen_q, max_seqlen_k, causal, num_heads, kv_num_heads, head_dim):
+        assert (q.shape[1:], k.shape[1:], causal) == ([num_heads, head_dim], [kv_num_heads, head_dim], True)
+        lengths, options = (max_seqlen_q, max_seqlen_k), {"softmax_scale": 1.0, "forgets_prefix": forgets_prefix}
+        return flash(q, k, v, cu_q, cu_k, *lengths, causal=causal, **options)
+
     module = ModuleType("flash_backend_of_the_test")
-    module.FLASH_ATTN_VERSION, module.flash_attn_func = version, flash(corner)
+    module.FLASH_ATTN_VERSION, module.flash_attn_func = version, attend
     monkeypatch.setitem(sys.modules, module.__name__, module)
     backend = type("FlashAttentionBackend", (), {"__module__": module.__name__})()
     made = []
