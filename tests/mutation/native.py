@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.gpu import fake_gpu
-from tests.gpu.changes import Change, read
+from tests.mutation.changes import Change, read
 from tests.worker.ops.native import ROOT, build, compile_program
 
 MISTAKES = read(Path(__file__).with_name("native_mistakes.txt"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.changes import read
+from tests.mutation.changes import read
 from tests.mutation.driver import PACKAGE, ROOT
 
 LIST = Path(__file__).with_name("forgotten_waits.txt")

@@ -7,50 +7,22 @@ first, and prints the seed that found it. `--of FILE`: those of another file.
 from __future__ import annotations
 
 import argparse
-import importlib.machinery
-import importlib.util
 import itertools
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from tests.gpu.changes import Change, read
+from tests.mutation.changes import Change, read
+from tests.mutation.replaced import load_from
 
-PACKAGE = "fastdeploy_kvcache_v1"
+SOURCES = Path(__file__).parents[2] / "fastdeploy_kvcache_v1"
 LIST = Path(__file__).with_name("mutants.txt")
 MUTANTS = read(LIST)
 
 
-class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the mutant instead."""
-
-    mutant: Change
-
-    def get_code(self, fullname: str) -> Any:
-        source = self.get_source(fullname)
-        assert source is not None
-        return compile(self.mutant.applied_to(source), self.path, "exec")
-
-
-class _Finder:
-    def __init__(self, mutant: Change) -> None:
-        self._mutant = mutant
-        self._module = f"{PACKAGE}.{mutant.file.removesuffix('.py').replace('/', '.')}"
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname != self._module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        assert spec is not None
-        assert spec.origin is not None
-        loader = _Loader(fullname, spec.origin)
-        loader.mutant = self._mutant
-        return importlib.util.spec_from_file_location(fullname, spec.origin, loader=loader)
-
-
 def hunt(mutant: Change, seeds: int, events: int) -> int:
-    sys.meta_path.insert(0, _Finder(mutant))  # type: ignore[arg-type]
+    path = SOURCES / mutant.file
+    load_from(path, mutant.applied_to(path.read_text(encoding="utf-8")))
     from .scenarios import SCENARIOS
     from .trial import KEPT, line, try_run
     from .world import Run

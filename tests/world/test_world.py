@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from .__main__ import main
 from .chooser import numbers, ranges
 from .faults import FAULTS
-from .mutations import MUTANTS, PACKAGE
+from .mutations import MUTANTS, SOURCES
 from .ranks import Worker
 from .scenarios import SCENARIOS
 from .trial import KEPT, line, shrink, try_run
@@ -71,7 +70,7 @@ def test_tickets_are_written_as_they_are_read(text):
 def test_a_seed_replays_bit_for_bit_in_another_process_from_the_sources_alone(tmp_path):
     """Also where Python hashes texts otherwise, and files lie elsewhere."""
     root = Path(__file__).parents[2]
-    for name in (PACKAGE, "tests"):
+    for name in (SOURCES.name, "tests"):
         shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     run = Run("embedded roles file", 3, range(200), check_every=1)
     command = [sys.executable, "-m", *shlex.split(line(run))[2:], "--trace"]
@@ -82,7 +81,7 @@ def test_a_seed_replays_bit_for_bit_in_another_process_from_the_sources_alone(tm
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_has_its_place(mutant):
-    compile(mutant.applied_to((Path(find_spec(PACKAGE).origin).parent / mutant.file).read_text()), mutant.file, "exec")
+    compile(mutant.applied_to((SOURCES / mutant.file).read_text()), mutant.file, "exec")
 
 
 def test_there_are_mutants_of_every_part():
