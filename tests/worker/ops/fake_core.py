@@ -1,4 +1,4 @@
-"""A compiled core whose copy paths have faults: what trials of paths and the cost model ask of `CompiledOps`."""
+"""A compiled core whose copy paths have faults: what trials of paths ask of `CompiledOps`."""
 
 from __future__ import annotations
 
@@ -43,9 +43,6 @@ class FakeCore:
         self.used: list[Path] = []
         self.staging = (0, 0)
         self.cuda_paths = frozenset(CUDA_PATHS)
-        self.thread_ns = 0.0
-        self.price: Callable[[Path, LayerRows, CopyRuns], tuple[float, float]] = lambda *_: (0.0, 0.0)
-        """Nanoseconds of the thread and of the GPU that a call takes."""
         self._costs = {way: Costs(*[7.0] * len(Costs._fields_)) for way in (True, False)}
 
     def has_cuda_path(self, path: Path) -> bool:
@@ -75,18 +72,12 @@ class FakeCore:
         if isinstance(fault, BaseException):
             raise fault
         self.used.append(path)
-        thread_ns, gpu_ns = self.price(path, targets, runs)
-        self.thread_ns += thread_ns
-        self.gpu.launch(stream, self._go_on, gpu_ns)
         self.gpu.statuses.pop("cuEventQuery", None)
         if name in self.broken_by:
             self.gpu.statuses |= dict.fromkeys(("cuEventQuery", "cuMemHostUnregister", "cuMemFree"), 700)
         if name in self.stuck:
             self.gpu.statuses["cuEventQuery"] = 600
         cupy_copies.swap_cache_per_layer(targets, sources, CopyRuns.of(runs)[fault:], stream)
-
-    def _go_on(self, nanoseconds: float) -> None:
-        self.gpu.now += nanoseconds
 
     def swap_cache_all_layers(self, *_: object) -> None:
         raise AssertionError("not asked for")
