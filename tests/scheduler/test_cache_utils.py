@@ -14,7 +14,6 @@ from fastdeploy_kvcache_v1.scheduler.cache_utils import (
     BlockHasher,
     GivenHashes,
     MultimodalItem,
-    get_block_hash_extra_keys,
     root_hash,
     token_bytes,
 )
@@ -84,27 +83,6 @@ def overlapping(start: int, end: int, items: list[MultimodalItem]) -> bytes:
             name = item.hash.encode()
             keys += struct.pack("<qQQ", item.offset - start, item.length, len(name)) + name
     return keys
-
-
-@pytest.mark.parametrize(
-    ("items", "blocks"),
-    [
-        ([(0, 4)], [1, 0, 0]),  # ends exactly at the second block's start: not in it
-        ([(0, 5)], [1, 1, 0]),
-        ([(3, 1)], [1, 0, 0]),
-        ([(4, 1)], [0, 1, 0]),
-        ([(2, 8)], [1, 1, 1]),  # spans many
-        ([(0, 1), (1, 2), (3, 1)], [3, 0, 0]),  # several in one
-        ([(1, 4), (6, 1), (7, 3)], [1, 3, 1]),
-    ],
-)
-def test_which_items_belong_to_which_blocks(items: list[tuple[int, int]], blocks: list[int]) -> None:
-    named = [MultimodalItem(offset, length, f"i{offset}") for offset, length in items]
-    first = 0
-    for block, count in enumerate(blocks):
-        keys, first = get_block_hash_extra_keys(block * 4, block * 4 + 4, named, first)
-        assert keys == overlapping(block * 4, block * 4 + 4, named)
-        assert keys.count(b"i") == count
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=6), st.integers(1, 5))

@@ -1,4 +1,4 @@
-"""What every order of eviction keeps, and the orders that follow from a worth against a sorted list."""
+"""What every order of eviction keeps, how one is chosen for a tier, and the orders that follow from a worth."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from math import log2
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
-from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
+from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
+from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.scheduler.policies.tables import BACKUP_POLICIES, EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.run import Run
 
 from .other_policies import OTHER_POLICIES
-from .scenario import cached, manager, play, run
+from .scenario import cached, manager, on_host, play, run
 
 ALL = list(EVICTION_POLICIES)
 
@@ -57,6 +59,34 @@ def test_the_gauge_says_whether_the_order_is_that_of_recency(order: str) -> None
         assert manager(4, host, eviction_policy=order).stats().recency_rules is (order in ("lru", "adaptive"))
 
 
+def test_each_tier_has_its_own_policy() -> None:
+    """`a` is the first in, `b` the least recently used."""
+    orders = {"lru": ["a"], "fifo": ["b"]}
+    for device, kept in orders.items():
+        cache = manager(2, 0, device_eviction=device)
+        for text in ("a!", "b!", "a!"):
+            run(cache, text, "r")
+        run(cache, "c!")
+        assert [text for text in "ab" if cached(cache, text)] == kept
+    for host, kept in orders.items():
+        cache = manager(8, 2, "write_through", host_eviction=host)
+        for text in ("a!", "b!", "a!", "c!"):
+            run(cache, text, "r")
+        assert [text for text in "ab" if on_host(cache, text) == [True]] == kept
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_an_unknown_eviction_policy_is_refused_with_the_choices(tier: str) -> None:
+    config = KVCacheConfig(4, 4, **{f"{tier}_eviction": "oldest"})  # type: ignore[arg-type]
+    choices = "adaptive, lru, hyperbolic, lrfu"
+    with pytest.raises(ConfigError, match=f"'oldest' of the {tier} tier: choose one of {choices}"):
+        CacheManager(config)
+
+
+def test_every_write_policy_has_a_backup_policy() -> None:
+    assert list(BACKUP_POLICIES) == list(WritePolicy)
+
+
 # ---- orders by a worth
 
 USES = (1, 2, 3, 5, 9)
@@ -67,51 +97,6 @@ WORTH: dict[str, Callable[[int, int, int], float]] = {
     "hyperbolic": lambda uses, age, lru_age: uses / (1 + age),
     "lrfu": lambda uses, age, lru_age: log2(uses) * lru_age / 2 - age,
 }
-NUM_BLOCKS = 12
-
-
-class SortedBlocks:
-    """Sorts all blocks whenever one has to leave. A block is its prompt up to it."""
-
-    def __init__(self, order: str) -> None:
-        self.cached: set[str] = set()
-        self._worth = WORTH[order]
-        self._uses: dict[str, int] = {}
-        self._last_use: dict[str, int] = {}
-        self._now = 0
-
-    def serve(self, text: str, lru_age: int) -> None:
-        path = [text[:depth] for depth in range(1, len(text) + 1)]
-        others = sorted(self.cached - set(path), key=lambda block: self._order(block, lru_age))
-        self.cached |= set(path)
-        self.cached -= set(others[: max(0, len(self.cached) - NUM_BLOCKS)])
-        self._now += 1
-        for block in path:
-            self._uses[block] = self._uses.get(block, 0) + 1
-            self._last_use[block] = self._now
-
-    def _order(self, block: str, lru_age: int) -> tuple[float, int, int]:
-        fewest = max(uses for uses in USES if uses <= self._uses[block])
-        last_use = self._last_use[block]
-        return self._worth(fewest, self._now - last_use, lru_age), last_use, -len(block)
-
-
-@pytest.mark.parametrize("order", WORTH)
-@pytest.mark.parametrize("seed", range(4))
-def test_of_documents_those_stay_that_a_sorted_list_keeps(order: str, seed: int) -> None:
-    """They come again whole, some more often than others; what was computed anew counts its uses of before."""
-    cache, model, dice = manager(NUM_BLOCKS, eviction_policy=order), SortedBlocks(order), random.Random(seed)
-    documents = [letter * dice.randint(1, 5) for letter in "abcdefghijkl"]
-    num_lost = 0
-    for number in range(250):
-        text = dice.choices(documents, range(1, 13))[0]
-        before = model.cached.copy()
-        model.serve(text, cache._history.lru_age)
-        run(cache, text + "!", str(number))
-        num_lost += len(before - model.cached)
-        assert {block.decode() for each in cache._tree.runs() for block in each.hashes} == model.cached, number
-    assert num_lost > 100
-    cache.check_idle()
 
 
 @pytest.mark.parametrize("order", WORTH)
@@ -129,18 +114,3 @@ def test_candidates_come_in_the_order_of_worth_where_prompts_share_prefixes(orde
         assert worths == sorted(worths)
         kinds |= {each.kind for each in cache._tree.runs()}
     assert len(kinds) == len(USES)
-
-
-@pytest.mark.parametrize(("uses", "last_stranger"), [(1, 5), (2, 8), (3, 11), (9, 17)])
-def test_each_doubling_is_worth_half_a_life(monkeypatch: pytest.MonkeyPatch, uses: int, last_stranger: int) -> None:
-    """A life is 8 requests, and 4 strangers fill the rest: the oldest of them is 3 requests old when another comes."""
-    monkeypatch.setattr(ReuseHistory, "_refresh", lambda history: None)
-    cache = manager(5, eviction_policy="lrfu")
-    cache._history.lru_age = 8
-    for number in range(uses):
-        run(cache, "a!", f"favourite {number}")
-    outlasted = 0
-    while cached(cache, "a"):
-        run(cache, f"{chr(256 + outlasted)}!")
-        outlasted += 1
-    assert outlasted == last_stranger

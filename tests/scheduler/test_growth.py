@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.metadata import Allocation, BlockHash, CacheLevel, NoSpace, TransferResult
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import NUM_CLASSES
+from fastdeploy_kvcache_v1.scheduler.run import Run
 
-from .garbage import no_cyclic_garbage
 from .scenario import manager
 
 
@@ -245,19 +247,6 @@ def test_a_reset_costs_what_is_in_use_and_is_finished_by_later_steps() -> None:
     assert calls[1] <= 2 * calls[0]
 
 
-def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
-    cache = manager(40, 40, "write_through", max_queued_events=0)
-    with no_cyclic_garbage():
-        for turn in range(5):
-            for number in range(10):
-                play(cache, str(number), [*blocks(2, turn), *blocks(1, 100 * turn + number)])
-            begin(cache, "r", blocks(3, turn))
-            cache.reset_cache()
-            cache.finish("r")
-            cache.take_swap_step()
-        cache.check_idle()
-
-
 def test_a_piece_of_a_stored_prompt_is_loaded_at_the_same_cost_whatever_is_before_it() -> None:
     cache = manager(4, 4200, max_queued_events=0)
     hashes = blocks(4128)
@@ -271,3 +260,108 @@ def test_a_piece_of_a_stored_prompt_is_loaded_at_the_same_cost_whatever_is_befor
     assert sorted(cost.calls for cost in costs.values())[-3] <= 2 * costs[256].calls + 10
     assert costs[4096].is_like(costs[256])
     cache.check()
+
+
+# ---- runs that a search for a victim looks at
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockHash]]:
+    """The blocks of every one."""
+    seen: list[list[BlockHash]] = []
+    plain = LeastRecentlyUsed.candidates
+
+    def counting(policy: LeastRecentlyUsed) -> Iterator[Run]:
+        for found in plain(policy):
+            seen.append(found.hashes)
+            yield found
+
+    monkeypatch.setattr(LeastRecentlyUsed, "candidates", counting)
+    return seen
+
+
+def test_blocks_in_use_are_passed_over_once_not_at_every_eviction(looks: list[list[BlockHash]]) -> None:
+    cache = manager(301)
+    for number in range(300):
+        play(cache, f"first {number}", blocks(1, number))
+        begin(cache, f"running {number}", blocks(1, number))
+    for number in range(100):
+        play(cache, f"short {number}", blocks(1, 1000 + number))
+    assert len(looks) <= 300 + 2 * 100
+    for number in range(300):
+        cache.finish(f"running {number}")
+    cache.check_idle()
+    looks.clear()
+    play(cache, "long", blocks(301, 5000))  # everything is evicted again, in the order it was used last
+    assert len(looks) == 301
+    assert looks[:2] == [blocks(1, 1099), blocks(1, 0)]
+
+
+def test_blocks_being_copied_are_passed_over_once(looks: list[list[BlockHash]]) -> None:
+    """One step evicts many children, and their parents that the host already has, while the host is full."""
+    count = 200
+    cache = manager(2 * count, 3 * count)
+    for number in range(count):
+        play(cache, f"parent {number}", blocks(1, number))
+    play(cache, "flush", blocks(2 * count, 1000))
+    for number in range(count):
+        play(cache, f"child {number}", [*blocks(1, number), *blocks(1, 2000 + number)])
+    looks.clear()
+    play(cache, "huge", blocks(2 * count, 5000))
+    assert len(looks) <= 12 * count
+    cache.check_idle()
+    looks.clear()
+    for number in range(count):  # what was passed over can be evicted again
+        play(cache, f"other {number}", blocks(1, 6000 + number))
+    assert cache.stats().host_free_blocks == 0
+    cache.take_swap_step()
+    cache.check_idle()
+
+
+# ---- what is kept, and what is freed
+
+
+@pytest.mark.parametrize(("policy", "host", "limit"), [("write_back", 0, 400), ("write_through", 4000, 560)])
+def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
+    """Every request has one block of its own and shares none: a tree node for each."""
+    hashes = blocks(4000, 1)
+    gc.collect()
+    tracemalloc.start()
+    cache = manager(4000, host, policy, max_queued_events=0)
+    for number, digest in enumerate(hashes):
+        play(cache, str(number), [digest])
+    gc.collect()
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size / 4000 + 65 < limit  # 65: the digest itself, which was there before
+    assert cache.stats().device_free_blocks == 0
+
+
+@contextmanager
+def no_cyclic_garbage() -> Iterator[None]:
+    """Nothing of the scheduler half is freed late. Threads of other tests in this process may leave garbage, too."""
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        yield
+        gc.collect()
+        ours = "fastdeploy_kvcache_v1.scheduler"
+        assert [left for left in gc.garbage if type(left).__module__.startswith(ours)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
+    cache = manager(40, 40, "write_through", max_queued_events=0)
+    with no_cyclic_garbage():
+        for turn in range(5):
+            for number in range(10):
+                play(cache, str(number), [*blocks(2, turn), *blocks(1, 100 * turn + number)])
+            begin(cache, "r", blocks(3, turn))
+            cache.reset_cache()
+            cache.finish("r")
+            cache.take_swap_step()
+        cache.check_idle()

@@ -59,12 +59,6 @@ def test_what_is_computed_besides_hides_a_slow_copy() -> None:
     assert chosen(costs, 10, 160, budget=100) == 3, "only 100 s of it in this batch, where 50 tokens arrive"
 
 
-def test_copies_of_the_batch_come_first() -> None:
-    costs = measured(2.0, 1.0)
-    assert chosen(costs, 10, 160, budget=MUCH, num_loading=1) < 10
-    assert chosen(costs, 10, 160, budget=MUCH, num_loading=1000) == 0
-
-
 @pytest.mark.parametrize("ratio", [0.01, 0.5, 0.99, 1.0, 1.01, 1.5, 3.0, 40.0])
 @pytest.mark.parametrize("num_uncached", [1, 15, 100, 5000])
 @pytest.mark.parametrize("budget", [64, 512, MUCH])
@@ -116,18 +110,6 @@ def test_the_slowest_rank_counts_whoever_measured_last(slow: int) -> None:
     assert chosen(costs, 10, 1, budget=MUCH) == 10, "322 s to compute on the slower rank"
 
 
-def test_which_rank_is_the_slowest_may_depend_on_the_length() -> None:
-    """Rank 0 takes 100 s and 0.01 s per token, rank 1 a second per token, computing 0.5 s."""
-    costs = LoadCosts(BLOCK)
-    for num_tokens in (16, 1600, 160):
-        costs.loaded(LoadTime(num_tokens // BLOCK, 100 + 0.01 * num_tokens), 0)
-        costs.loaded(LoadTime(num_tokens // BLOCK, float(num_tokens)), 1)
-    costs.computed(PrefillTime(100, 0.0, 50.0))
-    assert chosen(costs, 1, 180, budget=MUCH) == 0, "100 s for a block, 98 s for all"
-    assert chosen(costs, 100, 1700, budget=MUCH) == 100, "1,600 s for the blocks, 1,650 s for all"
-    assert chosen(costs, 100, 1500, budget=MUCH) < 100
-
-
 def test_a_rank_that_was_slow_is_believed_when_a_trial_is_fast() -> None:
     costs = measured(2.0, 1.0)
     costs.loaded(LoadTime(10, 1e6), 1)
@@ -176,16 +158,6 @@ def test_one_probe_is_enough_to_see_that_it_is_fast_again() -> None:
     assert chosen(costs, 20, 10, budget=MUCH) == 20
 
 
-def test_a_copy_that_was_fast_once_is_no_rate() -> None:
-    costs = measured(3.0, 1.0)
-    copied(costs, BLOCK, 0.1 * BLOCK)
-    assert chosen(costs, 20, 10, budget=MUCH) < 20
-
-
-def test_nothing_on_the_host_is_no_question() -> None:
-    assert [chosen(measured(1e6, 1.0), 0, 10, budget=MUCH) for _ in range(PROBE_EVERY)] == [0] * PROBE_EVERY
-
-
 def saved(costs: LoadCosts, num_blocks: int, num_uncached: int, level: CacheLevel = CacheLevel.HOST) -> float | None:
     return costs.seconds_saved(num_blocks, 0, num_blocks * BLOCK + num_uncached, level)
 
@@ -205,8 +177,3 @@ def test_a_copy_that_computing_does_not_hide_saves_less() -> None:
     assert saved(costs, 10, 80) == pytest.approx(160)
     assert saved(costs, 10, 20) == pytest.approx(160 + 20 - 80)
     assert saved(costs, 10, 20, CacheLevel.DEVICE) == pytest.approx(160), "no copy"
-
-
-def test_of_a_slow_host_as_much_is_saved_as_is_worth_loading() -> None:
-    assert saved(measured(2.0, 1.0), 10, 60) == pytest.approx(4 * BLOCK), "64 tokens in 128 s, while 156 are computed"
-    assert saved(measured(1e6, 1.0), 10, 60) == pytest.approx(0)

@@ -73,21 +73,6 @@ def test_memory_is_bounded_and_the_start_of_a_prompt_is_forgotten_last() -> None
     assert len(history) <= 100
 
 
-def test_a_long_prompt_costs_little_more_than_a_short_one() -> None:
-    class Counting(list):  # type: ignore[type-arg]
-        looks = 0
-
-        def __getitem__(self, index):  # type: ignore[no-untyped-def]
-            self.looks += 1
-            return super().__getitem__(index)
-
-    history = ReuseHistory(lambda: 100_000, lambda: 100)
-    blocks = Counting(hashes("long", 1 << 14))
-    for _ in range(2):
-        serve(history, blocks)
-    assert blocks.looks < 6 * 60
-
-
 def test_a_request_that_was_only_matched_or_resumes_teaches_nothing() -> None:
     cache = manager(8, eviction_policy="adaptive")
     run(cache, "ab!")
@@ -134,12 +119,6 @@ def test_a_new_run_is_cut_where_its_blocks_are_not_of_one_kind() -> None:
     kinds = {b"".join(block[-1:] for block in each.hashes): each.kind for each in cache._tree.runs()}
     assert kinds == {b"abcd": 1, b"wxyz": 0}
     cache.check_idle()
-
-
-def test_nothing_is_watched_for_a_host_order_without_a_host_tier() -> None:
-    cache = manager(8, device_eviction="lru", host_eviction="adaptive")
-    run(cache, "ab!")
-    assert cache.stats().watched_blocks == 0
 
 
 def test_recency_is_not_judged_before_anything_had_to_leave() -> None:

@@ -52,22 +52,6 @@ def test_the_estimate_is_corrected_by_what_recency_really_finds() -> None:
     assert term(it, 90, 90) < 50
 
 
-def test_a_long_time_of_good_service_makes_up_for_earlier_failures() -> None:
-    it = Judge()
-    term(it, 100, 100)
-    term(it, 50, 100)
-    assert term(it, 100, 100) == 16
-    term(it, 100, 100, most=64)
-    term(it, 50, 100)
-    assert term(it, 100, 100) == 16, "not 32"
-
-
-def test_a_cache_that_finds_nothing_is_no_error() -> None:
-    it = Judge()
-    assert term(it, 0, 0) == 8
-    assert term(it, 0, 0) == 1000
-
-
 def by_turns(it: Judge, found: int, spread: int, most: int = 1000) -> int:
     """As `term`, where refreshes find `spread` more and less by turns, of an estimate of 1,000."""
     before = it.trusts
