@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases
 from fastdeploy_kvcache_v1.transfer.control_link import Self
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry
 from fastdeploy_kvcache_v1.transfer.ledger import FetchLedger, FetchOutcome, LeaseLedger
@@ -42,8 +41,6 @@ class Scope(NamedTuple):
     looks_at_leases: bool = True
     begun: int = 0
     """Events of a transfer that goes well before the search begins."""
-    ranks_open: bool = False
-    """As in FastDeploy: a rank opens a lease with its batch, and its engine hears of that. Other commands overtake."""
 
 
 class Clock:
@@ -69,7 +66,7 @@ class Rank:
         self.hazards = HazardTable("device", self.num_slots)
         settings = TransferSettings(secret=b"sixteen bytes or more", instance=self.name)
         listen = PeerPort("here", 0) if kind == "decode" else None
-        self.commands, self.batches = deque(), deque()
+        self.commands = deque()
         self.desks = RankTransfers(
             Self(geometry, plane.address(), settings),
             plane,
@@ -80,8 +77,8 @@ class Rank:
             clock=clock,
         )
 
-    def obey(self, queue):
-        command = queue.popleft()
+    def obey(self):
+        command = self.commands.popleft()
         if isinstance(command, tuple) and command[0] == "compute":
             _, request, end = command
             self.desks.begin_pass([(request, end)])
@@ -112,10 +109,6 @@ class Server:
         for rank in self.ranks:
             rank.commands.append(command)
 
-    def compute(self, command):
-        for rank in self.ranks:
-            rank.batches.append(command)
-
     def give_back(self, request):
         slots = self.slots.pop(request)
         self.past.add(request)
@@ -137,10 +130,6 @@ class World:
         ]
         self.ports = tuple(PeerPort("here", rank.desks.port) for rank in decodes)
         self.prefill = Server("prefill", prefills, LeaseLedger(num_ranks=scope.prefills))
-        self.leases = None
-        if scope.ranks_open:
-            self.leases = Leases(num_ranks=scope.prefills, send=self.prefill.tell)
-            self.prefill.ledger = self.leases.ledger
         self.decode = Server("decode", decodes, FetchLedger(num_ranks=scope.decodes, clock=self.clock))
         self.computed = {}
         self.withdrawn = set()
@@ -158,9 +147,7 @@ class World:
         found = self.net.moves()
         for rank in self._ranks():
             if rank.commands:
-                found.append((f"{rank.name} obeys", partial(rank.obey, rank.commands)))
-            if rank.batches:
-                found.append((f"{rank.name} takes a batch", partial(self._take_batch, rank)))
+                found.append((f"{rank.name} obeys", rank.obey))
         for request in self.scope.requests:
             for kind, able in (
                 ("open", self._can_open),
@@ -181,13 +168,6 @@ class World:
             if server.ranks:
                 found.append((f"{server.kind} dies", partial(self._die, server)))
         return found
-
-    def _take_batch(self, rank):
-        command = rank.batches[0]
-        if self.leases and isinstance(command, OpenLease):
-            number = self.prefill.ranks.index(rank)
-            self.leases.heard(number, LeaseOpened(command.lease, command.request_id))
-        rank.obey(rank.batches)
 
     def _fault(self, move):
         self.faulty = True
@@ -217,11 +197,8 @@ class World:
         self.prefill.take(request)
         self.computed[request] = 0
         command = OpenLease(request, request, tuple(self.prefill.slots[request]), BLOCKS, self.ports)
-        if self.leases is None:
-            self.prefill.ledger.open(request)
-            self.prefill.tell(command)
-        else:
-            self.prefill.compute(command)
+        self.prefill.ledger.open(request)
+        self.prefill.tell(command)
 
     def _can_compute(self, request):
         return request in self.prefill.slots and self.computed[request] < BLOCKS
@@ -231,8 +208,7 @@ class World:
         for rank in self.prefill.ranks:
             rank.tensor[self.prefill.slots[request][block]] = rank.holds(request, block)
         self.computed[request] += 1
-        tell = self.prefill.tell if self.leases is None else self.prefill.compute
-        tell(("compute", request, block + 1))
+        self.prefill.tell(("compute", request, block + 1))
 
     def _can_withdraw(self, request):
         lease = self.prefill.ledger._leases.get(request)
@@ -240,10 +216,6 @@ class World:
 
     def _withdraw(self, request):
         self.withdrawn.add(request)
-        if self.leases is not None:
-            self.withdrawn.update(self.scope.requests)
-            self.leases.withdraw_all("aborted")
-            return
         assert self.prefill.ledger.withdraw(request)
         self.prefill.tell(WithdrawLease(request, "aborted"))
 
@@ -276,7 +248,7 @@ class World:
             rank.desks.check()
         for number, rank in enumerate(self.prefill.ranks):
             for end in rank.desks.take_news().leases:
-                if self._reports(number, end):
+                if self.prefill.ledger.report(end, number):
                     self._lease_is_over(end.request_id)
         for number, rank in enumerate(self.decode.ranks):
             for result in rank.desks.take_news().fetches:
@@ -286,13 +258,6 @@ class World:
             self.decode.tell(CancelFetch(request, reason))
         self.decode.ledger.check()
         self._look_at_slots()
-
-    def _reports(self, number, end):
-        if self.leases is None:
-            return self.prefill.ledger.report(end, number)
-        self.leases.heard(number, end)
-        self.leases.check()
-        return bool(self.leases.take_ended())
 
     def _lease_is_over(self, request):
         slots = set(self.prefill.slots[request])
@@ -371,11 +336,9 @@ class World:
         for _ in range(ENDLESS):
             moved = self.net.settle()
             for rank in self._ranks():
-                moved |= bool(rank.commands or rank.batches)
+                moved |= bool(rank.commands)
                 while rank.commands:
-                    rank.obey(rank.commands)
-                while rank.batches:
-                    self._take_batch(rank)
+                    rank.obey()
             self.settle_accounts()
             if not moved and not self.net.moves() and not any(rank.commands for rank in self._ranks()):
                 return

@@ -1,7 +1,5 @@
 """MooncakePlane over Mooncake itself: the contract, and processes that die, stand still or end while they read."""
 
-import subprocess
-import sys
 import time
 from contextlib import closing, contextmanager
 from threading import Thread
@@ -118,34 +116,6 @@ def test_a_cancelled_read_has_ended_when_close_returns(real):
         thread.join(20)
         assert len(failures) == 1
         assert mine.is_untouched()
-
-
-ENDING = """
-import sys, threading, time
-from tests.gpu.plane_contract import canaries, soon, everything, Ours, Tensors
-from tests.transfer.planes import HOST
-from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
-
-ours = Ours(MooncakePlane(HOST), Tensors(canaries()))
-source = ours.plane.open(bytes.fromhex(sys.argv[1]), soon())
-source.read("any", everything(), soon())
-
-def read():
-    while True:
-        source.read("any", everything(), soon())
-
-threading.Thread(target=read, daemon=True).start()
-time.sleep(0.2)
-sys.exit(7)
-"""
-
-
-@pytest.mark.process
-@needs_mooncake()
-def test_a_process_that_ends_while_it_reads_neither_crashes_nor_hangs(real):
-    command = [sys.executable, "-c", ENDING, real.peer().address.hex()]
-    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
-    assert done.returncode == 7, done.stderr
 
 
 # ---- without Mooncake

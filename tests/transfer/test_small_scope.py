@@ -22,7 +22,6 @@ MOST_STATES = int(os.environ.get("SMALL_SCOPE_STATES", "200"))
         *(Scope(faults=1, begun=begun) for begun in (0, 6, 11, 13)),
         *(Scope(prefills=2, faults=1, begun=begun) for begun in (0, 18, 22)),
         *(Scope(decodes=2, faults=1, begun=begun) for begun in (0, 15, 20)),
-        *(Scope(prefills=2, ranks_open=True, begun=begun) for begun in (0, 2)),
         *(Scope(looks_at_leases=False, faults=1, begun=begun) for begun in (11, 13)),
     ],
     ids=str,

@@ -86,14 +86,6 @@ def test_what_is_too_short_is_neither_asked_for_nor_loaded(engine, num_tokens, s
     assert made.tier.may_start("r") == (not num_loads)
 
 
-def test_what_is_worth_it_and_how_long_it_takes_is_a_matter_of_tokens():
-    made = host(block_size=4, min_tokens=20)
-    made.arrive("short", "abcd!")
-    assert made.link.queries == []
-    made.arrive("r", "vwxyz!", 5)
-    assert made.tier.seconds_to_next_deadline() == pytest.approx(0.5 + 0.5 * 20 / 1000)
-
-
 def test_nothing_is_fetched_before_there_is_a_namespace_or_for_who_does_not_read(engine):
     made = engine()
     made.tier.forget_namespace()
@@ -130,17 +122,6 @@ def test_after_a_reset_nothing_more_is_loaded(engine):
     assert len(made.loads) == 2
     assert made.cached(LONG) == 0
     made.check_idle()
-
-
-def test_blocks_that_were_computed_meanwhile_do_not_end_a_fetch(engine):
-    made = engine(host=256)
-    made.arrive("r", LONG, 199)
-    first, second = made.loads
-    made.report(made.compute(LONG[:32] + "!"))
-    made.loaded(first)
-    made.loaded(second)
-    assert made.cached(LONG) == 64
-    assert len(made.loads) > 2
 
 
 def test_a_quarter_of_the_tier_is_filled_at_a_time(engine):
@@ -197,30 +178,6 @@ def test_a_load_waits_for_copies_that_use_its_slots():
     assert set(load.slots) <= set(step.evict.target_slots)
     assert not set(store.slots) & set(load.slots), "what the load takes is not stored any more"
     assert made.tier.counters.skipped_store_blocks == 3
-
-
-def test_nothing_is_loaded_into_a_tier_that_is_full_of_blocks_in_use():
-    made = host(host=3)
-    made.report(made.compute("abc!"))
-    (store,) = made.stores
-    made.arrive("r", "xyz!", 3)
-    assert made.loads == []
-    assert made.tier.may_start("r")
-    made.stored(store)
-    assert made.loads == []
-    made.check_idle()
-
-
-def test_loads_wait_each_for_their_own_copies():
-    made = host(host=16)
-    first = made.compute("abcdefghijklmnop!")
-    made.arrive("r", "xyz!", 3)
-    second = made.compute("ABCDEFGHIJKLM!")
-    made.arrive("s", "uvw!", 3)
-    made.report(first)
-    assert [load.path for load in made.loads] == ["xyz"]
-    made.report(second)
-    assert [load.path for load in made.loads] == ["xyz", "uvw"]
 
 
 def test_a_load_that_failed_keeps_its_slots_until_the_last_rank_is_quiet(engine):
@@ -317,23 +274,6 @@ def test_after_its_deadline_the_caller_looks_again_at_leisure(engine):
     assert left == pytest.approx(0.5 + 0.5 * 3 / 1000)
     made.now = left
     assert made.tier.seconds_to_next_deadline() == LOOK_AGAIN_S, "not at once, again and again"
-
-
-def test_requests_that_wait_for_their_prefix_are_counted_until_they_need_not(engine):
-    made = engine(host=256)
-    counts = [made.tier.num_waiting_requests]
-    for name in ("comes", "leaves", "passes", "late"):
-        made.arrive(name, name + "!", len(name))
-        counts.append(made.tier.num_waiting_requests)
-    assert counts == [0, 1, 2, 3, 4]
-    made.loaded(made.loads[0])
-    assert made.tier.num_waiting_requests == 3
-    made.tier.request_left("leaves")
-    assert made.tier.num_waiting_requests == 2
-    made.tier.request_passes("passes")
-    assert made.tier.num_waiting_requests == 1
-    made.now = 1.0
-    assert made.tier.num_waiting_requests == 0, "it may start"
 
 
 def measured(made, num_blocks, seconds):
@@ -532,15 +472,6 @@ def test_of_too_many_pieces_that_wait_the_oldest_is_given_up(monkeypatch):
     assert [store.path for store in made.stores] == [LONG[:192], LONG[:199]]
 
 
-def test_a_request_behind_one_whose_blocks_are_being_stored_passes_it():
-    made = device(device=64)
-    for text in (LONG[:5], LONG[:9], "xyz!"):
-        made.report(made.compute(text))
-    assert [store.path for store in made.stores] == [LONG[:4], "xyz"]
-    made.stored(made.stores[0])
-    assert made.stores[-1].path == LONG[:8]
-
-
 def test_nothing_is_stored_while_a_request_waits_for_nearly_the_whole_tier():
     made = device(device=64)
     made.tier.tokens_wanted(57)
@@ -549,17 +480,6 @@ def test_nothing_is_stored_while_a_request_waits_for_nearly_the_whole_tier():
     made.tier.tokens_wanted(56)
     made.tier.go_on()
     assert len(made.stores) == 1
-
-
-def test_blocks_that_left_the_device_before_they_were_stored_are_counted():
-    made = device(device=64)
-    made.tier.tokens_wanted(64)
-    made.report(made.compute("abc!"))
-    made.manager.reset_cache()
-    made.tier.tokens_wanted(0)
-    made.tier.go_on()
-    assert (made.stores, made.tier.counters.skipped_store_blocks) == ([], 3)
-    made.check_idle()
 
 
 @pytest.mark.parametrize("what", ["failed", "doubted", "reset", "elsewhere"])

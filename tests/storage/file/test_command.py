@@ -2,20 +2,16 @@
 
 import fcntl
 import os
-import random
 import time
 
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
 from fastdeploy_kvcache_v1.storage.file import command
-from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.file.inventory import amount
-from fastdeploy_kvcache_v1.storage.file.value_files import stored_files
 from fastdeploy_kvcache_v1.storage.namespace import FORMAT_VERSION
 from fastdeploy_kvcache_v1.units import GIB, MIB
-from tests.forked import ended_well, start
-from tests.storage.file.stores import FILE_BYTES, age, damage, everything, flip_a_byte, stored
+from tests.storage.file.stores import FILE_BYTES, age, everything, stored
 from tests.storage.values import got, keys, namespace, put
 
 DAY_S = 24 * 60 * 60
@@ -118,33 +114,6 @@ def test_a_wrong_count_is_corrected(server, storage):
     assert backend._used.read() == FILE_BYTES
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("words", [["prune", "--to-gib", f"{FILE_BYTES / GIB}"], ["verify", "--repair"]], ids=" ".join)
-def test_whatever_deletes_waits_until_nobody_counts(server, storage, words):
-    """A child counts while the command starts; what it writes then is corrected."""
-    backend = server(1, 2)
-    damage(backend, 1, flip_a_byte)
-    age(backend, 1, 10)
-    receiving, sending = os.pipe()
-
-    def count():
-        backend._used.close()
-        mine = FileBackend(backend.directory, namespace(), capacity_bytes=1)
-        with mine._used.exclusive():
-            os.write(sending, b"x")
-            time.sleep(0.3)
-            mine._used.write(50 * FILE_BYTES)
-
-    child = start(count)
-    os.close(sending)
-    assert os.read(receiving, 1)
-    storage(*words)
-    assert ended_well(child)
-    os.close(receiving)
-    assert backend._used.read() == FILE_BYTES
-    assert stored(backend, 1, 2) == [2]
-
-
 def test_a_namespace_is_removed_only_while_no_server_can_make_it_again(server, storage, directory, monkeypatch):
     server(1)
     remove, removed = command.remove_if_empty, []
@@ -228,32 +197,6 @@ def test_a_server_survives_a_clear_and_stores_again(server, storage, directory):
     assert got(backend, 1, 2) == 2
     assert everything(directory) == before, "the manifest too"
     assert backend._used.read() == 2 * FILE_BYTES
-
-
-@pytest.mark.process
-def test_servers_that_store_while_the_directory_is_cleared_see_no_error(server, storage, directory):
-    """And whatever they read is right."""
-    backend = server()
-
-    def use(seed):
-        rng = random.Random(seed)
-        mine = FileBackend(directory, namespace(model=f"{seed}"), capacity_bytes=20 * FILE_BYTES)
-        end = time.monotonic() + 2
-        while time.monotonic() < end:
-            put(mine, *rng.sample(range(60), 4))
-            got(mine, *rng.sample(range(60), 4))
-        mine.close()
-
-    children = [start(use, seed) for seed in range(2)]
-    num_cleared = 0
-    while (ended := os.waitpid(children[0], os.WNOHANG)) == (0, 0):
-        num_cleared += storage("clear")[1]["deleted_values"]
-        assert storage("verify")[0] == 0
-    assert [ended[1], os.waitpid(children[1], 0)[1]] == [0, 0]
-    assert num_cleared > 0
-    storage("clear")
-    assert list(stored_files(directory)) == []
-    assert backend._used.read() == 0
 
 
 @pytest.mark.parametrize("argv", [[], ["info"], ["unknown"]])

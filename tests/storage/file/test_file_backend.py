@@ -13,15 +13,6 @@ from tests.storage.file.stores import FILE_BYTES, age, found_in, stored, used_by
 from tests.storage.values import got, keys, namespace, put, values
 
 
-def test_what_is_stored_is_counted_and_what_is_removed_is_not(store):
-    backend = store()
-    put(backend, 1, 2)
-    put(backend, 2, 3)
-    assert used_by(backend) == found_in(backend)[1] == 3 * FILE_BYTES
-    backend.remove(keys(1, 4))
-    assert used_by(backend) == found_in(backend)[1] == 2 * FILE_BYTES
-
-
 @pytest.mark.parametrize(
     # For how many values there is room; those that are stored, each older than the next one, and what is used then; the
     # values that are stored in one go after that, and all that are left.
@@ -197,18 +188,6 @@ def test_a_part_of_the_disk_stays_free(store, monkeypatch, caplog):
     assert found_in(backend)[0] == stored + 20, "a disk with room again is used up to the capacity"
 
 
-def test_a_disk_that_others_have_filled_takes_nothing_and_loses_nothing(store, monkeypatch):
-    backend = store()
-    put(backend, 1)
-    with monkeypatch.context() as patched:
-        full = SimpleNamespace(f_blocks=1 << 20, f_frsize=4096, f_bavail=0)
-        patched.setattr(os, "statvfs", lambda _: full)
-        with pytest.raises(StorageError, match="No space left on device"):
-            put(backend, 2, 3)
-    assert (got(backend, 1), used_by(backend)) == (1, FILE_BYTES)
-    assert put(backend, 2, 3) == 2
-
-
 def unreadable(monkeypatch, backend, number, code):
     """The disk fails where the value lies, whatever file has it."""
     inode, preadv = os.stat(backend._path(keys(number)[0])).st_ino, os.preadv
@@ -253,27 +232,6 @@ def test_a_value_that_cannot_be_read_is_a_miss_and_is_stored_again(store, monkey
     assert used_by(backend) == 2 * FILE_BYTES
     assert put(backend, 1, 2, 3) == 1
     assert got(backend, 1, 2, 3) == 3
-    os.close(kept)
-
-
-def test_a_value_that_can_neither_be_read_nor_deleted_counts_as_missing(store, monkeypatch, caplog):
-    backend = store()
-    put(backend, 1, 2, 3)
-    kept = os.open(backend._path(keys(2)[0]), os.O_RDONLY)
-    unreadable(monkeypatch, backend, 2, errno.EIO)
-
-    def refused(*_):
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", refused)
-        for _ in range(4):
-            assert got(backend, 1, 2, 3) == 1
-            assert backend.count_stored(keys(1, 2, 3)) == 1
-        assert len(caplog.messages) == 1
-        assert put(backend, 1, 2, 3) == 1
-        os.utime(backend._path(keys(2)[0]), ns=(0, os.fstat(kept).st_mtime_ns))  # of a clock that ticks slowly
-    assert backend.count_stored(keys(1, 2, 3)) == got(backend, 1, 2, 3) == 3
     os.close(kept)
 
 

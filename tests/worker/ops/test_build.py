@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,10 +16,8 @@ from fastdeploy_kvcache_v1.worker.ops import library, paddle_ops
 from tests.worker.ops.native import (
     CUSTOM_OPS,
     build,
-    compile_program,
     compiler,
     cuda_compiler,
-    require_core,
     run_python,
 )
 
@@ -119,52 +116,11 @@ def test_the_cuda_part_compiles_and_links_for_sm_80_and_sm_90(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("archs", "codes"), [("90-real", ["sm_90"]), ("80,90", ["sm_80", "sm_90", "compute_90"])])
-def test_machine_code_alone_has_no_ptx(tmp_path, monkeypatch, archs, codes):
-    """A driver older than the toolkit cannot compile PTX."""
-    compiler = tmp_path / "nvcc"
-    compiler.write_text(
-        """#!/bin/bash
-[ "$1" = --list-gpu-arch ] && { echo compute_80; echo compute_90; exit; }
-echo "$*" > "${@: -1}"
-"""
-    )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("NVCC", str(compiler))
-    asked = build.build_cuda(tmp_path, archs).read_text()
-    assert re.findall(r"code=(\w+)", asked) == codes
-
-
-@pytest.mark.process
 def test_unknown_architectures_are_left_out(tmp_path):
     nvcc = cuda_compiler()
     assert build.supported_archs(nvcc, "90,12345") == ["90"]
     with pytest.raises(build.BuildError, match="supports none of the architectures 12345"):
         build.supported_archs(nvcc, "12345")
-
-
-@pytest.mark.process
-def test_a_kernel_of_another_build_is_left_alone(tmp_path):
-    """Its arguments may look different, and a GPU would read past them."""
-    require_core()
-    compile_program([CUSTOM_OPS / "tests/fake_libcuda.cc"], tmp_path / "libcuda.so.1", "-fPIC", "-shared")
-    header, launch = f'#include "{CUSTOM_OPS}/cuda/kernel.h"', 'extern "C" int kvswap_kernel_launch() { return 0; }'
-    abi = 'extern "C" int kvswap_kernel_abi() { return kvswap::cuda::kKernelAbi %s; }'
-    seen = []
-    for number, lines in enumerate(([launch], [launch, abi % "+ 1"], [launch, abi % ""])):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        source = directory / "kernel.cc"
-        source.write_text("\n".join([header, *lines, ""]))
-        compile_program([source], directory / "_core_cuda.so", "-fPIC", "-shared")
-        core = Path(shutil.copy(ops.COMPILED.library.path, directory))
-        look = f"from pathlib import Path; print(Library(Path('{core}')).raw.kvswap_cuda_has_path(5))"
-        done = run_python(
-            f"from fastdeploy_kvcache_v1.worker.ops.library import Library; {look}", LD_LIBRARY_PATH=str(tmp_path)
-        )
-        assert done.returncode == 0, done.stderr
-        seen.append(done.stdout.strip())
-    assert seen == ["0", "0", "1"]
 
 
 def test_the_paddle_operators_are_there_where_paddle_is():

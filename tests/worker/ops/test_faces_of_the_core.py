@@ -11,26 +11,8 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError, TransferError
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, LayerRows, library
-from fastdeploy_kvcache_v1.worker.ops.compiled import CUDA_PATHS, CompiledOps, Path
+from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 from fastdeploy_kvcache_v1.worker.ops.peer_memory import Allocation, Gpu, PeerMemory
-from tests.worker.ops.native import require_core
-
-
-@pytest.fixture
-def core():
-    """Its settings are those of before afterwards."""
-    core = require_core()
-    before, costs = core.cuda_paths, {way: core.costs(to_device=way) for way in (True, False)}
-    yield core
-    core.allow_cuda_paths(before)
-    for way, each in costs.items():
-        core.set_costs(each, to_device=way)
-
-
-@pytest.mark.parametrize("paths", [CUDA_PATHS, (Path.RUNS,), (Path.KERNEL, Path.BATCH, Path.KERNEL)])
-def test_the_core_keeps_which_paths_may_be_chosen(core, paths):
-    core.allow_cuda_paths(paths)
-    assert core.cuda_paths == {*paths}
 
 
 @pytest.mark.parametrize(
