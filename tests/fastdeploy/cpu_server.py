@@ -204,7 +204,7 @@ class CpuServer:
             try:
                 self.process.wait(EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
-                self.process.kill()  # its janitor ends the others
+                self.process.kill()  # its supervisor ends the others
                 self.process.wait()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import janitor
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import supervisor
 from tests.mooncake_master import needs_mooncake
 
 from .cpu_server import wait_until
@@ -69,7 +69,7 @@ def test_a_server_that_dies_or_stops_costs_its_peer_nothing(release, tmp_path, r
             asked = [pool.submit(ask, client, prompt, max_tokens=400) for prompt in PROMPTS[:8]]
             others = [pool.submit(hear, made.router.url, *form, PROMPTS[8], **shortly) for form in FORMS]
             wait_until(lambda: num_fetches(running["decode"]) > before, "requests at decode")
-            stopped = [each for each in running[role].processes() if janitor.__name__ not in each.cmdline()]
+            stopped = [each for each in running[role].processes() if supervisor.__name__ not in each.cmdline()]
             for process in stopped:
                 process.send_signal(number)
             for each in asked:

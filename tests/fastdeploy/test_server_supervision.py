@@ -10,14 +10,13 @@ import time
 import psutil
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import RUN_DIRECTORY
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor import end_processes
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import leftovers
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.supervisor import UNHEALTHY_S
 from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
 from tests.storage.attention_store.stand_in import environment as sdk
 from tests.storage.attention_store.stand_in import set_faults
 
-from .cpu_server import FLAGS, SHARED_MEMORY, START_TIMEOUT_S, CpuServer, started, wait_until
+from .cpu_server import FLAGS, START_TIMEOUT_S, CpuServer, started, wait_until
 from .fastdeploy_trees import run_inside, tree
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
@@ -46,9 +45,9 @@ def test_a_signal_during_the_start(starting, number):
 
 
 def api_server(server):
-    """The first process but for the janitor."""
-    children = psutil.Process(server.process.pid).children()
-    (found,) = (each for each in children if "janitor" not in str(each.cmdline()))
+    """The supervisor's own child."""
+    (supervisor,) = psutil.Process(server.process.pid).children()
+    (found,) = (each for each in supervisor.children() if "api" in each.cmdline())
     return found
 
 
@@ -71,28 +70,26 @@ def test_whoever_dies_the_others_end_and_nothing_is_left(release, tmp_path, vict
         server.assert_nothing_left(known)
 
 
-MESSAGE = """
-import sys, time
+MESSAGE = f"""
+import os, subprocess, sys, time
 from fastdeploy.inter_communicator.fmq import Descriptor
-open(sys.argv[1], "w").write(Descriptor.create(b"x").shm_name)
-time.sleep(600)
+from {leftovers.__name__} import adopt_orphans, end_processes
+adopt_orphans()
+told, tell = os.pipe()
+if os.fork() == 0:
+    os.write(tell, Descriptor.create(b"x").shm_name.encode())
+    time.sleep(600)
+name = os.read(told, 1000).decode()
+print(name, os.path.exists(f"/dev/shm/{{name}}"), end_processes(), os.path.exists(f"/dev/shm/{{name}}"))
 """
 
 
 def test_a_large_message_that_nobody_received_goes_with_its_sender(release, tmp_path):
-    """Its name is random, and nobody has it open: the janitor leaves it to the sender's resource tracker."""
-    run, name_file = tmp_path / "run", tmp_path / "name"
-    environment = {**os.environ, "PYTHONPATH": str(tree(release)), "FD_LOG_DIR": str(tmp_path), RUN_DIRECTORY: str(run)}
-    sender = subprocess.Popen([sys.executable, "-c", MESSAGE, str(name_file)], cwd=tmp_path, env=environment)
-    try:
-        wait_until(lambda: name_file.exists() and name_file.read_text() != "", "the message", 120)
-        memory = SHARED_MEMORY / name_file.read_text()
-        assert memory.exists()
-        end_processes(str(run))
-        assert not memory.exists()
-    finally:
-        sender.kill()
-        sender.wait()
+    """Its name is random, and nobody has it open: it is left to the sender's resource tracker."""
+    environment = {**os.environ, "PYTHONPATH": str(tree(release)), "FD_LOG_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", MESSAGE]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert said.splitlines()[-1].split()[1:] == ["True", "1", "False"], said
 
 
 # ---- what cannot start: the supervisor ends with 1, says why, and leaves nothing

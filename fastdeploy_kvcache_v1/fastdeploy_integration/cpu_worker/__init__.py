@@ -3,4 +3,33 @@
 The embedded engine's model computes behind FastDeploy's worker interface. Everything above it is FastDeploy itself: API
 server, scheduler, queues, prefix cache. `supervisor` starts and watches it, `launch` is the start of each of its
 processes, `hooks` lists what is changed in them, `worker`, `runner` and `batch_rows` are the worker.
+
+Here are the environment variables through which the processes of one server find each other.
 """
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+RUN_DIRECTORY = "FASTDEPLOY_KVCACHE_CPU_RUN"
+"""Private directory of one server."""
+
+COPY_FAULTS = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
+"""Test hook, see `worker/runtime/copy_faults.py`."""
+
+LOG_DIRECTORY = "FD_LOG_DIR"
+"""FastDeploy's own."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The command ends with each of them."""
+
+
+def run_directory() -> Path:
+    """Raises `KeyError` in a process that is not part of such a server."""
+    return Path(os.environ[RUN_DIRECTORY])
+
+
+def log_directory() -> Path:
+    return Path(os.environ.get(LOG_DIRECTORY, "log"))

@@ -1,20 +1,24 @@
-"""`python -m fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker FLAGS`: what `serve --fastdeploy-cpu` becomes."""
+"""`python -m fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker FLAGS`: what `serve --fastdeploy-cpu` becomes.
 
+It starts the supervisor and holds its standard input open, which ends with this process, however it ends.
+"""
+
+import os
+import signal
+import subprocess
 import sys
 
-from ...errors import KVCacheError
-from ...extras import needed_by
-from .settings import parse
-from .supervisor import supervise
+from . import SIGNALS
 
 
 def main() -> int:
-    try:
-        with needed_by("serve --fastdeploy-cpu", "embedded"):
-            return supervise(parse(sys.argv[1:]))
-    except KVCacheError as error:
-        print(f"fastdeploy-kvcache: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    held, tell = os.pipe()
+    pipe = os.fdopen(tell, "wb")
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: pipe.close())
+    command = [sys.executable, "-m", f"{__package__}.supervisor", *sys.argv[1:]]
+    status = subprocess.Popen(command, stdin=held, start_new_session=True).wait()  # a Ctrl-C reaches us alone
+    return status if status >= 0 else 1
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ from ...switch import is_enabled
 from ..overlay import overlay
 from ..overlay.table import Where
 from . import activation
-from .environment import run_directory
-from .janitor import record_session
 from .rank_processes import run_ranks
 
 API_SERVER = "fastdeploy.entrypoints.openai.api_server"
 
 
 def main() -> None:
-    die_with_parent_thread()  # the supervisor's janitor ends what is left; this is for the time until it looks
+    die_with_parent_thread()  # the supervisor ends what is left; this is for the time until it looks
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     role, sys.argv = sys.argv[1], sys.argv[1:]
     if role == "ranks":
@@ -34,8 +32,6 @@ def main() -> None:
         sys.exit(run_ranks(command, int(size), Path(log_directory)))
     if role == "worker":
         _prepare_math()
-    else:
-        record_session(run_directory())
     activation.start()
     if is_enabled():
         overlay.start()

@@ -1,35 +1,32 @@
-"""Starts FastDeploy's API server with the CPU worker, watches it, and ends it: nothing of it outlives this process."""
+"""Starts FastDeploy's API server with the CPU worker, watches it, and ends it: nothing of it outlives this process.
+
+`python -m ...cpu_worker.supervisor FLAGS` serves until its standard input ends.
+"""
 
 from __future__ import annotations
 
 import http.client
-import logging
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
-import psutil
-
-from ...errors import ConfigError
+from ...errors import ConfigError, KVCacheError
+from ...extras import needed_by
 from ...model.config import load_model_config
 from ...switch import SWITCH
 from ..engine.weight_updates import CLEARED as WEIGHTS_CLEARED
-from .environment import LOG_DIRECTORY, RUN_DIRECTORY
+from . import LOG_DIRECTORY, RUN_DIRECTORY, SIGNALS
 from .failure_cause import failure_cause
-from .janitor import SHARED_MEMORY, Estate
-from .settings import Settings
+from .leftovers import SHARED_MEMORY, Files, adopt_orphans, end_processes, living_processes
+from .settings import Settings, parse
 
-logger = logging.getLogger(__name__)
-
-PACKAGE = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
 POLL_S = 0.2
 HEALTH_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
@@ -39,35 +36,55 @@ UNHEALTHY_S = 60.0
 """The server is ended when every look at it for so long says that it is not healthy."""
 GRACE_S = 10.0
 """How long the server may take to end by itself before it is killed."""
-JANITOR_TIMEOUT_S = 60.0
 
-EXIT_OK = 0
-EXIT_FAILED = 1
+EXIT_OK, EXIT_FAILED, EXIT_WRONG_SETTING = range(3)
 MAX_SOCKET_PATH = 100
+PROMETHEUS = "prometheus"
 LOG_TAIL = 15
 
 
-class Signalled(BaseException):
-    """SIGINT or SIGTERM arrived."""
+class CommandEnded(Exception):
+    """The command was told to end, or is gone."""
+
+
+def main() -> int:
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: None)  # they are the command's; not ignored, which children would inherit
+    try:
+        with needed_by("serve --fastdeploy-cpu", "embedded"):
+            return supervise(parse(sys.argv[1:]))
+    except KVCacheError as error:
+        print(f"fastdeploy-kvcache: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_WRONG_SETTING
 
 
 def supervise(settings: Settings) -> int:
-    """Serve until SIGINT or SIGTERM: 0. Returns 1 when the server does not come up, dies, or stops answering.
+    """Serve until standard input ends: 0. Returns 1 when the server does not come up, dies, or stops answering.
 
-    Main thread only. Raises `ConfigError` when the server's directories cannot be made, or the model not be split.
+    Raises `ConfigError` when the server's directories cannot be made, or the model not be split.
     """
+    adopt_orphans()
     run_directory = _make_run_directory()
     settings.log_directory.mkdir(parents=True, exist_ok=True)
-    estate = Estate(str(run_directory), settings.port, (settings.queue_port, settings.cache_queue_port))
     try:
-        with _signals_raise(), _janitor(estate):
-            return _serve(settings, run_directory)
-    except Signalled:
+        return _serve(settings, run_directory)
+    except CommandEnded:
         return EXIT_OK
+    finally:
+        end_processes()
+        Files(run_directory, settings.port, (settings.queue_port, settings.cache_queue_port)).remove()
+
+
+def pause(seconds: float) -> None:
+    """Raises `CommandEnded`."""
+    if select.select([sys.stdin], [], [], seconds)[0]:
+        raise CommandEnded
 
 
 def _serve(settings: Settings, run_directory: Path) -> int:
-    model = _model(settings, run_directory)
+    from ...model.random_directory import write_random_directory
+
+    model = settings.model or str(write_random_directory(run_directory / "random-model"))
     if settings.tensor_parallel_size > 1:
         load_model_config(Path(model)).shard(settings.tensor_parallel_size)  # the workers would say so after a minute
     output = settings.log_directory / "api_server.out"
@@ -78,18 +95,17 @@ def _serve(settings: Settings, run_directory: Path) -> int:
             stdout=file,
             stderr=subprocess.STDOUT,
             env=_environment(settings, run_directory),
-            start_new_session=True,  # a Ctrl-C reaches us, and we tell it
+            start_new_session=True,  # signals to its group do not reach us
         )
     try:
         reason = _wait_ready(settings, server)
         if reason is None:
-            wait_settled(lambda: _num_processes(server))
+            wait_settled(lambda: len(living_processes()))
             manager = "this package's cache manager" if settings.uses_our_manager else "FastDeploy's cache manager"
             print(f"FastDeploy on the CPU, with {manager}: {settings.url} (logs: {settings.log_directory})", flush=True)
             reason = _watch(settings, server)
     finally:
-        with _signals_ignored():
-            _end(server)
+        _end(server)
     if (cause := failure_cause(settings.log_directory)) is not None:
         reason = f"{reason}: {cause}"
     print(f"fastdeploy-kvcache: error: {reason}; the logs are in {settings.log_directory}", file=sys.stderr)
@@ -102,7 +118,7 @@ def _command(settings: Settings, model: str) -> list[str]:
         sys.executable,
         "-u",
         "-m",
-        f"{PACKAGE}.launch",
+        f"{__package__}.launch",
         "api",
         *("--model", model, "--host", settings.host, "--port", str(settings.port)),
         *("--engine-worker-queue-port", str(settings.queue_port)),
@@ -122,22 +138,8 @@ def _environment(settings: Settings, run_directory: Path) -> dict[str, str]:
         RUN_DIRECTORY: str(run_directory),
         LOG_DIRECTORY: str(settings.log_directory),
         "TMPDIR": str(run_directory),
-        "PROMETHEUS_MULTIPROC_DIR": str(_subdirectory(run_directory, "prometheus")),
+        "PROMETHEUS_MULTIPROC_DIR": str(run_directory / PROMETHEUS),
     }
-
-
-def _subdirectory(directory: Path, name: str) -> Path:
-    path = directory / name
-    path.mkdir(exist_ok=True)
-    return path
-
-
-def _model(settings: Settings, run_directory: Path) -> str:
-    if settings.model is not None:
-        return settings.model
-    from ...model.random_directory import write_random_directory
-
-    return str(write_random_directory(run_directory / "random-model"))
 
 
 def _wait_ready(settings: Settings, server: subprocess.Popen[bytes]) -> str | None:
@@ -148,7 +150,7 @@ def _wait_ready(settings: Settings, server: subprocess.Popen[bytes]) -> str | No
             return f"FastDeploy's server ended during its start (status {server.returncode})"
         if time.monotonic() > deadline:
             return f"FastDeploy's server was not ready after {settings.start_timeout_s:g} s (--start-timeout)"
-        time.sleep(POLL_S)
+        pause(POLL_S)
     return None
 
 
@@ -161,49 +163,24 @@ def wait_settled(count: Callable[[], int]) -> None:
     deadline = time.monotonic() + SETTLE_LIMIT_S
     last, unchanged_since = count(), time.monotonic()
     while time.monotonic() < min(deadline, unchanged_since + SETTLED_S):
-        time.sleep(POLL_S)
+        pause(POLL_S)
         if (now := count()) != last:
             last, unchanged_since = now, time.monotonic()
 
 
-def _num_processes(server: subprocess.Popen[bytes]) -> int:
-    try:
-        return len(psutil.Process(server.pid).children(recursive=True))
-    except psutil.Error:  # it has ended: whoever watches it says so
-        return 0
-
-
 def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
-    """Returns why it has to be ended."""
-    last_look = time.monotonic()
-    illness = Illness()
+    """Returns why it has to be ended. Counts looks, not time: after a pause of the machine the server gets another."""
+    last_look, sick_looks = time.monotonic(), 0
     while server.poll() is None:
-        time.sleep(POLL_S)
+        pause(POLL_S)
         if time.monotonic() - last_look < HEALTH_INTERVAL_S:
             continue
-        is_well = _is_healthy(settings) or _are_weights_cleared(settings)
         last_look = time.monotonic()
-        if illness.is_too_long(is_well, last_look):
+        is_well = _is_healthy(settings) or _are_weights_cleared(settings)
+        sick_looks = 0 if is_well else sick_looks + 1
+        if sick_looks * HEALTH_INTERVAL_S > UNHEALTHY_S:
             return f"FastDeploy's server has not been healthy for {UNHEALTHY_S:g} s"
     return f"FastDeploy's server ended (status {server.returncode})"
-
-
-class Illness:
-    """Since when every look at a server said that it is not healthy.
-
-    Not how long ago it was seen healthy: after a pause of this process, or of the whole machine, it gets a second look.
-    """
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def is_too_long(self, is_well: bool, now: float) -> bool:
-        """With one more look, at `now` in seconds."""
-        if is_well:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-        return self._since is not None and now - self._since > UNHEALTHY_S
 
 
 def _is_healthy(settings: Settings) -> bool:
@@ -227,7 +204,7 @@ def _are_weights_cleared(settings: Settings) -> bool:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """Ask, then kill. The janitor ends the rest of its processes."""
+    """Ask, then kill. The rest of its processes is left."""
     if server.poll() is None:
         server.send_signal(signal.SIGINT)
         try:
@@ -242,53 +219,16 @@ def _make_run_directory() -> Path:
     for parent in (None, "/tmp"):
         path = Path(tempfile.mkdtemp(prefix="fd-cpu-", dir=parent))
         if len(str(path)) <= MAX_SOCKET_PATH - len("/tokens0"):
+            (path / PROMETHEUS).mkdir()
             return path
         path.rmdir()
     raise ConfigError("the temporary directory's path is too long for unix sockets: set TMPDIR to a shorter one")
 
 
-@contextmanager
-def _janitor(estate: Estate) -> Iterator[None]:
-    """Its clean-up has run when the context ends; it also runs when this process is killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"{PACKAGE}.janitor", estate.dumps()], stdin=subprocess.PIPE, start_new_session=True
-    )
-    try:
-        yield
-    finally:
-        with _signals_ignored():
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(JANITOR_TIMEOUT_S)
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    def handle(number: int, frame: FrameType | None) -> None:
-        raise Signalled
-
-    with _handlers(handle):
-        yield
-
-
-@contextmanager
-def _signals_ignored() -> Iterator[None]:
-    """A second signal must not tear the clean-up apart."""
-    with _handlers(signal.SIG_IGN):
-        yield
-
-
-@contextmanager
-def _handlers(handler: object) -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, handler) for number in numbers]  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        for number, previous in zip(numbers, before, strict=True):
-            signal.signal(number, previous)
-
-
 def _tail(path: Path) -> str:
     with path.open(encoding="utf-8", errors="replace") as file:
         return "".join(deque(file, LOG_TAIL)).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

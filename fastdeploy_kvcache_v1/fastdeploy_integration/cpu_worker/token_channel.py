@@ -87,7 +87,7 @@ def get_output(tensor: Any, rank: int, wait: bool) -> None:
     """FastDeploy's op: fills `tensor`, int64 `[rows + 2, 1]`."""
     key = (os.getpid(), rank)
     if key not in _receivers:
-        from .environment import run_directory
+        from . import run_directory
 
         _receivers[key] = TokenReceiver(channel_path(run_directory(), rank))
     message = _receivers[key].receive(wait=wait)

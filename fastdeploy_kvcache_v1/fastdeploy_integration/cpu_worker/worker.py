@@ -21,7 +21,7 @@ from ..copy_report import socket_path
 from ..disaggregation.ranks import rank_role
 from ..worker.copy_reporter import CopyReporter
 from ..worker.storage import rank_storage
-from .environment import COPY_FAULTS, log_directory, run_directory
+from . import COPY_FAULTS, log_directory, run_directory
 from .runner import CpuModelRunner, RunnerConfig
 from .token_channel import TokenSender, channel_path
 

@@ -19,7 +19,7 @@ from ...metric_table import Source
 from ...transfer.rank_messages import TransferCommand, TransferNews
 from ...transfer.role_info import RankInfo, RoleInfo
 from ..copy_report import socket_path
-from ..cpu_worker.environment import log_directory
+from ..cpu_worker import log_directory
 from ..engine.copy_reports import make_private
 from ..engine.patches import EnginePrefixCache
 from ..engine.storage import EngineStorage

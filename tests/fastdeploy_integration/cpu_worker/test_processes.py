@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,17 +15,12 @@ import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import hooks, janitor, settings, supervisor
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import RUN_DIRECTORY
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.janitor import (
-    SESSION_FILE,
-    Estate,
-    end_processes,
-    processes_of,
-    remove_files,
-)
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import RUN_DIRECTORY, hooks, settings, supervisor
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.leftovers import Files
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.token_channel import TokenReceiver, TokenSender
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING
+
+PACKAGE = supervisor.__package__
 
 HOST_COMMAND = (
     "A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m paddle.distributed.launch --log_dir /logs --devices {} "
@@ -44,7 +39,7 @@ HOST_COMMAND = (
 def test_the_workers_command_keeps_its_arguments(devices, size, launched, output):
     """Several ranks are started by a process of their own."""
     assert hooks.cpu_worker_command(HOST_COMMAND.format(devices, size)) == (
-        f"exec env A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m {supervisor.PACKAGE}.launch "
+        f"exec env A=1 OMP_NUM_THREADS=3  /usr/bin/python -u -m {PACKAGE}.launch "
         f"{launched}{size}--model m --config '{{\"a\": 1}}' >{output} 2>/logs/launch_worker.log"
     )
 
@@ -83,7 +78,7 @@ def test_a_slow_engine_holds_the_worker_back_and_loses_nothing(channel):
     thread.join()
 
 
-ESTATE = Estate("/tmp/run", 8000, (8001, 8002))
+FILES = Files(Path("/tmp/run"), 8000, (8001, 8002))
 
 
 @pytest.mark.parametrize(
@@ -96,11 +91,7 @@ ESTATE = Estate("/tmp/run", 8000, (8001, 8002))
     ],
 )
 def test_files_of_this_server(names, are_ours):
-    assert [ESTATE.owns(name) for name in names.split()] == [are_ours] * len(names.split())
-
-
-def test_estate_survives_the_command_line():
-    assert Estate.loads(ESTATE.dumps()) == ESTATE
+    assert [FILES.owns(name) for name in names.split()] == [are_ours] * len(names.split())
 
 
 def test_only_its_own_files_are_removed(tmp_path):
@@ -110,13 +101,36 @@ def test_only_its_own_files_are_removed(tmp_path):
     (run / "x").touch()
     for name in ("8000.socket", "exist_task_signal.8001", "exist_task_signal.9001"):
         (shared / name).touch()
-    removed = remove_files(Estate(str(run), 8000, (8001, 8002)), shared)
-    assert removed == ["8000.socket", "exist_task_signal.8001"]
+    replace(FILES, run_directory=run).remove(shared)
     assert [path.name for path in shared.iterdir()] == ["exist_task_signal.9001"]
     assert not run.exists()
 
 
-SLEEPER = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+PARENT = """
+import subprocess, sys
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import leftovers
+leftovers.adopt_orphans()
+subprocess.run([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], check=True)
+print(leftovers.end_processes())
+"""
+"""Runs a program, and ends what it leaves."""
+
+LEAVE = """
+import os, subprocess, sys, time
+os.setsid()
+for number in range(3):
+    left = subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]], start_new_session=number == 2)
+    print(left.pid, flush=True)
+"""
+"""Leaves three processes, in two sessions."""
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+for _ in range(5):
+    subprocess.Popen(["sleep", "600"])
+time.sleep(600)
+"""
 
 
 def wait_until(condition):
@@ -126,88 +140,79 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-@pytest.fixture
-def start():
-    """Processes of this server's run where a directory is given; killed at the end."""
-    started = []
-
-    def start(command, run=None, **options):
-        environment = os.environ if run is None else {**os.environ, RUN_DIRECTORY: str(run)}
-        process = subprocess.Popen([sys.executable, "-c", *command], env=environment, **options)
-        started.append(process)
-        if run is not None:  # the kernel shows it a moment after `Popen` has returned
-            wait_until(lambda: psutil.Process(process.pid).environ().get(RUN_DIRECTORY) == str(run))
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+def left_by(*program):
+    """What a parent of `program` prints."""
+    done = subprocess.run([sys.executable, "-c", PARENT, *program], stdout=subprocess.PIPE, check=True, timeout=60)
+    return done.stdout.split()
 
 
 @pytest.mark.process
-def test_processes_are_found_by_environment_and_by_session(tmp_path, start):
-    marked, stranger = start([SLEEPER], tmp_path), start([SLEEPER])
-    in_session = start([SLEEPER], start_new_session=True)
-    (tmp_path / SESSION_FILE).write_text(str(in_session.pid))
-    assert {process.pid for process in processes_of(str(tmp_path))} == {marked.pid, in_session.pid}
-    assert end_processes(str(tmp_path)) == 2
-    assert not psutil.pid_exists(marked.pid)
-    assert not psutil.pid_exists(in_session.pid)
-    assert stranger.poll() is None
+def test_processes_end_whoever_started_them_and_also_those_that_start_meanwhile():
+    *pids, count = map(int, left_by(LEAVE, STUBBORN))
+    assert len(pids) == 3 <= count
+    assert not any(map(psutil.pid_exists, pids))
 
 
-@pytest.mark.process
-def test_processes_that_start_during_the_clean_up_end_too(tmp_path, monkeypatch, start):
-    started = [start([SLEEPER], tmp_path)]
-
-    def look_and_start_another(run_directory):
-        found = processes_of(run_directory)
-        if len(started) < 6:
-            started.append(start([SLEEPER], tmp_path))
-        return found
-
-    monkeypatch.setattr(janitor, "processes_of", look_and_start_another)
-    assert end_processes(str(tmp_path)) == 6
-    assert not any(psutil.pid_exists(process.pid) for process in started)
-
-
-FORGETFUL = """
-import sys, time
+FORGET = """
+import sys, time, uuid
 from multiprocessing import shared_memory
-shared_memory.SharedMemory(name=sys.argv[1], create=True, size=1).close()
-print("made", flush=True)
-time.sleep(600)
+name = f"fmq_shm_{uuid.uuid4().hex}"
+shared_memory.SharedMemory(name=name, create=True, size=1).close()
+print(name, flush=True)
 """
 
 
 @pytest.mark.process
-def test_shared_memory_with_random_names_goes_with_its_maker(tmp_path, start):
+def test_shared_memory_with_random_names_goes_with_its_maker():
     """What FastDeploy's large messages are: made, closed, and in nobody's hands until the other side opens them."""
-    names, run = [f"fmq_shm_{uuid.uuid4().hex}" for _ in range(2)], str(tmp_path / "run")
-    makers = [
-        start([FORGETFUL, name], owner, stdout=subprocess.PIPE) for name, owner in zip(names, (run, None), strict=True)
-    ]
-    for maker in makers:
-        with maker.stdout as told:
-            assert told.readline() == b"made\n"
-    wait_until(lambda: len(processes_of(run)) == 2)  # the kernel shows the tracker a moment after it has begun
-    assert end_processes(run) == 1, "the tracker ended by itself"
-    assert [Path("/dev/shm", name).exists() for name in names] == [False, True]
-    assert makers[1].poll() is None
-    makers[1].kill()
-    wait_until(lambda: not Path("/dev/shm", names[1]).exists())
+    name, count = left_by(f"{FORGET}import os; os.fork() or time.sleep(600)")
+    assert not Path("/dev/shm", name.decode()).exists()
+    assert int(count) == 1, "the tracker ended by itself"
+
+
+SUPERVISOR = """#!/bin/sh
+echo $* >{0}/begun
+cat
+echo >{0}/ended
+exit 7
+"""
 
 
 @pytest.mark.process
-def test_the_janitor_works_when_its_input_ends(tmp_path, start):
-    run = tmp_path / "run"
-    run.mkdir()
-    victim, line = start([SLEEPER], run), Estate(str(run), 1, (2, 3)).dumps()
-    process = start([f"from {janitor.__name__} import main; main()", line], stdin=subprocess.PIPE)
-    process.stdin.close()
-    assert process.wait(30) == 0
-    assert victim.wait(10) == -signal.SIGKILL
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 7), (signal.SIGTERM, 7), (signal.SIGKILL, -9)])
+def test_the_supervisor_hears_of_the_commands_end_however_it_ends(tmp_path, number, status):
+    stand_in = tmp_path / "python"
+    stand_in.write_text(SUPERVISOR.format(tmp_path))
+    stand_in.chmod(0o700)
+    program = f"import sys; sys.executable = {str(stand_in)!r}; from {PACKAGE}.__main__ import main; sys.exit(main())"
+    command = subprocess.Popen([sys.executable, "-c", program, "--port", "1"])
+    wait_until(lambda: (tmp_path / "begun").exists() and (tmp_path / "begun").read_text())
+    assert (tmp_path / "begun").read_text() == f"-m {PACKAGE}.supervisor --port 1\n"
+    assert not (tmp_path / "ended").exists()
+    command.send_signal(number)
+    assert command.wait(30) == status
+    wait_until((tmp_path / "ended").exists)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_nothing_is_left_when_the_server_ends_or_the_command(monkeypatch, tmp_path, is_told):
+    events, run = [], tmp_path / "run"
+
+    def serve(settings, run_directory):
+        supervisor.pause(0)  # nothing has come yet
+        os.close(told) if is_told else None
+        supervisor.pause(0)
+        return 1
+
+    held, told = os.pipe()
+    monkeypatch.setattr(supervisor.sys, "stdin", held)
+    monkeypatch.setattr(supervisor, "_serve", serve)
+    monkeypatch.setattr(supervisor, "_make_run_directory", lambda: run.mkdir() or run)
+    monkeypatch.setattr(supervisor, "adopt_orphans", lambda: events.append("adopted"))
+    monkeypatch.setattr(supervisor, "end_processes", lambda: events.append("ended"))
+    chosen = SimpleNamespace(log_directory=tmp_path / "log", port=1, queue_port=2, cache_queue_port=3)
+    assert supervisor.supervise(chosen) == (0 if is_told else 1)
+    assert events == ["adopted", "ended"]
     assert not run.exists()
 
 
@@ -261,19 +266,6 @@ def test_without_fastdeploy(monkeypatch):
         settings.parse([])
 
 
-@pytest.mark.parametrize(
-    ("looks", "ends"),
-    [
-        ([(0, True), (5, False), (65, False), (66, False)], [False, False, False, True]),
-        ([(0, True), (5, False), (60, True), (65, False), (100, False)], [False] * 5),
-        ([(0, True), (3600, False), (3605, True)], [False] * 3),  # suspended for an hour
-    ],
-)
-def test_every_look_for_a_minute_says_that_the_server_is_not_healthy(looks, ends):
-    illness = supervisor.Illness()
-    assert [illness.is_too_long(is_well, now) for now, is_well in looks] == ends
-
-
 class Server:
     """A FAKE process of FastDeploy's API server, which ends after so many looks, or when it is told to."""
 
@@ -308,10 +300,11 @@ class Server:
 def clock(monkeypatch):
     made = SimpleNamespace(now=0.0)
 
-    def sleep(seconds):
+    def pause(seconds):
         made.now = round(made.now + seconds, 3)
 
-    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=sleep))
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(supervisor, "pause", pause)
     return made
 
 
@@ -331,6 +324,29 @@ def test_a_server_without_weights_is_not_ended(tmp_path, monkeypatch, clock, sta
     monkeypatch.setattr(supervisor, "_is_healthy", lambda settings: looks.append(clock.now) or is_well)
     assert reason in supervisor._watch(SimpleNamespace(queue_port=4711), Server(looks=1000))
     assert looks[:2] == [5.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("sick", "ends"),
+    [
+        (lambda look, clock: look > 1, True),
+        (lambda look, clock: look % 13, False),
+        (lambda look, clock: look in (1, 3), False),  # suspended for an hour behind each
+    ],
+)
+def test_every_look_for_a_minute_says_that_the_server_is_not_healthy(monkeypatch, clock, sick, ends):
+    looks = []
+
+    def is_healthy(settings):
+        looks.append(clock.now)
+        if len(looks) in (1, 3):
+            clock.now += 3600
+        return not sick(len(looks), clock)
+
+    monkeypatch.setattr(supervisor, "_is_healthy", is_healthy)
+    told = supervisor._watch(SimpleNamespace(queue_port=0), Server(looks=700))
+    assert ("not been healthy" in told) == ends
+    assert len(looks) == 14 or not ends
 
 
 @pytest.mark.parametrize(
@@ -375,10 +391,10 @@ def test_a_server_is_announced_when_it_has_settled_and_ended_when_it_is_not_well
     assert (server.told, server.is_reaped) == (told, True)
     ((command,), process) = started[0]
     assert " ".join(command[2:]) == (
-        f"-m {supervisor.PACKAGE}.launch api --model /m --host h --port 5 --engine-worker-queue-port 6"
+        f"-m {PACKAGE}.launch api --model /m --host h --port 5 --engine-worker-queue-port 6"
         " --cache-queue-port 7 --tensor-parallel-size 1 --swap-space 1"
     )
     assert process["env"]["ENABLE_V1_KVCACHE_MANAGER"] == ("1" if ours else "0")
     assert process["env"][RUN_DIRECTORY] == process["env"]["TMPDIR"] == str(tmp_path)
     assert process["env"]["PROMETHEUS_MULTIPROC_DIR"] == str(tmp_path / "prometheus")
-    assert process["start_new_session"], "a Ctrl-C reaches us, and we tell it"
+    assert process["start_new_session"], "signals to its group do not reach us"

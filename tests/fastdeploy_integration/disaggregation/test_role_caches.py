@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import LOG_DIRECTORY
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import LOG_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, place, ranks, role_caches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.environment import RUN_DIRECTORY
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import RUN_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.refusals import role_refusals
 

@@ -1,0 +1,104 @@
+"""Leaves nothing behind: ends every process below this one, and removes the files of a server.
+
+A process whose parent has ended becomes a child of ours, so all of them are below us. Files in /dev/shm are known by
+the server's ports in their names; those with random names only by Python's resource trackers, which run beside the
+processes that made them and outlive these for a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")
+KILL_TIMEOUT_S = 10.0
+TRACKER = "multiprocessing.resource_tracker"
+TRACKER_TIMEOUT_S = 10.0
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Files:
+    """What one server leaves in the file system."""
+
+    run_directory: Path
+    port: int
+    queue_ports: tuple[int, ...]
+
+    def owns(self, name: str) -> bool:
+        """Is this file in /dev/shm ours? FastDeploy puts one of its ports into every name."""
+        ports = "|".join(map(str, self.queue_ports))
+        return bool(
+            re.fullmatch(
+                rf"{self.port}\.socket|router_{self.port}\.ipc|response_{self.port}_w\d+\.pull"
+                rf"|\w+\.({ports})|fmq_ctrl_\w+_rank\d+_({ports})\.ipc|fd_task_queue_({ports})\.sock",
+                name,
+            )
+        )
+
+    def remove(self, shared_memory: Path = SHARED_MEMORY) -> None:
+        for path in list(shared_memory.iterdir()) if shared_memory.is_dir() else ():
+            if self.owns(path.name):
+                path.unlink(missing_ok=True)
+        for port in self.queue_ports:
+            Path(f"/tmp/fd_weight_clear_update_lock__pid{self.port}_port{port}.lock").unlink(missing_ok=True)
+        shutil.rmtree(self.run_directory, ignore_errors=True)
+
+
+def adopt_orphans() -> None:
+    """From now on, what loses its parent below this process becomes its child. On Linux, as FastDeploy."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_processes() -> int:
+    """Kill all below this process, and those they start meanwhile. Returns how many there were.
+
+    Resource trackers of `multiprocessing` come last: with nobody left to work for they end by themselves, and before
+    that remove the shared memory and semaphores that were never given back, whatever their names.
+    """
+    count = _kill(trackers=False)
+    deadline = time.monotonic() + TRACKER_TIMEOUT_S
+    while any(map(_is_tracker, living_processes())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return count + _kill(trackers=True)
+
+
+def _kill(*, trackers: bool) -> int:
+    count, deadline = 0, time.monotonic() + KILL_TIMEOUT_S
+    spared: set[psutil.Process] = set()  # a tracker that is about to end cannot be told from others any more
+    while time.monotonic() < deadline:
+        living = living_processes()
+        spared.update(() if trackers else filter(_is_tracker, living))
+        processes = living - spared
+        if not processes:
+            break
+        count += len(processes)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(processes, timeout=1.0)
+    return count
+
+
+def living_processes() -> set[psutil.Process]:
+    """Below us: not gone, and not a zombie, which only its parent can end."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
+    return found
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    try:
+        return TRACKER in " ".join(process.cmdline())
+    except psutil.Error:  # gone, or a zombie
+        return False
