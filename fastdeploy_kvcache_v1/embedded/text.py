@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
 
 from ..errors import ConfigError, ModelError
-from ..model.hf_json import read_optional_json
+from ..model.hf_json import converted, read_json
 from ..model.random_directory import RANDOM_DIRECTORY
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it says at import that there is no torch
@@ -128,22 +129,28 @@ class TextStream:
         return released
 
 
+class Ends(msgspec.Struct):
+    """What a model's JSON files say of the end of a text, and of its vocabulary."""
+
+    eos_token_id: int | list[int] | None = None
+    vocab_size: int | None = None
+
+
 def load_tokenizer(path: Path | None) -> Tokenizer:
     """Of the model in directory `path`; None is the random model's.
 
     Raises `ModelError`, one line, when the directory has no usable tokenizer, or one that does not fit the model.
     """
     path = path or RANDOM_DIRECTORY
-    config, generation = (read_optional_json(path / f"{name}.json") for name in ("config", "generation_config"))
+    files = [path / f"{name}.json" for name in ("config", "generation_config")]
+    config, generation = (converted(read_json(file) if file.exists() else {}, Ends, file) for file in files)
     pretrained = _pretrained(path)
-    listed = generation.get("eos_token_id", config.get("eos_token_id"))
+    listed = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
-    if not all(isinstance(index, int) for index in ids):
-        raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, got {listed!r}")
     own = pretrained.eos_token_id
     tokenizer = Tokenizer(pretrained, frozenset(ids if own is None else [*ids, own]))
-    model_vocab = config.get("vocab_size")
-    if isinstance(model_vocab, int) and tokenizer.vocab_size > model_vocab:
+    model_vocab = config.vocab_size
+    if model_vocab is not None and tokenizer.vocab_size > model_vocab:
         raise ModelError(
             f"{path / 'tokenizer.json'} has token ids up to {tokenizer.vocab_size - 1},"
             f" but the model has only {model_vocab} tokens"

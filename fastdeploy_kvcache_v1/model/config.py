@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr, replace
 
 from ..attention.base import AttentionCacheBackend
 from ..attention.geometry import CacheGeometry
 from ..attention.registry import make_cache_backend
 from ..errors import ConfigError, ModelError
-from .hf_json import Fields, read_json
+from .hf_json import converted, read_json
 
 BYTE_VOCAB_SIZE = 264
 """256 bytes and the eight special tokens of `random_directory.py`."""
@@ -20,26 +22,34 @@ BLOCK_WISE_FP8 = "block_wise_fp8"
 
 CACHE_DTYPES = ("float32", "float16", "bfloat16", BLOCK_WISE_FP8)
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
+LLAMA, QWEN2, QWEN3 = ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+NAMES = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "max_position": "max_position_embeddings",
 }
+"""Our names -> Hugging Face's, where they differ."""
+
+PARTIAL_ROTARY = "a partial rotary embedding is not supported"
+
+Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, Meta(gt=0)]
 
 
-@dataclass(frozen=True)
-class ChecksumConfig:
+class ChecksumConfig(Struct, frozen=True, rename=NAMES):
     """The random model, see `checksum`: a cache of any layout, and no numbers but checksums of it."""
 
     family: str = "gqa"
     """Name in `attention.registry`."""
-    num_layers: int = 4
-    num_kv_heads: int = 4
-    head_dim: int = 16
-    kv_lora_rank: int = 128
-    qk_rope_head_dim: int = 16
-    vocab_size: int = BYTE_VOCAB_SIZE
-    max_position: int = 32_768
+    num_layers: Size = 4
+    num_kv_heads: Size = 4
+    head_dim: Size = 16
+    kv_lora_rank: Size = 128
+    qk_rope_head_dim: Size = 16
+    vocab_size: Size = BYTE_VOCAB_SIZE
+    max_position: Size = 32_768
     """Longest sequence, prompt and output together."""
     num_draft_layers: int = 0
     """1 with a layer that guesses the token after the next one, cached behind the others."""
@@ -85,39 +95,67 @@ class ChecksumConfig:
         return make_cache_backend(self.family, geometry)
 
 
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding; without `kind` "llama3" only `theta` matters."""
+class RopeConfig(Struct, frozen=True):
+    """Rotary embedding, by Hugging Face's names; without type "llama3" only `rope_theta` matters."""
 
-    theta: float = 10_000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    rope_type: str = ""
+    type: str = "default"
+    """As older configurations call it."""
+    rope_theta: Positive = 0.0
+    """0: what stands beside these settings."""
+    partial_rotary_factor: float = 1.0
+    factor: Positive = 0.0
+    low_freq_factor: Positive = 0.0
+    high_freq_factor: Positive = 0.0
+    original_max_position_embeddings: Size = 0
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type
+
+    def __post_init__(self) -> None:
+        if self.partial_rotary_factor != 1:
+            raise ValueError(PARTIAL_ROTARY)
+        if self.kind not in ("default", "llama3"):
+            raise ValueError(f"unsupported rope type {self.kind!r}: choose one of default, llama3")
+        is_complete = self.factor and self.original_max_position_embeddings
+        if self.kind == "llama3" and not (is_complete and 0 < self.low_freq_factor < self.high_freq_factor):
+            raise ValueError(
+                "rope type llama3 needs factor, low_freq_factor, a greater high_freq_factor and"
+                " original_max_position_embeddings"
+            )
 
 
-@dataclass(frozen=True)
-class LlamaConfig:
-    """Sizes and variants of a decoder: pre-norm, rotary embedding, grouped-query attention, SwiGLU; see `llama`."""
+class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
+    """Sizes and variants of a decoder: pre-norm, rotary embedding, grouped-query attention, SwiGLU; see `llama`.
 
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position: int
+    Defaults are Hugging Face's. Raises `ValueError` when constructed with what `llama` does not compute.
+    """
+
+    architectures: tuple[str, ...] = ()
+    num_layers: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_heads: Size
+    num_kv_heads: Size = 0
+    """0: as many as heads, set when constructed."""
+    head_dim: Size = 0
+    """0: likewise, by the hidden size or the architecture."""
+    vocab_size: Size
+    max_position: Size
     """Longest sequence, prompt and output together."""
-    rms_norm_eps: float = 1e-6
-    rope: RopeConfig = field(default_factory=RopeConfig)
+    rms_norm_eps: Positive = 1e-6
+    rope_theta: Positive = 10_000.0
+    partial_rotary_factor: float = 1.0
+    rope_scaling: RopeConfig | None = None
+    rope_parameters: RopeConfig | None = None
+    """As newer configurations call it."""
     tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    """Bias of the attention's output projection."""
-    qk_norm: bool = False
-    """RMS norm over each query and key head."""
+    attention_bias: bool = False
+    hidden_act: str = "silu"
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    quantization_config: Any = None
 
     family: ClassVar[str] = "gqa"
     """Name in `attention.registry`."""
@@ -125,10 +163,42 @@ class LlamaConfig:
     ranks_cache_alike: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        if not self.architectures or self.architectures[0] not in ARCHITECTURES:
+            choices = ", ".join(ARCHITECTURES)
+            raise ValueError(f"unsupported architecture {self.architectures}: choose one of {choices}")
+        if self.hidden_act != "silu":
+            raise ValueError(f"unsupported hidden_act {self.hidden_act!r}: only silu is supported")
+        for name in ("mlp_bias", "use_sliding_window", "quantization_config"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported")
+        if self.partial_rotary_factor != 1:
+            raise ValueError(PARTIAL_ROTARY)
+        force_setattr(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        head_dim = 128 if QWEN3 in self.architectures else max(1, self.hidden_size // self.num_heads)
+        force_setattr(self, "head_dim", self.head_dim or head_dim)
         if self.num_heads % self.num_kv_heads:
-            raise ModelError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads")
+            raise ValueError(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads")
         if self.head_dim % 2:
-            raise ModelError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
+            raise ValueError(f"head_dim must be even for the rotary embedding, got {self.head_dim}")
+
+    @property
+    def rope(self) -> RopeConfig:
+        given = self.rope_parameters or self.rope_scaling or RopeConfig()
+        return replace(given, rope_theta=given.rope_theta or self.rope_theta)
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias or QWEN2 in self.architectures
+
+    @property
+    def output_bias(self) -> bool:
+        """Bias of the attention's output projection."""
+        return self.attention_bias and QWEN2 not in self.architectures
+
+    @property
+    def qk_norm(self) -> bool:
+        """RMS norm over each query and key head."""
+        return QWEN3 in self.architectures
 
     def shard(self, size: int) -> LlamaConfig:
         """Raises `ConfigError` for more than one rank."""
@@ -173,85 +243,9 @@ def load_model_config(path: Path | None, family: str | None = None, *, mtp: bool
         raise ModelError(f"--model-family {family} is for --model random: {path} has a family of its own")
     if not path.is_dir():
         raise ModelError(f"model directory {path} does not exist")
-    config = Fields(str(path / "config.json"), read_json(path / "config.json"))
-    return _checksum_config(config) if config.flag("checksum_model", False) else _llama_config(config)
-
-
-def _checksum_config(config: Fields) -> ChecksumConfig:
-    """Of a directory that `random_directory` wrote; with `kv_lora_rank` its cache is that of latent attention."""
-    is_latent = "kv_lora_rank" in config.values
-    return ChecksumConfig(
-        family="mla" if is_latent else "gqa",
-        kv_lora_rank=config.integer("kv_lora_rank", ChecksumConfig.kv_lora_rank),
-        qk_rope_head_dim=config.integer("qk_rope_head_dim", ChecksumConfig.qk_rope_head_dim),
-        num_layers=config.integer("num_hidden_layers"),
-        num_kv_heads=config.integer("num_key_value_heads"),
-        head_dim=config.integer("head_dim"),
-        vocab_size=config.integer("vocab_size"),
-        max_position=config.integer("max_position_embeddings"),
-    )
-
-
-def _llama_config(config: Fields) -> LlamaConfig:
-    architecture = _architecture(config)
-    _refuse_unsupported(config)
-    num_heads = config.integer("num_attention_heads")
-    hidden_size = config.integer("hidden_size")
-    bias = config.flag("attention_bias", False)
-    return LlamaConfig(
-        num_layers=config.integer("num_hidden_layers"),
-        hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=config.integer("num_key_value_heads", num_heads),
-        head_dim=config.integer("head_dim", 128 if architecture == "qwen3" else max(1, hidden_size // num_heads)),
-        vocab_size=config.integer("vocab_size"),
-        max_position=config.integer("max_position_embeddings"),
-        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=_rope(config),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
-        qkv_bias=architecture == "qwen2" or bias,
-        output_bias=architecture != "qwen2" and bias,
-        qk_norm=architecture == "qwen3",
-    )
-
-
-def _rope(config: Fields) -> RopeConfig:
-    """From `rope_theta` + `rope_scaling`, or from `rope_parameters`, which newer configurations have instead."""
-    theta = config.number("rope_theta", 10_000.0)
-    scaling = config.section("rope_parameters") or config.section("rope_scaling")
-    rope = Fields(f"{config.source}: rope settings", scaling)
-    theta = rope.number("rope_theta", theta)
-    if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"{rope.source}: a partial rotary embedding is not supported")
-    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind != "llama3":
-        raise ModelError(f"{rope.source}: unsupported type {kind!r}: choose one of default, llama3")
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise ModelError(f"{rope.source}: low_freq_factor must be below high_freq_factor, got {low} and {high}")
-    original = rope.integer("original_max_position_embeddings")
-    return RopeConfig(theta, kind, rope.number("factor"), low, high, original)
-
-
-def _architecture(config: Fields) -> str:
-    names = config.values.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ModelError(
-            f"{config.source}: unsupported architecture {name!r}: choose one of {', '.join(ARCHITECTURES)}"
-        )
-    return ARCHITECTURES[name]
-
-
-def _refuse_unsupported(config: Fields) -> None:
-    activation = config.values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"{config.source}: unsupported hidden_act {activation!r}: only silu is supported")
-    for name in ("mlp_bias", "use_sliding_window"):
-        if config.flag(name, False):
-            raise ModelError(f"{config.source}: {name} is not supported")
-    if config.values.get("quantization_config"):
-        raise ModelError(f"{config.source}: quantized weights are not supported")
+    source = path / "config.json"
+    given = read_json(source)
+    if not given.get("checksum_model"):
+        return converted(given, LlamaConfig, source)
+    # Of a directory that `random_directory` wrote; with `kv_lora_rank` its cache is that of latent attention.
+    return replace(converted(given, ChecksumConfig, source), family="mla" if "kv_lora_rank" in given else "gqa")

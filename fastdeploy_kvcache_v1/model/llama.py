@@ -240,11 +240,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[Array, Array]:
     """`(cos, sin)` of the angles, each float32 `[num_positions, head_dim // 2]`."""
-    frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    frequencies = rope.rope_theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "llama3":
         # Llama 3.1 keeps the fast pairs, slows the slow ones down by `factor`, and blends in between, where the
         # measure is how often a pair turns within the original context length.
-        turns = rope.original_max_position * frequencies / (2 * math.pi)
+        turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
         blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         blend = np.clip(blend, 0.0, 1.0)
         frequencies = (1 - blend) * frequencies / rope.factor + blend * frequencies
