@@ -4,36 +4,28 @@ A step is a sequence of rounds, the same on every rank. In each round every rank
 and every rank gets the same answer: all parts in rank order, or the failure. So what one rank cannot do no rank does,
 and a token is sampled on all ranks or on none.
 
-Rank 0 collects the parts and sends out the answer, over one Unix socket per other rank: no two ranks ever write
-to each other at the same time, and a rank that ended is noticed at once.
+Rank 0 collects the parts and sends out all of them, over one connection per other rank: no two ranks ever write to each
+other at the same time, and a rank that ended is noticed at once.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import NoReturn
-
-import numpy as np
+from typing import Any, NoReturn
 
 from ..errors import RankLostError, RanksDisagreeError, TransferError
 
 __all__ = ["ONE_RANK", "PeerError", "PeerTransferError", "RankGroup", "Ranks", "join_ranks"]
 
 DATA, COPY_FAILED, FAILED = range(3)
-"""What a frame holds. Of two failures in one round, the greater number is told."""
-
-_FRAME = struct.Struct("<QBQ")
-"""Round, what it holds, bytes that follow."""
-
-_LENGTH = struct.Struct("<Q")
+"""What a part is. Of two failures in one round, the greater number is told."""
 
 CONNECT_RETRY_S = 0.02
-INTRODUCTION_TIMEOUT_S = 10.0
 
 
 class PeerTransferError(TransferError):
@@ -91,18 +83,18 @@ ONE_RANK: Ranks = _OneRank()
 
 
 class RankGroup(Ranks):
-    """Ranks in processes of one machine."""
+    """Ranks in processes of one machine and user: what arrives is unpickled."""
 
     def __init__(
         self,
         rank: int,
-        peers: Sequence[socket.socket],
+        peers: Sequence[Connection],
         *,
         size: int,
         timeout_s: float | None,
         on_wait: Callable[[bool], None] = lambda waits: None,
     ) -> None:
-        """`peers` of rank 0 are the sockets to ranks 1, 2, ...; of another rank the one to rank 0. They are its own.
+        """`peers` of rank 0 are the connections to ranks 1, 2, ...; of another rank the one to rank 0. It owns them.
 
         A rank that sends nothing for `timeout_s` counts as lost; None sets no limit. `on_wait` is told when this rank
         begins and ends to wait for others.
@@ -112,23 +104,20 @@ class RankGroup(Ranks):
         self._on_wait = on_wait
         self._timeout_s = timeout_s
         self._round = 0
-        for peer in self._peers:
-            peer.settimeout(timeout_s)
 
     def exchange(self, part: bytes) -> list[bytes]:
-        return [*map(bytes, self._exchange(DATA, part))]
+        return self._exchange(DATA, part)
 
     def agree(self, result: bytes) -> None:
-        if len(set(map(bytes, self._exchange(DATA, result)))) > 1:
+        if len(set(self._exchange(DATA, result))) > 1:
             raise RanksDisagreeError("the ranks computed different tokens for the same step (a bug)")
 
     def union(self, numbers: Iterable[int]) -> set[int]:
-        own = np.fromiter(numbers, dtype=np.int64)
-        return {int(number) for part in self._exchange(DATA, own.tobytes()) for number in np.frombuffer(part, np.int64)}
+        return set().union(*self._exchange(DATA, set(numbers)))
 
     def fail(self, error: Exception) -> NoReturn:
-        kind = COPY_FAILED if isinstance(error, TransferError) else FAILED
-        self._exchange(kind, (str(error) if kind == COPY_FAILED else repr(error)).encode())
+        is_copy = isinstance(error, TransferError)
+        self._exchange(COPY_FAILED if is_copy else FAILED, str(error) if is_copy else repr(error))
         raise AssertionError("a round with a failed rank gives no parts")
 
     def close(self) -> None:
@@ -136,55 +125,43 @@ class RankGroup(Ranks):
         for peer in self._peers:
             peer.close()
 
-    def _exchange(self, kind: int, part: bytes | memoryview) -> list[memoryview]:
+    def _exchange(self, kind: int, part: Any) -> list[Any]:
         """One round. The parts of all ranks; raises where one of them is a failure."""
         self._on_wait(True)
         try:
             if self.rank == 0:
-                kind, answer = self._collect(kind, part)
+                parts = [(kind, part), *(self._receive(peer, rank) for rank, peer in enumerate(self._peers, 1))]
+                for rank, peer in enumerate(self._peers, 1):
+                    self._send(peer, rank, parts)
             else:
-                self._send(self._peers[0], 0, kind, part)
-                kind, answer = self._receive(self._peers[0], 0)
+                self._send(self._peers[0], 0, (kind, part))
+                parts = self._receive(self._peers[0], 0)
         finally:
             self._on_wait(False)
         self._round += 1
-        if kind != DATA:
-            raise (PeerTransferError if kind == COPY_FAILED else PeerError)(bytes(answer).decode())
-        return _unpack(answer)
+        rank, (worst, reason) = max(enumerate(parts), key=lambda each: (each[1][0], -each[0]))
+        if worst != DATA:
+            raise (PeerTransferError if worst == COPY_FAILED else PeerError)(f"rank {rank}: {reason}")
+        return [content for _, content in parts]
 
-    def _collect(self, kind: int, part: bytes | memoryview) -> tuple[int, memoryview]:
-        frames = [(kind, memoryview(part))]
-        frames += [self._receive(peer, rank) for rank, peer in enumerate(self._peers, 1)]
-        worst = max(kind for kind, _ in frames)
-        if worst == DATA:
-            answer = _pack([part for _, part in frames])
-        else:
-            rank = next(rank for rank, (kind, _) in enumerate(frames) if kind == worst)
-            answer = f"rank {rank}: ".encode() + frames[rank][1]
-        for rank, peer in enumerate(self._peers, 1):
-            self._send(peer, rank, worst, answer)
-        return worst, memoryview(answer)
-
-    def _send(self, peer: socket.socket, rank: int, kind: int, content: bytes | memoryview) -> None:
+    def _send(self, peer: Connection, rank: int, content: Any) -> None:
         try:
-            peer.sendall(_FRAME.pack(self._round, kind, len(content)))
-            peer.sendall(content)
-        except OSError as error:
-            raise self._lost(rank, error) from None
+            peer.send((self._round, content))
+        except OSError:
+            raise self._ended(rank) from None
 
-    def _receive(self, peer: socket.socket, rank: int) -> tuple[int, memoryview]:
+    def _receive(self, peer: Connection, rank: int) -> Any:
         try:
-            number, kind, length = _FRAME.unpack(_read(peer, _FRAME.size))
-            content = _read(peer, length)
-        except OSError as error:
-            raise self._lost(rank, error) from None
+            if not peer.poll(self._timeout_s):
+                raise RankLostError(f"rank {rank} of {self.size} sent nothing for {self._timeout_s:g} s")
+            number, content = peer.recv()
+        except (OSError, EOFError):
+            raise self._ended(rank) from None
         if number != self._round:
             raise RanksDisagreeError(f"rank {rank} is in round {number}, rank {self.rank} in {self._round} (a bug)")
-        return kind, content
+        return content
 
-    def _lost(self, rank: int, error: OSError) -> RankLostError:
-        if isinstance(error, TimeoutError):
-            return RankLostError(f"rank {rank} of {self.size} sent nothing for {self._timeout_s:g} s")
+    def _ended(self, rank: int) -> RankLostError:
         return RankLostError(f"rank {rank} of {self.size} has ended")
 
 
@@ -208,20 +185,19 @@ def join_ranks(
     return RankGroup(rank, peers, size=size, timeout_s=timeout_s, on_wait=on_wait)
 
 
-def _accept(path: Path, size: int, deadline: float) -> list[socket.socket]:
-    peers: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        path.unlink(missing_ok=True)  # of a group before
+def _accept(path: Path, size: int, deadline: float) -> list[Connection]:
+    """Each rank says first which one it is."""
+    peers: dict[int, Connection] = {}
+    path.unlink(missing_ok=True)  # of a group before
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:  # `Listener` waits without a limit
         listener.bind(str(path))
         listener.listen(size)
         try:
             while len(peers) < size - 1:
                 listener.settimeout(max(deadline - time.monotonic(), 0.001))
-                rank, peer = _introduced(listener.accept()[0])
-                peers[rank] = peer
-        except OSError:
-            for peer in peers.values():
-                peer.close()
+                peer = Connection(listener.accept()[0].detach())
+                peers[peer.recv()] = peer
+        except (OSError, EOFError):
             missing = min(set(range(1, size)) - set(peers))
             raise RankLostError(f"rank {missing} of {size} did not come up") from None
         finally:
@@ -229,51 +205,13 @@ def _accept(path: Path, size: int, deadline: float) -> list[socket.socket]:
     return [peers[rank] for rank in range(1, size)]
 
 
-def _introduced(peer: socket.socket) -> tuple[int, socket.socket]:
-    """With the rank that it says it is. Raises `OSError`."""
-    try:
-        peer.settimeout(INTRODUCTION_TIMEOUT_S)
-        return _LENGTH.unpack(_read(peer, _LENGTH.size))[0], peer
-    except OSError:
-        peer.close()
-        raise
-
-
-def _connect(path: Path, rank: int, size: int, deadline: float) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connect(path: Path, rank: int, size: int, deadline: float) -> Connection:
     while True:
         try:
-            peer.connect(str(path))
-            peer.sendall(_LENGTH.pack(rank))
+            peer = Client(str(path))
+            peer.send(rank)
             return peer
         except OSError:
             if time.monotonic() > deadline:
-                peer.close()
                 raise RankLostError(f"rank 0 of {size} did not come up") from None
             time.sleep(CONNECT_RETRY_S)
-
-
-def _read(peer: socket.socket, length: int) -> memoryview:
-    """Raises `OSError`, also at the end of the stream."""
-    content = memoryview(bytearray(length))
-    done = 0
-    while done < length:
-        count = peer.recv_into(content[done:])
-        if not count:
-            raise ConnectionResetError("the other end is closed")
-        done += count
-    return content
-
-
-def _pack(parts: Sequence[memoryview]) -> bytes:
-    return b"".join(each for part in parts for each in (_LENGTH.pack(len(part)), part))
-
-
-def _unpack(answer: memoryview) -> list[memoryview]:
-    parts, at = [], 0
-    while at < len(answer):
-        (length,) = _LENGTH.unpack_from(answer, at)
-        at += _LENGTH.size
-        parts.append(answer[at : at + length])
-        at += length
-    return parts

@@ -6,14 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from fastdeploy_kvcache_v1.errors import RankLostError, RanksDisagreeError, TransferError
-from fastdeploy_kvcache_v1.model.ranks import (
-    _FRAME,
-    DATA,
-    ONE_RANK,
-    PeerError,
-    PeerTransferError,
-    join_ranks,
-)
+from fastdeploy_kvcache_v1.model.ranks import DATA, ONE_RANK, PeerError, PeerTransferError, join_ranks
 from tests.embedded.engine.family_engine import rank_group
 
 
@@ -76,7 +69,7 @@ def test_ranks_that_come_to_other_results_are_told_so(ranks):
 
 def test_a_rank_in_another_round_is_noticed(ranks):
     """Its numbers would be taken for those of another layer."""
-    ranks[1]._peers[0].send(_FRAME.pack(1, DATA, 0))
+    ranks[1]._peers[0].send((1, (DATA, set())))
     with pytest.raises(RanksDisagreeError, match="rank 1 is in round 1, rank 0 in 0"):
         ranks[0].union(())
 

@@ -14,9 +14,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 
 import zmq
+from msgspec.structs import replace
 
 from ...errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError
 from ...model import configure_reproducible_math, load_model, load_model_config

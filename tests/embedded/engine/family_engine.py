@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import Pipe
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
@@ -45,7 +45,7 @@ def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
     """Ranks in this process, each for a thread of its own."""
     if size == 1:
         return [ONE_RANK]
-    pairs = [socket.socketpair() for _ in range(size - 1)]
+    pairs = [Pipe() for _ in range(size - 1)]
     hub = RankGroup(0, [mine for mine, _ in pairs], size=size, timeout_s=timeout_s)
     others = [RankGroup(rank, [theirs], size=size, timeout_s=timeout_s) for rank, (_, theirs) in enumerate(pairs, 1)]
     return [hub, *others]
