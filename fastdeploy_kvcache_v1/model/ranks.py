@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, NoReturn
 
 from ..errors import RankLostError, RanksDisagreeError, TransferError
 
-__all__ = ["ONE_RANK", "PeerError", "PeerTransferError", "RankGroup", "Ranks", "join_ranks"]
+__all__ = ["ONE_RANK", "PeerError", "PeerTransferError", "Ranks", "join_ranks"]
 
 DATA, COPY_FAILED, FAILED = range(3)
 """What a part is. Of two failures in one round, the greater number is told."""
@@ -36,62 +35,19 @@ class PeerError(RuntimeError):
     """Computing failed on some rank; every rank gets this error."""
 
 
-class Ranks(ABC):
-    """One rank's view of its group. One thread uses it."""
+class Ranks:
+    """One rank's view of its group, whose ranks are processes of one machine and user: what arrives is unpickled.
 
-    rank: int
-    size: int
-
-    @abstractmethod
-    def exchange(self, part: bytes) -> list[bytes]:
-        """The parts of all ranks, in rank order.
-
-        Raises `PeerTransferError` or `PeerError` where a rank failed, `RankLostError` where one does not answer.
-        """
-
-    @abstractmethod
-    def agree(self, result: bytes) -> None:
-        """Every rank has come to this `result`. Raises as `exchange`, `RanksDisagreeError` if they differ."""
-
-    @abstractmethod
-    def union(self, numbers: Iterable[int]) -> set[int]:
-        """What any rank gives. Raises as `exchange`."""
-
-    @abstractmethod
-    def fail(self, error: Exception) -> NoReturn:
-        """This rank cannot take part in the next round, for this reason. Raises what every other rank gets, too."""
-
-
-class _OneRank(Ranks):
-    rank, size = 0, 1
-
-    def exchange(self, part: bytes) -> list[bytes]:
-        return [part]
-
-    def agree(self, result: bytes) -> None:
-        pass
-
-    def union(self, numbers: Iterable[int]) -> set[int]:
-        return set(numbers)
-
-    def fail(self, error: Exception) -> NoReturn:
-        raise error
-
-
-ONE_RANK: Ranks = _OneRank()
-"""A model that is not split."""
-
-
-class RankGroup(Ranks):
-    """Ranks in processes of one machine and user: what arrives is unpickled."""
+    One thread uses it.
+    """
 
     def __init__(
         self,
         rank: int,
-        peers: Sequence[Connection],
+        peers: Sequence[Connection] = (),
         *,
-        size: int,
-        timeout_s: float | None,
+        size: int = 1,
+        timeout_s: float | None = None,
         on_wait: Callable[[bool], None] = lambda waits: None,
     ) -> None:
         """`peers` of rank 0 are the connections to ranks 1, 2, ...; of another rank the one to rank 0. It owns them.
@@ -106,16 +62,25 @@ class RankGroup(Ranks):
         self._round = 0
 
     def exchange(self, part: bytes) -> list[bytes]:
+        """The parts of all ranks, in rank order.
+
+        Raises `PeerTransferError` or `PeerError` where a rank failed, `RankLostError` where one does not answer.
+        """
         return self._exchange(DATA, part)
 
     def agree(self, result: bytes) -> None:
+        """Every rank has come to this `result`. Raises as `exchange`, `RanksDisagreeError` if they differ."""
         if len(set(self._exchange(DATA, result))) > 1:
             raise RanksDisagreeError("the ranks computed different tokens for the same step (a bug)")
 
     def union(self, numbers: Iterable[int]) -> set[int]:
+        """What any rank gives. Raises as `exchange`."""
         return set().union(*self._exchange(DATA, set(numbers)))
 
     def fail(self, error: Exception) -> NoReturn:
+        """This rank cannot take part in the next round, for this reason. Raises what every other rank gets, too."""
+        if self.size == 1:
+            raise error
         is_copy = isinstance(error, TransferError)
         self._exchange(COPY_FAILED if is_copy else FAILED, str(error) if is_copy else repr(error))
         raise AssertionError("a round with a failed rank gives no parts")
@@ -165,6 +130,10 @@ class RankGroup(Ranks):
         return RankLostError(f"rank {rank} of {self.size} has ended")
 
 
+ONE_RANK = Ranks(0)
+"""A model that is not split."""
+
+
 def join_ranks(
     path: Path,
     rank: int,
@@ -182,7 +151,7 @@ def join_ranks(
         return ONE_RANK
     deadline = time.monotonic() + connect_timeout_s
     peers = _accept(path, size, deadline) if rank == 0 else [_connect(path, rank, size, deadline)]
-    return RankGroup(rank, peers, size=size, timeout_s=timeout_s, on_wait=on_wait)
+    return Ranks(rank, peers, size=size, timeout_s=timeout_s, on_wait=on_wait)
 
 
 def _accept(path: Path, size: int, deadline: float) -> list[Connection]:

@@ -4,48 +4,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, ModelError
+from ..errors import ModelError
 
 _UINT64_MASK = 2**64 - 1
+
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen. Raises `ConfigError` when constructed with a value that cannot work."""
+    """How a request's tokens are chosen. Whoever reads a request checks it."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
     """0 is greedy; otherwise the logits are divided by it."""
-    top_p: float = 1.0
+    top_p: Share = 1.0
     """Sample from the smallest set of most likely tokens that holds at least this probability; 0 is greedy."""
-    top_k: int = 0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
     """Sample from this many of the most likely tokens, before `top_p` counts; 1 is greedy, 0 and -1 take all."""
-    min_p: float = 0.0
+    min_p: Share = 0.0
     """Leave out tokens that are less likely than this share of the most likely one."""
     seed: int = 0
     """Any 64-bit integer, signed or unsigned."""
     banned_tokens: tuple[int, ...] = ()
     """Ids that are never drawn. Some other token must be left."""
-
-    def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"{name} must be a finite number, got {value!r}")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature must not be negative, got {self.temperature}")
-        for name in ("top_p", "min_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1:
-            raise ConfigError(f"top_k must be a whole number of at least -1, got {self.top_k!r}")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
-        if not -(2**63) <= self.seed <= _UINT64_MASK:
-            raise ConfigError(f"seed must fit in 64 bits, got {self.seed}")
 
 
 def sample(logits: NDArray[np.float32], params: SamplingParams, position: int) -> int:

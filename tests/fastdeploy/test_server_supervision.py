@@ -45,10 +45,9 @@ def test_a_signal_during_the_start(starting, number):
 
 
 def api_server(server):
-    """The supervisor's own child."""
+    """The supervisor's own child, before those that it adopted."""
     (supervisor,) = psutil.Process(server.process.pid).children()
-    (found,) = (each for each in supervisor.children() if "api" in each.cmdline())
-    return found
+    return min(supervisor.children(), key=psutil.Process.create_time)
 
 
 VICTIMS = {
@@ -145,7 +144,7 @@ def test_what_cannot_start_is_said_and_leaves_nothing(release, tmp_path, case):
 @pytest.mark.parametrize(
     ("flags", "manager", "message"),
     [
-        (["--tensor-parallel-size", "3"], True, "--tensor-parallel-size 3 must divide the model's num_heads"),
+        (["--tensor-parallel-size", "3"], True, "--tensor-parallel-size 3 must divide the model's num_kv_heads"),
         (["--swap-space", "1"], False, "--swap-space needs ENABLE_V1_KVCACHE_MANAGER=1"),
     ],
 )

@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.worker.share_ends import ShareEnds, make_share_ends
 from fastdeploy_kvcache_v1.model.checksum import ChecksumModel
 from fastdeploy_kvcache_v1.model.config import ChecksumConfig
-from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, RankGroup, Ranks
+from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, Ranks
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
@@ -46,8 +46,8 @@ def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
     if size == 1:
         return [ONE_RANK]
     pairs = [Pipe() for _ in range(size - 1)]
-    hub = RankGroup(0, [mine for mine, _ in pairs], size=size, timeout_s=timeout_s)
-    others = [RankGroup(rank, [theirs], size=size, timeout_s=timeout_s) for rank, (_, theirs) in enumerate(pairs, 1)]
+    hub = Ranks(0, [mine for mine, _ in pairs], size=size, timeout_s=timeout_s)
+    others = [Ranks(rank, [theirs], size=size, timeout_s=timeout_s) for rank, (_, theirs) in enumerate(pairs, 1)]
     return [hub, *others]
 
 
