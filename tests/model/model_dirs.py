@@ -64,19 +64,11 @@ def random_tensors(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     return tensors
 
 
-def write_model(path: Path, tensors: dict[str, np.ndarray], config: dict, *, shards: int = 1) -> Path:
+def write_model(path: Path, tensors: dict[str, np.ndarray], config: dict) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
-    if shards == 1:
+    if tensors:
         save_file(tensors, path / "model.safetensors")
-        return path
-    weight_map = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
-        part = dict(list(tensors.items())[shard::shards])
-        save_file(part, path / file)
-        weight_map |= dict.fromkeys(part, file)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path
 
 

@@ -73,8 +73,6 @@ def _frequency(config, exponent):
     theta = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
     frequency = theta**-exponent
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "linear":
-        return frequency / scaling["factor"]
     if kind == "llama3":
         wavelength = 2 * math.pi / frequency
         original = scaling["original_max_position_embeddings"]
