@@ -4,7 +4,6 @@ import sys
 import tempfile
 from types import ModuleType
 
-import paddle  # noqa: F401  its first import starts a process, which no test may
 import pytest
 
 

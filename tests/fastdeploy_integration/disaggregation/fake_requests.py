@@ -4,41 +4,29 @@ import threading
 from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import KEY, give_name
+from tests.fastdeploy_integration.engine.by_hand import FakeTask
 
 BLOCK = 4
 END = 2
 """The token that ends a sequence."""
 
 
-def request(request_id="r", *, blocks=(), tokens=None, name=None, prefill_ip="127.0.0.1"):
-    made = SimpleNamespace(
-        request_id=request_id,
-        ic_req_data=None,
-        disaggregate_info={"prefill_ip": prefill_ip, "prefill_connector_port": 1},
-        block_tables=list(blocks),
-        multimodal_inputs=None,
-        need_prefill_tokens=len(blocks) * BLOCK if tokens is None else tokens,
-        eos_token_ids=[END],
-        idx=0,
-        metrics=None,
-    )
+def request(request_id="r", prompt=(5,) * 7, *, name=None, **fields):
+    """With the name of a transfer: `name`, or a new one."""
+    made = FakeTask(request_id, prompt)
+    made.ic_req_data, made.error_code, made.eos_token_ids, made.idx = {KEY: name}, 200, [END], 0
+    made.disaggregate_info = {"prefill_ip": "127.0.0.1", "prefill_connector_port": 1}
+    vars(made).update(fields)
+    made.get = lambda field, default=None: getattr(made, field, default)
     if name is None:
         give_name(made)
-    else:
-        made.ic_req_data = {KEY: name}
-    made.get = lambda field, default=None: getattr(made, field, default)
     return made
 
 
 def first_token(of, token=7, *, code=200, message=None):
     """What a prefill server sends last for a request."""
-    return Output(
-        of.request_id,
-        error_code=code,
-        error_msg=message,
-        ic_req_data=of.ic_req_data,
-        outputs=SimpleNamespace(token_ids=[token]),
-    )
+    outputs = SimpleNamespace(token_ids=[token])
+    return Output(of.request_id, error_code=code, error_msg=message, ic_req_data=of.ic_req_data, outputs=outputs)
 
 
 class Output:

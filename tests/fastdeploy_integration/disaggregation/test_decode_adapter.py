@@ -8,121 +8,18 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_again
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import ITEMS, give_name, name_of
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
-from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
-from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
-from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
-from tests.fastdeploy_integration.engine.by_hand import Control, FakeTask, Kind, Status
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import ITEMS, name_of
+from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
+from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
+from tests.fastdeploy_integration.engine.by_hand import Control, Kind, Status
 
-from .decode_caches import decode_cache
-from .fake_requests import BLOCK, first_token
-
-SPARE = 1
-PREFIX = [1] * 12
-
-
-class Decode:
-    """FastDeploy's decode side of one adapter. `frees_whole`: as 2.6 gives blocks back, else as 2.5."""
-
-    def __init__(self, blocks=20, host=0, *, frees_whole=True, **settings):
-        self.cache = decode_cache(blocks, host, **settings)
-        self.sent, self.inbox, self.frees_whole = self.cache.sent, SwapInbox(), frees_whole
-
-    def request(self, request_id, prompt, **fields):
-        task = FakeTask(request_id, prompt)
-        task.ic_req_data, task.error_code = None, 200
-        vars(task).update(fields)
-        give_name(task)
-        return task
-
-    def preallocate(self, task):
-        def allocate(request):
-            count = -(-len(request.prompt_token_ids) // BLOCK) + SPARE
-            if not self.cache.can_allocate_gpu_blocks(count):
-                return False
-            request.block_tables = self.cache.allocate_gpu_blocks(count, request.request_id)
-            request.num_computed_tokens = len(request.prompt_token_ids)
-            request.idx = 0
-            return True
-
-        is_done = self.cache.preallocate(task, allocate)
-        self.cache.check()
-        return is_done
-
-    def granted(self, request_id, prompt, **fields):
-        task = self.request(request_id, prompt, **fields)
-        assert self.preallocate(task)
-        return task
-
-    def fetch(self, task):
-        (command,) = [each for each in self.sent if isinstance(each, StartFetch) and each.request_id == name_of(task)]
-        return command
-
-    def arrive(self, task, error=None):
-        slots = () if error is None else self.fetch(task).slots
-        self.cache.grants.reported(0, FetchResult(name_of(task), 1, 1.0, slots, error))
-        self.cache.check()
-
-    def take_ready(self, task):
-        """Whether it may run."""
-        token = first_token(task)
-        self.cache.take_token(token)
-        return [each.request for each in self.cache.take_ready(lambda request_id: True)] == [task]
-
-    def schedule(self, *tasks):
-        self.cache.schedule_begins()
-        for task in tasks:
-            if task.task_type is Kind.PREFILL:
-                task.output_token_ids.append(7)
-                task.prefill_start_index = task.num_computed_tokens
-                task.prefill_end_index = task.num_computed_tokens = task.num_computed_tokens + 1
-                task.status = Status.RUNNING
-        self.cache.send_swaps(list(tasks))
-        self.cache.check()
-
-    def batch(self, *tasks):
-        """One that reaches the workers. Returns the steps on it."""
-        self.schedule(*tasks)
-        steps = self.inbox.take(tasks)
-        self.cache.batch_sent()
-        self.cache.check()
-        return steps
-
-    def run(self, task):
-        """From its blocks to its first batch."""
-        self.arrive(task)
-        assert self.take_ready(task)
-        self.batch(task)
-
-    def free(self, task, status=Status.FINISHED):
-        task.status = status
-        if self.frees_whole:
-            self.cache.recycle_gpu_blocks(task.block_tables, task.request_id)
-        else:
-            self.cache.release_block_ids(task)
-            self.cache.recycle_gpu_blocks(task.block_tables[task.num_cached_blocks :], task.request_id)
-        task.block_tables = []
-        self.cache.check()
-
-    def complete(self, *tasks):
-        for task in tasks:
-            self.run(task)
-            self.free(task)
-
-    def served(self, request_id, prompt, **fields):
-        task = self.granted(request_id, prompt, **fields)
-        self.complete(task)
-        return self.fetch(task)
-
-    def carrier(self):
-        task = Control(Kind.DECODE, SimpleNamespace(idx=0, request_id="carrier", uid=0, block_tables=[]))
-        return task if self.cache.copies_wait() else None
+from .decode_server import PREFIX, DecodeServer
+from .fake_requests import request
 
 
 @pytest.fixture(params=[True, False], ids=["2.6", "2.5"])
 def decode(request):
-    return Decode(frees_whole=request.param)
+    return DecodeServer(frees_whole=request.param)
 
 
 def test_a_table_begins_with_what_is_cached_and_the_rest_is_fetched(decode):
@@ -181,11 +78,11 @@ def test_a_fetch_without_a_run_leaves_shared_blocks_alone_and_adds_none(decode, 
 
 def test_a_request_that_is_asked_for_again_is_hashed_once(monkeypatch):
     """Each time it is another object, with the same name."""
-    decode, num_hashed = Decode(6), []
+    decode, num_hashed = DecodeServer(6), []
     make = asked_again.TaskTokens
     monkeypatch.setattr(asked_again, "TaskTokens", lambda *args: num_hashed.append(1) or make(*args))
     holder = decode.granted("holder", [9] * 13)
-    asked = [decode.request("a", [*PREFIX, 5]) for _ in range(3)]
+    asked = [request("a", [*PREFIX, 5]) for _ in range(3)]
     for each in asked:
         each.ic_req_data = asked[0].ic_req_data
     assert [decode.preallocate(each) for each in asked[:2]] == [False, False]
@@ -197,24 +94,13 @@ def test_a_request_that_is_asked_for_again_is_hashed_once(monkeypatch):
     decode.cache.check_idle()
 
 
-def test_fastdeploy_that_raises_leaves_no_match_behind(decode):
-    decode.served("a", [*PREFIX, 5])
-
-    def allocate(request):
-        raise IndexError("no position")
-
-    with pytest.raises(IndexError):
-        decode.cache.preallocate(decode.request("b", [*PREFIX, 6]), allocate)
-    decode.cache.check_idle()
-
-
 @pytest.mark.parametrize("blocks", [20, 5])
 def test_what_is_lost_between_the_match_and_the_blocks_is_fetched(blocks):
     """In five blocks there is no room then, though FastDeploy was told that there is."""
-    decode = Decode(blocks)
+    decode = DecodeServer(blocks)
     decode.served("a", [*PREFIX, 5])
     holder = decode.cache.allocate_gpu_blocks(2, "holder") if blocks == 5 else []
-    task = decode.request("b", [*PREFIX, 6])
+    task = request("b", [*PREFIX, 6])
 
     def allocate(request):
         assert decode.cache.can_allocate_gpu_blocks(5 - len(holder))
@@ -233,7 +119,7 @@ def test_what_is_lost_between_the_match_and_the_blocks_is_fetched(blocks):
 
 
 def test_another_thread_asks_for_its_own_room():
-    decode = Decode(6)
+    decode = DecodeServer(6)
     decode.served("a", [*PREFIX, 5])
     asked = []
 
@@ -246,7 +132,7 @@ def test_another_thread_asks_for_its_own_room():
         asked.append(request)
         return False
 
-    assert not decode.cache.preallocate(decode.request("b", [*PREFIX, 6]), allocate)
+    assert not decode.cache.preallocate(request("b", [*PREFIX, 6]), allocate)
     assert len(asked) == 1
 
 
@@ -263,7 +149,7 @@ def test_another_thread_asks_for_its_own_room():
 )
 @pytest.mark.parametrize("caching", [True, False])
 def test_who_shares_a_prefix(first, second, num_found, caching):
-    decode = Decode(enable_prefix_caching=caching)
+    decode = DecodeServer(enable_prefix_caching=caching)
     decode.served("a", [*PREFIX, 5], **first)
     assert decode.served("b", [*PREFIX, 5], **second).first_block == num_found * caching
     decode.cache.check_idle()
@@ -280,7 +166,7 @@ def test_images_are_told_apart_by_content_and_shape(decode, sent):
     """Whatever of them the release sends decode."""
 
     def found(request_id, inputs, *, is_named=True):
-        task = decode.request(request_id, [*PREFIX, 5], multimodal_inputs=inputs)
+        task = request(request_id, [*PREFIX, 5], multimodal_inputs=inputs)
         if not is_named:
             del task.ic_req_data[ITEMS]
         task.multimodal_inputs = {name: inputs[name] for name in sent}
@@ -302,7 +188,7 @@ def test_images_are_told_apart_by_content_and_shape(decode, sent):
 @pytest.mark.parametrize("inputs", [{**image("red", [1, 2, 4]), "mm_hashes": ["red", "blue"]}, image("red", [])])
 def test_a_request_whose_images_prefill_cannot_name_is_served_without_the_cache(decode, inputs):
     for request_id in ("a", "b"):
-        task = decode.request(request_id, [*PREFIX, 5], multimodal_inputs=inputs)
+        task = request(request_id, [*PREFIX, 5], multimodal_inputs=inputs)
         task.multimodal_inputs = {"position_ids": [0]}
         assert decode.preallocate(task)
         assert decode.fetch(task).first_block == 0
@@ -343,7 +229,7 @@ def test_blocks_that_a_lost_batch_gives_back_are_filled_when_the_worker_has_been
 def test_blocks_of_a_complete_request_come_back_after_its_id_has_come_again(decode, is_cached):
     """FastDeploy forgets a complete request first, and gives its blocks back when it has its lock again."""
     decode.served("cached", [*PREFIX, 5])
-    first = decode.request("a", [*PREFIX, 6])
+    first = request("a", [*PREFIX, 6])
     if not is_cached:
         del first.ic_req_data[ITEMS]
     assert decode.preallocate(first)
@@ -363,7 +249,7 @@ def test_blocks_of_a_complete_request_come_back_after_its_id_has_come_again(deco
 
 def full(host=8):
     """A server whose device holds a cached prompt, and has room for another one only where that goes."""
-    decode = Decode(6, host, write_policy="write_back")
+    decode = DecodeServer(6, host, write_policy="write_back")
     decode.served("a", [*PREFIX, 5])
     return decode
 
@@ -408,7 +294,7 @@ def test_a_match_behind_copies_that_are_being_sent_begins_behind_them():
     assert again.num_cached_blocks == 3
     assert decode.fetch(again).after_step == decode.fetch(task).after_step
     decode.cache.batch_lost()
-    assert [each.request_id for each in decode.cache.lost(set())] == ["d"], "the same copies"
+    assert [each.request_id for each in decode.lost()] == ["d"], "the same copies"
 
 
 def test_a_request_whose_copies_were_lost_does_not_run():
@@ -419,7 +305,7 @@ def test_a_request_whose_copies_were_lost_does_not_run():
     decode.batch(decode.carrier())
     decode.arrive(task)
     assert not decode.take_ready(task)
-    (lost,) = decode.cache.lost(set())
+    (lost,) = decode.lost()
     assert (lost.request_id, lost.code) == ("c", 502)
     decode.free(task, Status.WAITING)
     assert decode.carrier() is None
@@ -430,7 +316,7 @@ def test_a_request_whose_copies_were_lost_does_not_run():
 def test_a_request_whose_host_blocks_hold_nothing_does_not_run(monkeypatch, is_granted):
     """The worker says so before a batch has their copies, perhaps while FastDeploy gives it its seat."""
     decode = full()
-    failed = TransferResult(1, CacheLevel.DEVICE, CacheLevel.HOST, 8, 0, 0.0, tuple(range(8)), "x")
+    failed = TransferResult(1, *EVICT, 8, 0, 0.0, tuple(range(8)), "x")
     grant = decode.cache.grant
     if is_granted:
         task = swapped_in(decode)
@@ -444,7 +330,7 @@ def test_a_request_whose_host_blocks_hold_nothing_does_not_run(monkeypatch, is_g
     decode.batch(decode.carrier())
     decode.arrive(task)
     assert not decode.take_ready(task)
-    assert [each.request_id for each in decode.cache.lost(set())] == ["c"]
+    assert [each.request_id for each in decode.lost()] == ["c"]
     decode.free(task, Status.WAITING)
     decode.cache.check_idle()
 
@@ -459,21 +345,12 @@ def test_hits_are_counted_by_tier_for_requests_that_read_the_cache():
     swapped_in(decode)
     assert rates.num_requests == 3
     assert (rates.num_device_tokens + rates.num_host_tokens, rates.num_host_tokens > 0) == (12, True)
-    on_device = Decode()
+    on_device = DecodeServer()
     on_device.served("a", [*PREFIX, 5])
     on_device.served("b", [*PREFIX, 5], skip_reading_prefix_cache=True)
     on_device.granted("c", [*PREFIX, 6])
     rates = on_device.cache.hit_rates
     assert (rates.num_requests, rates.num_device_tokens, rates.num_host_tokens) == (2, 12, 0)
-
-
-def test_news_of_a_fetch_that_no_rank_owes_does_not_hide_the_next(decode, caplog):
-    task = decode.granted("a", [*PREFIX, 5])
-    news = [FetchResult(name, 1, 1.0) for name in ("unknown", name_of(task))]
-    decode.cache._rank_news = lambda: [(0, TransferNews(fetches=tuple(news)))]
-    decode.cache.take_news()
-    assert decode.take_ready(task)
-    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("part", ["manager", "grants", "grants.ledger", "_lent"])
@@ -489,7 +366,7 @@ def test_a_check_looks_at_every_part(decode, monkeypatch, part):
 
 @pytest.mark.parametrize("left", ["a grant", "parked blocks", "a cached prefix"])
 def test_a_server_is_not_idle_as_long_as_anything_is_left(left):
-    decode = Decode()
+    decode = DecodeServer()
     task = decode.granted("a", [*PREFIX, 5])
     if left == "parked blocks":
         decode.free(task, Status.WAITING)

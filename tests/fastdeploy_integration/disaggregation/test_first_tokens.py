@@ -1,95 +1,48 @@
-"""First tokens of a decode server wait for their blocks; what cannot run is answered, and leaves nothing."""
+"""A decode server's requests wait for blocks and a first token; what cannot run is answered, and leaves nothing."""
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import REFUSAL_S, FirstTokens
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import ABORTED, FAILED
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import grants as grants_module
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.first_tokens import REFUSAL_S
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.grants import (
+    ABORTED,
+    FAILED,
+    NOT_THERE,
+    TRY_AGAIN_S,
+    Lost,
+)
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
-from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
-from fastdeploy_kvcache_v1.transfer.rank_messages import TransferNews
+from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch
+from tests.fastdeploy_integration.engine.by_hand import Status
 
-from .decode_caches import decode_cache
-from .fake_requests import BLOCK, END, Output, engine, first_token, request
+from .decode_server import DecodeServer
+from .fake_requests import END, first_token, request
 
 DROP = "decode_drop", ["r"]
 
 
-class Server:
-    """A decode engine, its adapter and the queue of what prefill servers send."""
-
-    def __init__(self, *known):
-        self.news, self.queue, self.now, self.num_ended = [], [], 0.0, 0
-        self.cache = decode_cache(clock=lambda: self.now)
-        self.cache._rank_news = self._take_news
-        self.sent = self.cache.sent
-        self.engine = engine(self.cache, *known)
-        self.tokens = FirstTokens(self.engine, self.cache, Output, self._count_end, clock=lambda: self.now)
-
-    def _count_end(self):
-        self.num_ended += 1
-
-    def _take_news(self):
-        news, self.news = self.news, []
-        return news
-
-    def preallocate(self, request_id="r", count=2):
-        made = request(request_id)
-        made.block_tables = self.cache.allocate_gpu_blocks(count + 1, request_id)
-        made.need_prefill_tokens = count * BLOCK - 1
-        self.engine.resource_manager.requests[request_id] = made
-        self.cache.grant(made)
-        return made
-
-    def report(self, made, error=None):
-        self.news.append(RankNews(0, TransferNews(fetches=(FetchResult(name_of(made), 1, 1.0, (), error),))))
-
-    def loop(self, *outputs, items=()):
-        """One round of FastDeploy's thread, which finds `outputs` and other items. Returns the ids whose first token it
-        gets, and other items.
-        """
-        self.queue += [*([("decode", list(outputs))] if outputs else ()), *items]
-        if self.tokens.is_empty(lambda: not self.queue):
-            return []
-        queue, self.queue = self.queue, []
-        items = self.tokens.take(lambda: queue)
-        self.cache.check()
-        return [each if each[0] != "decode" else [one.request_id for one in each[1]] for each in items]
-
-    @property
-    def answers(self):
-        return [(each.request_id, each.error_code, each.finished) for each in self.engine.scheduler.results]
-
-    def check_empty(self):
-        self.cache.grants.check_idle()
-        assert len(self.cache.gpu_free_block_list) == 20
-        assert self.engine.resource_manager.requests == {}
-
-
 def test_a_first_token_waits_for_its_blocks_and_others_pass_it():
-    server = Server("slow", "fast")
-    slow, fast = server.preallocate("slow"), server.preallocate("fast")
+    server = DecodeServer(known=["slow", "fast"])
+    slow, fast = server.granted("slow"), server.granted("fast")
     others = [("decode", [request("new")]), DROP]
     server.report(fast)
     assert server.loop(first_token(slow), first_token(fast), items=others) == [["new"], DROP, ["fast"]]
     assert server.loop() == []
-    assert server.tokens.is_empty(lambda: True) is True
-    assert server.tokens.is_empty(lambda: False) is False
+    assert [server.tokens.is_empty(lambda is_empty=is_empty: is_empty) for is_empty in (True, False)] == [True, False]
     server.report(slow)
     assert server.loop() == [["slow"]]
     assert server.answers == []
 
 
 def test_a_request_whose_client_has_not_come_yet_waits_for_it_and_not_for_ever():
-    server = Server()
-    made = server.preallocate()
-    server.report(made)
-    assert server.loop(first_token(made)) == []
-    server.engine.scheduler.known.add("r")
-    assert server.loop() == [["r"]]
-    other = server.preallocate("other")
-    server.report(other)
-    assert server.loop(first_token(other)) == []
+    server = DecodeServer()
+    for name in ("r", "other"):
+        made = server.granted(name)
+        server.report(made)
+        assert server.loop(first_token(made)) == []
+        if name == "r":
+            server.front_end.known.add(name)
+            assert server.loop() == [["r"]]
     server.now = 20.0
     assert server.loop() == []
     assert server.answers == [("other", FAILED, True)]
@@ -97,91 +50,179 @@ def test_a_request_whose_client_has_not_come_yet_waits_for_it_and_not_for_ever()
 
 @pytest.mark.parametrize("cause", ["fetch failed", "prefill failed", "abort"])
 def test_a_request_that_cannot_run_is_answered_and_leaves_nothing(cause):
-    server = Server("r")
-    made = server.preallocate()
-    manager = server.engine.resource_manager
+    server = DecodeServer(known=["r"])
+    made = server.granted()
     if cause == "fetch failed":
         server.report(made, "the peer died")
     elif cause == "prefill failed":
         server.loop(first_token(made, code=501, message="no"))
     else:
-        manager.waiting_abort_req_id_set |= {"r", "of a request that is not here"}
-    server.loop()
-    server.loop()
+        server.manager.waiting_abort_req_id_set |= {"r", "of a request that is not here"}
+    for _ in range(2):
+        server.loop()
     code = {"fetch failed": FAILED, "prefill failed": 501, "abort": ABORTED}[cause]
-    assert server.answers == [("r", code, True)]
-    assert server.num_ended == 1
+    assert (server.answers, server.num_ended) == ([("r", code, True)], 1)
     assert server.engine.token_processor.tokens_counter == {}
-    assert manager.waiting_abort_req_id_set == set()
+    assert (server.manager.waiting_abort_req_id_set, server.manager.requests) == (set(), {})
     if cause != "fetch failed":  # its rank has not said yet that it is over
-        assert len(server.cache.gpu_free_block_list) == 17
+        assert server.grants.num_parked == 3
         server.report(made, "cancelled")
         server.loop()
-    server.check_empty()
+    server.cache.check_idle()
     assert server.loop(first_token(made)) == []
     assert len(server.answers) == 1
 
 
 def test_a_request_that_is_complete_with_its_first_token_does_not_run():
-    server = Server("r")
-    made = server.preallocate()
+    server = DecodeServer(known=["r"])
+    made = server.granted()
     server.report(made)
     assert server.loop(first_token(made, END)) == []
     assert server.answers == [("r", 200, True)]
-    server.check_empty()
+    server.cache.check_idle()
+
+
+# ---- without blocks here
 
 
 def test_a_refusal_reaches_the_client_of_a_request_that_never_got_blocks():
-    server = Server("r", "running")
-    server.engine.resource_manager.requests["running"] = request("running")
+    server = DecodeServer(known=["r", "running"])
+    server.manager.requests["running"] = request("running")
     asked = [request(name) for name in ("r", "running", "unknown")]
     assert server.loop(*(first_token(each, code=502, message="full") for each in asked)) == []
     assert server.answers == [("r", 502, True)]
 
 
 @pytest.mark.parametrize("told", ["refusal", "drop"])
-def test_a_refusal_waits_for_the_request_which_the_router_sends_to_both(told):
-    server = Server()
+@pytest.mark.parametrize(("after_s", "is_answered"), [(REFUSAL_S - 1, True), (REFUSAL_S, False)])
+def test_a_refusal_waits_for_the_request_which_the_router_sends_to_both(told, after_s, is_answered):
+    server = DecodeServer()
     if told == "refusal":
         server.loop(first_token(request("r"), code=499, message="paused"))
     else:
         server.loop(items=[DROP])
     assert server.answers == []
-    server.now = REFUSAL_S - 1
-    server.engine.scheduler.known.add("r")
-    server.loop()
-    assert server.answers == [("r", ABORTED, True)]
-    server.engine.scheduler.known.add("r")  # another one
-    server.loop()
-    assert len(server.answers) == 1
+    server.now = after_s
+    if not is_answered:
+        server.loop()
+    for _ in range(2):  # the second is another one
+        server.front_end.known.add("r")
+        server.loop()
+        assert server.answers == [("r", ABORTED, True)] * is_answered
     assert server.num_ended == 0, "FastDeploy has counted no blocks of it"
 
 
-def test_a_refusal_of_a_request_that_does_not_come_is_forgotten():
-    server = Server()
-    server.loop(items=[DROP])
-    server.now = REFUSAL_S
-    server.loop()
-    server.engine.scheduler.known.add("r")
-    server.loop()
-    assert server.answers == []
-
-
 def test_fastdeploy_alone_answers_a_dropped_request_that_is_here():
-    server = Server("r")
+    server = DecodeServer(known=["r"])
     assert server.loop(items=[DROP]) == [DROP]
-    server.loop()
-    assert server.answers == []
+    assert (server.loop(), server.answers) == ([], [])
 
 
-def test_a_late_error_of_a_request_does_not_end_the_next_one_of_its_id():
-    """The router of 2.6 sends a request that failed again, with its id."""
-    server = Server("r")
-    made = server.preallocate()
+def test_a_late_error_of_a_request_does_not_end_the_next_one_of_its_id(monkeypatch):
+    """The router of 2.6 sends a request that failed again, with its id. Names of the last grants are known."""
+    monkeypatch.setattr(grants_module, "MOST_NAMES", 2)
+    server = DecodeServer(known=["r"])
+    made = server.granted()
     server.report(made, "the link broke")
     server.loop()
+    server.front_end.known.add("r")
+    server.granted("second")
+    for _ in range(2):
+        server.loop(first_token(made, code=501, message="prefill failed"))
+        server.loop()
     assert server.answers == [("r", FAILED, True)]
-    server.engine.scheduler.known.add("r")
-    server.loop(first_token(made, code=501, message="prefill failed"))
-    server.loop()
-    assert len(server.answers) == 1
+    server.granted("third")
+    assert [server.grants.knew(name) for name in (name_of(made), name_of(server.granted("fourth")))] == [False, True]
+
+
+# ---- what a grant waits for, and what it ends with
+
+
+def test_blocks_come_back_only_when_every_rank_is_done_with_them():
+    server = DecodeServer(num_ranks=2)
+    made = server.granted()
+    server.free(made, Status.WAITING)
+    assert [type(each) for each in server.sent] == [StartFetch, CancelFetch]
+    assert (server.grants.num_parked, server.grants.is_ending(name_of(made))) == (3, True)
+    server.arrive(made, "it was cancelled", rank=1)
+    assert len(server.cache.gpu_free_block_list) == 17
+    server.arrive(made, rank=0)  # this rank had everything when it was told
+    server.cache.check_idle()
+
+
+def test_what_no_rank_was_told_of_is_not_parked():
+    server = DecodeServer()
+    server.cache.schedule_begins()
+    server.free(server.granted(), Status.WAITING)
+    server.schedule()
+    assert server.sent == []
+    server.cache.check_idle()
+
+
+def test_a_rank_that_is_not_there_fails_the_fetch():
+    server = DecodeServer()
+    server.absent = [0]
+    server.granted()
+    assert NOT_THERE in server.lost()[0].reason
+
+
+def test_a_fetch_and_then_a_token_may_take_so_long():
+    server = DecodeServer()
+    slow, late = server.granted("slow"), server.granted("late")
+    server.now = 90.0
+    server.arrive(late)
+    assert server.lost() == []
+    server.now = 100.0
+    assert server.lost() == [], "until its rank has said that it is over"
+    assert server.sent[-1] == CancelFetch(name_of(slow), "its blocks did not arrive in time")
+    server.arrive(slow, "cancelled")
+    server.now = 110.0
+    slow, late = (each.reason for each in server.lost())
+    assert "its blocks did not arrive in time" in slow
+    assert "the first token of late did not arrive in time" in late
+    assert "PD Error" not in slow + late, "a router would let them wait as long again"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [("no blocks", "no blocks"), (None, "prefill could not send the blocks of r")],
+)
+def test_what_prefill_says_went_wrong_is_passed_on_or_that_it_says_nothing(message, reason):
+    server = DecodeServer()
+    made = server.granted()
+    assert server.cache.take_token(first_token(made, code=501, message=message))
+    server.arrive(made)
+    assert server.cache.take_ready(lambda _: True) == []
+    assert server.lost() == [Lost("r", 501, reason)]
+
+
+def test_a_token_of_another_transfer_is_none_of_this_request():
+    """Ids come from clients: an earlier request of this id was given up, and its token comes late."""
+    server = DecodeServer()
+    made = server.granted()
+    tokens = first_token(request("r"), 66), first_token(request("unknown")), first_token(made, 7), first_token(made, 8)
+    assert [server.cache.take_token(each) for each in tokens] == [False, False, True, False]
+    server.arrive(made)
+    (grant,) = server.cache.take_ready(lambda _: True)
+    assert grant.first_token.outputs.token_ids == [7]
+    assert server.grants.num_stray_tokens == 3
+
+
+@pytest.mark.parametrize(("seconds", "again"), [(TRY_AGAIN_S - 0.1, True), (TRY_AGAIN_S, False)])
+def test_a_router_is_told_to_try_again_what_failed_soon(seconds, again):
+    server = DecodeServer()
+    made = server.granted()
+    server.now += seconds
+    server.arrive(made, "it broke")
+    assert server.lost()[0].reason.startswith("PD Error: ") is again
+    server.free(made, Status.WAITING)
+    assert server.grants.num_parked == 0
+
+
+def test_news_of_a_fetch_that_no_rank_owes_does_not_hide_the_next(caplog):
+    server = DecodeServer()
+    made = server.granted()
+    server.report(request("unknown"))
+    server.arrive(made)
+    assert server.take_ready(made)
+    assert len(caplog.messages) == 1

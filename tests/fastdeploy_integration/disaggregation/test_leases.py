@@ -4,7 +4,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases, LeaseWithdrawn
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.messager import Messager
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import WithdrawLease
@@ -96,20 +95,3 @@ def test_an_end_that_no_rank_owes_is_refused_and_changes_nothing(account):
         account.end(0, "a", "again")
     account.end(1, "a")
     assert account.ended() == [("a", "finished")]
-
-
-class Queue:
-    """FastDeploy's EngineWorkerQueue; nothing of a messager may reach it."""
-
-
-@pytest.mark.parametrize("acknowledges", [True, False])
-def test_the_engine_hears_what_it_would_ask_its_messager(acknowledges):
-    queue, ended = Queue(), [["a", "finished"]]
-    Messager(lambda: ended, acknowledges=acknowledges).answer(queue)
-    queue.put_cache_info([{"request_id": "a", "src_block_ids": [1]}, {"request_id": "b", "src_block_ids": [2]}])
-    queue.put_cache_info([{"request_id": "a", "dest_block_ids": [3]}])
-    assert queue.get_finished_req() is ended
-    assert hasattr(queue, "get_finished_add_cache_task_req") == acknowledges
-    if acknowledges:
-        assert queue.get_finished_add_cache_task_req() == ["a", "b"]
-        assert queue.get_finished_add_cache_task_req() == []

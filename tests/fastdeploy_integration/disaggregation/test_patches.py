@@ -8,51 +8,43 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import DECODE_PAUSED, PREFILL_PAUSED, Gate
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import name_of
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import KEY, name_of
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
 from tests.fastdeploy_integration.engine.by_hand import make_adapter
 
-from .decode_caches import decode_cache
-from .fake_requests import BLOCK, Manager, Output, request
+from .decode_server import DecodeServer
+from .fake_requests import Manager, Output, request
 
 
-def decode_manager():
-    cache = decode_cache()
-    cache.gate = Gate()
-    manager = Manager(cache)
-
-    def preallocate_resource_in_d(made):
-        made.block_tables = cache.allocate_gpu_blocks(3, made.request_id)
-        made.need_prefill_tokens = 2 * BLOCK
-        made.disaggregate_info["block_tables"] = made.block_tables
-        manager.requests[made.request_id] = made
-        return True
-
-    manager.preallocate = lambda made: patches.preallocate_in_decode(preallocate_resource_in_d, manager, (made,), {})
-    return manager
+def decode_server():
+    """Whose room is asked for as FastDeploy asks."""
+    server = DecodeServer()
+    manager = server.manager
+    server.ask = lambda made: patches.preallocate_in_decode(server.allocate, manager, (made,), {})
+    return server
 
 
 def test_a_request_that_is_sent_twice_gets_blocks_once_and_another_of_its_id_gets_none():
-    manager = decode_manager()
-    first = request("r")
-    assert manager.preallocate(first)
+    """And at a paused server nobody gets any."""
+    server, first = decode_server(), request("r")
+    assert server.ask(first)
     again = request("r", name=name_of(first))
-    assert manager.preallocate(again)
+    assert server.ask(again)
     assert again.disaggregate_info["block_tables"] == first.block_tables
-    assert not manager.preallocate(request("r"))
-    assert len(manager.cache_manager.gpu_free_block_list) == 17
-    assert len(manager.cache_manager.sent) == 1
+    assert not server.ask(request("r"))
+    server.cache.gate.close()
+    assert not server.ask(request("other"))
+    assert not server.ask(request("r", name=name_of(first)))
+    assert (len(server.cache.gpu_free_block_list), len(server.sent)) == (17, 1)
+    server.cache.gate.open()
+    assert server.ask(request("other"))
 
 
-def test_a_request_without_a_name_gets_nothing():
-    manager = decode_manager()
-    without = request("r")
-    without.ic_req_data = None
-    assert not manager.preallocate(without)
-    for name in (5, "", "x" * 1000):
-        without.ic_req_data = {"kvcache_v1_transfer": name}
-        assert not manager.preallocate(without)
-    assert manager.requests == {}
+@pytest.mark.parametrize("data", [None, *({KEY: name} for name in (5, "", "x" * 1000))])
+def test_a_request_without_a_name_gets_nothing(data):
+    server = decode_server()
+    assert not server.ask(request("r", name="x", ic_req_data=data))
+    assert server.manager.requests == {}
 
 
 def test_a_request_gets_another_name_each_time_that_it_is_taken_up_and_one_of_a_live_id_waits():
@@ -158,18 +150,6 @@ def test_a_request_that_no_router_sent_is_refused():
     assert "send requests to the router" in reason
 
 
-def test_a_paused_decode_server_takes_no_request():
-    manager = decode_manager()
-    first = request("r")
-    assert manager.preallocate(first)
-    manager.cache_manager.gate.close()
-    assert not manager.preallocate(request("other"))
-    assert not manager.preallocate(request("r", name=name_of(first)))
-    assert len(manager.cache_manager.gpu_free_block_list) == 17
-    manager.cache_manager.gate.open()
-    assert manager.preallocate(request("other"))
-
-
 @pytest.mark.parametrize("paused", [False, True])
 def test_prefill_hears_that_there_is_no_room(paused):
     """2.5 sends only what was granted."""
@@ -188,7 +168,7 @@ def test_prefill_hears_that_there_is_no_room(paused):
 
 @pytest.mark.parametrize(("role", "blocks", "needed"), [("decode", 0, 0), ("decode", 1, 11), ("mixed", 0, 10)])
 def test_a_full_decode_server_starts_what_has_its_blocks(role, blocks, needed):
-    cache = decode_cache() if role == "decode" else make_adapter(20)
+    cache = DecodeServer().cache if role == "decode" else make_adapter(20)
     manager = SimpleNamespace(cache_manager=cache)
     assert patches.blocks_to_start(lambda count: count + 10, manager, (blocks,), {}) == needed
 
@@ -217,7 +197,7 @@ def test_a_request_of_a_prefill_server_is_matched_when_it_is_put_into_the_batch(
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("role", ["decode", "mixed"])
 def test_a_decode_engine_takes_what_prefill_sends_by_way_of_its_blocks(install, monkeypatch, role, counts):
-    cache, ended = decode_cache() if role == "decode" else make_adapter(20), []
+    cache, ended = DecodeServer().cache if role == "decode" else make_adapter(20), []
     gauge = SimpleNamespace(dec=lambda: ended.append(True))
     metrics = SimpleNamespace(decode_preallocated_req_num=gauge)
     install({"fastdeploy.metrics": {}, "fastdeploy.metrics.metrics": {"main_process_metrics": metrics}})

@@ -66,7 +66,7 @@ class Engine:
         self.cache.check()
 
     def grant(self, request_id="r", blocks=2):
-        made = request(request_id, tokens=blocks * BLOCK)
+        made = request(request_id, [5] * blocks * BLOCK)
         made.block_tables = self.cache.allocate_gpu_blocks(blocks, request_id)
         self.cache.grant(made)
         return made
@@ -144,7 +144,7 @@ def test_a_decode_engine_starts_a_request_when_both_ranks_have_its_blocks(engine
 
 
 class Queue:
-    """FastDeploy's EngineWorkerQueue."""
+    """FastDeploy's EngineWorkerQueue; nothing of a messager may reach it."""
 
     def get_finished_req(self):
         return "FastDeploy's own"
@@ -154,13 +154,19 @@ class Queue:
 def test_what_the_engine_would_ask_its_messager_it_asks_us_at_prefill(engine, monkeypatch, acknowledges):
     table = SimpleNamespace(capabilities=Capabilities(acknowledged_cache_info=acknowledges))
     monkeypatch.setattr(overlay, "active", lambda: SimpleNamespace(table=table))
-    processor, manager, given = SimpleNamespace(engine_worker_queue=Queue()), SimpleNamespace(), []
-    manager.cache_manager = engine.cache
-    patches.answer_for_messager(given.append, processor, (manager,), {})
+    queue, manager, given = Queue(), SimpleNamespace(cache_manager=engine.cache), []
+    patches.answer_for_messager(given.append, SimpleNamespace(engine_worker_queue=queue), (manager,), {})
     assert given == [manager]
-    is_prefill = isinstance(engine.cache, role_caches.PrefillCache)
-    assert processor.engine_worker_queue.get_finished_req() == ([] if is_prefill else "FastDeploy's own")
-    assert hasattr(processor.engine_worker_queue, "get_finished_add_cache_task_req") == (is_prefill and acknowledges)
+    if isinstance(engine.cache, role_caches.DecodeCache):
+        assert (queue.get_finished_req(), vars(queue)) == ("FastDeploy's own", {})
+        return
+    engine.cache.leases = SimpleNamespace(take_ended=lambda: [["a", "finished"]])
+    assert queue.get_finished_req() == [["a", "finished"]]
+    queue.put_cache_info([{"request_id": name, "src_block_ids": [1]} for name in "ab"])
+    queue.put_cache_info([{"request_id": "a", "dest_block_ids": [3]}])
+    assert hasattr(queue, "get_finished_add_cache_task_req") == acknowledges
+    if acknowledges:
+        assert [queue.get_finished_add_cache_task_req() for _ in range(2)] == [["a", "b"], []]
 
 
 def reset(engine, *, known=()):
@@ -172,32 +178,25 @@ def reset(engine, *, known=()):
     return seen
 
 
-def test_a_server_without_requests_and_transfers_is_reset_behind_its_closed_gate(engine):
+def test_a_server_is_reset_behind_its_closed_gate_and_stays_paused(engine):
+    gate = engine.cache.gate
     engine.cache.held_back = HeldBack()
-    assert reset(engine) == [False]
-    assert engine.cache.gate.is_open
-    engine.cache.gate.close()
-    assert reset(engine) == [False]
-    assert not engine.cache.gate.is_open, "a paused server stays paused"
-
-
-def test_a_server_that_is_paused_while_it_is_reset_stays_paused(engine):
+    assert (reset(engine), gate.is_open) == ([False], True)
+    gate.close()
+    assert (reset(engine), gate.is_open) == ([False], False)
     with engine.cache.clearing(SimpleNamespace(requests={})):
-        engine.cache.gate.close()
-    assert not engine.cache.gate.is_open
+        gate.open()
+        assert not gate.is_open, "before the reset is over"
+    assert gate.is_open
     with engine.cache.clearing(SimpleNamespace(requests={})):
-        engine.cache.gate.open()
-        assert not engine.cache.gate.is_open, "before the reset is over"
-    assert engine.cache.gate.is_open
+        gate.close()
+    assert not gate.is_open
 
 
-def test_a_server_with_a_request_is_not_reset(engine):
+def test_a_server_with_a_request_or_with_blocks_that_a_peer_shares_is_not_reset(engine):
     with pytest.raises(CacheStateError, match="here 1"):
         reset(engine, known=["a"])
     assert engine.cache.gate.is_open
-
-
-def test_blocks_that_a_peer_reads_or_a_rank_fills_are_not_reset(engine):
     if isinstance(engine.cache, role_caches.PrefillCache):
         engine.tell(0, OPENED)
     else:
@@ -222,21 +221,15 @@ def test_released_requests_of_prefill_wait_until_a_thread_takes_them(engine):
 
 
 @decode
-def test_a_decode_engine_shares_what_waits_what_is_fetched_and_what_is_parked(engine):
-    made = engine.grant()
-    assert engine.cache.num_shared == 1 + 1
-    engine.cache.recycle_gpu_blocks(made.block_tables, "r")
-    assert engine.cache.num_shared == 0 + 1 + 2
-
-
-@decode
-def test_no_rank_is_told_to_fetch_while_a_batch_is_put_together(engine):
+def test_no_rank_is_told_to_fetch_while_a_batch_is_put_together_and_what_is_shared_is_counted(engine):
     engine.cache.take_reports()
-    engine.grant()
+    made = engine.grant()
     assert engine.cache.carrier(None) == [], "no copies wait"
-    assert engine.sent == []
+    assert (engine.sent, engine.cache.num_shared) == ([], 1 + 1), "what waits, and what is to be fetched"
     engine.cache.send_swaps([])
     assert [type(each) for each in engine.sent] == [StartFetch]
+    engine.cache.recycle_gpu_blocks(made.block_tables, "r")
+    assert engine.cache.num_shared == 0 + 1 + 2, "with parked blocks"
 
 
 @decode
