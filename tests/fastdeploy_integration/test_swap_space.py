@@ -10,6 +10,8 @@ from fastdeploy_kvcache_v1.fastdeploy_integration import swap_space
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.patches import EnginePrefixCache
 from fastdeploy_kvcache_v1.fastdeploy_integration.swap_space import GIB
 
+from .fd_configs import fd_config
+
 BLOCK = 64
 GQA = {"num_key_value_heads": 8, "head_dim": 128}
 LATENT = {"num_key_value_heads": 128, "head_dim": 192, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -19,22 +21,12 @@ GQA_BYTES = 2 * 8 * 128 * BLOCK * 2
 """Key and value, all heads, bfloat16, one layer."""
 
 
-def fd_config(sizes, *, layers=10, ranks=1, dtype="bfloat16", quant=None, method=None, swap=None, **cache):
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            num_hidden_layers=layers,
-            dtype=dtype,
-            quantization=None,
-            quantization_config={"kv_cache_quant_type": quant} if quant else None,
-            **sizes,
-        ),
-        cache_config=SimpleNamespace(
-            **{"block_size": BLOCK, "swap_space": swap, "sized_by_swap_space": swap is not None, **cache}
-        ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        speculative_config=SimpleNamespace(method=method),
-        quant_config=None,
-    )
+def config_of(sizes, *, ranks=1, quant=None, swap=None, **given):
+    return fd_config(
+        num_hidden_layers=10, block_size=BLOCK, tensor_parallel_size=ranks, swap_space=swap,
+        quantization_config={"kv_cache_quant_type": quant} if quant else None,
+        **{"sized_by_swap_space": swap is not None, **sizes, **given},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -62,13 +54,13 @@ def fd_config(sizes, *, layers=10, ranks=1, dtype="bfloat16", quant=None, method
     ],
 )
 def test_bytes_of_a_block_on_one_rank(sizes, options, backend, expected):
-    assert swap_space.host_block_bytes(fd_config(sizes, **options), backend) == expected
+    assert swap_space.host_block_bytes(config_of(sizes, **options), backend) == expected
 
 
 def test_swap_space_is_what_all_ranks_take_together():
     for ranks in (1, 2, 4, 8, 16):
         for sizes, backend in ((GQA, "APPEND_ATTN"), (LATENT, "MLA_ATTN"), (SPARSE, "DSA_ATTN")):
-            config = fd_config(sizes, ranks=ranks, swap=3.7)
+            config = config_of(sizes, ranks=ranks, swap=3.7)
             swap_space.size_host_tier(config, backend)
             cache = config.cache_config
             block = cache.host_block_bytes * ranks
@@ -80,7 +72,7 @@ def test_an_explicit_number_is_kept_and_sizing_again_gives_the_same():
         ({"num_cpu_blocks": 7, "host_block_bytes": None, "sized_by_swap_space": False}, (7, None)),
         ({}, (GIB // (10 * GQA_BYTES), 10 * GQA_BYTES)),
     ):
-        config = fd_config(GQA, swap=1.0, **cache)
+        config = config_of(GQA, swap=1.0, **cache)
         for _ in range(3):
             swap_space.size_host_tier(config, "APPEND_ATTN")
             assert (config.cache_config.num_cpu_blocks, config.cache_config.host_block_bytes) == expected
@@ -106,7 +98,7 @@ def test_exactly_one_block_is_enough_and_one_byte_less_is_an_error():
 )
 def test_a_model_without_the_sizes_of_its_backend(sizes, backend, missing):
     with pytest.raises(ConfigError, match=f"the model's configuration lacks {missing}, which {backend} needs"):
-        swap_space.host_block_bytes(fd_config(sizes), backend)
+        swap_space.host_block_bytes(config_of(sizes), backend)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +114,7 @@ def test_a_model_without_the_sizes_of_its_backend(sizes, backend, missing):
     ],
 )
 def test_how_the_cache_is_quantized(worker, model, command_line, expected):
-    config = fd_config(GQA)
+    config = config_of(GQA)
     config.quant_config = worker
     config.model_config.quantization_config, config.model_config.quantization = model, command_line
     assert swap_space.kv_cache_quant_type(config) == expected
@@ -141,7 +133,7 @@ def test_how_the_cache_is_quantized(worker, model, command_line, expected):
 )
 def test_memory_for_all_ranks_of_a_machine_is_asked_for_before_there_are_any(monkeypatch, chips, cache, needs):
     monkeypatch.setattr(swap_space, "free_host_memory", lambda: GIB)
-    config = fd_config(GQA, ranks=4, swap=4.0, enable_prefix_caching=True)
+    config = config_of(GQA, ranks=4, swap=4.0, enable_prefix_caching=True)
     swap_space.size_host_tier(config, "APPEND_ATTN")
     config.max_chips_per_node = chips
     vars(config.cache_config).update(cache)

@@ -25,7 +25,8 @@ from fastdeploy_kvcache_v1.transfer.geometry import Geometry, RoleGeometry
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
-from tests.fastdeploy_integration.engine.engine_cache import engine_config, fake_fastdeploy, launch
+from tests.fastdeploy_integration.engine.engine_cache import fake_fastdeploy, launch
+from tests.fastdeploy_integration.fd_configs import fd_config
 
 from .fake_requests import BLOCK, first_token, request
 
@@ -55,7 +56,8 @@ class Ranks:
 
 class Engine:
     def __init__(self, role):
-        self.cache = launch(patches.CACHES[role](engine_config(role, num_cpu_blocks=0)), PORT)
+        config = fd_config(splitwise_role=role, tensor_parallel_size=2, num_cpu_blocks=0)
+        self.cache = launch(patches.CACHES[role](config), PORT)
         self.sent = self.cache._ranks.sent
         self.hear = self.cache.take_reports if role == "prefill" else self.cache.take_news
         """What FastDeploy's threads do again and again."""
@@ -242,9 +244,7 @@ def test_copies_that_wait_ride_on_a_batch_with_an_empty_table(engine):
 @pytest.mark.parametrize(("ports", "expected"), [(["5", 6], (5, 6)), (None, ())])
 def test_the_place_of_a_server_names_its_weights(monkeypatch, ports, expected):
     monkeypatch.setattr(place, "model_digest", lambda path: f"digest of {path}")
-    model = SimpleNamespace(model="/m", quantization="wint4")
-    cache = SimpleNamespace(local_rdma_comm_ports=ports)
-    made = place.place_of(SimpleNamespace(cache_config=cache, model_config=model, host_ip="10.0.0.1"))
+    made = place.place_of(fd_config(model="/m", quantization="wint4", local_rdma_comm_ports=ports))
     assert made == settings.RankPlace("10.0.0.1", expected, "digest of /m 'wint4'")
 
 
@@ -253,8 +253,6 @@ def test_a_rank_has_the_role_of_its_server(logs, monkeypatch, role, kind):
     opened = []
     monkeypatch.setattr(ranks, "RankEnd", lambda *where: opened.append(where))
     settings.export(settings.RankPlace("127.0.0.1", (1,), "a model"))
-    parallel = SimpleNamespace(local_engine_worker_queue_port="8001", tensor_parallel_rank=1)
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(splitwise_role=role), parallel_config=parallel)
-    made = ranks.rank_role(config)
+    made = ranks.rank_role(fd_config(splitwise_role=role))
     assert made is None if kind is None else type(made) is kind
-    assert opened == ([] if kind is None else [(8001, 1)])
+    assert opened == ([] if kind is None else [(8001, 3)])

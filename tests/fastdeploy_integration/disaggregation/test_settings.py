@@ -1,7 +1,6 @@
 """What the user says about transfers, and what is refused with roles."""
 
 import os
-from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +8,7 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import RUN_DIRECTORY
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.refusals import role_refusals
+from tests.fastdeploy_integration.fd_configs import fd_config
 
 
 @pytest.fixture
@@ -59,39 +59,23 @@ def test_workers_learn_what_the_engine_knows():
         settings.rank_place({})
 
 
-ROUTER = SimpleNamespace(router="127.0.0.1:9000")
-CACHE = {"num_cpu_blocks": 0, "sized_by_swap_space": False, "kvcache_storage_backend": None}
-
-
-def config(
-    *, cache=(), ranks=1, engines=1, role="decode", scheduler="local", method=None, dynamic=False, router=ROUTER
-):
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(**{**CACHE, **dict(cache)}),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, data_parallel_size=engines),
-        scheduler_config=SimpleNamespace(splitwise_role=role, name=scheduler),
-        speculative_config=SimpleNamespace(method=method),
-        load_config=SimpleNamespace(dynamic_load_weight=dynamic),
-        router_config=router,
-    )
-
-
 def refused(environment=None, **changed):
-    reasons = role_refusals(config(**changed), {RUN_DIRECTORY: "/somewhere"} if environment is None else environment)
+    config = fd_config(**{"splitwise_role": "decode", "num_cpu_blocks": 0, **changed})
+    reasons = role_refusals(config, {RUN_DIRECTORY: "/somewhere"} if environment is None else environment)
     return [reason for reason, applies in reasons.items() if applies]
 
 
 def test_a_cpu_worker_with_the_router_is_served():
     assert refused() == []
-    assert refused(router=None) == [], "a worker knows of no router"
-    assert refused(ranks=2) == []
+    assert refused(router_config=None) == [], "a worker knows of no router"
+    assert refused(tensor_parallel_size=2) == []
     for role in ("prefill", "decode"):
-        assert refused(role=role, cache={"num_cpu_blocks": 4, "sized_by_swap_space": True}) == []
+        assert refused(splitwise_role=role, num_cpu_blocks=4, sized_by_swap_space=True) == []
 
 
 @pytest.mark.parametrize(("backend", "is_refused"), [("file", False), ("mooncake", False), ("attention_store", True)])
 def test_prefill_servers_have_storage_behind_their_host_tier(backend, is_refused):
-    assert bool(refused(role="prefill", cache={"kvcache_storage_backend": backend})) == is_refused
+    assert bool(refused(splitwise_role="prefill", kvcache_storage_backend=backend)) == is_refused
 
 
 @pytest.mark.parametrize(
@@ -99,13 +83,13 @@ def test_prefill_servers_have_storage_behind_their_host_tier(backend, is_refused
     [
         ({"environment": {}}, "on a GPU"),
         ({"environment": {RUN_DIRECTORY: "/d", settings.PLANE: "cuda_ipc"}}, "cuda_ipc needs a GPU"),
-        ({"scheduler": "splitwise"}, "--scheduler-name splitwise"),
-        ({"router": SimpleNamespace(router=None)}, "--scheduler-name local"),
-        ({"cache": {"kvcache_storage_backend": "file"}}, "--kvcache-storage-backend"),
-        ({"cache": {"kvcache_storage_backend": "attention_store"}}, "--kvcache-storage-backend attention_store"),
-        ({"engines": 2}, "data parallelism"),
+        ({"name": "splitwise"}, "--scheduler-name splitwise"),
+        ({"router": None}, "--scheduler-name local"),
+        ({"kvcache_storage_backend": "file"}, "--kvcache-storage-backend"),
+        ({"kvcache_storage_backend": "attention_store"}, "--kvcache-storage-backend attention_store"),
+        ({"data_parallel_size": 2}, "data parallelism"),
         ({"method": "mtp"}, "speculative decoding"),
-        ({"dynamic": True}, "--dynamic-load-weight"),
+        ({"dynamic_load_weight": True}, "--dynamic-load-weight"),
         ({"environment": {RUN_DIRECTORY: "/d", "FD_ENABLE_INTERNAL_ADAPTER": "1"}}, "FD_ENABLE_INTERNAL_ADAPTER"),
         ({"environment": {RUN_DIRECTORY: "/d", "FD_ENABLE_CACHE_TASK": "1"}}, "FD_ENABLE_CACHE_TASK"),
     ],

@@ -9,6 +9,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration import settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
+from tests.fastdeploy_integration.fd_configs import fd_config
 
 from .by_hand import FakeGauge
 
@@ -54,21 +55,6 @@ def fake_fastdeploy(install, monkeypatch, short_tmp_path, tmp_path):
         reports.close()
 
 
-def engine_config(role="mixed", *, dynamic=False, ranks_here=8, **cache):
-    """What an engine's cache manager asks of an `FDConfig`."""
-    policies = {"write_policy": "write_back", "write_through_threshold": 2, "eviction_policy": "lru"}
-    sizes = {"total_block_num": 8, "num_cpu_blocks": 4, "host_block_bytes": None, "block_size": 4}
-    switches = {"enable_prefix_caching": True, "enable_output_caching": True, "disable_chunked_mm_input": False}
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(**{**policies, **sizes, **switches, "kvcache_storage_backend": None, **cache}),
-        load_config=SimpleNamespace(dynamic_load_weight=dynamic, load_choices="default_v1"),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=512, splitwise_role=role),
-        parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        worker_num_per_node=ranks_here,
-        max_chips_per_node=8,
-    )
-
-
 def launch(manager, port=77):
     cache = manager._config.cache_config
     assert manager.launch_cache_manager(cache, 2, "0", "127.0.0.1", port, None, False) == []
@@ -79,4 +65,4 @@ def launch(manager, port=77):
 
 def launched(**given):
     """The cache manager of an engine that has launched its cache service."""
-    return launch(engine_patches.EnginePrefixCache(engine_config(**given)))
+    return launch(engine_patches.EnginePrefixCache(fd_config(tensor_parallel_size=2, **given)))

@@ -72,27 +72,26 @@ def test_an_engine_that_cannot_listen_serves_and_says_why(fake_fastdeploy, caplo
     schedule(manager)
 
 
+DYNAMIC = {"dynamic_load_weight": True}
+
+
 @pytest.mark.parametrize(
     # heartbeats: None where no legacy update can happen. Then there is no thread, and no shared memory.
-    ("dynamic", "caching", "v1", "host_blocks", "ranks_here", "heartbeats"),
+    ("given", "v1", "heartbeats"),
     [
-        (False, True, False, 4, 8, None),
-        (True, False, False, 4, 8, None),
-        (True, True, True, 4, 8, None),
-        (False, True, True, 4, 8, None),
-        (True, True, False, 4, 8, 2),
-        (True, True, False, 0, 1, 1),
+        ({}, False, None),
+        ({}, True, None),
+        (DYNAMIC, True, None),
+        (DYNAMIC | {"enable_prefix_caching": False}, False, None),
+        (DYNAMIC, False, 2),
+        (DYNAMIC | {"num_cpu_blocks": 0, "worker_num_per_node": 1}, False, 1),
     ],
 )
-def test_the_signals_of_legacy_updates_are_looked_at_where_there_can_be_one(
-    fake_fastdeploy, dynamic, caching, v1, host_blocks, ranks_here, heartbeats
-):
+def test_the_signals_of_legacy_updates_are_looked_at_where_there_can_be_one(fake_fastdeploy, given, v1, heartbeats):
     fake_fastdeploy.FD_ENABLE_V1_UPDATE_WEIGHTS = v1
-    manager = launched(
-        dynamic=dynamic, enable_prefix_caching=caching, num_cpu_blocks=host_blocks, ranks_here=ranks_here
-    )
+    manager = launched(**given)
     expected = [("model_weights_status", 1), ("prefix_tree_status", 1), ("worker_healthy_live_signal", heartbeats)]
-    expected += [("kv_cache_status", 1)] if host_blocks else []
+    expected += [("kv_cache_status", 1)] if manager.reports else []
     assert FakeSignal.opened == ([(*each, 77) for each in expected] if heartbeats else [])
     assert (manager.updates is None) == (heartbeats is None)
     assert schedule(manager) == ([], [])
@@ -142,15 +141,14 @@ def store(fake_fastdeploy, monkeypatch):
 
 def stored(monkeypatch, backend="file", *, flush_only=False, **given):
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", str(int(flush_only)))
-    flags = {"kvcache_storage_dir": "/unused", "kvcache_storage_gib": 1.0, "storage_prefetch": "timeout"}
-    return launched(kvcache_storage_backend=backend, **flags, **given)
+    return launched(kvcache_storage_backend=backend, **given)
 
 
 @pytest.mark.parametrize(
     ("backend", "given", "follows_passes", "told"),
     [
         ("file", {}, False, ["start"]),
-        ("file", {"dynamic": True}, False, ["weights_changed", "start"]),
+        ("file", DYNAMIC, False, ["weights_changed", "start"]),
         ("attention_store", {}, True, ["start_connected"]),
         ("attention_store", {"num_cpu_blocks": 0}, True, ["start_connected"]),
         ("attention_store", {"flush_only": True}, False, ["start_connected"]),

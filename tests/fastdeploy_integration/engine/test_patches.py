@@ -16,6 +16,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration import config_patches, setting
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Capabilities
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from tests.fastdeploy_integration.fd_configs import fd_config
 from tests.storage.attention_store.stand_in import SDK
 
 
@@ -127,37 +128,6 @@ def test_thresholds_that_cannot_work(threshold):
     assert settings.write_through_threshold(1) == 1
 
 
-def fd_config(
-    *,
-    role="mixed",
-    storage=None,
-    host_blocks=0,
-    swap=False,
-    quant=None,
-    routing=False,
-    method=None,
-    ranks=1,
-    cached=True,
-    graph_level=0,
-):
-    return SimpleNamespace(
-        graph_opt_config=SimpleNamespace(graph_opt_level=graph_level),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-        worker_num_per_node=8,
-        cache_config=SimpleNamespace(
-            num_cpu_blocks=host_blocks,
-            kvcache_storage_backend=storage,
-            sized_by_swap_space=swap,
-            enable_prefix_caching=cached,
-        ),
-        speculative_config=SimpleNamespace(method=method),
-        scheduler_config=SimpleNamespace(splitwise_role=role),
-        quant_config=None,
-        model_config=SimpleNamespace(quantization={"kv_cache_quant_type": quant} if quant else None),
-        routing_replay_config=SimpleNamespace(enable_routing_replay=routing),
-    )
-
-
 FACTS = {
     "fastdeploy": replace(table_for("2.6"), capabilities=Capabilities(flash_block_wise_fp8=True)),
     "v1_scheduler": True,
@@ -170,45 +140,49 @@ NO_FLASH_FP8 = {"fastdeploy": replace(table_for("2.6"), capabilities=Capabilitie
 CHUNKED_DSA = "DSA_ATTN with prefix caching or prompts in chunks (its prefill attends to the tokens of its own pass"
 
 
+FILE, ATTENTION = ({"kvcache_storage_backend": each} for each in ("file", "attention_store"))
+INT8, FP8 = ({"quantization": {"kv_cache_quant_type": each}} for each in ("int8", "block_wise_fp8"))
+MTP, NGRAM = ({"method": each} for each in ("mtp", "ngram"))
+MLA, DSA, FLASH = ({"attention_backend": each} for each in ("MLA_ATTN", "DSA_ATTN", "FLASH_ATTN"))
+SWAP, HOST, UNCACHED = {"sized_by_swap_space": True}, {"num_cpu_blocks": 9}, {"enable_prefix_caching": False}
+GRAPHS, ROUTING, CHUNKS = {"graph_opt_level": 1}, {"enable_routing_replay": True}, {"whole_prompts": False}
+
+
 @pytest.mark.parametrize(
     ("config", "facts", "reason"),
     [
-        ({"storage": "file"}, {}, "--kvcache-storage-backend file without --swap-space"),
-        ({"storage": "file", "swap": True, "ranks": 16}, {}, "file with tensor parallelism over several machines"),
-        ({"storage": "file", "swap": True}, {"pd_via_storage": True}, "FD_PD_TRANSFER_VIA_STORAGE=1"),
+        (FILE, {}, "--kvcache-storage-backend file without --swap-space"),
+        (FILE | SWAP | {"tensor_parallel_size": 16}, {}, "file with tensor parallelism over several machines"),
+        (FILE | SWAP, {"pd_via_storage": True}, "FD_PD_TRANSFER_VIA_STORAGE=1"),
         ({}, {"v1_scheduler": False}, "V0 scheduler"),
         ({}, {"foreign_platform": "xpu"}, "xpu platform"),
         ({}, {"attention_backend": "PLAS_ATTN"}, "PLAS_ATTN (it keeps means of key blocks outside"),
         ({}, {"attention_backend": "NATIVE_ATTN"}, "NATIVE_ATTN (FastDeploy cannot make it"),
-        ({}, {"attention_backend": "DSA_ATTN"}, CHUNKED_DSA),
-        ({"cached": False}, {"attention_backend": "DSA_ATTN", "whole_prompts": False}, CHUNKED_DSA),
-        ({"quant": "block_wise_fp8"}, {"attention_backend": "MLA_ATTN"}, "MLA attention with block_wise_fp8"),
-        ({"graph_level": 1}, {"attention_backend": "MLA_ATTN"}, "MLA_ATTN with graph_opt_level 1"),
-        ({"method": "mtp"}, {"attention_backend": "MLA_ATTN"}, "speculative method mtp with MLA_ATTN"),
-        ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN", **NO_FLASH_FP8}, "FLASH_ATTN with block"),
-        ({"routing": True, "host_blocks": 4}, {}, "routing replay with --swap-space"),
-        ({"routing": True, "swap": True}, {}, "routing replay with --swap-space"),
-        ({"method": "mtp", "cached": False}, {"attention_backend": "DSA_ATTN"}, "speculative method mtp with DSA_ATTN"),
-        ({"host_blocks": 9}, {}, None),
-        ({"storage": "file", "host_blocks": 9}, {}, None),
-        ({"storage": "attention_store"}, {}, None),
-        ({"storage": "attention_store", "host_blocks": 9, "method": "mtp"}, {}, None),
-        ({"storage": "file", "swap": True, "ranks": 8}, {}, None),
-        ({"quant": "block_wise_fp8"}, {"attention_backend": "FLASH_ATTN"}, None),
-        ({"quant": "block_wise_fp8"}, NO_FLASH_FP8, None),
-        ({"quant": "int8"}, {"attention_backend": "MLA_ATTN"}, None),
-        ({"host_blocks": 9}, {"attention_backend": "MLA_ATTN", "whole_prompts": False}, None),
-        ({"method": "ngram"}, {"attention_backend": "MLA_ATTN", "whole_prompts": False}, None),
-        ({"graph_level": 1}, {}, None),
-        ({"routing": True}, {}, None),
-        ({"method": "ngram", "swap": True, "cached": False}, {"attention_backend": "DSA_ATTN"}, None),
-        ({"cached": False}, {"attention_backend": "DSA_ATTN"}, None),
-        ({}, {"whole_prompts": False}, None),
+        ({}, DSA, CHUNKED_DSA),
+        (UNCACHED, DSA | CHUNKS, CHUNKED_DSA),
+        (FP8, MLA, "MLA attention with block_wise_fp8"),
+        (GRAPHS, MLA, "MLA_ATTN with graph_opt_level 1"),
+        (MTP, MLA, "speculative method mtp with MLA_ATTN"),
+        (FP8, FLASH | NO_FLASH_FP8, "FLASH_ATTN with block"),
+        (ROUTING | HOST, {}, "routing replay with --swap-space"),
+        (ROUTING | SWAP, {}, "routing replay with --swap-space"),
+        (MTP | UNCACHED, DSA, "speculative method mtp with DSA_ATTN"),
+        (FILE | HOST, {}, None),
+        (ATTENTION | HOST | MTP, {}, None),
+        (FILE | SWAP | {"tensor_parallel_size": 8}, {}, None),
+        (FP8, FLASH, None),
+        (FP8, NO_FLASH_FP8, None),
+        (INT8, MLA, None),
+        (HOST | NGRAM, MLA | CHUNKS, None),
+        (GRAPHS, {}, None),
+        (ROUTING, {}, None),
+        (NGRAM | SWAP | UNCACHED, DSA, None),
+        ({}, CHUNKS, None),
         ({}, {"fastdeploy": table_for("2.5")}, None),
     ],
 )
 def test_what_is_refused_and_why(config, facts, reason):
-    refused = config_patches.refusals(fd_config(**config), **{**FACTS, **facts})
+    refused = config_patches.refusals(fd_config(**{"num_cpu_blocks": 0} | config), **FACTS | facts)
     assert len(refused) == (reason is not None)
     assert all(reason in each for each in refused)
 
@@ -227,9 +201,8 @@ def postprocess(install, monkeypatch):
 
     def run(*, backend=None, host_blocks=0, graphs=None):
         install({"fastdeploy": {"envs": envs}, "fastdeploy.platforms": {"current_platform": made.platform}})
-        cache = {"kvcache_storage_backend": backend, "kvcache_storage_gib": 1.0, "kvcache_storage_dir": "/unused"}
-        cache |= {"storage_prefetch": "timeout", "sized_by_swap_space": False, "num_cpu_blocks": host_blocks}
-        config, processed = SimpleNamespace(cache_config=SimpleNamespace(**cache), graph_opt_config=graphs), []
+        config, processed = fd_config(kvcache_storage_backend=backend, num_cpu_blocks=host_blocks), []
+        config.graph_opt_config = graphs
         config_patches.postprocess_config(lambda: processed.append(True), config, (), {})
         assert processed == [True]
         assert made.sized[-1:] == [(config, envs.FD_ATTENTION_BACKEND)]
@@ -314,10 +287,7 @@ def test_prefills_that_wait_for_layers_or_read_a_prefix_are_not_captured(
 
 
 def test_roles_have_refusals_of_their_own():
-    config = fd_config(role="decode")
-    config.parallel_config.data_parallel_size = 2
-    config.scheduler_config.name, config.router_config = "local", SimpleNamespace(router="127.0.0.1:9000")
-    config.load_config = SimpleNamespace(dynamic_load_weight=False)
+    config = fd_config(splitwise_role="decode", data_parallel_size=2)
     assert any("data parallelism" in reason for reason in config_patches.refusals(config, **FACTS))
 
 

@@ -8,6 +8,7 @@ import pytest
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import storage_namespace
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
+from tests.fastdeploy_integration.fd_configs import fd_config
 
 
 @pytest.fixture(autouse=True)
@@ -22,22 +23,9 @@ def config(tmp_path):
     for name in ("main", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text(name)
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            model=str(tmp_path / "main"),
-            quantization=None,
-            quantization_config=None,
-            num_hidden_layers=2,
-            num_key_value_heads=2,
-            head_dim=16,
-            dtype="bfloat16",
-        ),
-        cache_config=SimpleNamespace(block_size=64),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        speculative_config=SimpleNamespace(method=None, model=str(tmp_path / "draft")),
-        quant_config=None,
-        load_config=SimpleNamespace(load_choices="default_v1", dynamic_load_weight=False),
-    )
+    made = fd_config(model=str(tmp_path / "main"), num_key_value_heads=2, head_dim=16, block_size=64)
+    made.speculative_config.model = str(tmp_path / "draft")
+    return made
 
 
 def name(config, attention_backend="APPEND_ATTN"):
@@ -55,7 +43,7 @@ def name(config, attention_backend="APPEND_ATTN"):
         ("cache_config", "block_size", 32),
         # what nobody has listed
         ("model_config", "moe_gate_fp32", True),
-        ("speculative_config", "num_speculative_tokens", 2),
+        ("speculative_config", "num_speculative_tokens", 5),
         ("load_config", "of_a_later_release", ["x", {"y": {1, 2}}]),
         (None, "FD_MOE_BACKEND", "triton"),
         (None, "FLAGS_flash_attn_version", "3"),

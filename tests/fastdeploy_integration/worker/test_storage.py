@@ -10,6 +10,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker import storage as stora
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import DeviceStorage, HostStorage, rank_storage
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
+from tests.fastdeploy_integration.fd_configs import fd_config
 
 FILE = StorageSettings("file", "/unused")
 ATTENTION = StorageSettings("attention_store")
@@ -28,19 +29,10 @@ def agents(monkeypatch, short_tmp_path):
 def config(settings, monkeypatch, *, host_blocks=0, caching=True):
     monkeypatch.setenv(storage_channel.SETTINGS_VARIABLE, storage_channel.dumps(settings))
     monkeypatch.setenv(storage_channel.SESSION_VARIABLE, "01234567")
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(
-            kvcache_storage_backend=settings.backend,
-            kvcache_storage_gib=None,
-            num_cpu_blocks=host_blocks,
-            enable_prefix_caching=caching,
-        ),
-        parallel_config=SimpleNamespace(
-            local_engine_worker_queue_port=8001, tensor_parallel_rank=3, local_data_parallel_id=1
-        ),
-        scheduler_config=SimpleNamespace(splitwise_role="mixed"),
-        model_config=SimpleNamespace(model="/models/small/"),
-    )
+    return fd_config(
+        kvcache_storage_backend=settings.backend, kvcache_storage_gib=None,
+        num_cpu_blocks=host_blocks, enable_prefix_caching=caching,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import Where
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
+from tests.fastdeploy_integration.fd_configs import fd_config
 from tests.fastdeploy_integration.test_backends import AppendAttentionBackend, DSAAttentionBackend
 
 
@@ -114,26 +115,13 @@ def test_how_the_tensors_of_a_backend_are_stored(emptied, name, backend, quant_t
     assert (made.mla_cache, made.dsa_cache) == flags
 
 
-def config(*, host_blocks=7, caching=True, method=None):
-    return SimpleNamespace(
-        cache_config=SimpleNamespace(
-            num_cpu_blocks=host_blocks,
-            block_size=4,
-            enable_prefix_caching=caching,
-            kvcache_storage_backend=None,
-        ),
-        parallel_config=SimpleNamespace(local_engine_worker_queue_port="8001", tensor_parallel_rank=3),
-        speculative_config=SimpleNamespace(method=method, num_speculative_tokens=2),
-    )
-
-
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize(
     ("given", "host_blocks", "parts", "draft_tokens"),
     [
         ({}, 7, (MAIN,), 0),
-        ({"caching": False}, 0, (MAIN,), 0),
-        ({"host_blocks": None}, 0, (MAIN,), 0),
+        ({"enable_prefix_caching": False}, 0, (MAIN,), 0),
+        ({"num_cpu_blocks": None}, 0, (MAIN,), 0),
         ({"method": "mtp"}, 7, (MAIN, DRAFT), 2),
         ({"method": "ngram"}, 7, (MAIN,), 2),
     ],
@@ -149,7 +137,7 @@ def test_a_runner_has_its_cache_before_it_makes_its_proposer(
     monkeypatch.setattr(patches, "rank_storage", lambda config, **where: [where["device_id"], where["on_gpu"]])
     monkeypatch.setattr(patches.ops, "warn_of_slow_copies", lambda: told.append("slow"))
     monkeypatch.setenv(settings.BLOCK_BYTES_VARIABLE, "4096")
-    args, kwargs = ((), {"fd_config": config(**given), "device_id": 6})
+    args, kwargs = ((), {"fd_config": fd_config(**{"num_cpu_blocks": 7, **given}), "device_id": 6})
     if not named:
         args, kwargs = (kwargs["fd_config"], "model", 6), {}
     patches.init_runner(lambda *_, **__: told.append(patches.worker_cache()), None, args, kwargs)
