@@ -4,13 +4,15 @@ import os
 import pickle
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zmq
 
 from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.fastdeploy_integration.engine import copy_reports
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import CopyReports
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import (
     MAX_UNSENT_REPORTS,
@@ -36,6 +38,10 @@ def copied(step, blocks=1, error=None):
     return TransferReport((TransferResult(step, *EVICT, blocks, 10 * blocks, 0.0, slots, error),))
 
 
+def failed(*steps):
+    return [copied(step, error="injected") for step in steps]
+
+
 def blocks_by_rank(reports):
     return {report.rank: report.copies.swap_out.blocks for report in reports.latest()}
 
@@ -58,151 +64,133 @@ def path(tmp_path):
 
 
 @pytest.fixture
-def make_reporter(path):
-    made = []
+def channel(path):
+    """Both ends, of which each is closed in the end."""
+    with ExitStack() as stack:
 
-    def make(rank=0):
-        made.append(CopyReporter(path, rank))
-        return made[-1]
+        def reporter(rank=0, *paths):
+            return stack.enter_context(closing(CopyReporter(path, rank, *paths)))
 
-    yield make
-    for reporter in made:
-        reporter.close()
-
-
-@contextmanager
-def listening(path):
-    reports = CopyReports(path)
-    try:
-        yield reports
-    finally:
-        reports.close()
+        yield SimpleNamespace(reporter=reporter, reports=lambda: stack.enter_context(closing(CopyReports(path))))
 
 
 # ---- what arrives
 
 
-def test_each_ranks_failures_arrive_once_and_in_step_order(path, make_reporter):
-    reporters = [make_reporter(rank) for rank in range(2)]
-    reporters[0].tell(copied(0, error="injected"))  # before there is an engine
-    with listening(path) as reports:
-        for step in range(1, 40):
-            reporters[step % 2].tell(copied(step, error="injected"))
-        steps = steps_failed(reports, 40)
-        assert [step for step in steps if step % 2 == 0] == list(range(0, 40, 2))
-        assert [step for step in steps if step % 2 == 1] == list(range(1, 40, 2))
-        assert reports.take().failed == ()
-        assert (reports.num_lost, reports.num_unreadable) == (0, 0)
-        assert {report.rank: report.copies.swap_out.failures for report in reports.latest()} == {0: 20, 1: 20}
+def test_each_ranks_failures_arrive_once_and_in_step_order(channel):
+    reporters = [channel.reporter(rank) for rank in range(2)]
+    told = failed(*range(40))
+    reporters[0].tell(told[0])  # before there is an engine
+    reports = channel.reports()
+    for step in range(1, 40):
+        reporters[step % 2].tell(told[step])
+    steps = steps_failed(reports, 40)
+    assert [[step for step in steps if step % 2 == rank] for rank in (0, 1)] == [[*range(0, 40, 2)], [*range(1, 40, 2)]]
+    assert reports.take().failed == ()
+    assert (reports.num_lost, reports.num_unreadable) == (0, 0)
+    assert {report.rank: report.copies.swap_out.failures for report in reports.latest()} == {0: 20, 1: 20}
 
 
-def test_the_first_step_tells_how_the_worker_copies(path):
-    paths = [CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")]
-    with listening(path) as reports:
-        reporter = CopyReporter(path, 2, lambda: tuple(paths))
-        try:
-            for _ in range(3):
-                reporter.tell(TransferReport())
-            reporter.tell(copied(1))
-            wait_for(lambda: blocks_by_rank(reports) == {2: 1}, "a block")
-            (report,) = reports.latest()
-            assert (report.number, report.paths) == (1, tuple(paths)), "two reports: the first, and the copy's"
-        finally:
-            reporter.close()
+def test_the_first_step_tells_how_the_worker_copies(channel):
+    paths = CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")
+    reports, reporter = channel.reports(), channel.reporter(2, lambda: paths)
+    for report in (TransferReport(), TransferReport(), TransferReport(), copied(1)):
+        reporter.tell(report)
+    wait_for(lambda: blocks_by_rank(reports) == {2: 1}, "a block")
+    (report,) = reports.latest()
+    assert (report.number, report.paths) == (1, paths), "two reports: the first, and the copy's"
 
 
-def test_what_copies_in_and_prefills_took_arrives_once_and_by_rank(path, make_reporter):
+def test_what_copies_in_and_prefills_took_arrives_once_and_by_rank(channel):
     def brought(step, error=None):
         return TransferResult(step, *SWAP_IN, step, 0, step / 10, () if error is None else (1,), error)
 
     prefills = tuple(PrefillTime(100 + each, 7.0, 0.5) for each in range(MAX_UNTOLD_TIMES + 5))
-    with listening(path) as reports:
-        reporter, other = make_reporter(rank=0), make_reporter(rank=1)
-        for prefill in prefills:
-            reporter.tell(TransferReport(prefills=(prefill,)))  # these wait for a copy
-        reporter.tell(TransferReport((brought(1), brought(2, "injected"), *copied(3).transfers)))
-        reporter.tell(TransferReport((brought(4),)))
-        other.tell(TransferReport((brought(5),), prefills=prefills))
-        wait_for(lambda: [each.number for each in reports.latest()] in ([1, 0], [0, 1]), "three reports")
-        latest = prefills[-MAX_UNTOLD_TIMES:]
-        assert reports.take().timings == {
-            0: Timings((LoadTime(1, 0.1), LoadTime(4, 0.4)), latest),
-            1: Timings((LoadTime(5, 0.5),), latest),
-        }
-        other.tell(copied(6))
-        wait_for(lambda: [each.number for each in reports.latest() if each.rank] == [1], "another report")
-        assert reports.take().timings == {}, "each once"
+    reports, reporter, other = channel.reports(), channel.reporter(rank=0), channel.reporter(rank=1)
+    for prefill in prefills:
+        reporter.tell(TransferReport(prefills=(prefill,)))  # these wait for a copy
+    reporter.tell(TransferReport((brought(1), brought(2, "injected"), *copied(3).transfers)))
+    reporter.tell(TransferReport((brought(4),)))
+    other.tell(TransferReport((brought(5),), prefills=prefills))
+    wait_for(lambda: [each.number for each in reports.latest()] in ([1, 0], [0, 1]), "three reports")
+    latest = prefills[-MAX_UNTOLD_TIMES:]
+    assert reports.take().timings == {
+        0: Timings((LoadTime(1, 0.1), LoadTime(4, 0.4)), latest),
+        1: Timings((LoadTime(5, 0.5),), latest),
+    }
+    other.tell(copied(6))
+    wait_for(lambda: [each.number for each in reports.latest() if each.rank] == [1], "another report")
+    assert reports.take().timings == {}, "each once"
 
 
 # ---- who ends and starts again
 
 
-def test_an_engine_that_starts_again_learns_the_totals_also_after_one_that_was_killed(path, make_reporter):
-    reporter = make_reporter()
-    with listening(path) as reports:
-        reporter.tell(copied(0, blocks=2))
-        wait_for(lambda: blocks_by_rank(reports) == {0: 2}, "2 blocks")
+def test_an_engine_that_starts_again_learns_the_totals_also_after_one_that_was_killed(path, channel):
+    reporter, reports = channel.reporter(), channel.reports()
+    assert (path.parent.stat().st_mode & 0o777, path.is_socket()) == (0o700, True)
+    reporter.tell(copied(0, blocks=2))
+    wait_for(lambda: blocks_by_rank(reports) == {0: 2}, "2 blocks")
+    reports.close()
+    assert not path.parent.exists()
     reporter.tell(copied(1, blocks=3))
     path.parent.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))  # as it does: nobody could remove it
-    with listening(path) as reports:
-        reporter.tell(copied(2, blocks=4))
-        wait_for(lambda: blocks_by_rank(reports) == {0: 9}, "9 blocks")
-    assert not path.parent.exists()
+    reports = channel.reports()
+    reporter.tell(copied(2, blocks=4))
+    wait_for(lambda: blocks_by_rank(reports) == {0: 9}, "9 blocks")
 
 
-def test_another_worker_of_a_rank_counts_from_0(path, make_reporter):
-    with listening(path) as reports:
-        for steps in ((1, 2, 3), (4,)):
-            reporter = make_reporter()
-            for step in steps:
-                reporter.tell(copied(step, error="injected"))
-            assert steps_failed(reports, len(steps)) == list(steps)
-            reporter.close()
-        assert [report.copies.swap_out.failures for report in reports.latest()] == [3, 1]
-        assert reports.num_lost == 0
+def test_another_worker_of_a_rank_counts_from_0(channel):
+    reports = channel.reports()
+    for steps in ((1, 2, 3), (4,)):
+        reporter = channel.reporter()
+        for report in failed(*steps):
+            reporter.tell(report)
+        assert steps_failed(reports, len(steps)) == list(steps)
+        reporter.close()
+    assert [report.copies.swap_out.failures for report in reports.latest()] == [3, 1]
+    assert reports.num_lost == 0
 
 
 # ---- bounds
 
 
-def test_without_an_engine_reports_are_lost_and_the_next_one_makes_up_for_them(path, make_reporter):
-    reporter = make_reporter()
-    for step in range(MAX_UNSENT_REPORTS + 3):
-        reporter.tell(copied(step, error="injected" if step >= MAX_UNSENT_REPORTS else None))
-    with listening(path) as reports:
-        wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS}, "what was in the queue")
-        assert reports.take().failed == ()
-        reporter.tell(copied(1000))
-        assert steps_failed(reports, 3) == [MAX_UNSENT_REPORTS + each for each in range(3)]
-        wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS + 1}, "the last report")
-        assert reports.num_lost == 3
+def test_without_an_engine_reports_are_lost_and_the_next_one_makes_up_for_them(channel):
+    reporter, lost = channel.reporter(), [MAX_UNSENT_REPORTS + each for each in range(3)]
+    for report in [*map(copied, range(MAX_UNSENT_REPORTS)), *failed(*lost)]:
+        reporter.tell(report)
+    reports = channel.reports()
+    wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS}, "what was in the queue")
+    assert reports.take().failed == ()
+    reporter.tell(copied(1000))
+    assert steps_failed(reports, 3) == lost
+    wait_for(lambda: blocks_by_rank(reports) == {0: MAX_UNSENT_REPORTS + 1}, "the last report")
+    assert reports.num_lost == 3
 
 
-def test_an_engine_that_does_not_read_holds_nobody_back(path, make_reporter):
+def test_an_engine_that_does_not_read_holds_nobody_back(path, channel):
     """A socket that is bound and never read."""
     path.parent.mkdir()
-    engine = zmq.Context.instance().socket(zmq.PULL)
-    engine.set(zmq.RCVHWM, 1)
-    engine.bind(f"ipc://{path}")
-    reporter = make_reporter()
-    for step in range(2_000):
-        reporter.tell(copied(step, error="injected"))
-    assert reporter._number == 2_000
-    assert len(reporter._untold) == MAX_UNTOLD_FAILURES, "older ones are dropped"
-    engine.close(linger=0)
+    with zmq.Context.instance().socket(zmq.PULL) as engine:
+        engine.set(zmq.RCVHWM, 1)
+        engine.bind(f"ipc://{path}")
+        reporter = channel.reporter()
+        for report in failed(*range(2_000)):
+            reporter.tell(report)
+        assert (reporter._number, len(reporter._untold)) == (2_000, MAX_UNTOLD_FAILURES), "older ones are dropped"
+        engine.set(zmq.LINGER, 0)
 
 
-def test_failures_that_nobody_takes_are_bounded(path, make_reporter, monkeypatch):
-    monkeypatch.setattr("fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports.MAX_FAILURES", 4)
-    with listening(path) as reports:
-        reporter = make_reporter()
-        for step in range(10):
-            reporter.tell(copied(step, error="injected"))
-        wait_for(lambda: [each.number for each in reports.latest()] == [9], "the last report")
-        news = reports.take()
-        assert ([result.step for result in news.failed], news.unlisted_through) == ([6, 7, 8, 9], 5)
+def test_failures_that_nobody_takes_are_bounded(channel, monkeypatch):
+    monkeypatch.setattr(copy_reports, "MAX_FAILURES", 4)
+    reports, reporter = channel.reports(), channel.reporter()
+    for report in failed(*range(10)):
+        reporter.tell(report)
+    wait_for(lambda: [each.number for each in reports.latest()] == [9], "the last report")
+    news = reports.take()
+    assert ([result.step for result in news.failed], news.unlisted_through) == ([6, 7, 8, 9], 5)
 
 
 class Explosive:
@@ -210,30 +198,24 @@ class Explosive:
         return os.abort, ()
 
 
-def test_what_is_no_report_is_counted_said_once_and_never_unpickled(path, make_reporter, caplog, monkeypatch):
-    monkeypatch.setattr("fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports.MAX_REPORT_BYTES", 200_000)
+def test_what_is_no_report_is_counted_said_once_and_never_unpickled(path, channel, caplog, monkeypatch):
+    monkeypatch.setattr(copy_reports, "MAX_REPORT_BYTES", 200_000)
     junk, push = [b"", b"junk", pickle.dumps(Explosive()), b"[99]", b"[" * 100_000], zmq.Context.instance().socket
-    with listening(path) as reports, push(zmq.PUSH) as sender, push(zmq.PUSH) as other:
+    reports = channel.reports()
+    with push(zmq.PUSH) as sender, push(zmq.PUSH) as other:
         for each in (other, sender):
             each.connect(f"ipc://{path}")
         other.send(b"[" * 200_001)  # it is not even read
         for message in junk:
             sender.send(message)
         wait_for(lambda: reports.num_unreadable == len(junk), "the junk")
-        make_reporter().tell(copied(0))
+        channel.reporter().tell(copied(0))
         wait_for(lambda: blocks_by_rank(reports) == {0: 1}, "a report behind the junk")
         assert reports.num_unreadable == len(junk)
     assert len([each for each in caplog.messages if each.startswith("a report of copies cannot be read")]) == 1
 
 
 # ---- the directory
-
-
-def test_the_directory_is_private_and_goes_with_the_engine(path):
-    with listening(path):
-        assert path.parent.stat().st_mode & 0o777 == 0o700
-        assert path.is_socket()
-    assert not path.parent.exists()
 
 
 def open_to_others(directory):
@@ -247,15 +229,19 @@ def a_link(directory):
     directory.symlink_to(elsewhere)
 
 
-@pytest.mark.parametrize("make", [open_to_others, a_link, Path.touch])
-def test_a_directory_that_somebody_else_could_have_made_is_refused(path, make):
+def has_no_room(directory):
+    (directory / "copies").mkdir(parents=True)
+    directory.chmod(0o700)
+
+
+NOT_PRIVATE = r"(only this user can enter|cannot make the directory).*TMPDIR"
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(open_to_others, NOT_PRIVATE), (a_link, NOT_PRIVATE), (Path.touch, NOT_PRIVATE), (has_no_room, "make the socket")],
+)
+def test_a_directory_that_somebody_else_could_have_made_is_refused(path, make, reason):
     make(path.parent)
-    with pytest.raises(ConfigError, match=r"(only this user can enter|cannot make the directory).*TMPDIR"):
-        CopyReports(path)
-
-
-def test_a_eachthat_cannot_be_made_says_why(path):
-    path.mkdir(parents=True, mode=0o700)
-    path.parent.chmod(0o700)
-    with pytest.raises(ConfigError, match="cannot make the socket"):
+    with pytest.raises(ConfigError, match=reason):
         CopyReports(path)

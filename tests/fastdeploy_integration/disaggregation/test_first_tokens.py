@@ -112,12 +112,6 @@ def test_a_refusal_waits_for_the_request_which_the_router_sends_to_both(told, af
     assert server.num_ended == 0, "FastDeploy has counted no blocks of it"
 
 
-def test_fastdeploy_alone_answers_a_dropped_request_that_is_here():
-    server = DecodeServer(known=["r"])
-    assert server.loop(items=[DROP]) == [DROP]
-    assert (server.loop(), server.answers) == ([], [])
-
-
 def test_a_late_error_of_a_request_does_not_end_the_next_one_of_its_id(monkeypatch):
     """The router of 2.6 sends a request that failed again, with its id. Names of the last grants are known."""
     monkeypatch.setattr(grants_module, "MOST_NAMES", 2)
@@ -147,15 +141,6 @@ def test_blocks_come_back_only_when_every_rank_is_done_with_them():
     server.arrive(made, "it was cancelled", rank=1)
     assert len(server.cache.gpu_free_block_list) == 17
     server.arrive(made, rank=0)  # this rank had everything when it was told
-    server.cache.check_idle()
-
-
-def test_what_no_rank_was_told_of_is_not_parked():
-    server = DecodeServer()
-    server.cache.schedule_begins()
-    server.free(server.granted(), Status.WAITING)
-    server.schedule()
-    assert server.sent == []
     server.cache.check_idle()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
+from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened, Leases, LeaseWithdrawn
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
@@ -84,14 +84,3 @@ def test_what_the_ranks_give_up_themselves_counts_as_cancelled(account):
     assert account.sent == []
     assert account.ended() == [("a", "error: given up")]
     assert account.leases.ledger.totals == TransferTotals(started=1, cancelled=1)
-
-
-def test_an_end_that_no_rank_owes_is_refused_and_changes_nothing(account):
-    with pytest.raises(CacheStateError, match="lease a, which is not open"):
-        account.end(0, "a")
-    account.open("a")
-    account.end(0, "a")
-    with pytest.raises(CacheStateError, match="rank 0"):
-        account.end(0, "a", "again")
-    account.end(1, "a")
-    assert account.ended() == [("a", "finished")]

@@ -71,21 +71,25 @@ def computed(cache, task):
 
 def test_its_own_blocks_do_not_push_out_what_it_will_find():
     cache = adapter(10)
-    old, new = FakeTask("old", [1] * 9), FakeTask("new", [2] * 9)
-    for task in (old, new):
-        computed(cache, task)
+    for token in (1, 2):
+        computed(cache, task := FakeTask("old", [token] * 9))
         end(cache, task)
     again = FakeTask("again", [1] * 9)
     preallocate(cache, again, spare=4)  # seven blocks, of ten: one cached block goes, and not the oldest
     assert schedule(cache, again, 1) == 8
 
 
+def two():
+    """The second shares the first one's prefix of three blocks, and has blocks of its own."""
+    cache, first, second = adapter(), FakeTask("a", [*[1] * 12, 5]), FakeTask("b", [*[1] * 12, 6])
+    computed(cache, first)
+    preallocate(cache, second)
+    return cache, first, second
+
+
 def test_a_request_that_its_batch_did_not_take_has_its_own_blocks_again():
     """`schedule` raises, or takes no token of it: it is matched anew by the next batch."""
-    cache, prompt = adapter(), [1] * 12
-    computed(cache, first := FakeTask("a", [*prompt, 5]))
-    second = FakeTask("b", [*prompt, 6])
-    preallocate(cache, second)
+    cache, first, second = two()
     assert start(cache, second) == 12
     cache.batch_lost()
     assert (len(second.block_tables), second.num_cached_blocks, second.num_computed_tokens) == (5, 0, 0)
@@ -96,41 +100,9 @@ def test_a_request_that_its_batch_did_not_take_has_its_own_blocks_again():
 
 
 def test_a_request_whose_match_fails_is_computed_whole():
-    cache, prompt = adapter(), [1] * 12
-    computed(cache, FakeTask("a", [*prompt, 5]))
-    second = FakeTask("b", [*prompt, 6])
-    preallocate(cache, second)
-
+    cache, first, second = two()
     cache.start(second, lambda task: not match(cache, task))  # what comes behind it raised
     assert (len(second.block_tables), second.num_cached_blocks, second.num_computed_tokens) == (5, 0, 0)
-    end(cache, second)
-    cache.check()
-
-
-def lose_while_starting(cache, *tasks):
-    """`schedule` raises when these have been put into the batch."""
-    for task in tasks:
-        start(cache, task)
-    cache.batch_lost()
-    cache.check()
-
-
-def test_batches_that_are_lost_on_a_full_device_cost_no_request_a_block():
-    """Cached blocks stay where others read them, and what they took the place of may be wanted at once."""
-    cache, prompt = adapter(9), [1] * 12
-    computed(cache, first := FakeTask("a", [*prompt, 5]))
-    second = FakeTask("b", [*prompt, 6])
-    preallocate(cache, second, spare=0)
-    start(cache, second)
-    assert not cache.can_allocate_gpu_blocks(1), "three were spared"
-    cache.batch_lost()
-    for _ in range(2):
-        lose_while_starting(cache, second)
-        assert (len(second.block_tables), second.num_cached_blocks) == (4, 0)
-        assert not cache.can_allocate_gpu_blocks(1)
-    assert schedule(cache, second, 1) == 12
-    assert cache.can_allocate_gpu_blocks(3), "the batch is there"
-    cache.batch_sent()
     done(cache, first, second)
 
 
@@ -144,33 +116,13 @@ def test_two_that_load_the_same_blocks_both_have_their_own_again():
         preallocate(cache, task, spare=0)
     assert not cache.can_allocate_gpu_blocks(1)
     for _ in range(2):
-        lose_while_starting(cache, *both)
+        for task in both:
+            start(cache, task)
+        cache.batch_lost()
+        cache.check()
         assert [(len(task.block_tables), task.num_cached_blocks) for task in both] == [(4, 0)] * 2
         assert len({slot for task in both for slot in task.block_tables}) == 8
     done(cache, *both)
-
-
-def test_what_is_spared_for_a_request_is_not_ended_with_an_earlier_one_of_its_id():
-    """FastDeploy forgets a complete request before it gives its blocks back; this one was served without the cache."""
-    cache, prompt = adapter(12), [1] * 12
-    computed(cache, reader := FakeTask("a", [*prompt, 5]))
-    earlier = FakeTask("b", [2] * 5)
-    later = FakeTask("b", [*prompt, 6])
-    preallocate(cache, later, spare=0)
-    before = cache.manager.num_free_device_blocks
-    assert start(cache, later) == 12
-    cache.release_block_ids(earlier)
-    assert cache.manager.num_free_device_blocks == before
-    cache.batch_lost()
-    assert (len(later.block_tables), cache.manager.num_free_device_blocks) == (4, before)
-    for task in (reader, later):
-        end(cache, task)
-
-
-def preempt(cache, task, idx=0):
-    task.status, task.idx = Status.PREEMPTED, idx
-    end(cache, task)
-    task.block_tables, task.num_cached_blocks, task.num_computed_tokens = [], 0, 0
 
 
 def test_a_preempted_request_waits_for_room_for_all_of_it():
@@ -178,7 +130,9 @@ def test_a_preempted_request_waits_for_room_for_all_of_it():
     cache = adapter(8)
     preempted, other = FakeTask("p", [1] * 20), FakeTask("o", [2] * 16)
     computed(cache, preempted)
-    preempt(cache, preempted)
+    preempted.status, preempted.idx = Status.PREEMPTED, 0
+    end(cache, preempted)
+    preempted.block_tables, preempted.num_cached_blocks, preempted.num_computed_tokens = [], 0, 0
     cache.manager.reset_cache()
     preallocate(cache, other, spare=0)
     assert cache.can_allocate_gpu_blocks(4), "enough for a first chunk"
@@ -193,31 +147,3 @@ def test_a_preempted_request_waits_for_room_for_all_of_it():
     assert len(preempted.block_tables) == 5
     cache.batch_lost()
     assert (preempted.block_tables, cache.can_allocate_gpu_blocks(8)) == ([], True)
-
-
-def test_a_preempted_request_that_goes_on_as_a_new_one_has_no_blocks_of_its_own_to_keep():
-    cache = adapter(8)
-    request = FakeTask("p", [1] * 20)
-    computed(cache, request)
-    preempt(cache, request)
-    request.status = Status.WAITING
-    for _ in range(2):
-        assert cache.may_match(request)
-        match(cache, request)
-        assert request.block_tables == []
-        cache.start(request, lambda task: match(cache, task))
-        assert len(request.block_tables) == 5
-        cache.batch_lost()
-        assert (request.block_tables, cache.can_allocate_gpu_blocks(8)) == ([], True)
-        cache.check()
-
-
-def test_a_reset_forgets_requests_with_and_without_a_match():
-    cache = adapter()
-    computed(cache, FakeTask("a", [1] * 13))
-    preallocate(cache, FakeTask("b", [1] * 13))
-    cache.reset()
-    cache.check()
-    again = FakeTask("b", [1] * 13)
-    assert computed(cache, again) == 0
-    done(cache, again)

@@ -65,17 +65,18 @@ def refused(environment=None, **changed):
     return [reason for reason, applies in reasons.items() if applies]
 
 
-def test_a_cpu_worker_with_the_router_is_served():
-    assert refused() == []
-    assert refused(router_config=None) == [], "a worker knows of no router"
-    assert refused(tensor_parallel_size=2) == []
-    for role in ("prefill", "decode"):
-        assert refused(splitwise_role=role, num_cpu_blocks=4, sized_by_swap_space=True) == []
-
-
-@pytest.mark.parametrize(("backend", "is_refused"), [("file", False), ("mooncake", False), ("attention_store", True)])
-def test_prefill_servers_have_storage_behind_their_host_tier(backend, is_refused):
-    assert bool(refused(splitwise_role="prefill", kvcache_storage_backend=backend)) == is_refused
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"router_config": None},  # a worker knows of no router
+        {"tensor_parallel_size": 2},
+        {"num_cpu_blocks": 4, "sized_by_swap_space": True},
+        *({"splitwise_role": "prefill", "kvcache_storage_backend": each} for each in (None, "file", "mooncake")),
+    ],
+)
+def test_a_cpu_worker_with_the_router_is_served(given):
+    assert refused(**given) == []
 
 
 @pytest.mark.parametrize(
@@ -87,14 +88,17 @@ def test_prefill_servers_have_storage_behind_their_host_tier(backend, is_refused
         ({"router": None}, "--scheduler-name local"),
         ({"kvcache_storage_backend": "file"}, "--kvcache-storage-backend"),
         ({"kvcache_storage_backend": "attention_store"}, "--kvcache-storage-backend attention_store"),
+        ({"splitwise_role": "prefill", "kvcache_storage_backend": "attention_store"}, "attention_store"),
         ({"data_parallel_size": 2}, "data parallelism"),
         ({"method": "mtp"}, "speculative decoding"),
         ({"dynamic_load_weight": True}, "--dynamic-load-weight"),
-        ({"environment": {RUN_DIRECTORY: "/d", "FD_ENABLE_INTERNAL_ADAPTER": "1"}}, "FD_ENABLE_INTERNAL_ADAPTER"),
-        ({"environment": {RUN_DIRECTORY: "/d", "FD_ENABLE_CACHE_TASK": "1"}}, "FD_ENABLE_CACHE_TASK"),
+        *(
+            ({"environment": {RUN_DIRECTORY: "/d", variable: "1"}}, variable)
+            for variable in ("FD_ENABLE_INTERNAL_ADAPTER", "FD_ENABLE_CACHE_TASK")
+        ),
     ],
 )
 def test_each_combination_is_refused_for_its_own_reason(changed, reason):
     (only,) = refused(**changed)
-    assert only.startswith("--splitwise-role decode")
+    assert only.startswith(f"--splitwise-role {changed.get('splitwise_role', 'decode')}")
     assert reason in only

@@ -1,8 +1,6 @@
 """A prefill server's requests wait for their stored prefix where they have no seat, and hold nobody up."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -55,7 +53,9 @@ def server():
     made = SimpleNamespace(scheduler=Scheduler(), store=Store(), slept=[])
     made.prefixes = StoredPrefixes(made.scheduler, made.store, made.store.waits, made.slept.append)
 
-    def get(batch=1):
+    def get(*ids, batch=1):
+        """When these have come."""
+        made.scheduler.ids += ids
         taken = made.prefixes.get_requests(made.scheduler.get_requests, 100, block_size=64, batch=batch)
         return [each.request_id for each in taken]
 
@@ -64,50 +64,23 @@ def server():
 
 
 def test_others_pass_one_that_waits_and_it_goes_on_when_its_prefix_is_here(server):
-    server.scheduler.ids += ["s1", "a", "b"]
-    assert [server.get() for _ in range(3)] == [[], ["a"], ["b"]]
+    assert [server.get("s1", "a", "b"), server.get(), server.get()] == [[], ["a"], ["b"]]
     assert server.slept == []
     assert server.get() == [], "and does not wait for new ones"
     assert len(server.slept) == 1
-    server.scheduler.ids.append("c")
+    first = server.store.held["s1"]
+    assert server.get("s1") == ["s1"], "the second of one id does not wait"
+    assert server.store.held["s1"] is first
     server.store.release("s1")
-    assert [server.get() for _ in range(2)] == [["s1"], ["c"]]
+    assert [server.get("c"), server.get()] == [["s1"], ["c"]]
     assert not server.store.holds("s1")
 
 
-def test_two_threads_do_not_take_one_request(server):
-    """The second would wait for another one, with what waits here."""
-    both_looked = threading.Barrier(2)
-    take = server.scheduler.get_requests
-
-    def take_slowly(*args, **named):
-        with suppress(threading.BrokenBarrierError):
-            both_looked.wait(0.2)
-        return take(*args, **named)
-
-    server.scheduler.get_requests = take_slowly
-    server.scheduler.ids.append("a")
-    with ThreadPoolExecutor(2) as pool:
-        assert sorted(pool.map(lambda _: server.get(), range(2))) == [[], ["a"]]
-
-
 def test_there_are_never_more_than_seats_for_them(server):
-    server.scheduler.ids += ["s1", "s2", "s3"]
-    assert server.get(3) == []
+    assert server.get("s1", "s2", "s3", batch=3) == []
     for each in ("s2", "s1", "s3"):
         server.store.release(each)
-    assert server.get(0) == []
-    assert server.get(2) == ["s2", "s1"]
-    assert server.get(2) == ["s3"]
-
-
-def test_the_second_of_two_with_one_id_does_not_take_the_place_of_the_first(server):
-    server.scheduler.ids += ["s1"]
-    assert server.get() == []
-    first = server.store.held["s1"]
-    server.scheduler.ids += ["s1"]
-    assert server.get() == ["s1"]
-    assert server.store.held["s1"] is first
+    assert [server.get(batch=seats) for seats in (0, 2, 2)] == [[], ["s2", "s1"], ["s3"]]
 
 
 TAKEN = {"prefill": [[], ["a"], ["b"]], "without storage": [["s1"], ["a"], ["b"]], "mixed": [["s1", "a"], ["b"]]}
