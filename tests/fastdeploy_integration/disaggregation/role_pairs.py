@@ -47,18 +47,15 @@ class Channel:
 
 
 class Pair:
-    def __init__(self, model, directory, port=0, copy_faults=""):
-        """`copy_faults` of the prefill runner, which alone has a host tier."""
+    def __init__(self, model, directory, port=0):
         settings = TransferSettings(secret=SECRET, ping_s=0.1)
         choice, place = TransferChoice(settings, "socket", True), RankPlace(HOST, (port,), "the model")
         self.offers, self.channel = Channel(), Channel()
         self.told, self.leases = self.offers.told, self.offers.leases
         self.roles = PrefillRank(choice, place, self.offers), DecodeRank(choice, place, self.channel)
-        both = {"prefill": (8, copy_faults), "decode": (0, "")}
-        for (name, (host_blocks, faults)), role in zip(both.items(), self.roles, strict=True):
+        for name, host_blocks, role in zip(("prefill", "decode"), (8, 0), self.roles, strict=True):
             (directory / name).mkdir()
-            made = start_runner(model, directory / name, host_blocks=host_blocks, copy_faults=faults, transfers=role)
-            setattr(self, name, made)
+            setattr(self, name, start_runner(model, directory / name, host_blocks=host_blocks, transfers=role))
 
     def prefill_task(self, name="a", prompt=PROMPT, blocks=(5, 9, 2, 7), row=0, transfer=None, **chunk):
         task = prefill(row, name, prompt, blocks, **chunk)
@@ -83,6 +80,11 @@ class Pair:
             self.turn()
             assert time.monotonic() < deadline, (self.told, self.channel.news)
             time.sleep(0.002)
+
+    def forget(self):
+        """What was told of transfers before."""
+        self.told.clear()
+        self.channel.news.clear()
 
     def settled(self):
         self.until(lambda: self.told and self.channel.news)
@@ -122,9 +124,3 @@ def make_pair(model, tmp_path):
 @pytest.fixture
 def pair(make_pair):
     return make_pair()
-
-
-def plain(task):
-    """Of a prefill server, but offered to nobody."""
-    task.disaggregate_info = None
-    return task

@@ -1,12 +1,13 @@
 """A prefill and a decode rank give the tokens of one server, whatever ends a transfer."""
 
+import socket
+
 import pytest
 
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
 from tests.fastdeploy_integration.cpu_worker.host_tasks import PREEMPTED, other, prefill
 from tests.fastdeploy_integration.cpu_worker.runners import BLOCK, run, with_swaps
-
-from .role_pairs import plain
+from tests.transfer.planes import HOST
 
 
 @pytest.mark.parametrize("chunks", [[21], [8, 21], [5, 13, 21]])
@@ -75,17 +76,6 @@ def test_a_lease_goes_on_where_another_request_shares_its_prefix(pair):
     assert pair.settled() == (("a", None), None)
 
 
-def test_a_later_chunk_of_an_ended_transfer_offers_nothing(pair):
-    pair.prefill.insert_tasks([pair.prefill_task(start=0, end=8)])
-    pair.roles[0].failed("a", "given up")
-    run(pair.prefill, 1)
-    pair.prefill.insert_tasks([pair.prefill_task(start=8)])
-    run(pair.prefill, 1)
-    pair.turn()
-    assert pair.told == [("a", "given up")]
-    pair.roles[0].transfers.check_idle()
-
-
 def test_a_rank_tells_where_it_listens_and_what_its_blocks_are(pair):
     for role, channel in zip(pair.roles, (pair.offers, pair.channel), strict=True):
         transfers, geometry = role.transfers, channel.info.geometry
@@ -94,7 +84,62 @@ def test_a_rank_tells_where_it_listens_and_what_its_blocks_are(pair):
 
 
 def test_a_request_without_a_decode_server_is_computed_and_not_offered(pair, expected):
-    pair.prefill.insert_tasks([plain(pair.prefill_task())])
+    task = pair.prefill_task()
+    task.disaggregate_info = None
+    pair.prefill.insert_tasks([task])
     assert run(pair.prefill, 1) == expected[:1]
     pair.turn()
     assert pair.told == []
+
+
+# ---- a rank's caches go away and come back while a peer knows it: nothing of before is read, and both go on
+
+
+def transfer(pair, expected, name="a"):
+    """One whole request."""
+    pair.forget()
+    pair.fetch(name=name)
+    pair.prefill.insert_tasks([pair.prefill_task(name)])
+    first = run(pair.prefill, 1)
+    assert pair.settled() == ((name, None), None)
+    pair.decode.insert_tasks([])
+    assert pair.continued(*first) == expected[1:]
+    for runner in (pair.decode, pair.prefill):
+        runner.clear_requests()
+
+
+@pytest.mark.parametrize("sleeper", ["prefill", "decode"])
+def test_a_transfer_ends_before_the_memory_goes_and_the_next_one_is_right(make_pair, expected, sleeper):
+    with socket.create_server((HOST, 0)) as listener:
+        port = listener.getsockname()[1]
+    pair = make_pair(port=port)
+    transfer(pair, expected)
+    runner, peer = (pair.prefill, pair.decode) if sleeper == "prefill" else (pair.decode, pair.prefill)
+    role = pair.roles[sleeper == "decode"]
+    before = role.transfers.plane_address
+    pair.forget()
+    pair.fetch(name="b")
+    pair.prefill.insert_tasks([pair.prefill_task("b", start=0, end=8)])
+    run(pair.prefill, 1)
+    pair.offered()
+    runner.drop_caches()
+    assert not role.is_in_use
+    (_, error), fetch_error = pair.settled()
+    assert None not in (error, fetch_error)
+    peer.clear_requests()
+    runner.restore(weights=True, caches=True)
+    assert role.transfers.plane_address != before
+    assert pair.roles[1].transfers.port == port, "where prefill servers look for it"
+    pair.turn()
+    pair.check_idle()
+    transfer(pair, expected, "c")
+    pair.check_idle()
+
+
+def test_a_request_that_comes_to_a_sleeping_prefill_rank_fails(pair):
+    """FastDeploy can be told to go on without having been woken up."""
+    pair.prefill.drop_caches()
+    without = pair.prefill_task("without")
+    without.ic_req_data = None
+    pair.prefill.insert_tasks([pair.prefill_task("a"), without])
+    assert pair.told == [("a", "the prefill server sleeps")]

@@ -23,6 +23,13 @@ class FakeGauge:
         self.value = value
 
 
+def make_gauges():
+    """Those of FastDeploy that the adapter sets."""
+    names = "max_gpu_block_num max_cpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
+    names += " hit_req_rate hit_token_rate gpu_hit_token_rate cpu_hit_token_rate"
+    return SimpleNamespace(**{name: FakeGauge() for name in names.split()})
+
+
 class FakeTask(Task):
     def __init__(self, request_id, prompt, max_tokens=4, items=None):
         super().__init__(Request(next(UIDS), request_id, list(prompt), max_tokens))
@@ -30,11 +37,8 @@ class FakeTask(Task):
 
 
 def make_adapter(num_device_blocks, num_host_blocks=0, block_size=4, *, kind=PrefixCacheAdapter, **settings):
-    names = "max_gpu_block_num max_cpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
-    names += " hit_req_rate hit_token_rate gpu_hit_token_rate cpu_hit_token_rate"
     config = KVCacheConfig(num_device_blocks, num_host_blocks, block_size, **settings)
-    gauges = SimpleNamespace(**{name: FakeGauge() for name in names.split()})
-    return kind(config, gauges=gauges, whole_items=True)
+    return kind(config, gauges=make_gauges(), whole_items=True)
 
 
 # ---- the calls with which FastDeploy begins and ends one request

@@ -11,7 +11,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine import metrics
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
 from tests.fastdeploy_integration.fd_configs import fd_config
 
-from .by_hand import FakeGauge
+from .by_hand import make_gauges
 
 
 class FakeSignal:
@@ -30,14 +30,10 @@ def fake_fastdeploy(install, monkeypatch, short_tmp_path, tmp_path):
     """The modules of FastDeploy that the cache manager asks inside FastDeploy. Returns its `envs`. `tmp_path` is asked
     for first: it would lie in the directory for temporary files of this test, which goes."""
     envs = SimpleNamespace(FD_ENABLE_V1_UPDATE_WEIGHTS=False)
-    gauges = "max_cpu_block_num max_gpu_block_num available_gpu_block_num free_gpu_block_num available_gpu_resource"
-    gauges += " hit_req_rate hit_token_rate gpu_hit_token_rate cpu_hit_token_rate"
     modules = {
         "fastdeploy": {"envs": envs},
         "fastdeploy.metrics": {},
-        "fastdeploy.metrics.metrics": {
-            "main_process_metrics": SimpleNamespace(**{name: FakeGauge() for name in gauges.split()})
-        },
+        "fastdeploy.metrics.metrics": {"main_process_metrics": make_gauges()},
         "fastdeploy.inter_communicator": {"IPCSignal": FakeSignal},
         "fastdeploy.utils": {"llm_logger": logging.getLogger("fake")},
     }

@@ -50,18 +50,6 @@ def test_a_host_copy_that_failed_is_of_no_request_that_was_matched_and_not_sched
     server.cache.check()
 
 
-def test_a_match_that_the_host_keeps_without_scheduling_it_pins_nothing():
-    server = Server(10, 8)
-    server.serve([1] * 26)
-    cache, waiting = server.cache, FakeTask("w", [1] * 24 + [2] * 8)
-    waiting.block_tables, matched, _ = cache.request_match_blocks(waiting, 4)
-    assert matched == 24
-    cache.send_swaps([])  # the host broke off: too few tokens left in this batch for the whole prompt
-    cache.check()
-    assert (waiting.block_tables, waiting.num_cached_blocks) == ([], 0)
-    assert cache.can_allocate_gpu_blocks(8), "what the host asks before it matches again"
-
-
 def test_matching_releasing_and_computing_again_changes_nothing():
     cache = make_adapter(8)
     task, old = FakeTask("x", [1] * 9), FakeTask("x", [1] * 9)
@@ -127,17 +115,6 @@ def test_storage_is_not_there():
     assert cache.write_cache_to_storage_decode(task) is None
     assert cache.write_all_cache_to_storage(task) is False
     assert cache.read_cache_from_storage_for_pd(task) == []
-
-
-def test_a_reset_leaves_nothing_of_a_request_that_was_matched_or_whose_hashes_were_kept():
-    cache = make_adapter(8, 8)
-    tasks = [FakeTask(name, [1] * 9) for name in "ab"]
-    for task in tasks:
-        cache.request_match_blocks(task, 4)
-    cache.release_block_ids(tasks[0])
-    cache.reset()
-    cache.check()
-    assert len(cache._kept) == 0
 
 
 def test_fastdeploys_gauges_show_the_size_that_profiling_found():

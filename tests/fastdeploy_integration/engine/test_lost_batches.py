@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine import patches as engine_patches
-from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SWAP_ATTRIBUTE
 
-from .by_hand import Control, FakeTask, Kind, Server, Status, begin, end, found, make_adapter
+from .by_hand import Control, FakeTask, Kind, Server, Status, found
 
 
 def kinds(batch):
@@ -23,17 +22,6 @@ def test_a_batch_is_not_told_again_when_the_queue_raises_but_has_it(release):
     server.step("lost after put")
     assert (found(server.cache, [1] * 20), task.status.name.partition("_")[0]) == (16, "RUNNING")
     assert kinds(server.step()) == [(Kind.PREFILL, "a")]
-
-
-def test_a_lost_request_that_had_no_seat_yet_waits_in_front():
-    server = Server(24)
-    task = server.add("a", [1] * 12)
-    server.schedule("lost before put")
-    server.host.tasks_list[task.idx], server.host.stop_flags[task.idx], task.idx = None, True, None
-    server.add("late", [2] * 4)
-    server.cache.transit.recover(server.host)
-    assert (server.host.waiting[0].request_id, task.status) == ("a", Status.WAITING)
-    assert server.is_idle
 
 
 @pytest.mark.parametrize("are_back", [False, True])
@@ -112,43 +100,6 @@ def test_a_lost_batch_takes_an_aborted_request_that_schedule_had_not_taken_out_y
     assert host.running == []
     host.requests["a"] = aborted
     assert transit.depart(host, []) == [task]
-
-
-def test_copies_that_were_lost_leave_no_block_to_be_trusted():
-    server = Server(8, 40, write_policy="write_back")
-    server.serve([1] * 24, [2] * 24)
-    task = server.add("c", [1] * 24)
-    server.schedule("lost in put")
-    assert task.prefill_start_index == 20, "its prefix was to be swapped in"
-    server.cache.transit.recover(server.host)
-    assert SWAP_ATTRIBUTE not in vars(task), "it is sent again"
-    server.run_dry()
-    assert task.prefill_start_index == 0
-    assert server.serve([1] * 24) == [20]
-    assert server.is_idle
-
-
-def test_a_request_with_a_hole_caches_nothing_more():
-    """Where the host goes on with it all the same."""
-    cache = make_adapter(12)
-    begin(cache, task := FakeTask("a", [1] * 17), 8)
-    cache.batch_lost()
-    cache.check()
-    cache.update_cache_blocks(task, 4, 17)
-    cache.batch_sent()
-    task.status = Status.FINISHED
-    cache.cache_output_blocks(task, 4)
-    cache.check()
-    end(cache, task)
-    assert (len(cache.gpu_free_block_list), cache.num_recycled_wrongly) == (12, 0)
-
-
-def test_a_request_is_not_complete_while_its_prompt_is_on_its_way():
-    cache = make_adapter(12)
-    begin(cache, task := FakeTask("a", [1] * 9))
-    cache.cache_output_blocks(task, 4)
-    assert cache.manager.stats().device_cached_blocks == 0
-    cache.check()
 
 
 # ---- what FastDeploy drops itself

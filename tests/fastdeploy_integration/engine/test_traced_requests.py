@@ -6,10 +6,7 @@ import time
 
 import pytest
 
-from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.traced_requests import TracedRequests
-from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
-from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.trace_recorder import TraceRecorder
 
 from .by_hand import Server
@@ -54,20 +51,6 @@ def test_preempted_and_lost_requests_stand_once_in_the_order_of_their_first_batc
             break
     assert server.counters.requests_preempted > 10
     assert lengths(server) == [(len(task.prompt_token_ids), len(task.output_token_ids)) for task in tasks]
-
-
-def test_a_replay_hits_what_the_adapter_hit(recorded):
-    server, rng, talks, prompts = recorded(300, budget=64), random.Random(2), {}, []
-    for _ in range(40):
-        user = rng.randrange(3)
-        talks[user] = [*talks.get(user, [7] * 9), *(rng.randrange(9) for _ in range(rng.randint(1, 9)))]
-        prompts.append(talks[user] if len(talks[user]) < 60 else talks.pop(user))
-    cached = server.serve(*prompts, max_tokens=4)
-    assert len(server.lines()) == 40
-    config = KVCacheConfig(300, 0, 4, max_queued_events=0)
-    replay = Replay(ReplayOptions(config, window=1, admissions_per_step=1, outputs=True))
-    replay.run(read_trace(server.cache.traced._recorder.path))
-    assert replay.num_device_hit_tokens == sum(cached) > 300
 
 
 def test_a_request_that_is_aborted_while_it_is_preempted_ends_with_the_abortion(recorded):

@@ -8,7 +8,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUT
 from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
+from tests.fastdeploy_integration.worker.worker_caches import evict, register, task
 
 
 class Gates:
@@ -54,51 +54,18 @@ def run_pass(cache, *tasks):
     return waits
 
 
-def test_a_pass_does_not_wait_for_the_backup_of_what_a_pass_before_computed(cache, gates):
+@pytest.mark.parametrize(
+    ("end", "copied", "running"),
+    [(6, ((0, 0), (1, 1), (2, 2)), ((0, 7), (1, 0))), (3, ((1, 1),), ((1, 0),))],
+    ids=["what a pass before computed", "of a row that ended"],
+)
+def test_a_pass_does_not_wait_for_a_backup(cache, gates, end, copied, running):
+    """A row may decode in block 3 meanwhile. No copy may end before the test says so."""
     register(cache)
-    run_pass(cache, prefill(table=(0, 1, 2, 3), end=6))
-    # The row decodes in block 3; blocks 0..2 go out meanwhile, and no copy may end before the test says so.
-    run_pass(cache, prefill(SwapStep(0, (evict((0, 0), (1, 1), (2, 2)),)), (5,), index=1, running=((0, 7), (1, 0))))
+    run_pass(cache, prefill(table=(0, 1, 2, 3), end=end))
+    run_pass(cache, prefill(SwapStep(0, (evict(*copied),)), (5,), index=1, running=running))
     assert cache._controller.num_unreported_copies == 1, "the pass went on beside the copy"
     gates.let("output")
-
-
-def test_a_pass_does_not_wait_for_the_backup_of_a_row_that_ended(cache, gates):
-    register(cache)
-    run_pass(cache, prefill(table=(0, 1), end=3))
-    run_pass(cache, prefill(SwapStep(0, (evict((1, 1)),)), (5,), index=1, running=((1, 0),)))
-    assert cache._controller.num_unreported_copies == 1, "the pass went on beside the copy"
-    gates.let("output")
-
-
-def compute_uses(cache):
-    table = cache._controller._transfers._device_hazards
-    return [use for use in table._uses if use.actor is Actor.COMPUTE]
-
-
-def test_a_swap_in_into_free_slots_runs_beside_the_pass_before(make_cache, gates):
-    cache = make_cache(make_runtime=lambda: CpuRuntime(delay=gates, threaded_compute=True), layer_timeout_s=20)
-    tensors = register(cache)
-    gates.let("output")
-    gates.let("input")
-    fill(tensors, 0, 7)
-    cache.receive([prefill(SwapStep(0, (evict((0, 0)),)), table=(1, 2), end=3)])
-    cache._controller.drain(20)
-    cache.begin_forward(layer_by_layer=True)
-    cache._controller._runtime.compute_stream.submit(lambda: None)  # the pass, which does not end yet
-    cache.end_forward()
-    cache.receive([prefill(SwapStep(1, (swap_in((0, 4)),)), table=(4, 5), start=2, end=3, index=1, previous=0)])
-    cache._controller.drain(20)
-    assert content(tensors, 4) == [7, 8, 9, 10], "it arrived while the pass before still runs"
-    assert len(compute_uses(cache)) == 1
-    cache.receive([prefill(SwapStep(2, (swap_in((0, 2)),)), table=(3,), index=2, previous=1)])
-    table = cache._controller._transfers._device_hazards
-    assert compute_uses(cache)[0].writes == 1 << 1, "what follows waits for the copy into 2 instead"
-    assert content(tensors, 2) != [7, 8, 9, 10], "the pass before may read slot 2"
-    gates.let("compute")
-    cache._controller.drain(20)
-    assert content(tensors, 2) == [7, 8, 9, 10]
-    table.check()
 
 
 def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(make_cache, gates):
@@ -110,6 +77,7 @@ def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(make_cache, 
         cache.begin_forward(layer_by_layer=True)
     cache._controller._runtime.compute_stream.submit(lambda: None)
     cache.end_forward()
-    (use,) = compute_uses(cache)
+    uses = cache._controller._transfers._device_hazards._uses
+    (use,) = [use for use in uses if use.actor is Actor.COMPUTE]
     assert (use.reads | use.writes, use.writes) == (0b1110, 0b110)
     gates.let("compute")

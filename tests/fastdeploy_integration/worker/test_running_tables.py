@@ -97,15 +97,6 @@ def test_a_row_that_ended_is_named_until_the_engine_says_so():
     assert tables.written() == tables.read() == set()
 
 
-def test_what_the_engine_says_is_older_than_a_chunk_of_the_same_batch():
-    tables = RunningTables(SIZE)
-    tables.update([task(TaskKind.PREFILL, TABLE, 0, 8)])
-    tables.hear([])
-    assert tables.written() == {10, 11}
-    tables.hear([(0, 8)])
-    assert tables.written() == {10, 11}
-
-
 @pytest.mark.parametrize("kind", [TaskKind.PREEMPTED, TaskKind.ABORT])
 def test_a_row_that_is_taken_away_is_not_named(kind):
     tables = decoding()
@@ -142,18 +133,3 @@ def test_blocks_of_an_extend_task_are_named_beside_the_table():
     assert tables.read() == {*TABLE, 40, 41}
     tables.clear()
     assert tables.written() == tables.read() == set()
-
-
-def test_an_empty_table_for_a_seat_without_a_sequence_changes_nothing():
-    """So a decode server sends a batch without work."""
-    tables = RunningTables(SIZE)
-    tables.update([task(TaskKind.PREFILL, TABLE, 0, 8, index=0)])
-    read, written = set(tables.read()), set(tables.written())
-    tables.update([task(TaskKind.DECODE, [], index=3)])
-    assert (set(tables.read()), set(tables.written())) == (read, written)
-    tables.pass_submitted()
-    tables.hear([(0, 9)])
-    assert not set(tables.written()) - set(TABLE)
-    tables.update([task(TaskKind.PREFILL, [20, 21], 4, 5, index=3)])
-    assert set(tables.read()) == {*TABLE, 20, 21}
-    assert {*tables.written()} & {20, 21} == {21}

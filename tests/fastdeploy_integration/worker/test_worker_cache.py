@@ -1,15 +1,13 @@
-"""`WorkerCache` on CPU tensors: copies, tensors that are made again, failed copies."""
-
-from contextlib import contextmanager
+"""`WorkerCache` on CPU tensors. Its copies and waits are those of the world's ranks: tests/world/ranks.py."""
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
-from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
+from fastdeploy_kvcache_v1.metadata import SwapStep
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
-from tests.fastdeploy_integration.worker.worker_caches import content, evict, fill, register, swap_in, task
+from tests.fastdeploy_integration.worker.worker_caches import evict, register, swap_in, task
 
 
 def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_inside(make_cache):
@@ -75,15 +73,6 @@ def test_storage_of_device_blocks_needs_no_host_tier_and_hears_of_passes(make_ca
     assert len(reports) == told, "without tensors nothing can be said of them"
 
 
-def test_the_draft_models_layers_are_stored_with_the_others(make_cache):
-    storage = RecordingStorage()
-    cache = make_cache(parts=(MAIN, DRAFT), host_blocks=0, storage=storage)
-    register(cache, MAIN)
-    assert storage.used == []
-    register(cache, DRAFT, layers=1, blocks=9, first_layer=2)
-    assert len(storage.used[0]) == 6
-
-
 def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for(make_cache):
     """FastDeploy prepares a step, finds no tokens in it, and does not run the model (or not its draft model)."""
     cache = make_cache()
@@ -98,17 +87,6 @@ def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for(make_cache):
     cache.end_forward()
 
 
-def test_a_step_waits_at_once_for_the_swap_ins_of_skipped_ones(make_cache):
-    """What it writes may be their targets, which were evicted since: they are none of its own."""
-    cache = make_cache()
-    register(cache)
-    cache.receive([task(SwapStep(0, (swap_in((0, 1)),)))])
-    cache.receive([task(SwapStep(1, (evict((1, 2)),)), previous=0, table=(1,))])
-    waits = cache.begin_forward(layer_by_layer=True)
-    assert waits is None or 1 not in waits.target_slots
-    cache.end_forward()
-
-
 @pytest.mark.parametrize(
     ("draft", "reason"), [({"heads": 2}, "layers are cached like"), ({"blocks": 5}, "fewer blocks")]
 )
@@ -117,32 +95,6 @@ def test_a_draft_model_that_does_not_fit_is_refused(make_cache, draft, reason):
     register(cache)
     with pytest.raises(ConfigError, match=reason):
         register(cache, DRAFT, **draft)
-
-
-def addresses(cache):
-    """Where the host tier is."""
-    return cache._controller.host_pool.block(0).ctypes.data
-
-
-def test_host_memory_stays_while_tensors_are_made_again(make_cache):
-    cache = make_cache(parts=(MAIN, DRAFT), keep_host_memory=True)
-    register(cache)
-    register(cache, DRAFT, 1, 9, 2)
-    before = addresses(cache)
-    for order in ((MAIN, DRAFT), (DRAFT, MAIN)):
-        for part in order:
-            cache.unregister(part)
-        assert not cache.has_host_tier
-        with pytest.raises(CacheStateError, match="while there are no caches"):
-            cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
-        tensors = {part: register(cache, part, *((2, 6, 0) if part is MAIN else (1, 9, 2))) for part in order}
-        assert addresses(cache) == before
-        fill(tensors[MAIN], 0, 7)
-        fill(tensors[DRAFT], 0, 30)
-        cache.receive([task(SwapStep(1, (evict((0, 0)), swap_in((0, 4)))))])
-        cache.begin_forward(layer_by_layer=False)
-        assert content(tensors[MAIN], 4) + content(tensors[DRAFT], 4) == [7, 8, 9, 10, 30, 31]
-        cache.end_forward()
 
 
 @pytest.mark.parametrize(("keep", "num_freed"), [(True, 0), (False, 1)])
@@ -158,6 +110,9 @@ def test_who_gives_host_memory_back(make_cache, monkeypatch, keep, num_freed):
     register(cache)
     cache.unregister(MAIN)
     assert len(freed) == num_freed
+    assert not cache.has_host_tier
+    with pytest.raises(CacheStateError, match="while there are no caches"):
+        cache.receive([task(SwapStep(0, (evict((0, 0)),)))])
     register(cache, heads=2)  # blocks look different now: kept memory is of no use
     assert len(freed) == 1
     assert cache._controller.host_pool.layout.block_bytes == 2 * freed[0] // 4
@@ -169,51 +124,3 @@ def test_memory_that_the_engine_did_not_expect_is_reported(make_cache, caplog, e
     with caplog.at_level("WARNING"):
         register(cache)
     assert len(caplog.messages) == num_warnings
-
-
-def run_pass(cache, number, *copies):
-    """A step and its pass, which reads and writes nothing, when all copies have ended."""
-    cache.receive([task(SwapStep(number, copies), previous=number - 1)])
-    cache._controller.drain(5.0)
-    cache.begin_forward(layer_by_layer=True)
-    cache.end_forward()
-
-
-@pytest.fixture
-def copies_fail(monkeypatch):
-    """While it is used."""
-
-    def broken(*_args, **_kwargs):
-        raise OSError("bus error")
-
-    @contextmanager
-    def failing():
-        with monkeypatch.context() as patch:
-            for op in ("swap_cache_all_layers", "swap_cache_per_layer"):
-                patch.setattr(f"fastdeploy_kvcache_v1.worker.ops.{op}", broken)
-            yield
-
-    return failing
-
-
-def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache, copies_fail):
-    told = []
-    cache = make_cache(tell_copies=told.append)
-    tensors = register(cache)
-    with copies_fail():
-        run_pass(cache, 0, evict((0, 2), (1, 3)))
-    results = [each for report in told for each in report.transfers]
-    assert [(each.step, each.target, each.target_slots) for each in results] == [(0, CacheLevel.HOST, (2, 3))]
-    assert "bus error" in results[0].error
-    fill(tensors, 5, 40)  # slot 2 gets its block after all; slot 3 never
-    run_pass(cache, 1, evict((5, 2)), swap_in((1, 4)))
-    run_pass(cache, 2, swap_in((2, 0)))
-    assert content(tensors, 0) == [40, 41, 42, 43]
-
-
-def test_without_host_blocks_there_is_no_controller(make_cache):
-    cache = make_cache(host_blocks=0)
-    register(cache)
-    cache.receive([task()])
-    assert cache.begin_forward(layer_by_layer=True) is None
-    cache.end_forward()
