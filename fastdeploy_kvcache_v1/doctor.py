@@ -124,7 +124,8 @@ def print_bodies(source: Path, against: Path | None) -> None:
         from .fastdeploy_integration.overlay import bodies, release, table
     new = release.fastdeploy_at(source)
     if against is None:
-        print(bodies.to_toml(new.root, table.table_for(new.release)), end="")
+        known = bodies.known_digests(new.release) if bodies.digests_file(new.release).exists() else {}
+        print(bodies.to_toml(new.root, table.table_for(new.release), known), end="")
         return
     old = release.fastdeploy_at(against)
     for target in bodies.watched(table.table_for(old.release)):
@@ -163,8 +164,9 @@ def fastdeploy_findings(source: Path | None) -> Iterator[Finding]:
     yield from _table_findings("patch table", checked)
     yield from _body_findings(checked, found)
     num_left_out, lost = sum(map(len, checked.table.not_in_names.values())), checked.lost_settings()
-    missing = f"FastDeploy has no {', '.join(lost)}: take them out of not_in_names" if lost else None
-    yield Finding(not lost, "names of stored blocks", missing or f"without {num_left_out} settings, with all others")
+    missing = f"FastDeploy has no {', '.join(lost)}: take them out of not_in_names, or name them in `removes`"
+    known = f"without {num_left_out} settings, with all others"
+    yield Finding(not lost, "names of stored blocks", missing if lost else known)
     for name, has_it in asdict(checked.table.capabilities).items():
         yield Finding(None, f"capability {name}", "yes" if has_it else "no")
     for each in _cpu_worker_findings(found):

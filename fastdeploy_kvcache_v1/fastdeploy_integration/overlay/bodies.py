@@ -30,7 +30,10 @@ V0_ONLY = frozenset({"free_block_ids_async", "release_block_ids_async", "request
 """Members of FastDeploy's cache manager that only its V0 scheduler takes, which is refused."""
 
 Digests = Mapping[str, str]
-"""By target: the digests of its statements, four hexadecimal digits each, with a space between them."""
+"""By target: the digests of its statements, four hexadecimal digits each, with a space between them. Point releases
+share a table: other bodies that fit as well stand behind `OR`, the newest last.
+"""
+OR = " | "
 
 
 class Statement(NamedTuple):
@@ -56,9 +59,13 @@ def watched(table: PatchTable) -> dict[str, bool]:
     return {**replaced, **{target: body.must_hold for target, body in table.bodies.items()}}
 
 
+def digests_file(release: str) -> Path:
+    return table_directory() / FILE.format(release=release)
+
+
 def known_digests(release: str) -> Digests:
     """Of the tree that the table of `release` was written for. Raises `OverlayError` without the file."""
-    path = table_directory() / FILE.format(release=release)
+    path = digests_file(release)
     try:
         known: dict[str, str] = read_toml(path)["bodies"]
     except (OSError, ValueError, KeyError) as error:
@@ -81,9 +88,10 @@ def _difference(root: Path, target: str, known: str | None) -> str | None:
     statements = statements_of(root, target)
     if statements is None:
         return "missing"
-    new, old = [each.digest for each in statements], known.split()
-    if new == old:
+    new, bodies = [each.digest for each in statements], known.split(OR)
+    if " ".join(new) in bodies:
         return None
+    old = bodies[-1].split()
     matcher = difflib.SequenceMatcher(a=old, b=new, autojunk=False)
     blocks = [block for block in matcher.get_opcodes() if block[0] != "equal"]
     _, first_old, end_old, first, end = blocks[0]
@@ -93,15 +101,19 @@ def _difference(root: Path, target: str, known: str | None) -> str | None:
     return f"changed at line {at} ({what} of {len(new)} statements){more}"
 
 
-def to_toml(root: Path, table: PatchTable) -> str:
-    """The file for the FastDeploy at `root`. Raises `OverlayError` for a body that it does not have."""
+def to_toml(root: Path, table: PatchTable, known: Digests) -> str:
+    """The file for the FastDeploy at `root`, beside what is `known`. Raises `OverlayError` for a body that it does not
+    have.
+    """
     lines = [f"# Bodies of FastDeploy {table.release} ({table.commit}) that we rely on: a digest of each statement."]
     lines += ["# Written by `fastdeploy-kvcache doctor --source DIR --write-bodies`; docs/porting.md.", "", "[bodies]"]
     for target in watched(table):
         statements = statements_of(root, target)
         if statements is None:
             raise OverlayError(f"{target} is missing: correct the table first")
-        lines.append(f'"{target}" = "{" ".join(each.digest for each in statements)}"')
+        new = " ".join(each.digest for each in statements)
+        bodies = [body for body in known.get(target, new).split(OR) if body != new]
+        lines.append(f'"{target}" = "{OR.join([*bodies, new])}"')
     return "\n".join([*lines, ""])
 
 

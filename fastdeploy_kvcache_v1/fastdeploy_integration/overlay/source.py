@@ -50,7 +50,7 @@ def lost_settings(root: Path, table: PatchTable) -> list[str]:
         path, found = module_path(root, module), find(root, module, qualname)
         there = set() if path is None or found is None else set(_stored_names(path)) | found.names
         ours = {name for row in table.rows if row.target == place for name in row.adds}
-        lost += [f"{qualname}.{name}" for name in sorted(names - there - ours)]
+        lost += [f"{place}.{name}" for name in sorted(names - there - ours)]
     return lost
 
 

@@ -4,14 +4,14 @@
 release = "2.6"             the release as `FastDeployTree.release` names it; the file's name ends with it
 commit = "7198b5883"        the tree the table was written against
 inherits = "2.5"            optional: this file says only what differs from that release's
-removes = ["module:name"]   targets of inherited rows that this release does without
+removes = ["module:name"]   targets of inherited rows, bodies and settings (module:Class.field) that this release lacks
 
 [capabilities]
 name = true                 what the release can do, where our code depends on it: see `Capabilities`; inherited as well
 
 [not_in_names]
 "package.module:Class" = ["field"]  settings known not to decide the bytes of a block, left out of the name of stored
-                            blocks, as all others are in it; inherited, so this file only adds. The keys of
+                            blocks, as all others are in it; inherited. The keys of
                             `fastdeploy.envs:environment_variables` are variables
 
 [[patch]]
@@ -177,7 +177,7 @@ def _load(path: Path, heirs: tuple[str, ...]) -> PatchTable:
         own_bodies = {body.target: body for body in (Body(**raw) for raw in content.get("body", ()))}
         bodies = {target: body for target, body in parent.bodies.items() if target not in removes} | own_bodies
         capabilities = parent.capabilities.with_changes(content.get("capabilities", {}))
-        not_in_names = _united(parent.not_in_names, content.get("not_in_names", {}))
+        not_in_names = _united(parent.not_in_names, content.get("not_in_names", {}), removes)
         return PatchTable(release, about["commit"], rows, capabilities, not_in_names, bodies)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OverlayError(f"patch table {path.name}: {_reason(error)}") from error
@@ -199,7 +199,8 @@ def _merged(parent: PatchTable, rows: Sequence[PatchRow], removes: Sequence[str]
     own = {row.target: row for row in rows}
     if doubled := sorted(target for target, times in Counter(row.target for row in rows).items() if times > 1):
         raise ValueError(f"two rows for {', '.join(doubled)}")
-    if absent := [target for target in removes if target not in inherited and target not in parent.bodies]:
+    settings = {f"{place}.{name}" for place, names in parent.not_in_names.items() for name in names}
+    if absent := [each for each in removes if each not in inherited.keys() | parent.bodies.keys() | settings]:
         raise ValueError(f"it removes {', '.join(absent)}, which it does not inherit")
     if both := [target for target in removes if target in own]:
         raise ValueError(f"it removes {', '.join(both)} and has a row for it: the row alone replaces the inherited one")
@@ -211,12 +212,18 @@ def _merged(parent: PatchTable, rows: Sequence[PatchRow], removes: Sequence[str]
     return tuple(merged.values())
 
 
-def _united(inherited: Mapping[str, frozenset[str]], own: Mapping[str, Sequence[str]]) -> dict[str, frozenset[str]]:
+def _united(
+    inherited: Mapping[str, frozenset[str]], own: Mapping[str, Sequence[str]], removes: Sequence[str]
+) -> dict[str, frozenset[str]]:
     """Both lists of settings, by where they are."""
     for place, names in own.items():
         if doubled := sorted({name for name in names if names.count(name) > 1 or name in inherited.get(place, ())}):
             raise ValueError(f"not_in_names: {place} has {', '.join(doubled)} twice, here or inherited")
-    return {place: inherited.get(place, frozenset()) | frozenset(own.get(place, ())) for place in {**inherited, **own}}
+    kept = {
+        place: frozenset(name for name in names if f"{place}.{name}" not in removes)
+        for place, names in inherited.items()
+    }
+    return {place: kept.get(place, frozenset()) | frozenset(own.get(place, ())) for place in {**kept, **own}}
 
 
 def _require_known(section: Mapping[str, object], known: set[str]) -> None:

@@ -52,7 +52,7 @@ def known(tmp_path, monkeypatch):
     """What was written of the tree as it is above."""
     monkeypatch.setattr(bodies, "table_directory", lambda: tmp_path)
     (tmp_path / "old").mkdir()
-    text = bodies.to_toml(tree(tmp_path / "old"), table(tmp_path))
+    text = bodies.to_toml(tree(tmp_path / "old"), table(tmp_path), {})
     (tmp_path / "bodies-9.1.toml").write_text(text, encoding="utf-8")
     return bodies.known_digests("9.1")
 
@@ -115,7 +115,23 @@ def test_bodies_that_are_as_they_were_gone_or_unknown(tmp_path, known):
     (unknown, _) = bodies.changes(root, table(tmp_path), {})
     assert "its digests are missing" in unknown.where
     with pytest.raises(OverlayError, match=f"{SCHEDULE} is missing: correct the table first"):
-        bodies.to_toml(root, table(tmp_path))
+        bodies.to_toml(root, table(tmp_path), {})
+
+
+def test_point_releases_share_a_table_and_each_may_have_bodies_of_its_own(tmp_path, known):
+    olds, news = tmp_path / "old" / "fakehost", tree(tmp_path, BODY.replace("task.wait()", "task.wait(1)"))
+    for _ in range(2):  # once more says nothing new
+        text = bodies.to_toml(news, table(tmp_path), bodies.known_digests("9.1"))
+        (tmp_path / "bodies-9.1.toml").write_text(text, encoding="utf-8")
+    both = bodies.known_digests("9.1")
+    assert both[SCHEDULE] == f"{digests(olds)} | {digests(news)}"
+    assert both[KINDS] == known[KINDS]
+    assert [bodies.changes(root, table(tmp_path), both) for root in (olds, news)] == [[], []]
+    (tmp_path / "later").mkdir()
+    later = tree(tmp_path / "later", BODY.replace("task.wait()", "task.wait(2)"))
+    assert [each.where for each in bodies.changes(later, table(tmp_path), both)] == [
+        "changed at line 14 (1 new of 13 statements)"
+    ]
 
 
 @pytest.mark.parametrize("content", [None, "[bodies", "[other]"])

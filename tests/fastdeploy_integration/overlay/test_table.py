@@ -2,8 +2,10 @@
 
 import importlib
 import inspect
+import re
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,8 @@ def test_what_names_leave_out_is_inherited_and_added_to(write):
     write([SCHEDULE], release="9.1", not_in_names={"fakefd:Engine": ["port"]})
     table = load_table(write([], release="9.2", inherits="9.1", not_in_names={"fakefd:Engine": ["host"]}))
     assert table.not_in_names == {"fakefd:Engine": {"port", "host"}}
+    table = load_table(write([], release="9.3", inherits="9.2", removes=["fakefd:Engine.port"]))
+    assert table.not_in_names == {"fakefd:Engine": {"host"}}
 
 
 @pytest.mark.parametrize("names", [["port"], ["host", "host"]])
@@ -143,6 +147,12 @@ def test_a_copied_table_that_still_says_its_old_release_is_refused(write, tmp_pa
 )
 def test_what_our_releases_can(release, capabilities):
     assert {name for name, can in asdict(table_for(release).capabilities).items() if can} == capabilities
+
+
+def test_the_page_about_ports_says_where_to_look_for_each_capability():
+    page = (Path(__file__).parents[3] / "docs" / "porting.md").read_text(encoding="utf-8")
+    table = page.partition("| capability |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(asdict(Capabilities()))
 
 
 @pytest.mark.parametrize(
