@@ -217,21 +217,6 @@ def test_a_match_behind_copies_that_are_being_sent_begins_behind_them():
     assert [each.request_id for each in decode.lost()] == ["d"], "the same copies"
 
 
-def test_a_request_whose_copies_were_lost_does_not_run():
-    decode = full()
-    task, carrier = swapped_in(decode), decode.carrier()
-    decode.schedule(carrier)
-    decode.cache.batch_lost()
-    decode.batch(decode.carrier())
-    decode.arrive(task)
-    assert not decode.take_ready(task)
-    (lost,) = decode.lost()
-    assert (lost.request_id, lost.code) == ("c", 502)
-    decode.free(task, Status.WAITING)
-    assert decode.carrier() is None
-    assert decode.served("d", [*PREFIX, 6]).first_block == 0, "nothing can be trusted"
-
-
 @pytest.mark.parametrize("is_granted", [True, False])
 def test_a_request_whose_host_blocks_hold_nothing_does_not_run(monkeypatch, is_granted):
     """The worker says so before a batch has their copies, perhaps while FastDeploy gives it its seat."""

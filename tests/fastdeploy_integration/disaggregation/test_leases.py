@@ -69,8 +69,8 @@ def test_the_first_reason_is_told_and_the_withdrawal_is_sent_once():
     account = Account(3)
     account.open("a")
     account.end(2, "a", "the link broke")
-    account.end(0, "a", "so it was withdrawn")
-    account.end(1, "a", "so it was withdrawn")
+    for rank in (0, 1):
+        account.end(rank, "a", "so it was withdrawn")
     assert account.sent == [WithdrawLease("a", "the link broke")]
     assert account.ended() == [("a", "error: the link broke")]
     assert account.leases.ledger.totals.failed == 1

@@ -1,7 +1,7 @@
 """The sockets between an engine with a role and its ranks."""
 
 import tempfile
-import time
+from functools import partial
 
 import pytest
 
@@ -17,15 +17,10 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel im
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import make_private
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews
+from tests.fastdeploy_integration.test_copy_channel import wait_for
 
 PORT = 8123
-
-
-def until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
+until = partial(wait_for, what="news")
 
 
 @pytest.fixture

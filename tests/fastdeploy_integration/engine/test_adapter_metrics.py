@@ -1,13 +1,11 @@
 """What the adapter tells FastDeploy's own metrics."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.hit_rates import WINDOW, HitRates, match_metrics
 from fastdeploy_kvcache_v1.metadata import CacheLevel, MatchedSpan, MatchResult
 
-from .by_hand import FakeGauge, FakeTask, begin, make_adapter, served
+from .by_hand import FakeTask, begin, make_adapter, make_gauges, served
 
 RATES = ["hit_req_rate", "hit_token_rate", "gpu_hit_token_rate", "cpu_hit_token_rate"]
 
@@ -16,24 +14,16 @@ def shown(gauges, *names):
     return [getattr(gauges, name).value for name in names]
 
 
-def test_gauges_follow_with_each_batch_or_news():
-    cache = make_adapter(8, 3)
-    gauges = cache._gauges
-    cache.allocate_gpu_blocks(2)
-    cache.send_swaps([])
-    assert shown(gauges, "max_gpu_block_num", "max_cpu_block_num") == [8, 3]
-    assert shown(gauges, "free_gpu_block_num", "available_gpu_resource") == [6, 0.75]
-    assert cache.available_gpu_resource == 0.75
-    cache.reset()
-    assert shown(gauges, "free_gpu_block_num", "available_gpu_block_num") == [8, 8]
-
-
-def test_gauges_are_set_only_when_they_change():
-    cache = make_adapter(40)
+def test_gauges_follow_with_each_batch_or_news_and_are_set_only_when_they_change():
+    cache = make_adapter(40, 3)
     gauges, seen = cache._gauges, ("hit_req_rate", "free_gpu_block_num")
     for name in "ab":
         served(cache, FakeTask(name, [1] * 10))
+    cache.allocate_gpu_blocks(8)
     cache.send_swaps([])
+    assert shown(gauges, "max_gpu_block_num", "max_cpu_block_num") == [40, 3]
+    assert shown(gauges, "free_gpu_block_num", "available_gpu_resource") == [30, 0.75], "two are cached"
+    assert cache.available_gpu_resource == 0.75
     assert shown(gauges, *RATES) == [0.5, 0.4, 0.4, 0]
     for name in seen:
         getattr(gauges, name).value = "as it was"
@@ -41,22 +31,15 @@ def test_gauges_are_set_only_when_they_change():
     assert shown(gauges, *seen) == ["as it was"] * 2
     cache.allocate_gpu_blocks(3, "other")
     cache.send_swaps([])
-    assert shown(gauges, *seen) == ["as it was", len(cache.gpu_free_block_list)]
+    assert shown(gauges, *seen) == ["as it was", 27]
     cache.reset()
+    assert shown(gauges, "free_gpu_block_num", "available_gpu_block_num") == [40, 40]
     cache.send_swaps([FakeTask("x", [1])])
     assert shown(gauges, *RATES) == [0, 0, 0, 0]
 
 
-def test_hit_rates_start_anew_after_a_window():
-    rates = HitRates()
-    for _ in range(WINDOW + 1):
-        rates.count(10, device=4, host=0)
-    assert (rates.num_requests, rates.num_tokens) == (1, 10)
-
-
-def test_hit_rates_tell_the_tiers_apart_and_count_a_request_that_hit_only_once():
-    gauges = SimpleNamespace(**{name: FakeGauge() for name in RATES})
-    rates = HitRates()
+def test_hit_rates_tell_the_tiers_apart_count_a_request_that_hit_once_and_start_anew_after_a_window():
+    gauges, rates = make_gauges(), HitRates()
     rates.publish(gauges)
     assert shown(gauges, *RATES) == [0, 0, 0, 0]
     rates.count(10, device=4, host=4)
@@ -66,6 +49,9 @@ def test_hit_rates_tell_the_tiers_apart_and_count_a_request_that_hit_only_once()
         rates.count(10, device=device, host=host)
     rates.publish(gauges)
     assert shown(gauges, *RATES) == [3 / 4, 10 / 40, 5 / 40, 5 / 40]
+    for _ in range(WINDOW - 3):
+        rates.count(10, device=4, host=0)
+    assert (rates.num_requests, rates.num_tokens) == (1, 10)
 
 
 @pytest.mark.parametrize("reads", [True, False])

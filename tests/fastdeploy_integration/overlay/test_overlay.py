@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import itertools
 import sys
+import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -61,10 +62,19 @@ def test_modules_imported_before_us_are_patched_at_once(tmp_path, package):
     expect_patched(package)
 
 
+HALF = "import builtins\nbuiltins.start_overlay()\n" + textwrap.dedent(fake_fastdeploy.ENGINE)
+"""It starts us while it is being imported."""
+
+
 def test_half_imported_modules_are_patched_once_they_are_whole(tmp_path, package, monkeypatch):
-    half = "import builtins\nbuiltins.start_overlay()\n" + fake_fastdeploy.textwrap.dedent(fake_fastdeploy.ENGINE)
-    made = overlay(tmp_path, package, engine=half)
-    monkeypatch.setattr("builtins.start_overlay", made.start, raising=False)
+    made = overlay(tmp_path, package, engine=HALF)
+
+    def start_and_serve():
+        made.start()
+        with pytest.raises(OverlayError, match="still being imported"):
+            made.require_complete(Where.ENGINE)
+
+    monkeypatch.setattr("builtins.start_overlay", start_and_serve, raising=False)
     module = importlib.import_module(f"{package}.engine")
     in_engine = [state for row, state in made.states().items() if row.module == f"{package}.engine"]
     assert set(in_engine) == {PointState.DEFERRED}
@@ -74,47 +84,40 @@ def test_half_imported_modules_are_patched_once_they_are_whole(tmp_path, package
     made.require_complete(Where.ENGINE)
 
 
-def test_half_imported_modules_cannot_be_completed_yet(tmp_path, package, monkeypatch):
-    half = "import builtins\nbuiltins.start_overlay()\n" + fake_fastdeploy.textwrap.dedent(fake_fastdeploy.ENGINE)
-    made = overlay(tmp_path, package, engine=half)
-
-    def start_and_serve():
-        made.start()
-        with pytest.raises(OverlayError, match="still being imported"):
-            made.require_complete(Where.ENGINE)
-
-    monkeypatch.setattr("builtins.start_overlay", start_and_serve, raising=False)
-    importlib.import_module(f"{package}.engine")
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "problems"),
     [
-        (("def schedule(self)", "def schedule(self, budget)"), r"schedule drifted: expected \(self\), FastDeploy has"),
-        (("def schedule", "def plan"), "Engine.schedule missing"),
-        (("executors=None", "executors=()"), "Engine.wait drifted"),
+        (
+            {"def schedule(self)": "def schedule(self, budget)"},
+            {"Engine.schedule": "drifted: expected (self), FastDeploy has (self, budget)"},
+        ),
+        (
+            {"def schedule": "def plan", "flag=False": "flag=True", "executors=None": "executors=()"},
+            {
+                "Engine.schedule": "missing",
+                "Engine.helper": "drifted: expected (flag=False), FastDeploy has (flag=True)",
+                "Engine.wait": "drifted: expected (self, request_id, executors=None), "
+                "FastDeploy has (self, request_id, executors=())",
+            },
+        ),
+        ("no parts.py", {"Part": "missing", "names": "missing"}),
     ],
 )
-def test_drifted_fastdeploy_is_named_and_left_alone(tmp_path, package, change, message):
-    made = overlay(tmp_path, package, engine=fake_fastdeploy.ENGINE.replace(*change))
-    with pytest.raises(OverlayError, match=message) as caught:
+def test_drifted_fastdeploy_is_named_and_left_alone(tmp_path, package, changes, problems):
+    engine = fake_fastdeploy.ENGINE
+    for change in changes.items() if isinstance(changes, dict) else ():
+        engine = engine.replace(*change)
+    made = overlay(tmp_path, package, engine=engine)
+    if changes == "no parts.py":
+        (tmp_path / package / "parts.py").unlink()
+    assert {row.qualname: text for row, text in made.problems().items()} == problems
+    with pytest.raises(OverlayError) as caught:
         made.start()
+    assert all(f"{name} {text}" in str(caught.value) for name, text in problems.items())
     assert "unset ENABLE_V1_KVCACHE_MANAGER" in str(caught.value)
-    module = importlib.import_module(f"{package}.engine")
-    assert module.Engine(7).part.size == 7
     assert set(made.states().values()) == {PointState.WAITING}
-
-
-def test_all_problems_are_named_at_once(tmp_path, package):
-    engine = fake_fastdeploy.ENGINE.replace("def schedule", "def plan").replace("flag=False", "flag=True")
-    problems = overlay(tmp_path, package, engine=engine).problems()
-    assert [row.qualname for row in problems] == ["Engine.schedule", "Engine.helper"]
-
-
-def test_missing_module(tmp_path, package):
-    made = overlay(tmp_path, package)
-    (tmp_path / package / "parts.py").unlink()
-    assert {row.qualname: text for row, text in made.problems().items()} == {"Part": "missing", "names": "missing"}
+    if changes != "no parts.py":
+        assert importlib.import_module(f"{package}.engine").Engine(7).part.size == 7
 
 
 def test_what_we_add_must_not_be_there_yet(tmp_path, package):
@@ -132,27 +135,18 @@ def test_target_replaced_by_another_plugin(tmp_path, package):
         made.require_complete(Where.ENGINE)
 
 
-def test_a_failing_hook_reaches_the_importer(tmp_path, package):
-    rows = [fake_fastdeploy.row(package, "Engine.schedule", "no_such_function", signature="(self)")]
-    made = overlay(tmp_path, package, rows)
+@pytest.mark.parametrize("where", [Where.ENGINE, Where.WORKER])
+def test_a_failing_hook_reaches_the_importer_and_what_the_other_side_needs_does_not_matter(tmp_path, package, where):
+    broken = {"ours": "no_such_function", "signature": "(self)", "where": where.value}
+    made = overlay(tmp_path, package, [fake_fastdeploy.row(package, "Engine.schedule", **broken)])
     made.start()
     with pytest.raises(AttributeError, match="no_such_function"):
         importlib.import_module(f"{package}.engine")
     importlib.import_module(package)
     assert set(made.states().values()) == {PointState.FAILED}
     with pytest.raises(OverlayError, match="refusing to serve"):
-        made.require_complete(Where.ENGINE)
-
-
-def test_rows_of_the_other_side_do_not_matter(tmp_path, package):
-    rows = [fake_fastdeploy.row(package, "Engine.schedule", "no_such_function", signature="(self)", where="worker")]
-    made = overlay(tmp_path, package, rows)
-    made.start()
-    with pytest.raises(AttributeError):
-        importlib.import_module(f"{package}.engine")
-    made.require_complete(Where.ENGINE)
-    with pytest.raises(OverlayError):
-        made.require_complete(Where.WORKER)
+        made.require_complete(where)
+    made.require_complete(Where.WORKER if where is Where.ENGINE else Where.ENGINE)
 
 
 @pytest.fixture
