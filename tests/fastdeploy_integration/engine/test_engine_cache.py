@@ -209,16 +209,21 @@ def test_failed_host_copies_are_told_to_the_cache_before_news_reach_the_store(st
     assert told == [("failed", copies[:1]), ("measured", {0: Timings()}), ("copies_reported", news)]
 
 
-def test_a_reset_ends_what_waits_outside_fastdeploy_empties_cache_and_store_and_shows_it(store, monkeypatch):
-    """2.5 has answered those requests with an error by then."""
+@pytest.mark.parametrize("by", ["reset", "clear_data"])
+def test_a_reset_ends_what_waits_outside_fastdeploy_empties_cache_and_store_and_shows_it(store, monkeypatch, by):
+    """2.5 has answered those requests with an error by then. Rows go on where FastDeploy clears its data."""
     manager, shown = stored(monkeypatch), []
     manager.publisher.publish_now = lambda: shown.append(len(manager.gpu_free_block_list))
     manager.allocate_gpu_blocks(3, "r")
     manager.held_back._requests.append(object())
     manager.storage.told.clear()
-    manager.reset()
-    assert (shown, len(manager.held_back)) == ([8], 0)
-    assert manager.storage.told == [("clear",), ("cache_reset",)]
+    if by == "reset":
+        manager.reset()
+    else:
+        engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=manager))
+        assert engine_patches.clear_data(lambda: "cleared", engine, (), {}) == "cleared"
+    assert (shown, len(manager.held_back)) == ([8] * (by == "reset"), 0)
+    assert manager.storage.told == [("clear",), *[("rows_dropped",)] * (by == "clear_data"), ("cache_reset",)]
 
 
 def test_a_request_that_fastdeploy_does_not_take_back_is_not_released_again(store, monkeypatch):
@@ -232,14 +237,6 @@ def test_a_request_that_fastdeploy_does_not_take_back_is_not_released_again(stor
     with pytest.raises(RuntimeError, match="injected"):
         stored(monkeypatch).release_stored(storage, SimpleNamespace(add_request=add_request))
     assert (taken, queued) == (["a"], ["a"])
-
-
-def test_when_fastdeploy_clears_its_data_the_store_forgets_its_requests_and_knows_that_rows_go_on(store, monkeypatch):
-    manager = stored(monkeypatch)
-    manager.storage.told.clear()
-    engine = SimpleNamespace(resource_manager=SimpleNamespace(cache_manager=manager))
-    assert engine_patches.clear_data(lambda: "cleared", engine, (), {}) == "cleared"
-    assert manager.storage.told == [("clear",), ("rows_dropped",), ("cache_reset",)]
 
 
 def test_a_request_that_the_store_holds_has_its_id(store, monkeypatch):

@@ -78,31 +78,23 @@ def test_what_no_program_sees_is_no_change(tmp_path, old, new):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "where"),
+    ("old", "new", "line", "how"),
     [
-        ("batch", "tasks_now", "changed at line 9 (1 new of 13 statements), and in 3 more places"),
-        ("most: int = 4", "most: int = 5", "changed at line 7 (1 new of 13 statements)"),
-        ("task.wait()", "task.wait(1)", "changed at line 14 (1 new of 13 statements)"),
-        ("                else:\n    ", "", "changed at line 13 (1 new of 12 statements)"),
-        ("except OSError", "except ValueError", "changed at line 17 (1 new of 13 statements)"),
-        (
-            "                    batch.append(task)",
-            "                    pass",
-            "changed at line 12 (1 new of 13 statements)",
-        ),
-        (
-            "return batch, [lambda: most]",
-            "return batch, [lambda: -most]",
-            "changed at line 20 (1 new of 13 statements)",
-        ),
-        ('f"{most}%"', 'f"{most:>3}%"', "changed at line 11 (1 new of 13 statements)"),
-        ("                raise\n", "", "changed at line 19 (1 gone of 12 statements)"),
+        ("batch", "tasks_now", 9, "1 new of 13 statements), and in 3 more places"),
+        ("most: int = 4", "most: int = 5", 7, "1 new of 13 statements)"),
+        ("task.wait()", "task.wait(1)", 14, "1 new of 13 statements)"),
+        ("                else:\n    ", "", 13, "1 new of 12 statements)"),
+        ("except OSError", "except ValueError", 17, "1 new of 13 statements)"),
+        ("    batch.append(task)", "    pass", 12, "1 new of 13 statements)"),
+        ("[lambda: most]", "[lambda: -most]", 20, "1 new of 13 statements)"),
+        ('f"{most}%"', 'f"{most:>3}%"', 11, "1 new of 13 statements)"),
+        ("                raise\n", "", 19, "1 gone of 12 statements)"),
     ],
 )
-def test_a_changed_body_is_named_with_the_place(tmp_path, known, old, new, where):
+def test_a_changed_body_is_named_with_the_place(tmp_path, known, old, new, line, how):
     assert old in BODY
     (change,) = bodies.changes(tree(tmp_path, BODY.replace(old, new)), table(tmp_path), known)
-    assert change == (SCHEDULE, False, where)
+    assert change == (SCHEDULE, False, f"changed at line {line} ({how}")
 
 
 def test_bodies_that_are_as_they_were_gone_or_unknown(tmp_path, known):
