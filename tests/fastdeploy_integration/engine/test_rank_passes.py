@@ -10,14 +10,10 @@ IDLE = True
 
 
 @pytest.fixture
-def clock():
+def passes():
+    """At 100 s, when step 7 has been told."""
     clock = Clock()
     clock.now = 100.0
-    return clock
-
-
-@pytest.fixture
-def passes(clock):
     passes = RankPasses(2, clock)
     passes.told(7, computes=True)
     return passes
@@ -38,7 +34,7 @@ def test_the_slowest_rank_decides_by_step_and_by_time(passes, slow_rank, is_quie
 
 
 @pytest.mark.parametrize(
-    # What the two ranks say after a doubt at 100 s, when step 7 had been told; then both say (7, 500.0).
+    # What the two ranks say after a doubt; then both say (7, 500.0).
     ("progress", "is_known"),
     [
         (((7, 300.0), (7, 300.0)), False),
@@ -58,19 +54,19 @@ def test_what_is_doubted_is_known_with_the_next_step_or_by_a_rank_that_is_idle(p
     assert passes.have_ended(7, 90.0) is is_known
 
 
-def test_two_doubts_before_the_first_step_are_over_with_it(clock):
-    passes = RankPasses(1, clock)
+def test_two_doubts_before_the_first_step_are_over_with_it():
+    passes = RankPasses(1, Clock())
     for _ in range(2):
         passes.doubt()
     say(passes, (0, 200.0))
     assert passes.have_ended(0, 150.0)
 
 
-def test_rows_that_the_engine_has_forgotten_end_only_when_a_rank_is_idle(passes, clock):
+def test_rows_that_the_engine_has_forgotten_end_only_when_a_rank_is_idle(passes):
     passes.doubt(rows_stay=True)
     passes.doubt()  # a reset does not make it better
     passes.told(8, computes=True)
-    clock.now = 110.0
+    passes._clock.now = 110.0
     say(passes, (8, 120.0), (8, 120.0))
     assert not passes.have_ended(7, 90.0)
     say(passes, (8, 121.0, IDLE), (8, 121.0))

@@ -16,19 +16,23 @@ FILE = StorageSettings("file", "/unused")
 ATTENTION = StorageSettings("attention_store")
 
 
+@pytest.fixture(autouse=True)
+def environment(monkeypatch, short_tmp_path):
+    monkeypatch.setenv(storage_channel.SESSION_VARIABLE, "01234567")
+    monkeypatch.setattr("tempfile.tempdir", short_tmp_path)
+
+
 @pytest.fixture
-def agents(monkeypatch, short_tmp_path):
+def agents(monkeypatch):
     """What the agents are made with."""
     made = []
     for name in ("StorageAgent", "AttentionStoreAgent"):
         monkeypatch.setattr(storage_module, name, lambda *addresses, **given: made.append(given))
-    monkeypatch.setattr("tempfile.tempdir", short_tmp_path)
     return made
 
 
 def config(settings, monkeypatch, *, host_blocks=0, caching=True):
     monkeypatch.setenv(storage_channel.SETTINGS_VARIABLE, storage_channel.dumps(settings))
-    monkeypatch.setenv(storage_channel.SESSION_VARIABLE, "01234567")
     return fd_config(
         kvcache_storage_backend=settings.backend, kvcache_storage_gib=None,
         num_cpu_blocks=host_blocks, enable_prefix_caching=caching,
@@ -67,7 +71,7 @@ def test_the_sdk_is_told_what_fastdeploy_would_tell_it(agents, monkeypatch):
 
 
 @pytest.mark.parametrize(("settings", "host_stays"), [(FILE, "as the agent says"), (ATTENTION, True)])
-def test_an_agent_is_given_the_tiers_and_lets_them_go(monkeypatch, short_tmp_path, settings, host_stays):
+def test_an_agent_is_given_the_tiers_and_lets_them_go(monkeypatch, settings, host_stays):
     """Where blocks do not go through the host tier, nothing of the store keeps it."""
     told = []
     agent = SimpleNamespace(use=lambda *given: told.append(given), let_go=lambda: told.append("let go") or host_stays)
@@ -75,11 +79,8 @@ def test_an_agent_is_given_the_tiers_and_lets_them_go(monkeypatch, short_tmp_pat
         monkeypatch.setattr(storage_module, name, lambda *_, **__: agent)
     monkeypatch.setattr(storage_module, "SlotMemory", lambda *given: given)
     monkeypatch.setattr(storage_module.DeviceCaches, "over", lambda rows, **given: (rows, sorted(given)))
-    monkeypatch.setattr("tempfile.tempdir", short_tmp_path)
-    array = SimpleNamespace(data="memory")
-    pool = SimpleNamespace(
-        buffer=SimpleNamespace(array=array, file="file"), slot_bytes=64, memory_of_slot="memory of slot"
-    )
+    buffer = SimpleNamespace(array=SimpleNamespace(data="memory"), file="file")
+    pool = SimpleNamespace(buffer=buffer, slot_bytes=64, memory_of_slot="memory of slot")
     controller = SimpleNamespace(
         host_pool=pool, refilled=lambda *given, **more: (given, more), device_rows="rows", late_writes=None, caches=None
     )
