@@ -1,5 +1,5 @@
-from tests.fastdeploy_integration.cpu_worker.runners import expected, make_runner, model
+from tests.fastdeploy_integration.cpu_worker.runners import expected, model
 
 from .role_pairs import make_pair, pair
 
-__all__ = ["expected", "make_pair", "make_runner", "model", "pair"]
+__all__ = ["expected", "make_pair", "model", "pair"]

@@ -109,6 +109,18 @@ def test_a_request_with_images_does_not_wait():
     assert step(server) == ({"leader": 9, "follower": 9}, [])
 
 
+def test_followers_survive_a_schedule_that_raises():
+    """FastDeploy has taken them off its queue by then."""
+    server = server_of()
+    for name in ("leader", "one", "two"):
+        server.add(name, NINE)
+    server.add("other", range(50, 59))
+    server.raises_at = 1
+    server.schedule("lost in schedule")
+    assert [task.request_id for task in server.host.waiting] == ["one", "two", "other"]
+    assert server.is_idle
+
+
 @pytest.mark.parametrize(("answer", "expected", "num_asked"), [(None, None, 0), (True, True, 0), (False, "passed", 1)])
 def test_only_a_complete_request_is_asked_whether_it_waits(answer, expected, num_asked):
     """None is an error, True says that FastDeploy is loading its images."""

@@ -24,6 +24,17 @@ def test_a_batch_is_not_told_again_when_the_queue_raises_but_has_it(release):
     assert kinds(server.step()) == [(Kind.PREFILL, "a")]
 
 
+def test_a_lost_request_that_had_no_seat_yet_waits_in_front():
+    server = Server(24)
+    task = server.add("a", [1] * 12)
+    server.schedule("lost before put")
+    server.host.tasks_list[task.idx], server.host.stop_flags[task.idx], task.idx = None, True, None
+    server.add("late", [2] * 4)
+    server.cache.transit.recover(server.host)
+    assert (server.host.waiting[0].request_id, task.status) == ("a", Status.WAITING)
+    assert server.is_idle
+
+
 @pytest.mark.parametrize("are_back", [False, True])
 def test_requests_that_a_schedule_had_passed_over_when_it_raised_wait_once(are_back):
     host = Server(24).host
@@ -38,25 +49,6 @@ def test_requests_that_a_schedule_had_passed_over_when_it_raised_wait_once(are_b
     with pytest.raises(AssertionError, match="as the host's"):
         engine_patches.schedule(schedule, host, (), {})
     assert [task.request_id for task in host.waiting] == (["c", "a", "b"] if are_back else ["a", "b", "c"])
-
-
-def test_whatever_a_lost_batch_said_is_told_again_first():
-    seen = set()
-    for number in range(12):
-        server = Server(12)
-        for name in "abc":
-            server.add(name, [ord(name)] * 10, 12)
-        server.step()
-        server.abort("a")
-        for _ in range(number):
-            server.step()
-        lost = server.step("lost in put")
-        again = kinds(server.step())
-        expected = [(Kind.PREEMPTED if kind is Kind.PREFILL else kind, name) for kind, name in kinds(lost)]
-        assert again[: len(lost)] == expected
-        seen.update(kind for kind, _ in kinds(lost))
-        assert server.is_idle
-    assert seen == set(Kind)
 
 
 HAS_IT, HAS_OTHER, IS_GONE = range(3)
@@ -141,15 +133,6 @@ def test_a_request_that_a_lost_batch_begins_leaves_a_decode_server_and_its_clien
     assert (host.running, list(host.requests), host.req_dict) == ([other], ["b"], {"b": other.idx})
     assert (host.tasks_list[seat], host.stop_flags[seat], first.block_tables) == (None, True, [])
     assert (host.to_be_rescheduled_request_id_set, list(host.waiting)) == (set(), [])
-
-
-def test_the_worker_of_a_decode_server_is_told_again_of_a_preemption_that_was_lost():
-    """FastDeploy has forgotten the request, whose row writes to blocks that others have now."""
-    server = Server(24)
-    transit, server.cache.preempted_leave = server.cache.transit, True
-    transit.depart(server.host, [task := Control(Kind.PREEMPTED, FakeTask("a", [1] * 8))])
-    transit.recover(server.host)
-    assert transit.depart(server.host, []) == [task]
 
 
 # ---- two requests of one id

@@ -64,19 +64,6 @@ def test_a_request_waits_for_its_stored_prefix_while_others_are_served_and_start
     server.cache.manager.check_idle()
 
 
-@pytest.mark.parametrize(("compute_s", "is_held"), [(1.0, True), (1e-6, False)])
-def test_a_request_waits_only_for_what_is_sooner_loaded_than_computed(compute_s, is_held):
-    server = stored(Server(32, 40, backend="file", prefetch="timeout", write_policy="write_through"))
-    storage = server.cache.storage
-    server.add("measures the store", TOKENS)
-    answered(server)
-    server.cache.batch_dropped()
-    server.measured(1e-9, compute_s)
-    server.add("decides", TOKENS)
-    assert storage.holds("decides") == is_held
-    assert storage.tier.counters.declined_requests == (not is_held)
-
-
 def test_a_request_that_cannot_be_looked_at_goes_straight_to_the_queue(caplog):
     broken = FakeTask("a", TOKENS)
     broken.prompt_token_ids = None
