@@ -35,14 +35,6 @@ def test_sixteen_equal_prompts_at_once_cost_little_more_than_one():
     assert (counters.shared_prefill_requests, counters.shared_prefill_tokens) == (15, 15 * 500)
 
 
-def test_what_a_follower_finds_is_counted_once_however_many_batches_the_rest_takes():
-    server = server_of(budget=16)
-    server.add("leader", NINE)
-    server.add("follower", range(1, 60))
-    assert server.is_idle
-    assert (server.counters.shared_prefill_requests, server.counters.shared_prefill_tokens) == (1, 8)
-
-
 def test_others_pass_a_follower_and_it_is_next():
     server = server_of(budget=19)  # both prompts, and a token for one row that decodes
     for name in ("leader", "follower"):
