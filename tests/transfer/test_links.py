@@ -10,7 +10,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import PeerRefusedError
 from fastdeploy_kvcache_v1.transfer import link_server
 from fastdeploy_kvcache_v1.transfer.authentication import accept_peer, prove_to_peer
-from fastdeploy_kvcache_v1.transfer.channel import MAX_FRAME_BYTES, Channel, connect
+from fastdeploy_kvcache_v1.transfer.channel import Channel, connect
 from fastdeploy_kvcache_v1.transfer.control_link import Inbox, LinkClosed, LinkOpened, Self, greet
 from fastdeploy_kvcache_v1.transfer.link_server import LinkServer
 from fastdeploy_kvcache_v1.transfer.messages import (
@@ -146,21 +146,6 @@ def test_a_peer_that_reads_nothing_loses_its_link(serve):
             closed = inbox.get(timeout=20)[1]
         assert "cannot be reached: the peer did not answer in time" in closed.reason
         link.close("")
-
-
-def test_a_frame_of_the_most_bytes_arrives_and_a_closed_channel_has_no_name():
-    with socket.create_server((HOST, 0)) as listener:
-        ours, theirs = connect(*listener.getsockname(), soon()), Channel(listener.accept()[0])
-    with pytest.raises(AssertionError, match="too large to be sent"):
-        ours.send_frame(bytes(MAX_FRAME_BYTES + 1), soon())
-    frame = bytes(range(256)) * (MAX_FRAME_BYTES // 256)
-    thread = threading.Thread(target=ours.send_frame, args=(frame, soon()))
-    thread.start()
-    assert theirs.receive_frame(soon()) == frame
-    thread.join()
-    ours.close()
-    theirs.close()
-    assert ours.peer == "a closed connection"
 
 
 def answering(answer):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError
+from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.worker.ops import HostBuffer
 from tests.worker.chosen_runtime import ChosenRuntime
-from tests.worker.worker_fakes import NumpyBackend, Rig, evict, swap_in
+from tests.worker.worker_fakes import Rig, evict, swap_in
 
 
 class CountingRuntime(ChosenRuntime):
@@ -84,14 +84,6 @@ def test_tensors_made_elsewhere_get_the_kept_memory_too(rig):
     assert rig.runtime.num_allocated == 2
 
 
-def test_other_blocks_are_allocated_anew(rig):
-    rig.controller.free(keep_host_memory=True)
-    rig.backend._layout = NumpyBackend(num_layers=2).layout
-    rig.controller.initialize_kv_cache(4, 5)
-    rig.controller.check()
-    assert (len(rig.runtime.live), rig.runtime.num_allocated) == (1, 2)
-
-
 def no_more(*_, **__):
     raise MemoryError("no more")
 
@@ -117,19 +109,6 @@ def test_whatever_a_start_finds_missing_a_later_one_works(rig, monkeypatch, miss
         assert missing == "host memory" or rig.runtime.asked == (4 * block, 6 * block)
     rig.controller.initialize_kv_cache(4, 6)
     rig.controller.check()
-
-
-def test_memory_that_was_given_back_is_not_kept(rig):
-    rig.controller.free()
-    rig.controller.initialize_kv_cache(4, 5)
-    assert rig.controller.host_pool.block(0).size == rig.layout.block_bytes
-
-
-def test_check_sees_memory_kept_beside_caches(rig):
-    rig.controller._kept = rig.controller._host
-    with pytest.raises(InvariantError, match="kept for the next caches while there are some"):
-        rig.controller.check()
-    rig.controller._kept = None
 
 
 def test_copies_end_before_the_caches_go_and_do_not_reach_the_next_ones(rig):

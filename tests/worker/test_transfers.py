@@ -256,14 +256,6 @@ def test_a_slot_whose_copy_failed_can_be_read_once_it_was_filled_again(rig, stre
     reads(3)
 
 
-def test_a_copy_that_runs_is_not_forgotten_when_its_slot_was_filled_from_outside(rig):
-    counter = rig.submit(into=swap_in((0,), (2,)))
-    rig.controller.refilled((2,))
-    assert rig.controller.failed_slots([2]) == []
-    assert len(rig.controller.device_hazards) == 1
-    counter.wait_all()
-
-
 # ---- timeouts
 
 
@@ -317,14 +309,6 @@ def test_a_wait_before_compute_that_takes_too_long_fails_the_swap_in(rig):
     rig.controller.check()
     let_go()
     rig.controller.drain()
-    assert rig.controller.take_results() == []
-
-
-def test_a_swap_in_that_was_reported_good_is_not_given_up_later(rig):
-    counter = rig.submit(into=swap_in((0,), (4,)))
-    rig.controller.drain()
-    assert [result.ok for result in rig.controller.take_results()] == [True]
-    counter.wait_all(timeout=0)
     assert rig.controller.take_results() == []
 
 
@@ -386,9 +370,3 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
     waits.wait_for_layer(0)
     assert (rig.controller.take_report().exposed_wait_s, counter.exposed_wait_s) == (2, 1)
     assert rig.controller.take_report().exposed_wait_s == 0
-
-
-def test_the_device_tier_says_where_its_blocks_are(rig):
-    rows = rig.controller.device_rows
-    assert len(rows) == rig.layout.num_layers
-    assert [row.address for layer in rows for row in layer] == [array.ctypes.data for array in rig.arrays]

@@ -4,7 +4,6 @@ import gc
 import threading
 import time
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -63,29 +62,6 @@ def test_the_index_learns_from_rank_0_what_is_there_even_while_writes_hang(machi
         f'["{pod}", {list(path)}, 0, null, 1]',
         f'["{pod}", {list(path)}, 1, 1, null]',
     ]
-
-
-@pytest.mark.parametrize(
-    # What the SDK does, and what its user reads.
-    ("fault", "told"),
-    [
-        ({"error": "lease lost"}, "the attention store could not CALL: lease lost"),
-        ({"crash": "a bug"}, "RuntimeError('a bug')"),
-        ({"answer": 99}, "answered 99"),
-    ],
-)
-@pytest.mark.parametrize("call", ["read", "write", "match", "flush"])
-def test_every_task_is_answered_whatever_the_sdk_does(machine, call, fault, told):
-    server = machine()
-    server.breaks(**{call: fault})
-    task = server.loading(*BLOCKS) if call == "read" else server.storing(*BLOCKS)
-    if call == "flush":
-        task = replace(task, gpu_block_ids=(), flush_cache_exists=True)
-    (done,) = server.ask(task)
-    if (call, "answer" in fault) != ("flush", True):  # it has none
-        assert told.replace("CALL", call) in done.error
-    assert (done.quiet_after_s > 0) == (call in ("read", "write")), "elsewhere no block is touched"
-    assert getattr(done, "num_written", 0) == getattr(done, "num_arrived", 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -238,15 +214,6 @@ def test_every_rank_says_that_it_is_connected_or_why_not(machine):
     server.use_namespace(weight_epoch="next")
     for answer in server.ask(Connect()):
         assert "licence expired" in answer.error
-
-
-def test_the_connection_of_an_earlier_namespace_is_let_go(machine):
-    server = machine()
-    (agent,) = server.agents
-    for changes in ({}, {"weight_epoch": "1"}):
-        server.use_namespace(**changes)
-        server.store(0), server.load(0), server.query(0)
-        assert len(agent._shared) == 1
 
 
 def test_a_store_that_is_not_ready_fails_the_start(machine):

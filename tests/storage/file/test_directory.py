@@ -3,8 +3,6 @@
 import contextlib
 import os
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -140,41 +138,12 @@ def test_a_value_is_stored_although_directories_vanish_before_it_is_written(stor
     assert (backend._root / "manifest.json").is_file()
 
 
-def test_a_value_is_stored_although_directories_vanish_while_it_is_written(store, monkeypatch):
-    backend = store()
-    write = os.write
-
-    def clear_and_write(file, data):
-        shutil.rmtree(backend._root, ignore_errors=True)
-        return write(file, data)
-
-    monkeypatch.setattr(os, "write", clear_and_write)
-    assert put(backend, 1) == 1
-    monkeypatch.undo()
-    assert got(backend, 1) == 1
-
-
 def test_a_server_whose_directory_cannot_be_made_again_gets_a_storage_error(store):
     backend = store()
     shutil.rmtree(backend.directory)
     backend.directory.write_text("a file now")
     with pytest.raises(StorageError, match="cannot write to"):
         put(backend, 1)
-
-
-def test_backends_that_open_a_new_directory_at_once_can_all_write(tmp_path):
-    """The threads of one server, and servers that start together."""
-    for round_ in range(20):
-        start = threading.Barrier(8)
-
-        def open_one(_, directory=tmp_path / f"{round_}", start=start):
-            start.wait()
-            backend = FileBackend(directory, namespace(), capacity_bytes=1 << 20)
-            backend.close()
-            return backend.can_write
-
-        with ThreadPoolExecutor(8) as threads:
-            assert all(threads.map(open_one, range(8)))
 
 
 @pytest.mark.process

@@ -1,18 +1,16 @@
 """MooncakeBackend when master, network or peers fail: an error within the deadline, and after that all works again."""
 
-import contextlib
 import signal
 import time
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage.base import StorageFullError
 from fastdeploy_kvcache_v1.storage.mooncake import client, share
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from tests.fault_proxy import Fault, FaultProxy
-from tests.mooncake_master import SEGMENT_BYTES, needs_mooncake
+from tests.mooncake_master import needs_mooncake
 from tests.storage.values import VALUE_BYTES, got, keys, namespace, put, register
 
 pytestmark = [pytest.mark.process, needs_mooncake()]
@@ -117,49 +115,6 @@ def test_nothing_arrives_after_a_load_was_given_up(store, settings, monkeypatch)
     other = store(len(many))
     assert healed(lambda: got(other, *many)) in (0, len(many)), "the peer goes on"
     assert [bytes(buffer) for buffer in backend.slots] == before
-
-
-def test_a_client_that_hangs_is_ended_at_its_deadline(store, monkeypatch):
-    backend = store()
-    put(backend, 1)
-    process = backend._client._process
-    monkeypatch.setattr(client, "CALL_TIMEOUT_S", 0.2)
-    process.send_signal(signal.SIGSTOP)
-    with pytest.raises(StorageError, match="did not answer for 0 s, and was ended"):
-        backend.get(keys(1), backend.slots[:1])
-    assert process.returncode == -signal.SIGKILL
-    monkeypatch.undo()
-    backend.close()
-    assert backend.get(keys(1), backend.slots[:1]) == 1
-
-
-def test_a_client_ends_with_the_process_that_uses_it_even_while_it_waits(store, settings):
-    backend = store()
-    put(backend, 1)
-    process = backend._client._process
-    share._given[settings]._process.send_signal(signal.SIGSTOP)
-    backend._client._connection.send(("get", backend._names(keys(1)), [0], [VALUE_BYTES]))
-    backend._client._connection.close()  # as the end of this process would
-    assert process.wait(20) == 0
-    share._given[settings]._process.send_signal(signal.SIGCONT)
-
-
-def test_what_is_touched_is_evicted_last(start_master):
-    settings = MooncakeSettings.read(start_master("-default_kv_lease_ttl=50").environment())
-    backend = MooncakeBackend(settings, namespace())
-    slots = register(backend, 500)
-    try:
-        used, unused = keys(*range(100)), keys(*range(100, 500))
-        backend.put([*used, *unused], slots)
-        for begin in range(500, 500 + 2 * SEGMENT_BYTES // VALUE_BYTES, 500):
-            backend.touch(used)
-            with contextlib.suppress(StorageFullError):  # until it has evicted
-                backend.put(keys(*range(begin, begin + 500)), slots)
-        assert sum(backend._exist(unused)) < len(unused), "it evicts"
-        assert sum(backend._exist(used)) / len(used) > sum(backend._exist(unused)) / len(unused)
-    finally:
-        backend.close()
-        share.take_back_memory()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, InvariantError, TransferError
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRun, LayerRows, library
+from fastdeploy_kvcache_v1.worker.ops import library
 from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 from fastdeploy_kvcache_v1.worker.ops.peer_memory import Allocation, Gpu, PeerMemory
 
@@ -30,20 +30,6 @@ def test_a_code_of_the_core_is_an_error_of_the_package(code, error):
     made.raw = type("Raw", (), {"asked": lambda self: code, "kvswap_last_error": lambda self: b"gone \xff"})()
     with pytest.raises(error, match="gone �"):
         made.call("asked")
-
-
-def test_a_copy_with_a_gpu_is_asked_of_the_core_with_its_direction_path_and_stream():
-    calls, raw = [], SimpleNamespace(kvswap_plan_free=lambda handle: None, kvswap_cuda_has_path=lambda path: path == 5)
-    core = CompiledOps(SimpleNamespace(raw=raw, call=lambda *given: calls.append(given)))
-    host = LayerRows([BlockRows(64, 4, 8, 16), BlockRows(72, 4, 8, 16)])
-    device = LayerRows(BlockRows(1000 * role, 4, 8, 8, on_gpu=True) for role in (1, 2))
-    core.swap_cache_per_layer(device, host, [CopyRun(0, 1, 1)], 7, Path.BATCH)
-    core.swap_cache_all_layers([host, host], [device, device], [CopyRun(0, 1, 1)], 9)
-    assert [(name, given[2], given[-3:]) for name, *given in calls if name == "kvswap_cuda_copy"] == [
-        ("kvswap_cuda_copy", 2, [1, 4, 7]),
-        ("kvswap_cuda_copy", 4, [0, 0, 9]),
-    ]
-    assert [core.has_cuda_path(path) for path in (Path.KERNEL, Path.RUNS)] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, TransferError
 from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import calibration, landing
+from fastdeploy_kvcache_v1.worker.ops import landing
 from fastdeploy_kvcache_v1.worker.ops.compiled import Path
 from fastdeploy_kvcache_v1.worker.runtime import CudaRuntime
 from tests.gpu.stand_in.in_process import COMPUTE, OUT_OF_MEMORY
@@ -144,13 +144,6 @@ def test_a_path_that_breaks_the_context_ends_the_worker_in_words(core, monkeypat
     )
 
 
-def test_a_context_that_breaks_while_paths_are_timed_ends_the_worker_in_words(core, monkeypatch):
-    monkeypatch.setenv(landing.CHOICE, "-batch")
-    monkeypatch.setattr(calibration, "calibrate", lambda *_: bool(core.gpu.statuses.update({"cuEventCreate": 700})))
-    with pytest.raises(ConfigError, match=r"broke .CUDARuntimeError: .*kernel or staged or runs were tried"):
-        land()
-
-
 @pytest.mark.parametrize(
     ("room", "live"),
     [
@@ -214,20 +207,6 @@ def test_a_forced_path_needs_the_core(core, monkeypatch):
     assert [path.name for path in ops.copy_paths("cuda")] == ["cupy", "cupy"]
 
 
-def test_a_path_that_the_build_lacks_is_left_in_silence(core, caplog):
-    core.lacking |= {Path.KERNEL, Path.STAGED}
-    assert land().left == dict.fromkeys(("kernel", "staged"), "this build or driver lacks it")
-    assert told(caplog) == []
-
-
-def test_a_copy_that_is_given_up_cannot_reach_the_pool(core):
-    core.stuck.add("batch")
-    land()
-    (memory,) = landing._given_up
-    assert memory.host.any(), "it is neither the pool, which is zero, nor freed"
-    assert memory.host.ctypes.data in core.gpu.registered
-
-
 HANGS = "driver {} is known to hang in it"
 UNKNOWN = f"the driver's release is unknown, and some hang in it: {landing.CHOICE}=batch tries it all the same"
 
@@ -273,10 +252,6 @@ def test_the_driver_release_is_read_wherever_it_stands(tmp_path, monkeypatch, mo
     monkeypatch.setattr(landing, "RELEASE_FILES", files)
     monkeypatch.setattr(landing.ctypes, "CDLL", no_library)
     assert landing.driver_release() == release
-
-
-def test_a_pool_is_measured_if_it_has_the_room(core):
-    assert not calibration.calibrate(core, None, ops.host_alloc(calibration.BYTES - 1), ())
 
 
 def test_a_gpu_that_cannot_be_timed_copies_all_the_same(core, caplog):

@@ -10,7 +10,6 @@ import weakref
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
-from fastdeploy_kvcache_v1.worker.ops import queues
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
 from tests.worker.ops.native import ROOT, require_core, run_python
 
@@ -50,21 +49,6 @@ def test_work_that_is_skipped_or_refused_is_let_go(compiled):
     del held
     gc.collect()
     assert [one() for one in watched] == [None, None]
-
-
-@pytest.mark.parametrize(("failed", "always", "ran"), [(0, False, True), (1, False, False), (1, True, True)])
-def test_work_runs_in_a_unit_that_has_not_failed_or_always(failed, always, ran):
-    seen = []
-    queues._pending[-1] = queues._Call(lambda: seen.append(1), always)
-    assert queues._run(-1, failed) == 0
-    assert bool(seen) is ran
-
-
-def test_a_queue_is_not_closed_by_its_own_work(queue):
-    queue.call(queue.close)
-    event = queue.record()
-    assert event.wait(LIMIT_NS)
-    assert "closed by its own work" in str(event.error)
 
 
 @pytest.mark.process

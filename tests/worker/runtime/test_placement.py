@@ -118,63 +118,23 @@ def test_an_interrupt_does_not_wait_for_all_pages(monkeypatch):
     assert gate.is_set(), "no thread is left"
 
 
-class Machine:
-    """Two nodes, and what is asked of it."""
-
-    def __init__(self, monkeypatch):
-        self.asked, self.pinned, self.num_threads = [], [], []
-        host_alloc = ops.host_alloc
-
-        def alloc(nbytes, *, numa_node=-1):
-            self.asked.append(numa_node)
-            return host_alloc(nbytes)
-
-        def pin(thread, cpus):
-            self.pinned.append(cpus)
-            if self.refuses:
-                raise PermissionError("no")
-
-        def make_pool(num_threads, *args, **options):
-            self.num_threads.append(num_threads)
-            return ThreadPoolExecutor(num_threads, *args, **options)
-
-        self.refuses = False
-        self.nodes = dict(NODES)
-        self.pages = {1: 4}
-        monkeypatch.setattr(placement, "CHUNK", PAGE)
-        monkeypatch.setattr(placement, "numa_nodes", lambda: self.nodes)
-        monkeypatch.setattr(placement, "pages_by_node", lambda address: self.pages)
-        monkeypatch.setattr(placement, "ThreadPoolExecutor", make_pool)
-        monkeypatch.setattr(ops, "host_alloc", alloc)
-        monkeypatch.setattr(os, "sched_setaffinity", pin)
-
-
 @pytest.fixture
-def machine(monkeypatch, caplog):
+def bound(monkeypatch, caplog):
+    """The nodes that memory was asked for on, of a machine with two of them."""
     caplog.set_level(logging.WARNING)
-    return Machine(monkeypatch)
+    asked, host_alloc = [], ops.host_alloc
+    monkeypatch.setattr(placement, "numa_nodes", lambda: NODES)
+    monkeypatch.setattr(
+        ops, "host_alloc", lambda nbytes, *, numa_node=-1: asked.append(numa_node) or host_alloc(nbytes)
+    )
+    return asked
 
 
-def test_memory_is_bound_and_touched_on_the_chosen_node(machine, caplog):
-    offered, machine.pages = [], {0: 1, 1: 19}
-
-    def choose(nodes):
-        offered.append(nodes)
-        return 1
-
-    buffer = allocate_near(4 * PAGE, choose)
-    assert (offered, machine.asked) == ([NODES], [1])
-    assert set(machine.pinned) == {NODES[1]}
-    assert machine.num_threads == [2], "as many as the node has CPUs"
-    assert resident_pages(buffer.address, 4 * PAGE) == 4
-    assert caplog.records == []
-
-
-def test_one_node_or_no_choice_binds_nothing(machine, caplog):
+def test_one_node_or_no_choice_binds_nothing(bound, monkeypatch, caplog):
     allocate_near(4 * PAGE, lambda nodes: None)
-    machine.nodes = {0: frozenset({0, 1})}
+    monkeypatch.setattr(placement, "numa_nodes", lambda: {0: frozenset({0, 1})})
     allocate_near(4 * PAGE, lambda nodes: pytest.fail("there is nothing to choose"))
-    assert (machine.asked, machine.pinned, caplog.records) == ([-1, -1], [], [])
+    assert (bound, caplog.records) == ([-1, -1], [])
 
 
 @pytest.mark.parametrize(
@@ -183,10 +143,16 @@ def test_one_node_or_no_choice_binds_nothing(machine, caplog):
         ({0: 3, 1: 1}, "host memory was asked for on NUMA node 1: only 25% of the pages are"),
         ({0: 4}, "host memory was asked for on NUMA node 1: only 0% of the pages are"),
         ({}, "host memory was asked for on NUMA node 1: the system does not tell where its pages are"),
+        ({0: 1, 1: 19}, None),
     ],
 )
-def test_what_the_system_refuses_is_one_line(machine, caplog, pages, line):
-    machine.refuses, machine.pages = True, pages
+def test_what_the_system_refuses_is_one_line(bound, monkeypatch, caplog, pages, line):
+    def refuse(thread, cpus):
+        raise PermissionError("no")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(placement, "pages_by_node", lambda address: pages)
     buffer = allocate_near(4 * PAGE, lambda nodes: 1)
-    assert [record.getMessage() for record in caplog.records] == [line]
+    assert bound == [1]
+    assert [record.getMessage() for record in caplog.records] == ([line] if line else [])
     assert resident_pages(buffer.address, 4 * PAGE) == 4

@@ -24,14 +24,6 @@ def runtime():
     runtime.close()
 
 
-def test_work_runs_on_a_daemon(runtime):
-    stream, threads = runtime.new_stream("a"), []
-    stream.submit(lambda: threads.append(threading.current_thread()))
-    stream.synchronize()
-    assert threads[0] is not threading.current_thread()
-    assert threads[0].daemon
-
-
 def test_the_inline_compute_stream_is_the_caller(runtime):
     compute, stream, opened, seen = runtime.compute_stream, runtime.new_stream("a"), threading.Event(), []
     compute.submit(seen.append, threading.get_ident())
@@ -45,22 +37,6 @@ def test_the_inline_compute_stream_is_the_caller(runtime):
     opened.set()
     compute.wait_event(event)
     assert event.done()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_whatever_work_raises_fails_its_unit_and_the_stream_goes_on(runtime, error):
-    def fail():
-        raise error
-
-    stream, seen = runtime.new_stream("a"), []
-    stream.submit(fail)
-    failed = stream.record_event()
-    assert failed.wait_done(LIMIT_S)
-    assert isinstance(failed.error, error)
-    stream.begin()
-    stream.submit(seen.append, 1)
-    stream.synchronize()
-    assert seen == [1]
 
 
 def test_an_event_of_another_kind_of_stream_is_waited_for_too(runtime):
