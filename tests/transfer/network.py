@@ -1,26 +1,22 @@
 """Connections, reads and their faults in memory: nothing moves until somebody takes one of the `moves`.
 
-No thread, socket or sleep. All of it can be pickled, so that a search can keep a state and go on from it.
+No thread, socket or sleep.
 """
 
 from __future__ import annotations
 
-import copyreg
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
 
 from fastdeploy_kvcache_v1.errors import KVCacheError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer import network
 from fastdeploy_kvcache_v1.transfer.block_reader import ReadEnd
-from fastdeploy_kvcache_v1.transfer.control_link import LinkClosed, LinkOpened, Self
-from fastdeploy_kvcache_v1.transfer.geometry import Geometry, require_compatible
+from fastdeploy_kvcache_v1.transfer.control_link import LinkClosed, LinkOpened
+from fastdeploy_kvcache_v1.transfer.geometry import require_compatible
 from fastdeploy_kvcache_v1.transfer.grants import Grants
 from fastdeploy_kvcache_v1.transfer.messages import Hello, Ping, Refused, Welcome, decode, encode
 from fastdeploy_kvcache_v1.transfer.plane import DataPlane
-from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
-from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 
 Move = tuple[str, Callable[[], None]]
 
@@ -28,8 +24,10 @@ Move = tuple[str, Callable[[], None]]
 class MemoryPlane(DataPlane):
     """`tensors` are `[slots, bytes]` arrays. `looks_at_leases`: a peer refuses what is not granted, as sockets do."""
 
-    def __init__(self, name, tensors, *, looks_at_leases=True):
-        self.name, self.tensors, self.looks_at_leases = name, tensors, looks_at_leases
+    looks_at_leases = True
+
+    def __init__(self, name, tensors):
+        self.name, self.tensors = name, tensors
         self.grants = Grants()
         self.is_dead = False
 
@@ -145,10 +143,6 @@ class Reader:
         self._require_open(lease)
         region, there, here, count = span
         theirs, ours = self.source.tensors[region].reshape(-1), self.plane.tensors[region].reshape(-1)
-        slots = range(
-            there // self.source.tensors[region].shape[1], -(-(there + count) // self.source.tensors[region].shape[1])
-        )
-        self.net.reads.append((self.source.name, lease, tuple(slots)))
         ours[here : here + count] = theirs[there : there + count]
 
     def _require_open(self, lease):
@@ -199,8 +193,6 @@ class MemoryNetwork:
         self.starting = []
         self.links = []
         self.readers = []
-        self.reads = []
-        """What was read since it was last emptied: plane, lease, slots."""
         self.sent = []
         """Messages, since it was last emptied."""
         self.held = set()
@@ -210,8 +202,8 @@ class MemoryNetwork:
         """What a desk is given."""
         return network.Network(self._greet, self._listen, partial(Reader, self), self._thread)
 
-    def plane(self, name, tensors, **settings):
-        made = self.planes[name] = MemoryPlane(name, tensors, **settings)
+    def plane(self, name, tensors):
+        made = self.planes[name] = MemoryPlane(name, tensors)
         return made
 
     # ---- what moves
@@ -292,48 +284,3 @@ class MemoryNetwork:
 
 def _swap(coming):
     coming[0], coming[1] = coming[1], coming[0]
-
-
-# ---- what the copies of a state need: the desks' queues and events are of types that pickle does not know
-
-
-def _keep_items(queue):
-    items = []
-    while not queue.empty():
-        items.append(queue.get())
-    _put_back(queue, items)
-    return SimpleQueue, (), items, None, None, _put_back
-
-
-def _put_back(queue, items):
-    for item in items:
-        queue.put(item)
-
-
-def _keep_end(event):
-    return CpuEvent, (), (event.done(), event.error), None, None, _end_again
-
-
-def _end_again(event, state):
-    if state[0]:
-        event.finish(state[1])
-
-
-_KEPT = []
-"""What never changes is the same object in every state."""
-
-
-def _kept(number):
-    return _KEPT[number]
-
-
-def _keep_itself(thing):
-    if not any(each is thing for each in _KEPT):
-        _KEPT.append(thing)
-    return _kept, (next(number for number, each in enumerate(_KEPT) if each is thing),)
-
-
-copyreg.pickle(SimpleQueue, _keep_items)
-copyreg.pickle(CpuEvent, _keep_end)
-for kind in (Geometry, Self, TransferSettings):
-    copyreg.pickle(kind, _keep_itself)
