@@ -58,19 +58,6 @@ def test_the_host_keeps_what_comes_back_and_is_not_filled_with_what_does_not() -
         cache.check_idle()
 
 
-def test_it_goes_with_the_times() -> None:
-    """Favourites change: those of yesterday are given up."""
-    cache = CacheManager(config("adaptive"))
-    favourites_and_strangers(cache, 3, 800)
-    found = 0
-    dice = random.Random(4)
-    for number in range(1500):
-        shared = dice.random() < 0.5
-        name = f"new {dice.randrange(4)}" if shared else f"unknown {number}"
-        found += serve(cache, f"later {number}", [f"{name} {index}" for index in range(PREFIX_BLOCKS)])
-    assert found > 0.9 * PREFIX_BLOCKS * 1500 / 2
-
-
 def test_what_is_worth_less_than_what_it_would_push_out_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 0.0 if b"x" in run.first_hash else 1.0)
     cache = manager(2, 2, "auto", host_eviction="adaptive")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import pairwise
 
@@ -152,33 +152,24 @@ def test_a_sequence_may_have_fewer_hashes_than_full_blocks() -> None:
 
 def test_many_threads() -> None:
     cache = manager(64, 64, "write_through")
-    failures: list[BaseException] = []
 
-    def worker(number: int) -> None:
-        try:
-            for turn in range(150):
-                name = f"{number}/{turn}"
-                text = "abcdefgh"[: 2 + (turn + number) % 6] + str(number % 3) + "!"
-                cache.match_prefix(name, prompt(text))
-                if isinstance(cache.allocate(name, len(text)), NoSpace):
-                    cache.release(name)
-                    continue
-                cache.take_swap_step()
-                cache.commit(name, len(text) - 1)
-                cache.finish(name)
-                cache.stats()
-                if turn % 50 == 49:
-                    cache.reset_cache()
-                    cache.check()
-        except BaseException as error:
-            failures.append(error)
+    def serve(number: int) -> None:
+        for turn in range(150):
+            name = f"{number}/{turn}"
+            text = "abcdefgh"[: 2 + (turn + number) % 6] + str(number % 3) + "!"
+            cache.match_prefix(name, prompt(text))
+            if isinstance(cache.allocate(name, len(text)), NoSpace):
+                cache.release(name)
+                continue
+            cache.take_swap_step()
+            cache.commit(name, len(text) - 1)
+            cache.finish(name)
+            if turn % 50 == 49:
+                cache.reset_cache()
+                cache.check()
 
-    threads = [threading.Thread(target=worker, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(serve, range(6)))
     cache.take_swap_step()
     cache.check_idle()
 

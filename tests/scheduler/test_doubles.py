@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.scheduler.policies import tables
 from fastdeploy_kvcache_v1.scheduler.policies.tables import SHORT_HOST
 from fastdeploy_kvcache_v1.scheduler.reuse import judge
 
-from .scenario import block, manager, play, run
+from .scenario import manager, play, run
 
 TWO = "run a; run b; run c; run d; step; see a H; see b H; see c D; see d D;"
 """`a` and `b` are on the host, `c` and `d` on the device, which is full."""
@@ -91,19 +91,6 @@ def test_both_tiers_together_hold_what_one_of_their_size_would(
     monkeypatch.setattr(tables, "SHORT_HOST", 0)
     monkeypatch.setattr(judge, "SHORTEST", 1 << 30)  # recency rules: of turns, what is learned drops the same blocks
     assert hit_rate_in_turns(manager(64, 64, policy, eviction_policy=eviction)) < 0.7
-
-
-def test_a_block_is_weighed_against_what_would_be_lost_not_against_a_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = play("run a; run b; run c; run d; run a", 3, 3, "auto").cache
-    order = cache._residency.host_order
-    double = next(order.candidates())
-    assert (double.first_hash, double.on_device, cache.stats().host_free_blocks) == (block("a"), True, 0)
-    worths = {block("a"): 9.0, block("b"): 1.0, block("d"): 5.0}
-    monkeypatch.setattr(order, "worth", lambda run: worths.get(run.first_hash, 2.0))
-    leaving = next(each for each in cache._tree.runs() if each.first_hash == block("d"))
-    assert not cache._tiering._is_declined(leaving)
-    worths[block("d")] = 0.5
-    assert cache._tiering._is_declined(leaving)
 
 
 def test_both_parts_of_a_double_that_is_cut_are_doubles() -> None:

@@ -110,15 +110,6 @@ def test_the_slowest_rank_counts_whoever_measured_last(slow: int) -> None:
     assert chosen(costs, 10, 1, budget=MUCH) == 10, "322 s to compute on the slower rank"
 
 
-def test_a_rank_that_was_slow_is_believed_when_a_trial_is_fast() -> None:
-    costs = measured(2.0, 1.0)
-    costs.loaded(LoadTime(10, 1e6), 1)
-    assert chosen(costs, 10, 1, budget=MUCH) == 0
-    costs.loaded(LoadTime(10, 1.0), 1)
-    assert chosen(costs, 10, 160, budget=MUCH) == 10, "320 s on rank 0, as long as computing"
-    assert chosen(costs, 10, 159, budget=MUCH) == 6, "what rank 0 takes is not forgotten"
-
-
 def test_one_slow_moment_changes_nothing() -> None:
     costs = measured(0.1, 1.0)
     for _ in range(3):

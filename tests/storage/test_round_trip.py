@@ -5,7 +5,6 @@ import pytest
 from fastdeploy_kvcache_v1.errors import StorageError
 from fastdeploy_kvcache_v1.storage import round_trip
 from fastdeploy_kvcache_v1.storage.attention_store import trial
-from fastdeploy_kvcache_v1.storage.base import StorageFullError
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake import mooncake_backend
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
@@ -42,14 +41,6 @@ def test_what_was_tried_is_removed(store, tmp_path):
     assert all(0 <= seconds < LIMIT_S for seconds in tried())
     assert held() == []
     assert sorted(path.name for path in tmp_path.glob("kv/*")) in ([], ["format", "tmp", "used"])
-
-
-def test_mooncake_is_tried_in_the_memory_of_others(store, cluster):
-    take_back_memory()
-    if store[0] is MooncakeBackend:
-        with pytest.raises(StorageFullError):
-            store[1]()
-    assert cluster.room == 0
 
 
 @pytest.mark.parametrize(

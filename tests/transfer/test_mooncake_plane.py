@@ -2,7 +2,6 @@
 
 import time
 from contextlib import closing, contextmanager
-from threading import Thread
 
 import msgspec
 import pytest
@@ -89,33 +88,6 @@ def test_no_byte_of_a_failed_read_arrives_when_the_peer_goes_on(real):
         for _ in range(20):
             time.sleep(0.05)
             assert mine.is_untouched()
-
-
-@pytest.mark.process
-@needs_mooncake()
-def test_a_cancelled_read_has_ended_when_close_returns(real):
-    with real.own_peer() as peer, real.ours() as mine:
-        source, failures = mine.open(peer), []
-        source.read("any", Spans.of([Span(0, 0, 0, 1)]), soon())
-        peer.stop()
-
-        def read():
-            try:
-                source.read("any", everything(), soon())
-            except RemoteReadError as error:
-                failures.append(error)
-
-        thread = Thread(target=read)
-        thread.start()
-        while not source._lock.locked():
-            time.sleep(0.001)
-        source.close()
-        mine.refill()
-        peer.go_on()
-        peer.ask("address")
-        thread.join(20)
-        assert len(failures) == 1
-        assert mine.is_untouched()
 
 
 # ---- without Mooncake

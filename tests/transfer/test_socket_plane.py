@@ -22,7 +22,6 @@ from tests.gpu.plane_contract import (
     NUM_BLOCKS,
     WIDTHS,
     Tensors,
-    canaries,
     content,
     everything,
     soon,
@@ -59,15 +58,6 @@ def through(mine, proxy, peer):
 
 def one(*span):
     return Spans.of([Span(*span)])
-
-
-def test_without_checksums_the_same_bytes_are_read(mine, peer):
-    with closing(SocketPlane(HOST, SECRET)) as plane:
-        tensors = Tensors(canaries())
-        plane.register(tensors.rows())
-        with closing(plane.open(peer.address, soon())) as source:
-            source.read("all", everything(), soon())
-        assert all((got == want).all() for got, want in zip(tensors.read(), content(1), strict=True))
 
 
 # ---- leases
@@ -215,13 +205,6 @@ def test_nothing_is_readable_without_the_secret(peer):
         connection.sendall(b"x" * 64 + struct.pack("<I", len(frame)) + frame)
         with suppress(ConnectionError):
             assert connection.recv(1) == b""
-
-
-def test_a_peer_that_is_not_there_is_an_error(mine):
-    with socket.create_server((HOST, 0)) as nobody:
-        address = msgspec.msgpack.encode(["socket", HOST, nobody.getsockname()[1], b"0" * 16])
-    with pytest.raises(RemoteReadError, match="cannot connect"):
-        mine.plane.open(address, soon())
 
 
 def test_a_peer_that_restarted_behind_the_same_port_is_another_one(mine, world):

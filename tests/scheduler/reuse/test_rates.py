@@ -62,10 +62,6 @@ def test_the_hull_finds_the_best_horizon_of_every_age(seed: int) -> None:
     )
 
 
-def test_what_is_used_at_once_and_for_certain_is_no_error() -> None:
-    assert _best_ratios([1e300] * NUM_AGES)[0] > 0
-
-
 def taught(*lessons: tuple[int, int, float, float]) -> ReuseRates:
     """Each: uses, age, blocks used again, blocks that could have been, times requests."""
     rates = ReuseRates()
@@ -74,12 +70,6 @@ def taught(*lessons: tuple[int, int, float, float]) -> ReuseRates:
         rates.exposed(age, [exposed if kind == CLASSES[uses] else 0 for kind in range(NUM_CLASSES)], 1)
     rates.refresh(1.0)
     return rates
-
-
-def test_nothing_is_worth_anything_before_anything_is_known() -> None:
-    rates = ReuseRates()
-    rates.refresh(0.0)
-    assert {worth(rates, kind, age) for kind in range(NUM_CLASSES) for age in (0, 100, 1 << 30)} == {0.0}
 
 
 def test_what_is_used_more_often_is_worth_more() -> None:

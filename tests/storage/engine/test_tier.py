@@ -443,27 +443,6 @@ def test_a_store_that_keeps_device_slots_for_a_minute_is_not_counted_on():
     made.check_idle()
 
 
-def test_the_same_blocks_are_stored_once():
-    made = device(device=64)
-    for _ in range(5):
-        made.report(made.compute(LONG[:5]))
-    (store,) = made.stores
-    made.stored(store)
-    assert made.stores == [store]
-    assert made.tier.is_idle
-
-
-def test_after_a_reset_all_is_stored_again():
-    """Under the name of other weights."""
-    made = device(device=64)
-    made.report(made.compute(LONG[:5]))
-    made.stored(made.stores[0])
-    made.manager.reset_cache()
-    made.tier.cache_reset()
-    made.report(made.compute(LONG[:5]))
-    assert [store.path for store in made.stores] == [LONG[:4]] * 2
-
-
 def test_of_too_many_pieces_that_wait_the_oldest_is_given_up(monkeypatch):
     monkeypatch.setattr(stores, "MOST_WAITING", 2)
     made = host(host=256)
@@ -563,31 +542,24 @@ def test_three_questions_that_fail_end_the_questions(engine):
 
 
 @pytest.mark.parametrize("notice", ["a turn", "an arrival"])
-@pytest.mark.parametrize(("num_ranks", "silent"), [(1, 0), (2, 0), (2, 1), (4, 3)])
-def test_a_rank_that_never_answers_a_load_opens_the_breaker(engine, caplog, num_ranks, silent, notice):
+@pytest.mark.parametrize(("num_ranks", "silent"), [(1, 0), (2, 0), (2, 1), (4, 3), (2, None)])
+def test_a_load_or_a_question_that_is_never_answered_opens_the_breaker(engine, caplog, num_ranks, silent, notice):
+    """The rank that is silent, or the store."""
     made = engine(ranks=num_ranks, host=256)
-    made.arrive("r", "abc!", 3)
-    (load,) = made.loads
+    made.arrive("r", "abc!", None if silent is None else 3)
     for rank in set(range(num_ranks)) - {silent}:
-        made.loaded(load, 3, rank=rank)
+        for load in made.loads:
+            made.loaded(load, 3, rank=rank)
     for times in (1, 2, 3):
         assert not made.tier.is_left_alone
         made.now = times * SILENCE_S
         made.tier.go_on() if notice == "a turn" else made.arrive(f"{times}", "!")
     assert made.tier.is_left_alone
     assert made.tier.may_start("r"), "nobody waits for a silent store"
-    assert caplog.messages == [f"the store is left alone for 1 s: no word from rank {silent} for 9.0 s"]
-    made.loaded(load, 3, rank=silent)
-    assert not made.tier.is_left_alone, "it was slow, and the load has succeeded"
-
-
-def test_a_question_that_is_never_answered_opens_the_breaker(engine, caplog):
-    made = engine()
-    made.arrive("r", "abc!")
-    for times in (1, 2, 3):
-        made.now = times * SILENCE_S
-        made.tier.go_on()
-    assert made.tier.is_left_alone
-    assert caplog.messages == ["the store is left alone for 1 s: no word from the store for 9.0 s"]
-    made.tier.answered(QueryDone("query-0", 3))
-    assert not made.tier.is_left_alone
+    name = "the store" if silent is None else f"rank {silent}"
+    assert caplog.messages == [f"the store is left alone for 1 s: no word from {name} for 9.0 s"]
+    if silent is None:
+        made.tier.answered(QueryDone("query-0", 3))
+    else:
+        made.loaded(made.loads[0], 3, rank=silent)
+    assert not made.tier.is_left_alone, "it was slow, and has succeeded"

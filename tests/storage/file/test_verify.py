@@ -68,31 +68,35 @@ def test_a_value_that_vanishes_while_it_is_verified_is_no_error(server, storage,
     assert (status, result["values"], result["vanished_values"], result["damaged_values"]) == (0, 1, 1, 0)
 
 
-def test_a_value_that_the_disk_cannot_read_is_damaged(server, storage, monkeypatch):
+@pytest.fixture
+def refuses(monkeypatch):
+    """Opening a value fails."""
+
+    def refuse(backend, number, code):
+        path, really_open = backend._path(keys(number)[0]), os.open
+
+        def broken(name, *rest, **more):
+            if name == path:
+                raise OSError(code, os.strerror(code), name)
+            return really_open(name, *rest, **more)
+
+        monkeypatch.setattr(os, "open", broken)
+        return path
+
+    return refuse
+
+
+def test_a_value_that_the_disk_cannot_read_is_damaged(server, storage, refuses):
     backend = server(1, 2)
-    path, really_open = backend._path(keys(1)[0]), os.open
-
-    def broken(name, *rest, **more):
-        if name == path:
-            raise OSError(errno.EIO, "Input/output error", name)
-        return really_open(name, *rest, **more)
-
-    monkeypatch.setattr(os, "open", broken)
+    refuses(backend, 1, errno.EIO)
     status, result = storage("verify", "--repair")
     assert (status, result["damaged_values"]) == (1, 1)
     assert stored(backend, 1, 2) == [2]
 
 
-def test_a_value_that_may_not_be_read_is_one_line_and_is_kept(server, directory, capsys, monkeypatch):
+def test_a_value_that_may_not_be_read_is_one_line_and_is_kept(server, directory, capsys, refuses):
     backend = server(1)
-    path, really_open = backend._path(keys(1)[0]), os.open
-
-    def forbidden(name, *rest, **more):
-        if name == path:
-            raise PermissionError(errno.EACCES, "Permission denied", name)
-        return really_open(name, *rest, **more)
-
-    monkeypatch.setattr(os, "open", forbidden)
+    path = refuses(backend, 1, errno.EACCES)
     assert cli.main(["storage", "verify", "--repair", "--kvcache-storage-dir", str(directory)]) == 2
     assert capsys.readouterr().err == f"fastdeploy-kvcache: error: {path}: Permission denied\n"
     assert stored(backend, 1) == [1]

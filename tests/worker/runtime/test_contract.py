@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError, LayerSwapTimeoutError, TransferError
+from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime, CudaRuntime
 from tests.gpu.stand_in.in_process import COMPUTE
 from tests.worker.ops.native import require_core
@@ -218,19 +218,3 @@ def test_stream_time_between_events(on, streams):
     second.wait(LIMIT_S)
     assert second.seconds_since(first) >= 0.0
     assert second.seconds_since(second) == 0.0
-
-
-@pytest.mark.parametrize(("device", "host", "name"), [(1 << 60, 0, "device cache"), (0, 1 << 60, "swap space")])
-def test_memory_that_is_not_there_is_one_clear_line(on, device, host, name):
-    with pytest.raises(ConfigError, match=rf"{name}.* needs 1073741824\.00 GiB but only .* lower its size") as caught:
-        on.runtime.require_memory(device_bytes=device, host_bytes=host)
-    assert "\n" not in str(caught.value)
-    on.runtime.require_memory(device_bytes=1 << 10, host_bytes=1 << 10)
-
-
-def test_host_memory_is_zero_and_is_given_back_once(on, monkeypatch):
-    buffer = on.runtime.allocate_host(10_000)
-    assert (buffer.nbytes, buffer.array.any(), buffer.file) == (10_000, False, None)
-    on.runtime.free_host(buffer)
-    with pytest.raises((CacheStateError, KeyError)):
-        on.runtime.free_host(buffer)
