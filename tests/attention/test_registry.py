@@ -38,14 +38,6 @@ def test_scales_are_cached_where_the_geometry_says_their_type():
     assert made.layout == GQACacheBackend(3, 2, 8, 4, "bfloat16", scale_dtype="float32").layout
 
 
-def test_what_each_family_needs():
-    assert {family: needed_numbers(family) for family in FAMILIES} == {
-        "gqa": ("num_kv_heads", "head_dim"),
-        "mla": ("kv_lora_rank", "qk_rope_head_dim"),
-        "dsa": ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"),
-    }
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_constructor_takes_fields_of_the_geometry_only(family):
     known = {field.name for field in fields(CacheGeometry)}

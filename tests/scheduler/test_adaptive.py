@@ -12,7 +12,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory
 
-from .scenario import cached, manager, prompt, run
+from .scenario import cached, manager, run
 
 PREFIX_BLOCKS, TAIL_BLOCKS = 6, 4
 
@@ -76,30 +76,6 @@ def test_only_the_last_tier_goes_by_worth() -> None:
     assert config("adaptive").device_order == "adaptive"
     two = config("adaptive", host=4)
     assert (two.device_order, two.host_order) == ("lru", "adaptive")
-
-
-def test_a_loaded_prefix_is_young(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = manager(4, 4, "auto", host_eviction="adaptive")
-    for text in ("ab!", "12!", "34!"):
-        run(cache, text)
-    sequence = prompt("xy!")
-    slots = cache.begin_load("load", sequence.hashes[:2], 0)
-    assert not isinstance(slots, NoSpace)
-    assert cache.complete_load("load", 2) == 2
-    run(cache, "56!")  # something must leave the host
-    assert cached(cache, "xy") == ["host"] * 2
-    cache.check_idle()
-
-
-def test_where_blocks_ripen_the_youngest_leaves_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReuseHistory, "ripening", (0,))
-    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: float(history.now - run.last_use))
-    cache = manager(6, eviction_policy="adaptive")
-    for text in ("ab!", "cd!", "ef!", "12!"):
-        run(cache, text)
-    assert cached(cache, "ab") == cached(cache, "cd") == ["device"] * 2
-    assert cached(cache, "ef") == []
-    cache.check_idle()
 
 
 def test_a_run_that_was_only_looked_at_is_whole_again() -> None:

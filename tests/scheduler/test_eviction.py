@@ -5,14 +5,11 @@ The order is LRU; what every order must keep is in `test_eviction_policies.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import Allocation
 from fastdeploy_kvcache_v1.scheduler.policies import tables
 
-from .scenario import cached, manager, play, prompt, run
+from .scenario import play
 
 OLDER_ROOT = "run pc; run xy; run p hit; run 12; step; match pc waits; run 3; see xy H; release waits;"
 """With 2 + 4 blocks: `p` is the oldest block on the host; `c`, below it, was in use during a search, and came back."""
@@ -111,28 +108,3 @@ def test_a_root_on_the_device_gives_up_its_host_copy_before_a_younger_leaf(monke
         "see pc DH; copied pc ny",
         *(2, 4),
     )
-
-
-def lru_reference(order: Sequence[str], kept: int) -> set[str]:
-    """Blocks that survive when the leaf-first least recently used ones are evicted down to `kept`."""
-    recency: dict[str, tuple[int, int]] = {}
-    for time, text in enumerate(order):
-        for depth in range(1, len(text) + 1):
-            recency[text[:depth]] = (time, -depth)
-    return set(sorted(recency, key=lambda block: recency[block])[len(recency) - kept :])
-
-
-@pytest.mark.parametrize(
-    "order", [["abcd", "abxy", "ab", "q", "abc"], ["a", "ab", "abc", "abcd", "x", "ab"], ["pq", "pr", "ps", "p", "pq"]]
-)
-def test_eviction_order_against_a_sorted_list(order: list[str]) -> None:
-    blocks = {text[:depth] for text in order for depth in range(1, len(text) + 1)}
-    for kept in range(len(blocks) + 1):
-        cache = manager(len(blocks))
-        for turn, text in enumerate(order):
-            run(cache, text + "!", f"{turn}")
-        if evicted := len(blocks) - kept:
-            cache.match_prefix("filler", prompt("#" * evicted + "!"))
-            assert isinstance(cache.allocate("filler", evicted), Allocation)
-        found = {text[:depth] for text in order for depth in range(1, len(cached(cache, text)) + 1)}
-        assert found == lru_reference(order, kept), kept

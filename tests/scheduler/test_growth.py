@@ -10,7 +10,6 @@ import gc
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
@@ -335,33 +334,3 @@ def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
     tracemalloc.stop()
     assert size / 4000 + 65 < limit  # 65: the digest itself, which was there before
     assert cache.stats().device_free_blocks == 0
-
-
-@contextmanager
-def no_cyclic_garbage() -> Iterator[None]:
-    """Nothing of the scheduler half is freed late. Threads of other tests in this process may leave garbage, too."""
-    gc.collect()
-    gc.disable()
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        yield
-        gc.collect()
-        ours = "fastdeploy_kvcache_v1.scheduler"
-        assert [left for left in gc.garbage if type(left).__module__.startswith(ours)] == []
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
-
-
-def test_what_a_reset_forgets_is_no_cyclic_garbage() -> None:
-    cache = manager(40, 40, "write_through", max_queued_events=0)
-    with no_cyclic_garbage():
-        for turn in range(5):
-            for number in range(10):
-                play(cache, str(number), [*blocks(2, turn), *blocks(1, 100 * turn + number)])
-            begin(cache, "r", blocks(3, turn))
-            cache.reset_cache()
-            cache.finish("r")
-            cache.take_swap_step()
-        cache.check_idle()

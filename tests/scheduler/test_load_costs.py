@@ -59,24 +59,6 @@ def test_what_is_computed_besides_hides_a_slow_copy() -> None:
     assert chosen(costs, 10, 160, budget=100) == 3, "only 100 s of it in this batch, where 50 tokens arrive"
 
 
-@pytest.mark.parametrize("ratio", [0.01, 0.5, 0.99, 1.0, 1.01, 1.5, 3.0, 40.0])
-@pytest.mark.parametrize("num_uncached", [1, 15, 100, 5000])
-@pytest.mark.parametrize("budget", [64, 512, MUCH])
-def test_never_later_than_loading_or_computing_everything(ratio: float, num_uncached: int, budget: int) -> None:
-    def seconds(num_loaded: int, num_tokens: int) -> float:
-        """Of the batch that loads, and of the batches behind it."""
-        to_compute = num_tokens - num_loaded
-        first = min(to_compute, budget)
-        return max(num_loaded * ratio, first) + to_compute - first
-
-    for num_blocks in (1, 2, 3, 7, 64, 500):
-        num_tokens = num_blocks * BLOCK + num_uncached
-        count = chosen(measured(ratio, 1.0), num_blocks, num_uncached, budget=budget)
-        assert 0 <= count <= num_blocks
-        best = min(seconds(num_blocks * BLOCK, num_tokens), seconds(0, num_tokens))
-        assert seconds(count * BLOCK, num_tokens) <= best
-
-
 def test_a_copy_that_costs_much_in_itself_is_worth_it_for_long_prefixes_only() -> None:
     """100 s and 0.01 s per token, against 1 s per token."""
     costs = measured(0.0, 1.0)
@@ -126,13 +108,6 @@ def test_a_tier_that_has_become_slow_is_known_after_a_few_copies() -> None:
     assert chosen(costs, 20, 10, budget=MUCH) == 0
     exactly = measured(1000.0, 1.0)
     assert costs._copy_s(100) > exactly._copy_s(100) / MOST_SURPRISE
-
-
-def test_a_look_at_what_is_worth_loading_is_no_probe() -> None:
-    costs = measured(1e6, 1.0)
-    for _ in range(PROBE_EVERY):
-        assert costs.blocks_worth_loading(20, 0, 20 * BLOCK + 10, budget=MUCH) == 0
-    assert chosen(costs, 20, 10, budget=MUCH) == 0
 
 
 def test_a_hopeless_tier_is_tried_now_and_then() -> None:

@@ -82,11 +82,6 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lengths
 
 
-def test_a_step_that_evicts_twice_looks_once(looked: list[int]) -> None:
-    play("run ab; run cd; run ef; waiting ab; match 12 x; grow x 1; grow x 2; count device_evicted_blocks 2", 6)
-    assert looked == [1]
-
-
 def test_a_step_looks_at_a_bounded_number_of_runs(looked: list[int]) -> None:
     """Prefixes that are many runs each, because others end at each of their blocks."""
     text = "".join(chr(ord("A") + number) for number in range(40))

@@ -54,11 +54,6 @@ def test_what_the_whole_line_saves_counts() -> None:
     assert prefills.to_wait_for(follower, 0, [stranger] * MOST_LOOKED_AT + [other]) == 0, "not in sight"
 
 
-def test_nobody_waits_where_nothing_is_worth_it() -> None:
-    assert not computing("abcd", worth=0)
-    assert computing("abcd", worth=0).to_wait_for(prompt("abcd!"), 0, [prompt("abcd!")] * 9) == 0
-
-
 def test_the_next_batch_and_one_that_the_leader_left_compute_nothing() -> None:
     for end in (OpenPrefills.begin, lambda prefills: prefills.give_up("leader")):
         prefills = computing("abcd")

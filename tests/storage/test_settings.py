@@ -5,9 +5,8 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.storage.attention_store.agent import NUM_LANES
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
-from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, make_link, make_tier, open_backend
+from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, make_tier, open_backend
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.settings import Prefetch, StorageSettings, takes_host_blocks
@@ -39,10 +38,6 @@ def test_a_store_is_of_the_host_or_of_the_device_tier(backend, on_host, shared, 
     assert takes_host_blocks(backend) == on_host
     manager = CacheManager(KVCacheConfig(8, 8 * on_host))
     assert type(make_tier(manager, settings, None, RecordingLink(1))) is tier
-
-
-def test_without_a_store_nothing_takes_host_blocks():
-    assert not takes_host_blocks(None)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +124,3 @@ def test_the_attention_store_is_checked_before_a_server_takes_memory(sdk_store, 
     for check in (lambda: check_settings(settings), lambda: check_backend(settings, space())):
         with pytest.raises(ConfigError, match="needs the package attentionstore_sdk"):
             check()
-
-
-@pytest.mark.parametrize(("backend", "lanes"), [("file", 2 * 3 + 1), ("attention_store", NUM_LANES * 3)])
-def test_a_link_waits_for_the_lanes_of_all_ranks(tmp_path, backend, lanes):
-    addresses = [f"ipc://{tmp_path}/{rank}" for rank in range(3)]
-    link = make_link(of_flags(backend, directory=str(tmp_path / "kv")), addresses, f"ipc://{tmp_path}/results")
-    assert link.num_ranks == 3
-    assert link._num_missing == lanes
-    assert not link.is_ready
-    link.close()

@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from fastdeploy_kvcache_v1.transfer.mooncake_plane import MooncakePlane
-from fastdeploy_kvcache_v1.transfer.presence import Presence, Visit
+from fastdeploy_kvcache_v1.transfer.presence import Presence
 from tests.gpu.plane_contract import Tensors, content
 from tests.transfer.planes import HOST, Theirs
 
@@ -61,11 +61,4 @@ def own(connection, directory):
     """An owner, until it is killed."""
     presence = Presence(directory)
     connection.send(presence.path)
-    connection.recv()
-
-
-def visit(connection, path):
-    """A visitor, until it is killed."""
-    visitor = Visit(path)
-    connection.send(visitor.owner_is_alive())
     connection.recv()

@@ -117,21 +117,6 @@ def test_a_link_ends_with_a_peer_that_says_nothing_or_garbage(serve, says, reaso
         link.close("")
 
 
-def test_a_peer_that_reads_late_gets_everything(serve):
-    server, inbox = serve()
-    with closing(stranger(server.port)) as channel:
-        channel.send_frame(encode(Hello(geometry(), b"", "x")), soon())
-        link, _ = inbox.get(timeout=20)
-        for number in range(20):  # more than the network holds
-            link.send(Offer(str(number), "r", [number] * 900_000, 1))
-        time.sleep(0.1)
-        frames = [channel.receive_frame(soon()) for _ in range(22)]
-        told = [message.lease for message in map(decode, frames) if isinstance(message, Offer)]
-        assert told == [str(number) for number in range(20)][: len(told)]
-        assert len(told) > 15
-        link.close("")
-
-
 def test_a_peer_that_reads_nothing_loses_its_link(serve):
     server, inbox = serve(silence_s=2.0)
     with closing(stranger(server.port)) as channel:

@@ -10,7 +10,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.transfer import presence
 from fastdeploy_kvcache_v1.transfer.presence import Presence, Visit
-from tests.transfer.peer import ChildProcess, own, visit
+from tests.transfer.peer import ChildProcess, own
 
 
 @pytest.fixture
@@ -83,16 +83,3 @@ def test_a_killed_owner_is_gone_and_its_file_goes_with_the_next_one(tmp_path, ow
     Presence(tmp_path).close(0)
     assert not Path(child.hello).exists()
     assert Path(owner.path).exists(), "of one that lives"
-
-
-@pytest.mark.process
-def test_a_killed_visitor_is_not_waited_for(owner):
-    child = ChildProcess(visit, owner.path)
-    ends = []
-    thread = threading.Thread(target=lambda: ends.append(owner.close(60)))
-    thread.start()
-    thread.join(0.1)
-    assert thread.is_alive()
-    child.kill()
-    thread.join(60)
-    assert ends == [True]

@@ -11,7 +11,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, PeerRefusedError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer import read_server
-from fastdeploy_kvcache_v1.transfer.channel import MAX_FRAME_BYTES
 from fastdeploy_kvcache_v1.transfer.read_protocol import MOST_BYTES, MOST_SPANS, ReadRequest
 from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
 from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
@@ -158,13 +157,6 @@ def test_what_is_no_request_is_refused_in_words_and_others_are_served(mine, peer
         source.read("all", whole_blocks([0], [0]), soon())
 
 
-def test_a_frame_that_is_too_large_is_refused_before_it_is_read(mine, peer):
-    with closing(mine.open(peer)) as source:
-        source._channel.send([struct.pack("<I", MAX_FRAME_BYTES + 1)], soon())
-        with pytest.raises((EOFError, ConnectionError)):
-            source._channel.receive_bytes(1, soon())
-
-
 # ---- secrets
 
 
@@ -270,15 +262,6 @@ def test_no_byte_arrives_after_a_read_ended(mine, peer, proxy, event):
             other.read("all", one(0, 0, 0, WIDTH), soon())
         mine.tensors.arrays[0][0] = CANARY
     assert mine.is_untouched()
-
-
-def test_a_reader_that_stands_still_does_not_keep_the_peer_from_closing(mine, peer):
-    with closing(mine.open(peer)) as source:
-        source._channel.send_frame(request(0, 0, NUM_BLOCKS * WIDTH), soon())
-        source._channel.send_frame(request(1, 0, NUM_BLOCKS * WIDTH), soon())
-        source._channel.receive_bytes(12, soon())  # the rest is stuck between the two
-        peer.plane.close()
-        peer.plane.close()
 
 
 def test_close_ends_every_connection_and_every_thread(mine, peer):

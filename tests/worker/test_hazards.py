@@ -170,11 +170,3 @@ def test_an_event_is_asked_once_per_call_however_many_slots_it_has():
     table.after(Actor.COMPUTE, CountedEvent(), writes=range(100, 4000))
     assert CountedEvent.questions <= 2, "a stream whose first use is not done is asked no further"
     assert table.num_uses == 4, "the first readers of overwritten slots keep only what is left to them"
-
-
-def test_what_a_stream_reads_again_and_again_is_one_use():
-    table = HazardTable("device", 1000)
-    for _ in range(50):
-        table.after(Actor.COMPUTE, FakeEvent(), reads=range(500), writes=(999,))
-        table.check()
-    assert table.num_uses == 1

@@ -52,35 +52,9 @@ def test_the_estimate_is_corrected_by_what_recency_really_finds() -> None:
     assert term(it, 90, 90) < 50
 
 
-def by_turns(it: Judge, found: int, spread: int, most: int = 1000) -> int:
-    """As `term`, where refreshes find `spread` more and less by turns, of an estimate of 1,000."""
-    before = it.trusts
-    for count in range(1, most + 1):
-        it.compare(found + (spread if count % 2 else -spread), 1000)
-        it.refresh()
-        if it.trusts is not before:
-            return count
-    return most
-
-
 def test_a_loss_of_a_little_more_than_a_hundredth_is_doubted_where_it_is_sure() -> None:
     it = Judge()
     term(it, 1000, 1000)
     assert term(it, 985, 1000) == 8
     term(it, 1000, 1000)
     assert term(it, 992, 1000) == 1000, "less is never doubted"
-
-
-def test_what_may_be_chance_is_not_doubted_unless_it_is_much() -> None:
-    it = Judge()
-    by_turns(it, 1000, 100)
-    assert by_turns(it, 970, 100) == 1000, "recency itself was measured for a short time"
-    it = Judge()
-    by_turns(it, 1000, 100)
-    assert by_turns(it, 940, 100) == 8
-
-
-def test_a_loss_is_doubted_as_soon_as_it_has_lasted_too_long_for_chance() -> None:
-    it = Judge()
-    term(it, 1000, 1000)
-    assert 20 < by_turns(it, 970, 100) < 50

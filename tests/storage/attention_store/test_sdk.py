@@ -6,7 +6,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
-from fastdeploy_kvcache_v1.storage.attention_store.connections import SharedConnections
 from fastdeploy_kvcache_v1.storage.attention_store.sdk import (
     READY_RETRY_S,
     READY_TIMEOUT_S,
@@ -142,17 +141,3 @@ def test_a_start_that_takes_too_long_or_fails_is_an_error(sdk_store):
     set_faults(sdk_store, match={"error": "licence expired"})
     with pytest.raises(StorageError, match="cannot be used: licence expired"):
         connect()
-
-
-def test_threads_of_a_rank_share_one_instance_until_the_last_has_let_go():
-    made = []
-    shared = SharedConnections(lambda namespace: made.append(namespace) or object())
-    first, second = shared.open(space()), shared.open(space())
-    assert first.sdk is second.sdk
-    other = shared.open(space(weight_epoch="1"))
-    assert other.sdk is not first.sdk
-    for lease in (first, first, second):
-        lease.close()
-    assert len(shared) == 1
-    shared.open(space())
-    assert made == [space(), space(weight_epoch="1"), space()]

@@ -1,6 +1,5 @@
 """The directory of the file store: whose it is, and what happens when it is deleted under a running server."""
 
-import contextlib
 import os
 import shutil
 
@@ -8,7 +7,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError, StorageError
 from fastdeploy_kvcache_v1.storage.file import directory
-from fastdeploy_kvcache_v1.storage.file.directory import check_directory
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from tests.forked import ended_well, start
 from tests.storage.file.stores import FILE_BYTES, used_by
@@ -144,25 +142,6 @@ def test_a_server_whose_directory_cannot_be_made_again_gets_a_storage_error(stor
     backend.directory.write_text("a file now")
     with pytest.raises(StorageError, match="cannot write to"):
         put(backend, 1)
-
-
-@pytest.mark.process
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
-@pytest.mark.parametrize(
-    ("owner", "refusal"),
-    [(1, "belongs to user 1, and this process to user 2"), (2, None), (0, "cannot be made: Permission denied")],
-    ids=["another user's", "one's own", "root's, which is trusted, and can only be read"],
-)
-def test_a_user_trusts_its_own_directories_and_those_of_root(tmp_path, owner, refusal):
-    allow_everybody_to_read(tmp_path)
-    (tmp_path / "kv").mkdir(mode=0o755)
-    os.chown(tmp_path / "kv", owner, -1)
-
-    def use():
-        with pytest.raises(ConfigError, match=refusal) if refusal else contextlib.nullcontext():
-            check_directory(tmp_path / "kv")
-
-    assert ended_well(start(use, user=2))
 
 
 def test_nobody_else_can_read_what_is_stored(store, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import StorageError
 from fastdeploy_kvcache_v1.storage.backends import check_backend, check_settings, open_backend
-from fastdeploy_kvcache_v1.storage.base import SlotMemory, StorageFullError
+from fastdeploy_kvcache_v1.storage.base import StorageFullError
 from fastdeploy_kvcache_v1.storage.mooncake import client, mooncake_backend, process, share
 from fastdeploy_kvcache_v1.storage.mooncake.client import MooncakeClient
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
@@ -106,17 +106,6 @@ def test_without_room_some_are_refused_and_the_store_goes_on(store, cluster):
     assert got(backend, *range(most)) == most
 
 
-def test_memory_that_no_process_maps_is_copied(store, cluster):
-    """As where the host tier is of the process alone."""
-    store()
-    backend = MooncakeBackend(SETTINGS, namespace())
-    backend.register(SlotMemory(memoryview(bytearray(4 * VALUE_BYTES)), VALUE_BYTES))
-    assert put(backend, 1, 2) == 2
-    assert got(backend, 1, 2, 3) == 2
-    assert cluster.registered == []
-    backend.close()
-
-
 @pytest.mark.parametrize("hostname", ["10.0.0.7:77", "10.0.0.7", "fe80::1"])
 def test_the_client_is_set_up_with_the_settings_of_its_rank(cluster, monkeypatch, hostname):
     monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
@@ -171,13 +160,6 @@ def test_what_is_not_there_now_is_a_miss(store, cluster, code):
     assert got(backend, 1) == 0
     cluster.refusals.clear()
     assert got(backend, 1) == 1, "it was not forgotten"
-
-
-def test_a_value_of_another_size_is_forgotten(store, caplog):
-    backend = store()
-    backend.put(keys(1), [memoryview(bytearray(VALUE_BYTES + 1))])
-    assert got(backend, 1) == backend.count_stored(keys(1)) == 0
-    assert caplog.messages == [f"block {keys(1)[0]} has another size than a block: forgotten"]
 
 
 @pytest.mark.parametrize(

@@ -197,16 +197,6 @@ def test_a_name_that_is_no_path_is_refused(choice):
         landing.read_choice({landing.CHOICE: choice})
 
 
-def test_a_forced_path_needs_the_core(core, monkeypatch):
-    monkeypatch.setattr(ops, "COMPILED", None)
-    monkeypatch.setenv(landing.CHOICE, "batch")
-    with pytest.raises(ConfigError, match=r"CUDA_PATH=batch needs the compiled core: run scripts/build_ops\.sh"):
-        land()
-    monkeypatch.setenv(landing.CHOICE, "-kernel")
-    assert land().live == ("cupy",)
-    assert [path.name for path in ops.copy_paths("cuda")] == ["cupy", "cupy"]
-
-
 HANGS = "driver {} is known to hang in it"
 UNKNOWN = f"the driver's release is unknown, and some hang in it: {landing.CHOICE}=batch tries it all the same"
 
