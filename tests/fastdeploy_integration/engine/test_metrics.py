@@ -100,30 +100,17 @@ def test_a_worker_that_takes_over_a_rank_adds_to_what_was_counted(publisher, sam
 def test_the_ways_of_copying_are_shown_until_others_take_their_place(publisher, samples):
     """Also those of the process that took over the rank."""
 
-    def shown():
-        return {
-            tuple(value for label, value in labels if label != "rank"): sample
-            for (name, *labels), sample in samples().items()
-            if name == "copy_path"
-        }
+    def shown(worker, *paths):
+        report = CopyReport(1, worker, 0, RankCopies(), paths=tuple(CopyPath("in", *path) for path in paths))
+        publisher.reports = SimpleNamespace(latest=lambda: [report], num_lost=0, num_unreadable=0)
+        publisher.publish()
+        labelled = [(dict(labels), sample) for (name, *labels), sample in samples().items() if name == "copy_path"]
+        assert all((each["direction"], each["rank"]) == ("in", "1") for each, _ in labelled)
+        return {(each["path"], each["reason"]): sample for each, sample in labelled}
 
-    told = []
-    publisher.reports = SimpleNamespace(latest=lambda: told, num_lost=0, num_unreadable=0)
-    told.append(
-        CopyReport(1, "first", 0, RankCopies(), paths=(CopyPath("in", "kernel"), CopyPath("in", "batch", "no")))
-    )
-    publisher.publish()
-    assert shown() == {("in", "kernel", ""): 1, ("in", "batch", "no"): 0}
-    told[:] = [
-        CopyReport(1, "second", 0, RankCopies(), paths=(CopyPath("in", "kernel", "late"), CopyPath("in", "runs")))
-    ]
-    publisher.publish()
-    assert shown() == {
-        ("in", "kernel", ""): 0,
-        ("in", "kernel", "late"): 0,
-        ("in", "batch", "no"): 0,
-        ("in", "runs", ""): 1,
-    }
+    assert shown("first", ["kernel"], ["batch", "no"]) == {("kernel", ""): 1, ("batch", "no"): 0}
+    left = {("kernel", ""): 0, ("kernel", "late"): 0, ("batch", "no"): 0}
+    assert shown("second", ["kernel", "late"], ["runs"]) == {**left, ("runs", ""): 1}
 
 
 def test_numbers_of_a_role_have_its_side(publisher, samples):
