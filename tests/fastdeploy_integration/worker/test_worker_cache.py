@@ -87,6 +87,17 @@ def test_a_step_that_runs_no_layer_leaves_nothing_to_wait_for(make_cache):
     cache.end_forward()
 
 
+def test_a_step_waits_at_once_for_the_swap_ins_of_skipped_ones(make_cache):
+    """What it writes may be their targets, which were evicted since: they are none of its own."""
+    cache = make_cache()
+    register(cache)
+    cache.receive([task(SwapStep(0, (swap_in((0, 1)),)))])
+    cache.receive([task(SwapStep(1, (evict((1, 2)),)), previous=0, table=(1,))])
+    waits = cache.begin_forward(layer_by_layer=True)
+    assert waits is None or 1 not in waits.target_slots
+    cache.end_forward()
+
+
 @pytest.mark.parametrize(
     ("draft", "reason"), [({"heads": 2}, "layers are cached like"), ({"blocks": 5}, "fewer blocks")]
 )
