@@ -11,7 +11,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.cli import main
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.replay.clairvoyant import Clairvoyant
 from fastdeploy_kvcache_v1.replay.closed_loop import ClosedLoop
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
@@ -98,15 +97,6 @@ def test_a_loop_comes_back_when_all_others_have_been_asked():
         assert repeated(lines[start : start + 50]) == 0
 
 
-def test_lru_loses_a_loop_that_a_better_order_would_not(traces):
-    capacity = 300 * 100 // 3
-    replay = Replay(ReplayOptions(KVCacheConfig(capacity, eviction_policy="lru", max_queued_events=0), window=1))
-    requests = list(read_trace(traces / "loop.jsonl"))
-    replay.run(iter(requests))
-    assert replay.num_device_hit_tokens == 0
-    assert Clairvoyant(requests, 64).hits(capacity) * 64 > 0.1 * replay.num_input_tokens
-
-
 def test_hot_requests_share_the_system_prompt_and_nothing_else():
     lines = lines_of("hot")
     whole = KINDS["hot"].shape.tokens // 64
@@ -133,31 +123,6 @@ def test_a_turn_holds_all_before_it_and_comes_after_a_pause(name):
             assert turn["hash_ids"][: len(known)] == known
             assert turn["input_length"] > before["input_length"] + before["output_length"]
             assert abs(turn["timestamp"] - before["timestamp"] - 30 * before["output_length"] - turn["delay"]) <= 1
-
-
-def test_people_think_and_agents_do_not():
-    pauses = {
-        name: sorted(line["delay"] for line in lines_of(name, 1_500) if "delay" in line) for name in ("chat", "agents")
-    }
-    chat, agents = (values[len(values) // 2] for values in pauses.values())
-    assert chat > 5 * agents > 0
-
-
-def test_conversations_are_short_but_for_a_few():
-    lengths = Counter(Counter(line["session_id"] for line in lines_of("chat", 3_000)).values())
-    assert lengths[1] + lengths[2] > sum(lengths.values()) / 3
-    assert max(lengths) > 10
-
-
-def test_agents_share_long_instructions_and_some_kinds_run_most():
-    lines = lines_of("agents", 2_000)
-    firsts = Counter(line["hash_ids"][0] for line in lines)
-    assert 30 <= len(firsts) <= KINDS["agents"].shape.items
-    common = firsts.most_common()
-    assert common[0][1] > 10 * common[-1][1]
-    calls = Counter(Counter(line["session_id"] for line in lines).values())
-    assert max(calls) <= 12
-    assert repeated(lines) > 0.85
 
 
 def test_what_is_popular_changes():

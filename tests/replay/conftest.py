@@ -2,9 +2,12 @@
 
 import json
 import random
+from itertools import islice
 from pathlib import Path
 
 import pytest
+
+from fastdeploy_kvcache_v1.traffic import KINDS, Source
 
 REAL_TRACE = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl"
 
@@ -21,6 +24,13 @@ def synthetic_trace(tmp_path_factory) -> Path:
     """400 requests: conversations that grow turn by turn, fresh prompts, lengths from 1 token to 6,000."""
     path = tmp_path_factory.mktemp("traces") / "synthetic.jsonl"
     path.write_text("\n".join(json.dumps(request) for request in conversations(400, seed=7)) + "\n")
+    return path
+
+
+def traffic(path: Path, kind: str, count: int) -> Path:
+    """A trace of one kind of traffic."""
+    lines = islice(KINDS[kind].lines(Source(7), KINDS[kind].shape), count)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,8 @@ from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
-from fastdeploy_kvcache_v1.traffic import KINDS, Source
+
+from .conftest import traffic
 
 WARM_UP = 1500
 
@@ -77,16 +76,9 @@ def replayed(trace: Path, num_blocks: int, eviction: str, *, block_size: int, li
     return 100 * replay.num_device_hit_tokens / replay.num_input_tokens
 
 
-@pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path, kind = tmp_path_factory.mktemp("traces") / "agents.jsonl", KINDS["agents"]
-    path.write_text("".join(json.dumps(line) + "\n" for line in islice(kind.lines(Source(7), kind.shape), 4000)))
-    return path
-
-
-def test_agents_keep_what_their_calls_repeat(agents: Path) -> None:
+def test_agents_keep_what_their_calls_repeat(tmp_path: Path) -> None:
     """38.2 % of the tokens. LRU finds 27.0 %, and 34.1 % are found where a call changes the class of older blocks."""
-    assert replayed(agents, 1000, "adaptive", block_size=64) > 37.5
+    assert replayed(traffic(tmp_path / "trace", "agents", 4000), 1000, "adaptive", block_size=64) > 37.5
 
 
 @pytest.mark.parametrize(("num_blocks", "least"), [(625, 5.9), (2500, 10.1), (6250, 16.2)])

@@ -1,7 +1,7 @@
 """The clairvoyant bound: what the best of all possible caches hits, found by trying them all."""
 
 import random
-from itertools import combinations, islice
+from itertools import combinations
 
 import pytest
 
@@ -9,7 +9,8 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.replay.clairvoyant import Clairvoyant
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import TraceRequest, read_trace
-from fastdeploy_kvcache_v1.traffic import KINDS, Source
+
+from .conftest import traffic
 
 
 def request(line: int, *ids: int, more: int = 0, outputs: tuple[int, ...] = ()) -> TraceRequest:
@@ -83,15 +84,8 @@ def test_no_replay_hits_more(synthetic_trace, capacity, window):
         assert replay.num_device_hit_tokens < 0.95 * bound
 
 
-def test_with_outputs_cached_no_replay_hits_more_and_one_that_forgets_nothing_hits_as_much():
-    kind = KINDS["chat"]
-    lines = list(islice(kind.lines(Source(1), kind.shape), 400))
-    requests = [
-        TraceRequest(number, 0, line["input_length"], line["output_length"], tuple(line["hash_ids"]), 64)._replace(
-            output_hash_ids=tuple(line["output_hash_ids"])
-        )
-        for number, line in enumerate(lines, start=1)
-    ]
+def test_with_outputs_cached_no_replay_hits_more_and_one_that_forgets_nothing_hits_as_much(tmp_path):
+    requests = list(read_trace(traffic(tmp_path / "trace", "chat", 400)))
     bound = Clairvoyant(requests, 64, outputs=True)
     for capacity in (500, 3_000, 100_000):
         config = KVCacheConfig(capacity, max_queued_events=0)

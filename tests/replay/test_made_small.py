@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,8 @@ from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler import cache_manager
 from fastdeploy_kvcache_v1.scheduler.cache_stats import Counters
-from fastdeploy_kvcache_v1.traffic import KINDS, Source
+
+from .conftest import traffic
 
 BEFORE_PROFILING = 144
 """What FastDeploy makes it with for batches of 8,192 tokens and eight requests at once."""
@@ -22,10 +21,7 @@ BEFORE_PROFILING = 144
 
 @pytest.fixture(scope="module", params=["chat", "agents"])
 def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("traces") / f"{request.param}.jsonl"
-    kind = KINDS[request.param]
-    path.write_text("".join(json.dumps(line) + "\n" for line in islice(kind.lines(Source(7), kind.shape), 1200)))
-    return path
+    return traffic(tmp_path_factory.mktemp("traces") / "trace", request.param, 1200)
 
 
 def counters(trace: Path, device: int, host: int, made_with: int | None) -> Counters:
