@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import re
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -24,32 +23,18 @@ TRACKER_TIMEOUT_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-@dataclass(frozen=True)
-class Files:
-    """What one server leaves in the file system."""
-
-    run_directory: Path
-    port: int
-    queue_ports: tuple[int, ...]
-
-    def owns(self, name: str) -> bool:
-        """Is this file in /dev/shm ours? FastDeploy puts one of its ports into every name."""
-        ports = "|".join(map(str, self.queue_ports))
-        return bool(
-            re.fullmatch(
-                rf"{self.port}\.socket|router_{self.port}\.ipc|response_{self.port}_w\d+\.pull"
-                rf"|\w+\.({ports})|fmq_ctrl_\w+_rank\d+_({ports})\.ipc|fd_task_queue_({ports})\.sock",
-                name,
-            )
-        )
-
-    def remove(self, shared_memory: Path = SHARED_MEMORY) -> None:
-        for path in list(shared_memory.iterdir()) if shared_memory.is_dir() else ():
-            if self.owns(path.name):
-                path.unlink(missing_ok=True)
-        for port in self.queue_ports:
-            Path(f"/tmp/fd_weight_clear_update_lock__pid{self.port}_port{port}.lock").unlink(missing_ok=True)
-        shutil.rmtree(self.run_directory, ignore_errors=True)
+def remove_files(
+    run_directory: Path, port: int, queue_ports: Sequence[int], shared_memory: Path = SHARED_MEMORY
+) -> None:
+    """What one server leaves in the file system. FastDeploy puts one of its ports into every name in /dev/shm."""
+    names = [f"{port}.socket", f"router_{port}.ipc", f"response_{port}_w*.pull"]
+    for queue_port in queue_ports:
+        names += [f"*.{queue_port}", f"fmq_ctrl_*_rank*_{queue_port}.ipc", f"fd_task_queue_{queue_port}.sock"]
+        Path(f"/tmp/fd_weight_clear_update_lock__pid{port}_port{queue_port}.lock").unlink(missing_ok=True)
+    for name in names:
+        for path in list(shared_memory.glob(name)):
+            path.unlink(missing_ok=True)
+    shutil.rmtree(run_directory, ignore_errors=True)
 
 
 def adopt_orphans() -> None:

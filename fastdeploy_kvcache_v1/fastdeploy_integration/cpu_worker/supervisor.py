@@ -24,7 +24,7 @@ from ...switch import SWITCH
 from ..engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from . import LOG_DIRECTORY, RUN_DIRECTORY, SIGNALS
 from .failure_cause import failure_cause
-from .leftovers import SHARED_MEMORY, Files, adopt_orphans, end_processes, living_processes
+from .leftovers import SHARED_MEMORY, adopt_orphans, end_processes, living_processes, remove_files
 from .settings import Settings, parse
 
 POLL_S = 0.2
@@ -72,7 +72,7 @@ def supervise(settings: Settings) -> int:
         return EXIT_OK
     finally:
         end_processes()
-        Files(run_directory, settings.port, (settings.queue_port, settings.cache_queue_port)).remove()
+        remove_files(run_directory, settings.port, (settings.queue_port, settings.cache_queue_port))
 
 
 def pause(seconds: float) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +15,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import RUN_DIRECTORY, hooks, settings, supervisor
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.leftovers import Files
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.leftovers import remove_files
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.token_channel import TokenReceiver, TokenSender
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING
 
@@ -78,9 +77,6 @@ def test_a_slow_engine_holds_the_worker_back_and_loses_nothing(channel):
     thread.join()
 
 
-FILES = Files(Path("/tmp/run"), 8000, (8001, 8002))
-
-
 @pytest.mark.parametrize(
     ("names", "are_ours"),
     [
@@ -90,19 +86,14 @@ FILES = Files(Path("/tmp/run"), 8000, (8001, 8002))
         ("18000.socket router_80001.ipc cache_ready_signal.18001 psm_8001 fmq_shm_8001 8003.socket", False),
     ],
 )
-def test_files_of_this_server(names, are_ours):
-    assert [FILES.owns(name) for name in names.split()] == [are_ours] * len(names.split())
-
-
-def test_only_its_own_files_are_removed(tmp_path):
+def test_files_of_this_server_are_removed_and_no_others(tmp_path, names, are_ours):
     shared, run = tmp_path / "shm", tmp_path / "run"
-    shared.mkdir()
-    run.mkdir()
-    (run / "x").touch()
-    for name in ("8000.socket", "exist_task_signal.8001", "exist_task_signal.9001"):
-        (shared / name).touch()
-    replace(FILES, run_directory=run).remove(shared)
-    assert [path.name for path in shared.iterdir()] == ["exist_task_signal.9001"]
+    for folder, files in ((shared, names.split()), (run, ["x"])):
+        folder.mkdir()
+        for name in files:
+            (folder / name).touch()
+    remove_files(run, 8000, (8001, 8002), shared)
+    assert {path.name for path in shared.iterdir()} == set([] if are_ours else names.split())
     assert not run.exists()
 
 
