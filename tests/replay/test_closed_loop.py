@@ -21,7 +21,7 @@ class Watched(ClosedLoop):
     """Notes when each line came in and ended."""
 
     def __init__(self, *, blocks: int = 100, host_blocks: int = 0, window: int = 32, **options) -> None:
-        config = KVCacheConfig(blocks, host_blocks, write_policy=WritePolicy.WRITE_BACK, max_queued_events=0)
+        config = KVCacheConfig(blocks, host_blocks, write_policy=WritePolicy.WRITE_THROUGH, max_queued_events=0)
         super().__init__(ReplayOptions(config, window, closed_loop=True, step_ms=STEP_MS, verify=True, **options))
         self.begun: dict[int, float] = {}
         self.ended: dict[int, float] = {}
@@ -47,6 +47,7 @@ def test_a_request_runs_one_step_per_output_token():
     done = played(turn(1, 0, 1, out=5), turn(2, 7, 2, out=0), turn(3, 900, 3, after=1))
     assert done.begun == {1: 0, 2: 10, 3: 900}
     assert done.ended == {1: 50, 2: 20, 3: 950}
+    assert done.num_steps == 8, "one for each time at which something happens, and one for the last copies"
 
 
 def test_the_next_turn_comes_its_delay_after_the_end():
@@ -117,6 +118,9 @@ def test_every_block_holds_what_it_should_and_every_run_is_the_same(sessions, ou
         done = Watched(blocks=40, host_blocks=30, outputs=outputs, window=6)
         done.run(read_trace(sessions))
         assert len(done.request_seconds) == 240
+        counters = done.manager.stats().counters
+        assert (done.num_evict_copies, done.num_swap_in_copies) == (counters.swap_out_blocks, counters.swap_in_blocks)
+        assert counters.swap_out_blocks > 0
         runs.append((done.begun, done.ended, done.num_device_hit_tokens, done.num_host_hit_tokens, done.num_steps))
     assert runs[0] == runs[1]
     assert done.num_no_space > 10
