@@ -87,6 +87,19 @@ def test_outputs_that_no_empty_tier_holds_are_cut_before_their_blocks_are_named(
     assert (named, done.num_outputs_cut, len(done.request_seconds)) == ([3], 2, 3)
 
 
+def test_a_request_whose_output_is_cut_makes_room_in_the_same_step(tmp_path):
+    """The first output takes the last free block of ten, the second finds none, and the third prompt needs three."""
+    trace = tmp_path / "trace.jsonl"
+    lengths = {5: 60, 4: 60, 3: 1}
+    lines = [
+        {"input_length": 64 * count, "output_length": more, "hash_ids": [10 * count + id for id in range(count)]}
+        for count, more in lengths.items()
+    ]
+    trace.write_text("".join(json.dumps({**line, "tokens_per_id": 64}) + "\n" for line in lines))
+    done = play(trace, num_device_blocks=10, num_host_blocks=0, admissions=2)
+    assert (done.num_outputs_cut, done.num_no_space, done.num_steps) == (1, 2, 3), "the last one copies"
+
+
 @pytest.mark.parametrize("lost", [SWAP_IN, EVICT], ids=["swap_in", "evict"])
 def test_a_lost_copy_is_noticed(synthetic_trace, monkeypatch, lost):
     replay = Replay(
