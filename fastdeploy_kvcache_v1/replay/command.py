@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write-policy", metavar="POLICY", help=HELP["write_policy"])
     number("--write-through-threshold", None, HELP["write_through_threshold"], metavar="HITS")
     number("--eviction-policy", KVCacheConfig.eviction_policy, HELP["eviction_policy"], str, metavar="NAME")
-    number("--window", 32, "requests open at once")
-    number("--admissions-per-step", 8, "requests per step")
-    number("--waiting", 0, "requests that wait and are known to the cache")
+    number("--window", ReplayOptions.window, "requests open at once")
+    number("--admissions-per-step", ReplayOptions.admissions_per_step, "requests per step")
+    number("--waiting", ReplayOptions.waiting, "requests that wait and are known to the cache")
     switch("--closed-loop", "later turns of a session arrive after the end of the turn before, in simulated time")
     step_ms = "simulated time of a step, one output token of every open request"
     number("--step-ms", ReplayOptions.step_ms, step_ms, float)

@@ -1,6 +1,7 @@
 """Whole replays: every policy, several admissions per step, too few blocks, with the shadow data plane watching."""
 
 import json
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, SwapStep
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
+from fastdeploy_kvcache_v1.replay.report import percentile
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 
 
@@ -124,8 +126,14 @@ def test_table_names_the_facts(synthetic_trace, capsys):
     out, err = capsys.readouterr()
     for name in ("requests", "hit rate", "evictions", "swaps", "time per request", "peak memory", "verified", "check"):
         assert any(line.startswith(name) for line in out.splitlines()), name
-    assert out.splitlines()[-1].split() == ["check", "clean"]
+    *_, verified, check = out.splitlines()
+    assert (verified.split()[0], check.split()) == ("verified", ["check", "clean"])
+    assert re.search(r"^swaps .* blocks out \([\d.]+ for each that was hit on the host\), ", out, re.MULTILINE)
     assert err == ""
+
+
+def test_percentiles_are_values_that_were_seen():
+    assert [percentile([1, 2, 3, 4], share) for share in (0, 0.5, 0.99, 1)] == [1, 3, 4, 4]
 
 
 def test_json_is_one_object(synthetic_trace, capsys):
