@@ -180,7 +180,6 @@ def _make_core(
         recorder=recorder,
         peers=peers,
         num_ranks=config.tensor_parallel_size,
-        ranks_share_host=config.ranks_share_host,
     )
     return manager, scheduler, core
 
@@ -281,7 +280,6 @@ def _worker_config(config: ServerConfig, namespace: Namespace | None, copy_fault
         mtp=config.mtp,
         transfer=_transfer_config(config),
         tensor_parallel_size=config.tensor_parallel_size,
-        shares_host=config.ranks_share_host,
     )
 
 

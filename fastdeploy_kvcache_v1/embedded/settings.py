@@ -58,8 +58,6 @@ class ServerConfig:
     """None: mixed."""
     tensor_parallel_size: int = 1
     """Worker processes, each with its share of the model's heads."""
-    ranks_share_host: bool = False
-    """Their blocks hold equal bytes, and are in one host tier for all of them."""
 
     @property
     def is_random_model(self) -> bool:
@@ -229,7 +227,6 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
         mtp=values.mtp,
         role=role,
         tensor_parallel_size=values.tensor_parallel_size,
-        ranks_share_host=cache.num_host_blocks > 0 and _ranks_share_host(values, model),
     )
 
 
@@ -274,7 +271,6 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
     num_ranks = values.tensor_parallel_size
     backend = model.shard(num_ranks).cache_backend(block_size=values.block_size, dtype=values.cache_dtype)
     block_bytes = backend.layout.block_bytes * num_ranks  # a latent cache is whole on each rank
-    host_block_bytes = backend.layout.block_bytes * (1 if _ranks_share_host(values, model) else num_ranks)
     share = int(free_bytes * MEMORY_SHARE)
     num_device_blocks = values.num_gpu_blocks_override
     if num_device_blocks is None:
@@ -292,7 +288,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         )
     return KVCacheConfig(
         num_device_blocks=num_device_blocks,
-        num_host_blocks=_host_bytes(values, share, free_bytes - device_bytes) // host_block_bytes,
+        num_host_blocks=_host_bytes(values, share, free_bytes - device_bytes) // block_bytes,
         block_size=values.block_size,
         write_policy=policy,
         write_through_threshold=values.write_through_threshold,
@@ -300,12 +296,6 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
         enable_prefix_caching=values.enable_prefix_caching,
         max_queued_events=0,  # until an outside index listens
     )
-
-
-def _ranks_share_host(values: argparse.Namespace, model: ModelConfig) -> bool:
-    """A store names and moves the blocks of each rank for itself, from and to memory of its own."""
-    stores = takes_host_blocks(values.kvcache_storage_backend)
-    return values.tensor_parallel_size > 1 and model.ranks_cache_alike and not stores
 
 
 def _storage_settings(values: argparse.Namespace, cache: KVCacheConfig) -> StorageSettings | None:

@@ -11,7 +11,6 @@ from ..metadata import SWAP_IN, CacheLevel, SwapStep, TransferReport, TransferRe
 from . import ops
 from .hazards import HazardTable
 from .host_pool import HostPool
-from .host_share import HostShare
 from .layer_done_counter import LayerDoneCounter
 from .layer_waits import LayerWaits
 from .ops import LayerRows
@@ -41,11 +40,8 @@ class CacheController:
         device: int = 0,
         host_trailer_bytes: int = 0,
         host_is_shared: bool = False,
-        host_share: HostShare | None = None,
     ) -> None:
-        """`host_trailer_bytes`, `host_is_shared`, `host_share`: see `HostPool`. The share stays the caller's."""
-        if host_share is not None and runtime.on_gpu:
-            raise ConfigError("a host pool of several ranks needs a CPU runtime")
+        """`host_trailer_bytes`, `host_is_shared`: see `HostPool`."""
         if layer_timeout_s <= 0:
             raise ConfigError(f"layer_timeout_s must be positive, got {layer_timeout_s}")
         self._backend = backend
@@ -54,7 +50,6 @@ class CacheController:
         self._rank, self._device = rank, device
         self._host_trailer_bytes = host_trailer_bytes
         self._host_is_shared = host_is_shared
-        self._host_share = host_share
         self._caches: dict[str, Any] = {}
         self._host: HostPool | None = None
         self._kept: HostPool | None = None
@@ -77,7 +72,7 @@ class CacheController:
             self.free()  # memory of another size is of no use, and may be what is missing
         self._runtime.require_memory(
             device_bytes=num_device_blocks * block_bytes,
-            host_bytes=0 if kept or self._reads_only else num_host_blocks * block_bytes,
+            host_bytes=0 if kept else num_host_blocks * block_bytes,
         )
         caches = self._backend.create_kv_cache(num_device_blocks, rank=self._rank, device=self._device)
         return self.attach_kv_cache(caches, num_device_blocks, num_host_blocks)
@@ -93,7 +88,7 @@ class CacheController:
         layers = self._device_rows(list(caches.values()), num_device_blocks)
         host = self._host_pool_of(num_host_blocks)
         self._transfer_manager = CacheTransferManager(
-            layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s, share=self._host_share
+            layers, host, self._runtime, layer_timeout_s=self._layer_timeout_s
         )
         self._caches, self._host, self._kept, self._last_step = caches, host, None, -1
         return list(caches.values())
@@ -108,13 +103,7 @@ class CacheController:
             self._runtime,
             trailer_bytes=self._host_trailer_bytes,
             shared=self._host_is_shared,
-            share=self._host_share,
         )
-
-    @property
-    def _reads_only(self) -> bool:
-        """Whether the host pool is another rank's."""
-        return self._host_share is not None and not self._host_share.is_writer
 
     def _keeps(self, num_blocks: int) -> bool:
         """Whether the host memory of before is what `num_blocks` blocks need now."""

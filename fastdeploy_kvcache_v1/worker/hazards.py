@@ -24,7 +24,7 @@ class Actor(enum.Enum):
     OUTPUT = "output"
     COMPUTE = "compute"
     REMOTE = "remote"
-    """A lease or a fetch of `transfer/`, or another rank's swap-in from a shared host pool: no stream of this process.
+    """A lease or a fetch of `transfer/`: no stream of this process.
     They end in any order, so none stands for another, and they wait for each other.
     """
 

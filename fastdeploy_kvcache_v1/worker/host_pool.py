@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from ..attention.base import CacheLayout
 from ..errors import CacheStateError, InvariantError
-from . import ops
-from .host_share import HostShare
 from .ops import BlockRows, HostBuffer, LayerRows
 from .ops.rows import ByteRows
 from .runtime import Runtime
@@ -30,11 +28,8 @@ class HostPool:
         *,
         trailer_bytes: int = 0,
         shared: bool = False,
-        share: HostShare | None = None,
     ) -> None:
-        """`shared`: other processes can map its memory. With `share` it is one pool of several ranks: the writer
-        allocates it, readers see it and cannot write.
-        """
+        """`shared`: other processes can map its memory."""
         if num_blocks < 0:
             raise CacheStateError(f"a host pool cannot have {num_blocks} blocks")
         self.layout = layout
@@ -45,16 +40,9 @@ class HostPool:
         self._buffer: HostBuffer | None = None
         self._layers: tuple[LayerRows, ...] = ()
         if num_blocks:
-            self._buffer = self._allocate(shared, share)
+            runtime.require_memory(device_bytes=0, host_bytes=self.nbytes)
+            self._buffer = runtime.allocate_host(self.nbytes, shared=shared)
             self._layers = self._rows(self._buffer)
-
-    def _allocate(self, shared: bool, share: HostShare | None) -> HostBuffer:
-        if share is not None and not share.is_writer:
-            return ops.host_map_shared(self.nbytes, share.file)
-        self._runtime.require_memory(device_bytes=0, host_bytes=self.nbytes)
-        if share is None:
-            return self._runtime.allocate_host(self.nbytes, shared=shared)
-        return self._runtime.allocate_host(self.nbytes, shared=True, file=share.file)
 
     def _rows(self, buffer: HostBuffer) -> tuple[LayerRows, ...]:
         layers, offset = [], 0

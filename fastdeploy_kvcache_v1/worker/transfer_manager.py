@@ -13,7 +13,6 @@ from ..metadata import EVICT, SWAP_IN, CacheLevel, CacheSwapMetadata, CopyKind, 
 from . import ops
 from .hazards import Actor, Dependency, Hazard, HazardTable
 from .host_pool import HostPool
-from .host_share import HostShare, PeerEvent
 from .layer_done_counter import LayerDoneCounter, WaitMeter
 from .layer_waits import LayerWaits
 from .ops import CopyRuns, LayerRows
@@ -51,9 +50,7 @@ class CacheTransferManager:
         runtime: Runtime,
         *,
         layer_timeout_s: float,
-        share: HostShare | None = None,
     ) -> None:
-        """`share`: of a host pool that other ranks use as well."""
         self._runtime = runtime
         self._block_bytes = host.layout.block_bytes
         self._layer_timeout_s = layer_timeout_s
@@ -63,7 +60,7 @@ class CacheTransferManager:
             CacheLevel.HOST: _Tier(HazardTable("host", host.num_blocks), host.layers),
         }
         self._paths: dict[CopyKind, Callable[[int, CacheSwapMetadata, CopyRuns, SlotSet], LayerDoneCounter | None]] = {
-            EVICT: self._evict if share is None or share.is_writer else self._leave_to_the_writer,
+            EVICT: self._evict,
             SWAP_IN: self._swap_in,
         }
         self._streams: dict[Actor, Stream] = {}
@@ -71,9 +68,6 @@ class CacheTransferManager:
         self._stale: list[Transfer] = []  # reported as given up, still running: their slots stay in the tables
         self._refilled: deque[tuple[CacheLevel, Sequence[int]]] = deque()
         """Device slots that were filled from outside since the tables were last asked."""
-        self._share = share
-        self._held_by: list[PeerEvent] = []
-        """Ends of other ranks' copies that a copy of this rank waits for."""
         self._meter = WaitMeter()
         self._num_submitted = 0
         self._filled = self.after_compute((), None)
@@ -116,14 +110,6 @@ class CacheTransferManager:
                 layer_events.append(stream.record_event())
         transfer = self._track(actor, step, metadata, slots, started, stream.record_event(timed=True))
         transfer.layer_events = tuple(layer_events)
-        if self._share is not None:
-            self._share.tell(step, transfer.finished)
-
-    def _leave_to_the_writer(self, step: int, _: CacheSwapMetadata, runs: CopyRuns, __: SlotSet) -> None:
-        """Another rank copies the same bytes: only what later reads them here has to wait."""
-        assert self._share is not None
-        for end in self._share.peers_ends(step):
-            self._tiers[CacheLevel.HOST].hazards.after(Actor.OUTPUT, end, writes=SlotSet.of(runs.targets))
 
     def _swap_in(self, step: int, metadata: CacheSwapMetadata, runs: CopyRuns, _: SlotSet) -> LayerDoneCounter:
         """One call and one event per layer, so that compute can start before the last one has arrived."""
@@ -138,8 +124,6 @@ class CacheTransferManager:
             stream.enqueue(ops.swap_cache_per_layer, targets, sources, runs)
             layer_events.append(stream.record_event())
         transfer = self._track(actor, step, metadata, slots, started, stream.record_event(timed=True))
-        if self._share is not None:
-            self._tell_of_read(self._share, transfer, slots[0])
         return LayerDoneCounter(
             layer_events,
             self._runtime.compute_stream,
@@ -148,14 +132,6 @@ class CacheTransferManager:
             meter=self._meter,
             on_failure=lambda reason: self._give_up(transfer, reason),
         )
-
-    def _tell_of_read(self, share: HostShare, swap_in: Transfer, sources: SlotSet) -> None:
-        """The writer must not overwrite what any rank still reads; the others read the same slots in the same step."""
-        if not share.is_writer:
-            share.tell(swap_in.step, swap_in.finished)
-            return
-        for end in share.peers_ends(swap_in.step):
-            self._tiers[CacheLevel.HOST].hazards.after(Actor.REMOTE, end, reads=sources)
 
     def _begin(
         self, actor: Actor, metadata: CacheSwapMetadata, slots: _Slots
@@ -171,7 +147,6 @@ class CacheTransferManager:
         whole, by_layer = self._by_layer(waits)
         for wait in whole:
             stream.wait_event(wait.event, needs_data=wait.needs_data, timeout=self._layer_timeout_s)
-        self._held_by += [wait.event for wait in whole if isinstance(wait.event, PeerEvent)]
         return stream, by_layer
 
     def _by_layer(self, waits: list[Dependency]) -> tuple[list[Dependency], list[tuple[Event, ...]]]:
@@ -310,13 +285,9 @@ class CacheTransferManager:
             self._tiers[transfer.metadata.target].hazards.fail(transfer.metadata.target_slots, transfer.finished)
 
     def progress(self) -> CopyProgress:
-        """O(copies that run or were not reported). A rank that waits for another one's copies is not late itself, and
-        has none that runs.
-        """
-        self._held_by = [event for event in self._held_by if not event.done()]
+        """O(copies that run or were not reported)."""
         running = [transfer.step for transfer in (*self._stale, *self._unreported) if not transfer.finished.done()]
-        oldest = -1 if self._held_by else min(running, default=-1)
-        return CopyProgress(self._num_submitted - len(running), oldest, bool(self._held_by))
+        return CopyProgress(self._num_submitted - len(running), min(running, default=-1))
 
     @property
     def num_unreported(self) -> int:

@@ -50,6 +50,4 @@ class CopyProgress(NamedTuple):
     ended: int
     """Copies that ended since the start, well or not."""
     oldest: int
-    """Step of the oldest one that still runs, given up or not; -1 for none, or where one is held up."""
-    is_held_up: bool
-    """One waits for another rank's copy, and others may wait for that one."""
+    """Step of the oldest one that still runs, given up or not; -1 for none."""

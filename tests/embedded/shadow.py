@@ -192,7 +192,6 @@ class Harness:
         remote: RemotePrefills | None = None,
         offered: OfferedPrefills | None = None,
         num_ranks: int = 1,
-        ranks_share_host: bool = False,
     ) -> None:
         """`remote` of a decode server, `offered` of a prefill server."""
         self.config = config
@@ -216,7 +215,6 @@ class Harness:
             storage=tier,
             peers=peers,
             num_ranks=num_ranks,
-            ranks_share_host=ranks_share_host,
         )
 
     @property

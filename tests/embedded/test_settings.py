@@ -56,21 +56,12 @@ def test_storage_in_the_memory_of_many_machines_shares_the_host_tier_and_has_no_
         configure("--kvcache-storage-backend", "mooncake", "--kvcache-storage-dir", "kv")
 
 
-def test_ranks_share_a_host_tier_where_their_blocks_are_equal():
-    two, none = ("--tensor-parallel-size", "2"), ("--swap-space", "0")
-    one, split = configure(), configure(*two)
-    assert not one.ranks_share_host
-    assert not split.ranks_share_host
-    assert split.cache.num_host_blocks == one.cache.num_host_blocks, "each rank has half of a block"
-    latent = {"model": ChecksumConfig("mla")}
-    alone, shared = configure(**latent), configure(*two, **latent)
-    assert (alone.ranks_share_host, shared.ranks_share_host) == (False, True)
-    assert shared.cache.num_host_blocks == alone.cache.num_host_blocks
-    assert shared.cache.num_device_blocks == alone.cache.num_device_blocks // 2
-    stored = configure(*two, *STORAGE, **latent)
-    assert not stored.ranks_share_host, "a store moves the parts of each rank"
-    assert stored.cache.num_host_blocks == alone.cache.num_host_blocks // 2
-    assert not configure(*two, *none, **latent).ranks_share_host
+def test_ranks_of_a_latent_cache_have_whole_blocks_each():
+    two, latent = ("--tensor-parallel-size", "2"), {"model": ChecksumConfig("mla")}
+    assert configure(*two).cache.num_host_blocks == configure().cache.num_host_blocks, "each rank has half of a block"
+    alone, both = configure(**latent).cache, configure(*two, **latent).cache
+    assert both.num_host_blocks == alone.num_host_blocks // 2
+    assert both.num_device_blocks == alone.num_device_blocks // 2
 
 
 def test_the_attention_store_needs_no_host_tier():

@@ -30,7 +30,6 @@ DOES_NOT = {
     "storage",
     "record_trace",
     "role",
-    "ranks_share_host",
     "vocab_size",  # of the model
 }
 

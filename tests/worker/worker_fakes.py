@@ -9,7 +9,6 @@ import numpy as np
 from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec, tensor_name
 from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, CacheSwapMetadata, SwapStep
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
-from fastdeploy_kvcache_v1.worker.host_share import HostShare
 from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.worker.runtime import Runtime
 from tests.worker.chosen_runtime import ChosenRuntime
@@ -65,7 +64,6 @@ class Rig:
         timeout_s: float = LIMIT_S,
         backend: NumpyBackend | None = None,
         trailer_bytes: int = 0,
-        share: HostShare | None = None,
     ) -> None:
         self.runtime = runtime = runtime or ChosenRuntime()
         self.backend = backend or NumpyBackend()
@@ -75,7 +73,6 @@ class Rig:
             runtime=runtime,
             layer_timeout_s=timeout_s,
             host_trailer_bytes=trailer_bytes,
-            host_share=share,
         )
         self.caches = self.controller.initialize_kv_cache(device, host)
         self.arrays = self.backend.arrays

@@ -121,7 +121,7 @@ class VirtualDevice(Runtime):
         self.streams.append(VirtualStream(self, name))
         return self.streams[-1]
 
-    def allocate_host(self, nbytes: int, *, shared: bool = False, file: int | None = None) -> HostBuffer:
+    def allocate_host(self, nbytes: int, *, shared: bool = False) -> HostBuffer:
         return HostBuffer(np.full(nbytes // 8, GARBAGE, np.int64))
 
     def free_host(self, buffer: HostBuffer) -> None:

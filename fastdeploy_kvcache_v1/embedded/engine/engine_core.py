@@ -51,7 +51,6 @@ class EngineCore:
         peers: PeerRequests | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
-        ranks_share_host: bool = False,
     ) -> None:
         """`send` brings a batch to each of `num_ranks` worker ranks; each answers it with one result."""
         self._clock = clock
@@ -74,7 +73,7 @@ class EngineCore:
         self._sent_at = 0.0
         self._closed: Failure | None = None
         self._num_ranks = num_ranks
-        self._answers = RankAnswers(num_ranks, share_host=ranks_share_host)
+        self._answers = RankAnswers(num_ranks)
         self.counters = EngineCounters(copies=tuple(RankCopies() for _ in range(num_ranks)))
 
     @property

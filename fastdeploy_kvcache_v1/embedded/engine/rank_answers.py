@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from ...errors import InvariantError, RanksDisagreeError
-from ...metadata import EVICT, SWAP_IN, CopyKind, TransferReport, TransferResult
+from ...metadata import CopyKind, TransferReport, TransferResult
 from ...model.step import StepResult
 
 __all__ = ["RankAnswers"]
@@ -32,11 +32,8 @@ class _OpenCopy:
 class RankAnswers:
     """Not thread-safe. Memory: O(copies that some ranks have reported and others have not)."""
 
-    def __init__(self, num_ranks: int, *, share_host: bool = False) -> None:
-        """`share_host`: the ranks have one host pool, to which rank 0 alone copies."""
+    def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._num_reports = {EVICT: 1 if share_host else num_ranks, SWAP_IN: num_ranks}
-        """Of one copy, by kind."""
         self._open: dict[CopyId, _OpenCopy] = {}
         self._results: tuple[deque[StepResult], ...] = tuple(deque() for _ in range(num_ranks))
         self._ended_through = [-1] * num_ranks
@@ -73,7 +70,7 @@ class RankAnswers:
     def check(self) -> None:
         """Raises `InvariantError`."""
         for (step, kind), copy in self._open.items():
-            if not 0 < len(copy.ranks) < self._num_reports[kind]:
+            if not 0 < len(copy.ranks) < self._num_ranks:
                 raise InvariantError(f"copy {kind} of step {step} is open with the reports of {sorted(copy.ranks)}")
             if step <= min(self._ended_through):
                 raise InvariantError(f"copy {kind} of step {step} is open, and every rank has told of that step")
@@ -89,7 +86,7 @@ class RankAnswers:
         copy.ranks.add(rank)
         if copy.slowest is None or result.seconds > copy.slowest.seconds:
             copy.slowest = result
-        is_complete = len(copy.ranks) == self._num_reports[kind]
+        is_complete = len(copy.ranks) == self._num_ranks
         if is_complete:
             del self._open[name]
         if copy.has_failed:

@@ -8,7 +8,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from ...storage.settings import StorageSettings
 from .launch import WorkerConfig, storage_addresses
 from .messages import TransferEnd
 from .rank_process import POLL_MS, STOP_TIMEOUT_S, Answer, RankProcess
-from .share_ends import make_share_ends
 
 __all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError", "WorkerConfig"]
 
@@ -100,19 +98,11 @@ class ProcessWorkerClient:
         self._remove_directory()
 
     def _start_ranks(self, config: WorkerConfig, timeout_s: float) -> None:
-        num_ranks = config.tensor_parallel_size
-        with make_share_ends(num_ranks) if config.shares_host else nullcontext([None] * num_ranks) as ends:
-            for rank in range(num_ranks):
-                process = RankProcess(
-                    self._context,
-                    self._directory,
-                    config,
-                    rank,
-                    timeout_s=timeout_s,
-                    on_poll=self._require_start,
-                    share_ends=ends[rank],
-                )
-                self._ranks.append(process)
+        for rank in range(config.tensor_parallel_size):
+            process = RankProcess(
+                self._context, self._directory, config, rank, timeout_s=timeout_s, on_poll=self._require_start
+            )
+            self._ranks.append(process)
 
     def _wait_until_ready(self) -> None:
         for rank in self._ranks:

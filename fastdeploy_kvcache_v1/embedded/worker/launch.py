@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
-from .share_ends import ShareEnds
 from .transfers import TransferConfig
 
 
@@ -36,8 +35,6 @@ class WorkerConfig:
     copy_faults: str = ""
     """Test hook, see `copy_faults.py`."""
     tensor_parallel_size: int = 1
-    shares_host: bool = False
-    """One host pool for all ranks, because their blocks are equal."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +48,6 @@ class WorkerLaunch:
     parent_pid: int
     progress_fd: int
     """Inherited; see `liveness.py`."""
-    share_ends: ShareEnds | None = None
-    """Inherited, where the ranks share a host pool."""
     ranks_timeout_s: float | None = None
     """A rank that says nothing to the others for this time counts as lost; None sets no limit."""
 

@@ -28,8 +28,6 @@ class Progress(NamedTuple):
     """Swap step of the oldest copy that still runs, -1 for none."""
     waits_for_ranks: int = 0
     """1 while it waits for what other tensor-parallel ranks compute."""
-    copies_held_up: int = 0
-    """1 while its copies wait for those of another rank, and its step may wait for them."""
 
 
 class ProgressBoard:
@@ -46,14 +44,14 @@ class ProgressBoard:
         """Something was computed."""
         self._words[0] += 1
 
-    def set_copies(self, ended: int, oldest: int, *, are_held_up: bool = False) -> None:
-        self._words[1], self._words[2], self._words[4] = ended, oldest, are_held_up
+    def set_copies(self, ended: int, oldest: int) -> None:
+        self._words[1], self._words[2] = ended, oldest
 
     def set_waits(self, waits_for_ranks: bool) -> None:
         self._words[3] = waits_for_ranks
 
     def read(self) -> Progress:
-        return Progress(*self._words[:5].tolist())
+        return Progress(*self._words[:4].tolist())
 
     def close(self) -> None:
         self._words.release()
@@ -99,7 +97,7 @@ class Watchdog:
         """What is stuck and for how long, or None. `step` is the one that the worker owes an answer to."""
         elapsed = 0.0 if self._last is None else min(now - self._last, LONGEST_TICK_S)
         self._last = now
-        computes = step is not None and not (progress.waits_for_ranks or progress.copies_held_up)
+        computes = step is not None and not progress.waits_for_ranks
         compute_s = self._compute.seconds((step, progress.computed) if computes else None, elapsed)
         copies_s = self._copies.seconds(None if progress.oldest_copy < 0 else progress.copies_ended, elapsed)
         if not self._limit_s:

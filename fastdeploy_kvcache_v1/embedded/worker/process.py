@@ -28,7 +28,6 @@ from ...swap_message import SwapDecoder
 from ...transfer.rank_transfers import RankTransfers
 from ...worker import ops
 from ...worker.cache_controller import CacheController
-from ...worker.host_share import HostShare
 from ...worker.runtime.copy_faults import make_runtime
 from .launch import WorkerLaunch
 from .liveness import ProgressBoard
@@ -65,7 +64,6 @@ def main() -> int:
     context = zmq.Context()
     tasks = context.socket(zmq.PULL)
     results = context.socket(zmq.PUSH)
-    share = None if launch.share_ends is None else launch.share_ends.open(launch.rank)
     try:
         tasks.connect(launch.tasks_address)
         results.connect(launch.results_address)
@@ -80,10 +78,8 @@ def main() -> int:
             on_wait=board.set_waits,
         )
         _send(results, WorkerConnected())
-        return _serve(launch, board, ranks, share, tasks, results, agent)
+        return _serve(launch, board, ranks, tasks, results, agent)
     finally:
-        if share is not None:
-            share.close()
         context.destroy(linger=1000)
 
 
@@ -91,13 +87,12 @@ def _serve(
     launch: WorkerLaunch,
     board: ProgressBoard,
     ranks: Ranks,
-    share: HostShare | None,
     tasks: zmq.Socket[bytes],
     results: zmq.Socket[bytes],
     agent: LaneAgent | None,
 ) -> int:
     try:
-        runner, controller, transfers = _build(launch, board, ranks, share)
+        runner, controller, transfers = _build(launch, board, ranks)
         if agent is not None:
             give_memory(agent, controller, launch.config.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
@@ -125,7 +120,7 @@ def _serve(
 
 
 def _build(
-    launch: WorkerLaunch, board: ProgressBoard, ranks: Ranks, share: HostShare | None
+    launch: WorkerLaunch, board: ProgressBoard, ranks: Ranks
 ) -> tuple[StepRunner, CacheController, RankTransfers | None]:
     config = launch.config
     configure_reproducible_math(config.num_threads)
@@ -143,7 +138,6 @@ def _build(
         rank=ranks.rank,
         host_trailer_bytes=host_trailer_bytes(config.storage),
         host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
-        host_share=share,
     )
     caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
     transfers = None
@@ -225,7 +219,7 @@ def _tell_transfers(transfers: RankTransfers | None, results: zmq.Socket[bytes])
 
 def _show_copies(controller: CacheController, board: ProgressBoard) -> bool:
     progress = controller.copy_progress()
-    board.set_copies(progress.ended, progress.oldest, are_held_up=progress.is_held_up)
+    board.set_copies(progress.ended, progress.oldest)
     return progress.oldest >= 0
 
 

@@ -26,7 +26,6 @@ from ...transfer.rank_messages import TransferNews
 from .launch import WorkerConfig, WorkerLaunch
 from .liveness import ProgressBoard, Watchdog, make_page
 from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
-from .share_ends import ShareEnds
 
 __all__ = ["POLL_MS", "STOP_TIMEOUT_S", "Answer", "RankProcess"]
 
@@ -55,10 +54,9 @@ class RankProcess:
         *,
         timeout_s: float,
         on_poll: Callable[[], None],
-        share_ends: ShareEnds | None = None,
     ) -> None:
-        """`share_ends`, which stay the caller's, are inherited. `on_poll` is called again and again while a start is
-        waited for; what it raises ends the wait. Raises `ConfigError` when `directory` cannot be used.
+        """`on_poll` is called again and again while a start is waited for; what it raises ends the wait. Raises
+        `ConfigError` when `directory` cannot be used.
         """
         self._config = config
         self._rank = rank
@@ -75,7 +73,7 @@ class RankProcess:
         self._board = ProgressBoard(page)
         # A rank that waits for a stuck one is not stuck itself, and must not be told of first.
         patience_s = 2 * timeout_s if timeout_s else None
-        launch = WorkerLaunch(config, rank, directory, os.getpid(), page, share_ends, patience_s)
+        launch = WorkerLaunch(config, rank, directory, os.getpid(), page, patience_s)
         try:
             self._tasks = _bind(context, zmq.PUSH, launch.tasks_address)
             self._results = _bind(context, zmq.PULL, launch.results_address)
@@ -232,7 +230,7 @@ def _spawn(launch: WorkerLaunch) -> subprocess.Popen[bytes]:
         stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
         env=environment,
         start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
-        pass_fds=(launch.progress_fd, *(() if launch.share_ends is None else launch.share_ends.descriptors)),
+        pass_fds=(launch.progress_fd,),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:

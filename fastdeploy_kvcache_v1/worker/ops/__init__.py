@@ -14,7 +14,7 @@ from ...errors import CacheStateError, ConfigError
 from ...metadata import CopyPath
 from . import cupy_copies, host_memory, landing, library, numpy_twin, queues
 from .compiled import CompiledOps
-from .host_memory import HostBuffer, host_alloc_shared, host_map_shared, keep_to_this_process, memory_file
+from .host_memory import HostBuffer, host_alloc_shared, keep_to_this_process
 from .landing import Landing
 from .rows import BlockRows, CopyRun, CopyRuns, LayerRows, plan_runs, tensor_rows
 
@@ -32,13 +32,11 @@ __all__ = [
     "host_alloc",
     "host_alloc_shared",
     "host_free",
-    "host_map_shared",
     "install",
     "keep_to_this_process",
     "land",
     "landed",
     "live",
-    "memory_file",
     "plan_runs",
     "swap_cache_all_layers",
     "swap_cache_per_layer",

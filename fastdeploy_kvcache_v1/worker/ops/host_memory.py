@@ -66,31 +66,14 @@ def host_alloc(nbytes: int, numa_node: int = -1) -> HostBuffer:
     return HostBuffer(mapping)
 
 
-def memory_file() -> int:
-    """Descriptor of memory that has a size once `host_alloc_shared` gave it one. The caller closes it."""
-    return os.memfd_create("kvcache-host")
-
-
-def host_alloc_shared(nbytes: int, file: int | None = None) -> HostBuffer:
-    """Memory that other processes can map, see `HostBuffer.file`. Raises as `host_alloc`.
-
-    `file`: of `memory_file`, stays the caller's.
-    """
+def host_alloc_shared(nbytes: int) -> HostBuffer:
+    """Memory that other processes can map, see `HostBuffer.file`. Raises as `host_alloc`."""
     if nbytes < 1:
         raise CacheStateError(f"a host buffer needs at least one byte, got {nbytes}")
-    return _map(nbytes, memory_file() if file is None else os.dup(file), mmap.PROT_READ | mmap.PROT_WRITE)
-
-
-def host_map_shared(nbytes: int, file: int) -> HostBuffer:
-    """The same memory in another process, which can read it only. Raises as `host_alloc`."""
-    return _map(nbytes, os.dup(file), mmap.PROT_READ)
-
-
-def _map(nbytes: int, file: int, access: int) -> HostBuffer:
-    """`file` is the buffer's. Whoever comes first gives it its size."""
+    file = os.memfd_create("kvcache-host")
     try:
         os.truncate(file, nbytes)
-        return HostBuffer(mmap.mmap(file, nbytes, prot=access), file)
+        return HostBuffer(mmap.mmap(file, nbytes), file)
     except OSError as error:
         os.close(file)
         raise MemoryError(f"the system refused {nbytes} bytes of shared host memory: {error}") from error

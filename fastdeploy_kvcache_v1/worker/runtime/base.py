@@ -109,11 +109,9 @@ class Runtime(ABC):
         """An asynchronous stream, independent of all others."""
 
     @abstractmethod
-    def allocate_host(self, nbytes: int, *, shared: bool = False, file: int | None = None) -> HostBuffer:
+    def allocate_host(self, nbytes: int, *, shared: bool = False) -> HostBuffer:
         """Zeroed host memory whose pages are there, near the device, page-locked where there is a GPU. `shared`: other
-        processes can map it; with `file`, of `ops.memory_file`, they have its descriptor already.
-
-        `free_host` gives it back.
+        processes can map it. `free_host` gives it back.
         """
 
     @abstractmethod

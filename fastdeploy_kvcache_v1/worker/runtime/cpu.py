@@ -206,8 +206,8 @@ class CpuRuntime(Runtime):
         self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
         return stream
 
-    def allocate_host(self, nbytes: int, *, shared: bool = False, file: int | None = None) -> ops.HostBuffer:
-        return allocate_near(nbytes, node_of_this_process, shared=shared, file=file)
+    def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
+        return allocate_near(nbytes, node_of_this_process, shared=shared)
 
     def free_host(self, buffer: ops.HostBuffer) -> None:
         ops.host_free(buffer)

@@ -214,8 +214,8 @@ class CudaRuntime(Runtime):
         self._streams = [*(open_one for open_one in self._streams if not open_one.closed), stream]
         return stream
 
-    def allocate_host(self, nbytes: int, *, shared: bool = False, file: int | None = None) -> ops.HostBuffer:
-        buffer = allocate_near(nbytes, self._choose_node, shared=shared, file=file)
+    def allocate_host(self, nbytes: int, *, shared: bool = False) -> ops.HostBuffer:
+        buffer = allocate_near(nbytes, self._choose_node, shared=shared)
         # Registering keeps the huge pages of the mapping, which cudaHostAlloc would not give.
         ops.keep_to_this_process(buffer)
         try:

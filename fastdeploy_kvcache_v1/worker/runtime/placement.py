@@ -35,18 +35,16 @@ Nodes = Mapping[int, Set[int]]
 """CPUs by NUMA node."""
 
 
-def allocate_near(
-    nbytes: int, choose: Callable[[Nodes], int | None], *, shared: bool = False, file: int | None = None
-) -> ops.HostBuffer:
+def allocate_near(nbytes: int, choose: Callable[[Nodes], int | None], *, shared: bool = False) -> ops.HostBuffer:
     """Host memory with all its pages, on the NUMA node that `choose` names: only asked where there are several.
-    `shared`: other processes can map it; with `file` they have its descriptor already.
+    `shared`: other processes can map it.
 
     Best effort: what a container forbids, or a full node cannot give, is one log line. Raises as `ops.host_alloc`.
     """
     nodes = numa_nodes()
     node = choose(nodes) if len(nodes) > 1 else None
     wanted = -1 if node is None else node
-    buffer = ops.host_alloc_shared(nbytes, file) if shared else ops.host_alloc(nbytes, numa_node=wanted)
+    buffer = ops.host_alloc_shared(nbytes) if shared else ops.host_alloc(nbytes, numa_node=wanted)
     touch(buffer.array, frozenset() if node is None else nodes.get(node, frozenset()))
     if node is not None:
         _report_place(buffer, node)

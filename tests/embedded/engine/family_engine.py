@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +9,6 @@ from multiprocessing import Pipe
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.embedded.worker.share_ends import ShareEnds, make_share_ends
 from fastdeploy_kvcache_v1.model.checksum import ChecksumModel
 from fastdeploy_kvcache_v1.model.config import ChecksumConfig
 from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, Ranks
@@ -20,7 +18,6 @@ from fastdeploy_kvcache_v1.model.step_runner import StepRunner
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
-from fastdeploy_kvcache_v1.worker.host_share import HostShare
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.shadow import Harness
 
@@ -51,13 +48,6 @@ def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
     return [hub, *others]
 
 
-def host_shares(size: int) -> list[HostShare]:
-    """One host pool for ranks in this process."""
-    with make_share_ends(size) as ends:
-        kept = [ShareEnds(os.dup(each.file), tuple(map(os.dup, each.links))) for each in ends]
-    return [each.open(rank) for rank, each in enumerate(kept)]
-
-
 class FamilyEngine:
     """A server without its processes, with `size` worker ranks."""
 
@@ -77,7 +67,6 @@ class FamilyEngine:
         roles: dict[str, object] | None = None,
     ) -> None:
         """`roles`: `remote` or `offered` of the harness. `storage` is made when the engine has its memory."""
-        self.shares_host = size > 1 and num_host_blocks > 0 and model_of(family, mtp=mtp).ranks_cache_alike
         cache = KVCacheConfig(
             num_device_blocks,
             num_host_blocks,
@@ -90,7 +79,6 @@ class FamilyEngine:
             max_num_seqs=3,
             max_num_batched_tokens=max_num_batched_tokens,
             num_ranks=size,
-            ranks_share_host=self.shares_host,
             storage=None if storage is None else lambda manager, worker: storage(manager, self),
             **(roles or {}),
         )
@@ -99,13 +87,12 @@ class FamilyEngine:
         self.runtimes = list(runtimes) or [CpuRuntime() for _ in range(size)]
         config = model_of(family, mtp=mtp)
         backend = config.shard(size).cache_backend(block_size=BLOCK, dtype=FAMILIES[family][1])
-        self.shares = host_shares(size) if self.shares_host else [None] * size
         self.controllers: list[CacheController] = []
         self.runners: list[StepRunner] = []
         self.ranks = rank_group(size)
-        for ranks, runtime, share in zip(self.ranks, self.runtimes, self.shares, strict=True):
+        for ranks, runtime in zip(self.ranks, self.runtimes, strict=True):
             model = ChecksumModel(config, backend.layout, ranks=ranks)
-            controller = CacheController(backend, runtime=runtime, rank=ranks.rank, host_share=share)
+            controller = CacheController(backend, runtime=runtime, rank=ranks.rank)
             caches = controller.initialize_kv_cache(num_device_blocks, num_host_blocks)
             self.controllers.append(controller)
             self.runners.append(
@@ -178,6 +165,6 @@ class FamilyEngine:
         for controller, runtime in zip(self.controllers, self.runtimes, strict=True):
             controller.free()
             runtime.close()
-        for part in [*self.shares, *self.ranks]:
-            if part not in (None, ONE_RANK):
+        for part in self.ranks:
+            if part is not ONE_RANK:
                 part.close()

@@ -57,17 +57,6 @@ def test_the_two_copies_of_a_step_are_told_apart():
     assert [(each.target, each.ok) for each in merged.transfers] == [(SWAP_IN[1], False), (EVICT[1], True)]
 
 
-def test_into_a_shared_host_pool_rank_0_alone_copies():
-    answers = RankAnswers(2, share_host=True)
-    assert answers.take_report(0, report(copy(3, EVICT))).transfers == (copy(3, EVICT),)
-    answers.check()
-    (failed,) = answers.take_report(0, report(copy(4, EVICT, error="torn"))).transfers
-    assert failed.error == "rank 0: torn"
-    assert answers.take_report(0, report(copy(4, SWAP_IN), through=4)).transfers == ()
-    assert answers.take_report(1, report(copy(4, SWAP_IN), through=4)).transfers == (copy(4, SWAP_IN),)
-    answers.check()
-
-
 def test_a_step_ends_with_the_answer_of_the_last_rank():
     answers = RankAnswers(2)
     tokens = {"a": 1, "b": 2}

@@ -65,7 +65,7 @@ def device_row(engine, rng, layers, slot):
 
 
 def host_row(engine, rng, layers, slot):
-    controller = engine.controllers[0] if engine.shares_host else rng.choice(engine.controllers)
+    controller = rng.choice(engine.controllers)
     block, layout = controller.host_pool.block(slot), controller.layout
     return block[: layers * layout.layer_block_bytes]
 

@@ -37,7 +37,6 @@ def test_copy_that_does_not_end_is_told_while_steps_go_on():
         lambda second: (Progress(copies_ended=second, oldest_copy=5), None),
         lambda second: (Progress(copies_ended=3), None),
         lambda second: (Progress(waits_for_ranks=1), 1),
-        lambda second: (Progress(copies_held_up=1), 1),
     ],
     ids=[
         "idle",
@@ -46,7 +45,6 @@ def test_copy_that_does_not_end_is_told_while_steps_go_on():
         "many slow copies",
         "copies long ended",
         "others compute",
-        "others copy",
     ],
 )
 def test_whoever_gets_on_is_never_stuck(life):
@@ -84,7 +82,5 @@ def test_board_is_shared_and_leaves_no_name(tmp_path):
     worker.advance()
     worker.set_copies(4, 17)
     assert engine.read() == Progress(2, 4, 17)
-    worker.set_copies(4, -1, are_held_up=True)
-    assert engine.read() == Progress(2, 4, -1, copies_held_up=1)
     worker.close()
     engine.close()

@@ -62,7 +62,7 @@ def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_ser
     monkeypatch.setattr(process, "configure_reproducible_math", asked.append)
     config = WorkerConfig(None, 77, 16, "float32", 8, 0, "warning", num_threads=3)
     with pytest.raises(ModelError, match="loaded for 77"):
-        _build(WorkerLaunch(config, 0, Path(), 0, -1), board=None, ranks=ONE_RANK, share=None)
+        _build(WorkerLaunch(config, 0, Path(), 0, -1), board=None, ranks=ONE_RANK)
     assert asked == [3]
 
 
