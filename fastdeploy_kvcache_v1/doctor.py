@@ -255,8 +255,8 @@ def peer_findings(prefill: Sequence[str], decode: Sequence[str], secret_file: Pa
         return
     try:
         with needed_by("trying them", "embedded"):
-            from .embedded.disaggregation.secret_file import read_secret
-            from .embedded.disaggregation.trial import try_servers
+            from .transfer.secret_file import read_secret
+            from .transfer.trial import try_servers
     except ConfigError as error:
         yield Finding(False, "prefill and decode servers", str(error))
         return

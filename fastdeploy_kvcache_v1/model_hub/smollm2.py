@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cache_directory import VARIABLE, cache_directory
 from ..errors import ModelFetchError
-from .cache_directory import VARIABLE, cache_directory
 
 FORMAT = 1
 """Raised when the conversion writes something else; directories of other formats are left to the user."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..config import DEFAULT_PORT
-from ..embedded.disaggregation.secret_file import HELP as SECRET_HELP
-from ..embedded.disaggregation.secret_file import read_secret
 from ..errors import ConfigError
+from ..transfer.secret_file import HELP as SECRET_HELP
+from ..transfer.secret_file import read_secret
 
 __all__ = ["add_arguments", "run"]
 

@@ -6,7 +6,10 @@ import msgspec
 
 from .geometry import Geometry
 
-__all__ = ["RankInfo", "RoleInfo"]
+__all__ = ["PATH", "RankInfo", "RoleInfo"]
+
+PATH = "/kvcache/role"
+"""Of the embedded server."""
 
 
 class RankInfo(msgspec.Struct, forbid_unknown_fields=True):

@@ -6,9 +6,9 @@ import msgspec
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
 from fastdeploy_kvcache_v1.transfer.role_info import RoleInfo
+from fastdeploy_kvcache_v1.transfer.trial import try_servers
 from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until

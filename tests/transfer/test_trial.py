@@ -7,8 +7,8 @@ from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
 from tests.transfer.planes import HOST, SECRET
 from tests.transfer.ranks import DecodeRank, PrefillRank, Sockets, geometry
 
-pytest.importorskip("fastapi")
-from fastdeploy_kvcache_v1.embedded.disaggregation.trial import try_servers
+pytest.importorskip("httpx")
+from fastdeploy_kvcache_v1.transfer.trial import try_servers
 
 TWO = range(2)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...transfer import secret_file
 from ...transfer.settings import PeerPort, TransferSettings
-from . import secret_file
 
 __all__ = ["DEFAULTS", "Role", "RoleSettings", "add_role_arguments", "role_settings"]
 

@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.disaggregation.secret_file import read_secret
 from fastdeploy_kvcache_v1.embedded.disaggregation.settings import Role, add_role_arguments, role_settings
 from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.transfer.secret_file import read_secret
 
 SECRET = "sixteen bytes or more"
 

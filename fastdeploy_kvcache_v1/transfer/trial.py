@@ -9,13 +9,12 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from ...errors import KVCacheError, PeerRefusedError
-from ...transfer.authentication import prove_to_peer
-from ...transfer.channel import connect
-from ...transfer.geometry import require_compatible
-from ...transfer.role_info import RoleInfo
-from ...transfer.socket_plane import SocketPlane
-from .role_info import PATH
+from ..errors import KVCacheError, PeerRefusedError
+from .authentication import prove_to_peer
+from .channel import connect
+from .geometry import require_compatible
+from .role_info import PATH, RoleInfo
+from .socket_plane import SocketPlane
 
 __all__ = ["try_servers"]
 

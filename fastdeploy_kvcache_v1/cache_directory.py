@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..errors import ModelFetchError
+from .errors import ModelFetchError
 
 VARIABLE = "FASTDEPLOY_KVCACHE_CACHE"
 """Names the cache directory; without it, `fastdeploy-kvcache` in the user's own."""

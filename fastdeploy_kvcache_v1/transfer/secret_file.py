@@ -7,9 +7,9 @@ import os
 import tempfile
 from pathlib import Path
 
-from ...errors import ConfigError, ModelFetchError
-from ...model_hub.cache_directory import cache_directory
-from ...transfer.settings import require_secret
+from ..cache_directory import cache_directory
+from ..errors import ConfigError, ModelFetchError
+from .settings import require_secret
 
 __all__ = ["HELP", "read_secret"]
 
