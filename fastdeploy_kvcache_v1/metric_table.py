@@ -122,11 +122,13 @@ def _prompts(**helps: str) -> tuple[Metric, ...]:
 
 def _ended(outcome: str) -> Metric:
     text = "Requests by how they ended"
-    return Metric("requests_ended", text, Kind.COUNTER, Source.ENGINE, f"engine.{outcome}", {"outcome": outcome})
+    return Metric("requests_ended", text, Kind.COUNTER, Source.ENGINE, f"counters.{outcome}", {"outcome": outcome})
 
 
 def _queued(state: str) -> Metric:
-    return Metric("requests", "Requests by queue", Kind.GAUGE, Source.ENGINE, f"num_{state}", {"state": state})
+    return Metric(
+        "requests", "Requests by queue", Kind.GAUGE, Source.ENGINE, f"scheduler.num_{state}", {"state": state}
+    )
 
 
 COPY_OP = Metric(
@@ -330,24 +332,24 @@ TABLE: tuple[Metric, ...] = (
     _ended("finished"),
     _ended("aborted"),
     _ended("failed"),
-    Metric("steps", "Batches sent to the worker", Kind.COUNTER, Source.ENGINE, "engine.steps"),
+    Metric("steps", "Batches sent to the worker", Kind.COUNTER, Source.ENGINE, "counters.steps"),
     Metric(
-        "computed_tokens", "Tokens that went through the model", Kind.COUNTER, Source.ENGINE, "engine.computed_tokens"
+        "computed_tokens", "Tokens that went through the model", Kind.COUNTER, Source.ENGINE, "counters.computed_tokens"
     ),
-    Metric("generated_tokens", "Tokens sampled", Kind.COUNTER, Source.ENGINE, "engine.generated_tokens"),
+    Metric("generated_tokens", "Tokens sampled", Kind.COUNTER, Source.ENGINE, "counters.generated_tokens"),
     Metric(
         "draft_tokens",
         "Guesses of a draft layer that were verified",
         Kind.COUNTER,
         Source.ENGINE,
-        "engine.draft_tokens",
+        "counters.draft_tokens",
     ),
     Metric(
         "accepted_draft_tokens",
         "Verified guesses that were right",
         Kind.COUNTER,
         Source.ENGINE,
-        "engine.accepted_draft_tokens",
+        "counters.accepted_draft_tokens",
     ),
 )
 """Every row with a counter or a gauge behind it."""

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..embedded.client import Answer
-from ..embedded.model_choice import embedded_model, fastdeploy_cpu_model
+from ..embedded.command import embedded_model, fastdeploy_cpu_model
 from ..embedded.process import running_server
 from ..embedded.text import load_tokenizer
 from ..errors import ConfigError

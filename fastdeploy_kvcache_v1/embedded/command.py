@@ -7,20 +7,25 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelFetchError
 from ..model.config import load_model_config
+from ..model_hub.smollm2 import SMOLLM2, fetch
 from ..trace_recorder import VARIABLE as RECORD_VARIABLE
-from .model_choice import embedded_model, fastdeploy_cpu_model
 from .settings import add_serve_arguments, own_flags, server_config
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "embedded_model", "fastdeploy_cpu_model", "run"]
 
 COPY_FAULTS_VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
 """Test hook, see `copy_faults.py`."""
 
 CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
+
+RANDOM_WORD = "random"
+SMOLLM2_WORD = "smollm2"
+"""Words rather than directories; `./random` and `./smollm2` are directories."""
 
 EPILOG = """\
 Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, or was stuck for --worker-timeout seconds, after
@@ -62,7 +67,7 @@ def _exec_fastdeploy(args: argparse.Namespace, extra: Sequence[str]) -> NoReturn
     """Replace this process by the one that runs FastDeploy's server without a GPU, with every flag that was given."""
     args.model = fastdeploy_cpu_model(args.model)
     if args.record_trace is not None:
-        os.environ[RECORD_VARIABLE] = args.record_trace  # FastDeploy takes it as a variable
+        os.environ[RECORD_VARIABLE] = str(args.record_trace)  # FastDeploy takes it as a variable
     command, own = [sys.executable, "-m", CPU_SERVER], own_flags()
     for name, value in vars(args).items():
         if name in own or name in ("command", "run") or value is None:
@@ -75,3 +80,34 @@ def _exec_fastdeploy(args: argparse.Namespace, extra: Sequence[str]) -> NoReturn
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], [*command, *extra])
+
+
+def embedded_model(word: str | None, *, is_random: bool = False) -> Path | None:
+    """Directory that the embedded server loads; None is the random model.
+
+    Without a word it is the random model if `is_random`, where something of it was asked for. Else it is SmolLM2 or,
+    after one line on standard error that says why not, the random model. Raises `ModelFetchError` when SmolLM2 was
+    asked for and cannot be had.
+    """
+    if word is None and not is_random:
+        try:
+            return fetch(SMOLLM2, _say)
+        except ModelFetchError as error:
+            _say(f"warning: {error}; until then, the random model is served")
+            return None
+    if word is None or word == RANDOM_WORD:
+        return None
+    return Path(_directory(word))
+
+
+def fastdeploy_cpu_model(word: str | None) -> str | None:
+    """`--model` for FastDeploy over the CPU worker; None is its random model. Raises `ModelFetchError`."""
+    return None if word is None or word == RANDOM_WORD else _directory(word)
+
+
+def _directory(word: str) -> str:
+    return str(fetch(SMOLLM2, _say)) if word == SMOLLM2_WORD else word
+
+
+def _say(line: str) -> None:
+    print(f"fastdeploy-kvcache: {' '.join(line.split())}", file=sys.stderr, flush=True)

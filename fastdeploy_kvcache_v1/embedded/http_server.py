@@ -90,17 +90,10 @@ def ready_line(config: ServerConfig, address: tuple[str | int, ...], *, chats: b
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     url = f"http://{host}:{port}"
     note = " (a small random model, its text means nothing)"
-    path, asked = _try_chat() if chats else _try_completion()
+    asked = {"messages": [{"role": "user", "content": TRY_QUESTION}]} if chats else {"prompt": TRY_PROMPT}
+    path = "/v1/chat/completions" if chats else "/v1/completions"
     body = json.dumps({**asked, "max_tokens": 16, "temperature": 0})
     return (
         f"Ready: {url} serves {config.served_model_name}{note if config.is_random_model else ''}. "
         f"Try: curl {url}{path} -H 'Content-Type: application/json' -d '{body}'"
     )
-
-
-def _try_chat() -> tuple[str, dict[str, object]]:
-    return "/v1/chat/completions", {"messages": [{"role": "user", "content": TRY_QUESTION}]}
-
-
-def _try_completion() -> tuple[str, dict[str, object]]:
-    return "/v1/completions", {"prompt": TRY_PROMPT}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -22,51 +21,11 @@ from ..metric_table import (
     Source,
 )
 from ..scheduler.cache_stats import CacheStats
-from ..storage.engine.tier import StorageTier
-from ..trace_recorder import TraceRecorder
-from .engine.engine_counters import EngineCounters
-from .engine.peer_requests import PeerRequests
+from .engine.engine_core import EngineCore
 
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 Family = CounterMetricFamily | GaugeMetricFamily
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One look at the engine for one scrape."""
-
-    cache: CacheStats
-    engine: EngineCounters
-    num_running: int
-    num_waiting: int
-    storage: StorageTier | None = None
-    recorder: TraceRecorder | None = None
-    peers: PeerRequests | None = None
-
-    def objects(self, source: Source) -> Iterable[tuple[tuple[str, ...], object]]:
-        """Objects of `source`, each with the values of the labels that the source adds."""
-        match source:
-            case Source.COUNTERS:
-                return [((), self.cache.counters)]
-            case Source.STATS:
-                return [((), self.cache)]
-            case Source.COPIES:
-                return [((str(rank),), copies) for rank, copies in enumerate(self.engine.copies)]
-            case Source.STORAGE:
-                return [] if self.storage is None else [((), self.storage)]
-            case Source.TRACE:
-                return [] if self.recorder is None else [((), self.recorder)]
-            case Source.TRANSFERS:
-                sides = () if self.peers is None else self.peers.sides
-                return [((name,), side.ledger) for name, side in sides]
-            case Source.REMOTE_PREFILLS:
-                remote = None if self.peers is None else self.peers.remote
-                return [] if remote is None else [((), remote.counters)]
-            case Source.REPORTS | Source.OVERLAY | Source.GRANTS:
-                return []
-            case Source.ENGINE:
-                return [((), self)]
 
 
 class Metrics:
@@ -74,13 +33,13 @@ class Metrics:
 
     def __init__(
         self,
-        snapshot: Callable[[], Snapshot],
+        core: EngineCore,
         *,
         copy_ops: Mapping[str, str] | None = None,
         copy_paths: Iterable[Iterable[CopyPath]] = (),
     ) -> None:
-        """`copy_ops`: name of the implementation behind every copy op of the worker. `copy_paths`: how each
-        rank copies.
+        """`core` tells its latencies from now on. `copy_ops`: name of the implementation behind every copy op of the
+        worker. `copy_paths`: how each rank copies.
         """
         self._registry = CollectorRegistry()
         live = Gauge(COPY_OP.full_name, COPY_OP.help, COPY_OP.label_names, registry=self._registry)
@@ -90,7 +49,7 @@ class Metrics:
         for rank, ways in enumerate(copy_paths):
             for path in ways:
                 paths.labels(*path, rank).set(0 if path.left else 1)
-        self._registry.register(_SnapshotCollector(snapshot))
+        self._registry.register(_CoreCollector(core))
         self._first_token = Histogram(
             TIME_TO_FIRST_TOKEN.full_name, TIME_TO_FIRST_TOKEN.help, buckets=TTFT_BUCKETS, registry=self._registry
         )
@@ -102,30 +61,50 @@ class Metrics:
             buckets=STORAGE_BUCKETS_S,
             registry=self._registry,
         )
-
-    def observe_first_token(self, seconds: float) -> None:
-        self._first_token.observe(seconds)
-
-    def observe_storage(self, operation: str, seconds: float) -> None:
-        self._storage.labels(operation).observe(seconds)
+        core.observe_first_token = self._first_token.observe
+        if core.storage is not None:
+            core.storage.observe_latency = lambda operation, seconds: self._storage.labels(operation).observe(seconds)
 
     def render(self) -> bytes:
         """Prometheus text format."""
         return generate_latest(self._registry)
 
 
-class _SnapshotCollector(Collector):
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot = snapshot
+class _CoreCollector(Collector):
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
 
     def collect(self) -> Iterator[Family]:
-        now = self._snapshot()
+        stats = self._core.manager.stats()
         families: dict[str, Family] = {}
         for metric in TABLE:
             family = families.setdefault(metric.name, _family(metric))
-            for added, source in now.objects(metric.source):
+            for added, source in _objects(self._core, stats, metric.source):
                 family.add_metric([*metric.labels.values(), *added], metric.value(source))
         yield from families.values()
+
+
+def _objects(core: EngineCore, stats: CacheStats, source: Source) -> Iterable[tuple[tuple[str, ...], object]]:
+    """Objects of `source`, each with the values of the labels that the source adds."""
+    match source:
+        case Source.COUNTERS:
+            return [((), stats.counters)]
+        case Source.STATS:
+            return [((), stats)]
+        case Source.COPIES:
+            return [((str(rank),), copies) for rank, copies in enumerate(core.counters.copies)]
+        case Source.STORAGE:
+            return [] if core.storage is None else [((), core.storage)]
+        case Source.TRACE:
+            return [] if core.recorder is None else [((), core.recorder)]
+        case Source.TRANSFERS:
+            return [((name,), side.ledger) for name, side in core.peers.sides]
+        case Source.REMOTE_PREFILLS:
+            return [] if core.peers.remote is None else [((), core.peers.remote.counters)]
+        case Source.ENGINE:
+            return [((), core)]
+        case Source.REPORTS | Source.OVERLAY | Source.GRANTS:
+            return []
 
 
 def _family(metric: Metric) -> Family:

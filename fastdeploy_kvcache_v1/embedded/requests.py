@@ -78,7 +78,7 @@ class RequestReader:
             min_p=body.min_p,
             seed=random.getrandbits(63) if body.seed is None else body.seed,  # drawn, so that a retry repeats itself
         )
-        banned = tuple(sorted(token for token in ends if 0 <= token < self._config.vocab_size))
+        banned = tuple(sorted(token for token in ends if 0 <= token < self._config.model.vocab_size))
         request = GenerationRequest(
             request_id=request_id,
             prompt_ids=reading.token_ids,
@@ -134,9 +134,9 @@ class RequestReader:
             check_model(body.model, config.served_model_name)
         if not token_ids:
             raise ApiError(400, f"{param}: must not be empty", param)
-        if min(token_ids) < 0 or max(token_ids) >= config.vocab_size:
+        if min(token_ids) < 0 or max(token_ids) >= config.model.vocab_size:
             param = "prompt_token_ids" if body.prompt_token_ids else param
-            raise ApiError(400, f"{param}: token ids must lie in 0..{config.vocab_size - 1}", param)
+            raise ApiError(400, f"{param}: token ids must lie in 0..{config.model.vocab_size - 1}", param)
         max_tokens = self._max_tokens(len(token_ids), body.token_limit, param, default_max_tokens)
         hasher = BlockHasher(
             config.cache.block_size,

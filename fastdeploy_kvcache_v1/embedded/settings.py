@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
-from ..model.config import FAMILIES, ModelConfig
+from ..model.config import FAMILIES, ChecksumConfig, ModelConfig
 from ..model.reproducible import default_threads
 from ..scheduler.policies.tables import EVICTION_POLICIES
 from ..storage.settings import HELP as STORAGE_HELP
@@ -27,56 +27,59 @@ DEFAULT_DEVICE_BYTES = GIB // 2
 DEFAULT_SWAP_BYTES = GIB
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What the server runs with. Every value has been checked."""
+    """What the server runs with. Every value has been checked; the defaults are those of the flags."""
 
-    model_path: Path | None
-    served_model_name: str
-    vocab_size: int
-    host: str
-    port: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
     cache: KVCacheConfig
-    cache_dtype: str
-    log_level: str
-    worker_timeout_s: float = 120.0
-    """0 sets no limit."""
+    model: ModelConfig = field(default_factory=ChecksumConfig)
+    model_path: Path | None = None
+    """None: the random model."""
+    served_model_name: str = RANDOM_MODEL_NAME
     checks_model_name: bool = False
     """Requests must name the served model or "default"; otherwise any name will do, as with FastDeploy."""
-    num_threads: int = 1
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    max_model_len: int = ChecksumConfig.max_position
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    tensor_parallel_size: int = 1
+    """Worker processes, each with its share of the model's heads."""
+    cache_dtype: str = "float32"
+    threads: int = default_threads()
+    """Of each worker process."""
+    worker_timeout: float = 120.0
+    """Seconds; 0 sets no limit."""
+    log_level: str = "warning"
     storage: StorageSettings | None = None
     record_trace: Path | None = None
     """None: no trace is recorded."""
-    model_family: str | None = None
-    """Of the random model."""
-    mtp: bool = False
-    """The random model has a draft layer."""
     role: RoleSettings | None = None
     """None: mixed."""
-    tensor_parallel_size: int = 1
-    """Worker processes, each with its share of the model's heads."""
 
     @property
     def is_random_model(self) -> bool:
         return self.model_path is None
 
 
+TAKEN = (
+    "host",
+    "port",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+    "cache_dtype",
+    "threads",
+    "worker_timeout",
+    "log_level",
+)
+"""Fields of `ServerConfig` that flags of the same names set as they are."""
+
 DEFAULTS: dict[str, object] = {
-    "host": "127.0.0.1",
-    "port": DEFAULT_PORT,
-    "max_num_seqs": 32,
-    "max_num_batched_tokens": 2048,
+    **{name: getattr(ServerConfig, name) for name in TAKEN},
     "block_size": KVCacheConfig.block_size,
     "eviction_policy": KVCacheConfig.eviction_policy,
     "enable_prefix_caching": KVCacheConfig.enable_prefix_caching,
-    "tensor_parallel_size": ServerConfig.tensor_parallel_size,
-    "cache_dtype": "float32",
-    "log_level": "warning",
-    "worker_timeout": ServerConfig.worker_timeout_s,
-    "threads": default_threads(),
     "kvcache_storage_gib": StorageSettings.capacity_bytes // GIB,
     "storage_prefetch": StorageSettings.prefetch.value,
     **ROLE_DEFAULTS,
@@ -183,6 +186,7 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--record-trace",
         "record hashes, lengths and times of the requests, for `fastdeploy-kvcache replay`; no tokens, no text",
+        type=Path,
         metavar="FILE",
     )
     add("--log-level", "debug, info, warning or error", metavar="LEVEL")
@@ -194,39 +198,29 @@ def server_config(args: argparse.Namespace, model: ModelConfig, *, free_bytes: i
     given = {name: value for name, value in vars(args).items() if value is not None}
     values = argparse.Namespace(**{**vars(args), **DEFAULTS, **given})
     _check_ranges(values)
-    max_model_len = given.get("max_model_len", model.max_position)
-    if not 1 < max_model_len <= model.max_position:
-        raise ConfigError(f"--max-model-len must be 2 to {model.max_position} for this model, got {max_model_len}")
-    model_path = None if values.model is None else Path(values.model)
-    default_name = RANDOM_MODEL_NAME if model_path is None else model_path.resolve().name
-    cache = _cache_config(values, model, max_model_len, free_bytes)
+    longest = values.max_model_len = given.get("max_model_len", model.max_position)
+    if not 1 < longest <= model.max_position:
+        raise ConfigError(f"--max-model-len must be 2 to {model.max_position} for this model, got {longest}")
+    path = None if values.model is None else Path(values.model)
+    cache = _cache_config(values, model, free_bytes)
     storage = _storage_settings(values, cache)
     if storage is not None and storage.flush_only:
         cache = replace(cache, max_queued_events=KVCacheConfig.max_queued_events)
     role = role_settings(args)
     if role is not None:
         _check_role(role, values, storage)
+    default_name = RANDOM_MODEL_NAME if path is None else path.resolve().name
     return ServerConfig(
-        model_path=model_path,
-        served_model_name=given.get("served_model_name", default_name),
-        vocab_size=model.vocab_size,
-        host=values.host,
-        port=values.port,
-        max_model_len=max_model_len,
-        max_num_seqs=values.max_num_seqs,
-        max_num_batched_tokens=values.max_num_batched_tokens,
         cache=cache,
-        cache_dtype=values.cache_dtype,
-        log_level=values.log_level,
-        worker_timeout_s=values.worker_timeout,
+        model=model,
+        model_path=path,
+        served_model_name=given.get("served_model_name", default_name),
         checks_model_name="served_model_name" in given,
-        num_threads=values.threads,
+        max_model_len=longest,
         storage=storage,
-        record_trace=None if values.record_trace is None else Path(values.record_trace),
-        model_family=values.model_family,
-        mtp=values.mtp,
+        record_trace=values.record_trace,
         role=role,
-        tensor_parallel_size=values.tensor_parallel_size,
+        **{name: getattr(values, name) for name in TAKEN},
     )
 
 
@@ -259,7 +253,7 @@ def _check_role(role: RoleSettings, values: argparse.Namespace, storage: Storage
         raise ConfigError("--role needs the cache: leave out --no-enable-prefix-caching")
 
 
-def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len: int, free_bytes: int) -> KVCacheConfig:
+def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: int) -> KVCacheConfig:
     stores = takes_host_blocks(values.kvcache_storage_backend)
     if values.eviction_policy not in EVICTION_POLICIES:
         choices = ", ".join(EVICTION_POLICIES)
@@ -274,7 +268,7 @@ def _cache_config(values: argparse.Namespace, model: ModelConfig, max_model_len:
     share = int(free_bytes * MEMORY_SHARE)
     num_device_blocks = values.num_gpu_blocks_override
     if num_device_blocks is None:
-        useful = values.max_num_seqs * -(-max_model_len // values.block_size)
+        useful = values.max_num_seqs * -(-values.max_model_len // values.block_size)
         num_device_blocks = max(1, min(useful, min(DEFAULT_DEVICE_BYTES, share) // block_bytes))
     elif num_device_blocks < 1:
         raise ConfigError(f"--num-gpu-blocks-override must be at least 1, got {num_device_blocks}")

@@ -10,34 +10,27 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.app import create_app
 from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
-from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
 from fastdeploy_kvcache_v1.embedded.metrics import Metrics
 from fastdeploy_kvcache_v1.embedded.requests import RequestReader
-from fastdeploy_kvcache_v1.embedded.serve import _snapshot
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.metadata import CopyPath
-from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient
 
 
 class Server:
     def __init__(self, cache, options):
-        config = ServerConfig(
-            None, "tiny", BYTE_VOCAB_SIZE, "127.0.0.1", 0, 200, 8, 64, cache, "float32", "warning", **options
-        )
+        config = ServerConfig(cache=cache, served_model_name="tiny", max_model_len=200, **options)
         manager = CacheManager(cache)
-        scheduler = Scheduler(manager, block_size=cache.block_size, max_num_seqs=8, max_num_batched_tokens=64)
         self.worker = ShadowWorkerClient(ShadowWorker(cache))
         self.fatal = []
-        core = EngineCore(manager, scheduler, self.worker.send)
+        core = EngineCore(manager, self.worker.send, max_num_seqs=8, max_num_batched_tokens=64)
         metrics = Metrics(
-            lambda: _snapshot(manager, scheduler, core),
+            core,
             copy_ops={"swap_cache_per_layer.cpu": "some"},
             copy_paths=[[CopyPath("in", "some"), CopyPath("out", "other", "it is slow")]],
         )
-        core.observe_first_token = metrics.observe_first_token
         self.engine = Engine(core, self.worker, on_fatal=self.fatal.append)
         reader = RequestReader(config, load_tokenizer(None))
         self.client = TestClient(create_app(config, self.engine, reader, metrics))

@@ -6,15 +6,12 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
-from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
-from fastdeploy_kvcache_v1.embedded.engine.peer_requests import PeerRequests
-from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
-from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
 from fastdeploy_kvcache_v1.metadata import CacheAccess, CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
@@ -104,7 +101,7 @@ class ShadowWorker:
 
 
 class ShadowWorkerClient:
-    """A `WorkerClient` whose worker is a thread of this process. `gate` holds batches back while it is cleared."""
+    """A worker client whose worker is a thread of this process. `gate` holds batches back while it is cleared."""
 
     def __init__(self, worker: ShadowWorker) -> None:
         self.worker = worker
@@ -189,33 +186,23 @@ class Harness:
         max_num_batched_tokens: int = 32,
         fails: Callable[[TransferResult], bool] = lambda result: False,
         storage: Callable[[CacheManager, ShadowWorker], StorageTier] | None = None,
-        remote: RemotePrefills | None = None,
-        offered: OfferedPrefills | None = None,
-        num_ranks: int = 1,
+        **options: Any,
     ) -> None:
-        """`remote` of a decode server, `offered` of a prefill server."""
+        """`options` of the core."""
         self.config = config
         self.manager = CacheManager(config)
         self.worker = ShadowWorker(config, fails)
         tier = self.storage = None if storage is None else storage(self.manager, self.worker)
-        self.scheduler = Scheduler(
-            self.manager,
-            block_size=config.block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            may_start=lambda generation: tier is None or tier.may_start(generation.request_id),
-            is_remote=lambda generation, num_matched: remote is not None and remote.wants(generation, num_matched),
-        )
         self.sent: list[BatchRequest] = []
-        peers = PeerRequests(self.manager, self.scheduler, remote=remote, offered=offered)
         self.core = EngineCore(
             self.manager,
-            self.scheduler,
             self.sent.append,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             storage=tier,
-            peers=peers,
-            num_ranks=num_ranks,
+            **options,
         )
+        self.scheduler = self.core.scheduler
 
     @property
     def num_preemptions(self) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1 import cli
-from fastdeploy_kvcache_v1.embedded import command, model_choice
-from fastdeploy_kvcache_v1.embedded.model_choice import embedded_model, fastdeploy_cpu_model
+from fastdeploy_kvcache_v1.embedded import command
+from fastdeploy_kvcache_v1.embedded.command import embedded_model, fastdeploy_cpu_model
 from fastdeploy_kvcache_v1.errors import ModelFetchError
 from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2
 
@@ -23,7 +23,7 @@ def fetches(monkeypatch):
         fetched.append(model)
         return FETCHED
 
-    monkeypatch.setattr(model_choice, "fetch", fetch)
+    monkeypatch.setattr(command, "fetch", fetch)
     return fetched
 
 
@@ -32,7 +32,7 @@ def no_network(monkeypatch):
     def fetch(model, say):
         raise ModelFetchError("cannot fetch it: no\nnetwork; do this")
 
-    monkeypatch.setattr(model_choice, "fetch", fetch)
+    monkeypatch.setattr(command, "fetch", fetch)
 
 
 @pytest.mark.parametrize("word", [None, "smollm2"])

@@ -10,9 +10,7 @@ from fastdeploy_kvcache_v1.embedded.requests import RequestReader
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 
-CONFIG = ServerConfig(
-    None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, KVCacheConfig(64, block_size=4), "float32", "warning"
-)
+CONFIG = ServerConfig(cache=KVCacheConfig(64, block_size=4), max_model_len=200)
 USER = {"role": "user", "content": "hi"}
 
 

@@ -36,7 +36,7 @@ class StubEngine:
 
 @pytest.fixture
 def server_config():
-    return ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, KVCacheConfig(8), "float32", "warning")
+    return ServerConfig(cache=KVCacheConfig(8))
 
 
 def test_signal_before_the_server_took_over_ends_it_without_a_ready_line(server_config, capsys):

@@ -6,10 +6,8 @@ import pytest
 
 from fastdeploy_kvcache_v1.embedded.settings import GIB, add_serve_arguments, server_config
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.model.config import ChecksumConfig
+from fastdeploy_kvcache_v1.model.config import ChecksumConfig, load_model_config
 from fastdeploy_kvcache_v1.model.reproducible import default_threads
-
-MODEL = ChecksumConfig()
 
 BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
 
@@ -20,10 +18,12 @@ STORAGE = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv")
 ATTENTION_STORE = ("--kvcache-storage-backend", "attention_store")
 
 
-def configure(*flags, free_bytes=8 * GIB, model=MODEL):
+def configure(*flags, free_bytes=8 * GIB, model=None):
     parser = argparse.ArgumentParser()
     add_serve_arguments(parser)
-    return server_config(parser.parse_args(flags), model, free_bytes=free_bytes)
+    args = parser.parse_args(flags)
+    model = model or load_model_config(None, args.model_family, mtp=args.mtp)
+    return server_config(args, model, free_bytes=free_bytes)
 
 
 def test_defaults():
@@ -36,8 +36,7 @@ def test_defaults():
     assert config.cache.write_policy.value == "auto"
     assert config.cache.num_host_blocks == GIB // BLOCK_BYTES
     assert config.cache.num_device_blocks == GIB // 2 // BLOCK_BYTES
-    assert config.worker_timeout_s == 120
-    assert config.num_threads == default_threads()
+    assert (config.worker_timeout, config.threads) == (120, default_threads())
 
 
 def test_storage_is_a_directory_for_ten_gib_that_requests_wait_for_a_while():
@@ -97,7 +96,7 @@ def test_sizes():
     assert config.cache.num_device_blocks == 7
     assert config.max_model_len == 100
     config = configure("--worker-timeout", "0", "--threads", "3")
-    assert (config.worker_timeout_s, config.num_threads) == (0, 3)
+    assert (config.worker_timeout, config.threads) == (0, 3)
 
 
 def test_cache_dtype_decides_the_block_size():

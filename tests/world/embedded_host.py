@@ -18,8 +18,6 @@ from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLay
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
-from fastdeploy_kvcache_v1.embedded.engine.peer_requests import PeerRequests
-from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
 from fastdeploy_kvcache_v1.errors import TransferError
 from fastdeploy_kvcache_v1.metadata import CacheAccess
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
@@ -156,21 +154,13 @@ class Engine:
         """`pace`: how slowly it believes to compute, and so whether it loads."""
         self.world, self.manager, self.rank = world, manager, rank
         self.block_size = manager.config.block_size
-        self.scheduler = Scheduler(
-            manager,
-            block_size=self.block_size,
-            max_num_seqs=seats,
-            max_num_batched_tokens=budget,
-            may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
-            is_remote=lambda generation, found: remote is not None and remote.wants(generation, found),
-        )
-        peers = PeerRequests(manager, self.scheduler, remote=remote, offered=offered)
         self._sent: list[tuple[BatchRequest, dict[str, Generation]]] = []
         """With the requests that it names: their names may be those of others when it is taken."""
         self.core = EngineCore(
-            manager, self.scheduler, self._send, storage=storage, peers=peers,
-            clock=lambda: world.clock() * pace,
+            manager, self._send, max_num_seqs=seats, max_num_batched_tokens=budget,
+            storage=storage, remote=remote, offered=offered, clock=lambda: world.clock() * pace,
         )  # fmt: skip
+        self.scheduler = self.core.scheduler
         self._answer: tuple[BatchRequest, StepResult] | None = None
         self._has_ended = False
 

@@ -17,8 +17,6 @@ __all__ = ["PrefillClient"]
 
 logger = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 64 << 10
-
 OnAnswer = Callable[[str, "PrefillAnswer | str"], None]
 
 
@@ -106,24 +104,10 @@ class PrefillClient:
         headers = {"content-type": "application/json", PROOF_HEADER: proof(self._secret, "job", body)}
         async with self._http.stream("POST", url.rstrip("/") + PATH, content=body, headers=headers) as response:
             if response.status_code != 200:
-                return f"{url} answers with HTTP {response.status_code}: {await _beginning(response)}"
-            rest = b""
-            async for chunk in response.aiter_bytes():
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    said = msgspec.json.decode(line, type=PrefillLine)
-                    if said.answer is not None or said.error is not None:
-                        return said.answer or f"{url}: {said.error}"
-                if len(rest) > MAX_LINE_BYTES:
-                    break
+                said = (await response.aread()).decode(errors="replace")
+                return f"{url} answers with HTTP {response.status_code}: {' '.join(said.split())[:500]}"
+            async for text in response.aiter_lines():
+                line = msgspec.json.decode(text, type=PrefillLine)
+                if line.answer is not None or line.error is not None:
+                    return line.answer or f"{url}: {line.error}"
         return f"{url} ended its answer too early"
-
-
-async def _beginning(response: httpx.Response) -> str:
-    """Of an error's body, in one line."""
-    text = b""
-    async for chunk in response.aiter_bytes():
-        text += chunk
-        if len(text) > 500:
-            break
-    return " ".join(text[:500].decode("utf-8", errors="replace").split())

@@ -6,6 +6,7 @@ import argparse
 import enum
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError
 from ...transfer import secret_file
@@ -29,28 +30,40 @@ class RoleSettings:
 
     role: Role
     address: PeerPort
-    """Where this server's worker listens: a prefill server for reads, a decode server for the prefill servers."""
+    """Where worker rank 0 listens: a prefill server for reads, a decode server for the prefill servers."""
     plane: str
-    checksums: bool
     transfer: TransferSettings
+    checksums: bool = True
+
+    def address_of(self, rank: int) -> PeerPort:
+        """0 for a free port; the ranks behind rank 0 have the ports behind its."""
+        port = self.address.port
+        return self.address._replace(port=port + rank if port else 0)
 
 
 DEFAULTS: dict[str, object] = {
     "role": "mixed",
     "transfer_address": "127.0.0.1",
     "transfer_plane": "socket",
+    "transfer_checksums": True,
     "transfer_silence": 10.0,
     "transfer_wait": 120.0,
     "transfer_lease": 60.0,
+}
+
+TIMES = {
+    "silence": "a peer without a sign of life for so long counts as dead",
+    "wait": "a decode server computes a prompt itself when it hears nothing new of it for so long",
+    "lease": "a prefill server keeps blocks for so long that nobody asks for",
 }
 
 
 def add_role_arguments(parser: argparse.ArgumentParser) -> None:
     """Values that are not given stay None."""
 
-    def add(flag: str, text: str, **options: object) -> None:
+    def add(flag: str, text: str, **options: Any) -> None:
         default = DEFAULTS.get(flag.removeprefix("--").replace("-", "_"))
-        parser.add_argument(flag, help=text + ("" if default is None else f" (default: {default})"), **options)  # type: ignore[arg-type]
+        parser.add_argument(flag, help=text + ("" if default is None else f" (default: {default})"), **options)
 
     add(
         "--role",
@@ -59,69 +72,47 @@ def add_role_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROLE",
     )
     add("--peer-secret-file", secret_file.HELP, type=Path, metavar="FILE")
-    add(
-        "--transfer-address",
-        "with a role: address for blocks that peers reach, with a port if it is to be a certain one",
-        metavar="HOST[:PORT]",
-    )
+    address = "with a role: address for blocks that peers reach, with a port if it is to be a certain one"
+    add("--transfer-address", address, metavar="HOST[:PORT]")
     add("--transfer-plane", f"with a role: how blocks travel: {', '.join(PLANES)}", metavar="NAME")
-    parser.add_argument(
-        "--transfer-checksums",
-        action=argparse.BooleanOptionalAction,
-        help="with a role: find bytes that changed on the way (default: on)",
-    )
-    add("--transfer-silence", "a peer without a sign of life for so long counts as dead", type=float, metavar="SECONDS")
-    add(
-        "--transfer-wait",
-        "a decode server computes a prompt itself when it hears nothing new of it for so long",
-        type=float,
-        metavar="SECONDS",
-    )
-    add(
-        "--transfer-lease",
-        "a prefill server keeps blocks for so long that nobody asks for",
-        type=float,
-        metavar="SECONDS",
-    )
+    checksums = "with a role: find bytes that changed on the way"
+    add("--transfer-checksums", checksums, action=argparse.BooleanOptionalAction)
+    for name, text in TIMES.items():
+        add(f"--transfer-{name}", text, type=float, metavar="SECONDS")
 
 
 def role_settings(values: argparse.Namespace) -> RoleSettings | None:
     """None for the role mixed. Raises `ConfigError`."""
-    given = {name: value for name in DEFAULTS if (value := getattr(values, name, None)) is not None}
-    chosen = {**DEFAULTS, **given}
+    names = (*DEFAULTS, "peer_secret_file")
+    given = {name: value for name in names if (value := getattr(values, name, None)) is not None}
+    chosen: dict[str, Any] = {**DEFAULTS, **given}
     roles = ("mixed", *(role.value for role in Role))
     if chosen["role"] not in roles:
         raise ConfigError(f"--role must be one of {', '.join(roles)}, got {chosen['role']!r}")
-    secret_path = getattr(values, "peer_secret_file", None)
     if chosen["role"] == "mixed":
-        for name in (*(each for each in given if each != "role"), *(["peer_secret_file"] if secret_path else [])):
+        for name in given.keys() - {"role"}:
             raise ConfigError(f"--{name.replace('_', '-')} needs --role prefill or --role decode")
         return None
-    if chosen["transfer_plane"] in GPU_PLANES:
-        raise ConfigError(
-            f"--transfer-plane {chosen['transfer_plane']} needs a GPU, and this server computes on the CPU: choose one "
-            f"of {', '.join(PLANES)}"
+    plane = chosen["transfer_plane"]
+    if plane not in PLANES:
+        why = (
+            "needs a GPU, and this server computes on the CPU: choose" if plane in GPU_PLANES else "is unknown: choose"
         )
-    if chosen["transfer_plane"] not in PLANES:
-        raise ConfigError(f"--transfer-plane must be one of {', '.join(PLANES)}, got {chosen['transfer_plane']!r}")
-    checksums = getattr(values, "transfer_checksums", None)
-    times = {name: chosen[f"transfer_{name}"] for name in ("silence", "wait", "lease")}
-    for name, seconds in times.items():
-        if not isinstance(seconds, float) or not 0 < seconds < float("inf"):
-            raise ConfigError(f"--transfer-{name} must be a number of seconds above 0, got {seconds}")
-    if times["silence"] <= 1:
+        raise ConfigError(f"--transfer-plane {plane} {why} one of {', '.join(PLANES)}")
+    times = {f"{name}_s": chosen[f"transfer_{name}"] for name in TIMES}
+    for name in TIMES:
+        if not 0 < times[f"{name}_s"] < float("inf"):
+            raise ConfigError(f"--transfer-{name} must be a number of seconds above 0, got {times[f'{name}_s']}")
+    if times["silence_s"] <= 1:
         raise ConfigError(
-            f"--transfer-silence must be above 1 second, the time between two signs, got {times['silence']}"
+            f"--transfer-silence must be above 1 second, the time between two signs, got {times['silence_s']}"
         )
     return RoleSettings(
         role=Role(chosen["role"]),
-        address=_address(str(chosen["transfer_address"])),
-        plane=str(chosen["transfer_plane"]),
-        checksums=True if checksums is None else checksums,
-        transfer=TransferSettings(
-            secret=secret_file.read_secret(secret_path),
-            **{f"{name}_s": seconds for name, seconds in times.items()},
-        ),
+        address=_address(chosen["transfer_address"]),
+        plane=plane,
+        checksums=chosen["transfer_checksums"],
+        transfer=TransferSettings(secret=secret_file.read_secret(chosen.get("peer_secret_file")), **times),
     )
 
 

@@ -7,37 +7,23 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from ...batch_request import BatchRequest
 from ...metadata import TransferReport
 from ...model.step import StepResult
-from ...storage.engine.link import Answer
+from ...storage.engine.link import Answer as StorageAnswer
 from ...transfer.rank_messages import TransferNews
 from ..prefill_job import PrefillAnswer
 from .engine_core import EngineCore
 from .generation import Failure, Generation
 
+if TYPE_CHECKING:
+    from ..worker.client import ProcessWorkerClient
+    from ..worker.rank_process import Answer
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-WorkerMessage = StepResult | TransferReport | TransferNews
-
-
-class WorkerClient(Protocol):
-    """The engine's end of a worker."""
-
-    def listen(self, on_message: Callable[[int, WorkerMessage], None], on_death: Callable[[str], None]) -> None:
-        """Deliver answers, each with its rank, and at most once the reason of an unexpected death, from threads of the
-        client.
-        """
-
-    def send(self, batch: BatchRequest) -> None:
-        """Hand over a batch to every rank without blocking. A dead worker is no error here: `on_death` tells."""
-
-    def close(self) -> None:
-        """Stop the worker and free everything. No callback runs afterwards. Idempotent."""
 
 
 class Engine:
@@ -47,14 +33,12 @@ class Engine:
     turn, so no client can stop the steps of the others, however often it asks.
     """
 
-    def __init__(self, core: EngineCore, worker: WorkerClient, *, on_fatal: Callable[[str], None]) -> None:
+    def __init__(self, core: EngineCore, worker: ProcessWorkerClient, *, on_fatal: Callable[[str], None]) -> None:
         """`on_fatal` is called once, on the engine thread, when no request can be served any more."""
         self._core = core
         self._worker = worker
         self._on_fatal = on_fatal
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._calls: dict[Callable[[EngineCore], Any], list[concurrent.futures.Future[Any]]] = {}
-        """Futures of the callers that wait for an action in the inbox."""
         self._lock = threading.Lock()
         self._is_open = True
         self._stop = False
@@ -87,36 +71,19 @@ class Engine:
         self._post(lambda: self._core.close(Failure(503, reason)))
 
     def call(self, action: Callable[[EngineCore], T]) -> concurrent.futures.Future[T]:
-        """Run `action` between two steps of the engine thread; its result or exception arrives in the future.
-
-        Calls of the same action that wait together are answered by one run of it: a check is O(cache), whether one
-        client or a thousand ask for it.
-        """
+        """Run `action` between two steps of the engine thread; its result or exception arrives in the future."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        with self._lock:
-            if not self._is_open:
-                future.set_exception(RuntimeError("the engine is stopped"))
-                return future
-            waiting = self._calls.setdefault(action, [])
-            waiting.append(future)
-            if len(waiting) == 1:
-                self._inbox.put(lambda: self._answer(action))
-        return future
 
-    def _answer(self, action: Callable[[EngineCore], Any]) -> None:
-        with self._lock:
-            waiting = self._calls.pop(action)
-        futures = [future for future in waiting if future.set_running_or_notify_cancel()]
-        if not futures:
-            return  # every client that asked is gone
-        try:
-            result = action(self._core)
-        except Exception as error:
-            for future in futures:
-                future.set_exception(error)
-        else:
-            for future in futures:
-                future.set_result(result)
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(action(self._core))
+                except Exception as error:
+                    future.set_exception(error)
+
+        if not self._post(run):
+            future.set_exception(RuntimeError("the engine is stopped"))
+        return future
 
     def close(self) -> None:
         """Fail what is open, stop the thread, stop the worker. Idempotent."""
@@ -135,7 +102,7 @@ class Engine:
     def _request_stop(self) -> None:
         self._stop = True
 
-    def _on_message(self, rank: int, message: WorkerMessage) -> None:
+    def _on_message(self, rank: int, message: Answer) -> None:
         match message:
             case StepResult():
                 self._post(lambda: self._core.on_step_result(message, rank))
@@ -148,7 +115,7 @@ class Engine:
         """What the client of prefill servers delivers, on its own thread."""
         self._post(lambda: self._core.on_prefill_answer(request_id, answer))
 
-    def on_storage(self, answer: Answer) -> None:
+    def on_storage(self, answer: StorageAnswer) -> None:
         """What the link to the storage delivers, on its own thread."""
         self._post(lambda: self._core.on_storage(answer))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 from ...batch_request import BatchRequest
 from ...copy_totals import RankCopies
@@ -18,10 +18,11 @@ from ...timings import LoadTime, PrefillTime
 from ...trace_recorder import TraceRecorder
 from ...transfer.rank_messages import TransferNews
 from ..prefill_job import PrefillAnswer
-from .engine_counters import EngineCounters
 from .generation import Delta, Failure, Generation, State
+from .offered_prefills import OfferedPrefills
 from .peer_requests import PeerRequests
 from .rank_answers import RankAnswers
+from .remote_prefills import RemotePrefills
 from .scheduler import Scheduled, Scheduler
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,25 @@ FETCHED_AHEAD = 32
 
 MAX_COPY_FAILURES = 3
 """A request is computed again this often after failed copies; the next failure ends it."""
+
+
+@dataclass
+class EngineCounters:
+    """Totals since the start. Written by the engine thread only; any thread may read single fields."""
+
+    copies: tuple[RankCopies, ...] = field(default_factory=lambda: (RankCopies(),))
+    """By worker rank."""
+    steps: int = 0
+    computed_tokens: int = 0
+    """Tokens that went through the model, those computed again after a preemption included."""
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    """Guesses that were verified."""
+    accepted_draft_tokens: int = 0
+    """Those of them that were right and needed."""
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
 
 
 class EngineCore:
@@ -43,25 +63,35 @@ class EngineCore:
     def __init__(
         self,
         manager: CacheManager,
-        scheduler: Scheduler,
         send: Callable[[BatchRequest], None],
         *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
         storage: StorageTier | None = None,
+        remote: RemotePrefills | None = None,
+        offered: OfferedPrefills | None = None,
         recorder: TraceRecorder | None = None,
-        peers: PeerRequests | None = None,
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
     ) -> None:
-        """`send` brings a batch to each of `num_ranks` worker ranks; each answers it with one result."""
+        """`send` brings a batch to each of `num_ranks` worker ranks; each answers it with one result. `remote` of a
+        decode server, `offered` of a prefill server.
+        """
         self._clock = clock
-        self._manager = manager
-        self._scheduler = scheduler
+        self.manager = manager
+        self.scheduler = Scheduler(
+            manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            may_start=lambda generation: storage is None or storage.may_start(generation.request_id),
+            is_remote=lambda generation, num_matched: remote is not None and remote.wants(generation, num_matched),
+        )
         self._send = send
         self.storage = storage
         if storage is not None:
-            storage.weigh(scheduler.load_costs.seconds_saved)
+            storage.weigh(self.scheduler.load_costs.seconds_saved)
         self.recorder = recorder
-        self.peers = peers or PeerRequests(manager, scheduler)
+        self.peers = PeerRequests(manager, self.scheduler, remote=remote, offered=offered)
         self._lookahead = manager.config.lookahead_requests
         self.observe_first_token: Callable[[float], None] = lambda seconds: None
         """Told the seconds from arrival to first token of every request."""
@@ -79,7 +109,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """No request is known and no batch is in flight."""
-        return self._scheduler.is_idle and self._in_flight is None
+        return self.scheduler.is_idle and self._in_flight is None
 
     @property
     def closed(self) -> Failure | None:
@@ -98,7 +128,7 @@ class EngineCore:
         self._generations[generation.request_id] = generation
         if self.recorder is not None:
             generation.ticket = self.recorder.arrived()
-        self._scheduler.add(generation)
+        self.scheduler.add(generation)
 
     def abort(self, request_id: str) -> None:
         """Drop a request whose client is gone; a finished one is already forgotten."""
@@ -122,7 +152,7 @@ class EngineCore:
 
     def reset_cache(self) -> None:
         """Forget every cached block; running requests go on and cache nothing more."""
-        self._manager.reset_cache()
+        self.manager.reset_cache()
         if self.storage is not None:
             self.storage.cache_reset()
 
@@ -130,17 +160,17 @@ class EngineCore:
         """Prove the manager's invariants, and when idle that nothing leaked. Raises `InvariantError`."""
         storage_is_idle = self.storage is None or self.storage.is_idle
         if self.is_idle and storage_is_idle and self.peers.is_idle:
-            self._manager.check_idle()
+            self.manager.check_idle()
             self.peers.check_idle()
         else:
-            self._manager.check()
+            self.manager.check()
         self._answers.check()
         return {
             "idle": self.is_idle and self.peers.is_idle,
             "storage_idle": storage_is_idle,
-            "running": self._scheduler.num_running,
-            "waiting": self._scheduler.num_waiting,
-            "cache": asdict(self._manager.stats()),
+            "running": self.scheduler.num_running,
+            "waiting": self.scheduler.num_waiting,
+            "cache": asdict(self.manager.stats()),
         }
 
     def step(self) -> None:
@@ -149,16 +179,16 @@ class EngineCore:
         if self._closed is None:
             self.peers.tick()
         while self._in_flight is None and self._closed is None:
-            self._manager.expect([generation.hasher for generation in self._scheduler.next_waiting(self._lookahead)])
-            plan = self._scheduler.schedule()
+            self.manager.expect([generation.hasher for generation in self.scheduler.next_waiting(self._lookahead)])
+            plan = self.scheduler.schedule()
             for generation in self.peers.lost_offers():
                 self._fail(generation, 503, "its blocks were needed for others")
             self.peers.admitted(plan)
             transfers = self.peers.take_commands()
-            swap_step = self._manager.take_swap_step()
+            swap_step = self.manager.take_swap_step()
             if self.storage is not None:
                 self.storage.step_taken(swap_step, computes=bool(plan))
-                for generation in (*(item.generation for item in plan), *self._scheduler.newly_fetching):
+                for generation in (*(item.generation for item in plan), *self.scheduler.newly_fetching):
                     self.storage.request_left(generation.request_id)
                 self.storage.go_on()
             if plan or swap_step or transfers:
@@ -168,22 +198,22 @@ class EngineCore:
                 self._sent_at = self._clock()
                 tasks = [_task(item) for item in plan]
                 self._send(BatchRequest(tasks, [swap_step] if swap_step else [], transfers))
-            elif self._scheduler.refused is None or self._others_hold_blocks:
+            elif self.scheduler.refused is None or self._others_hold_blocks:
                 return
             else:
-                self._fail_unfit(self._scheduler.refused)
+                self._fail_unfit(self.scheduler.refused)
 
     @property
     def _others_hold_blocks(self) -> bool:
         """A store or another server holds device blocks, which come back without a step of ours."""
         is_stored = self.storage is not None and self.storage.holds_device_blocks
-        return is_stored or self._scheduler.num_aside > 0
+        return is_stored or self.scheduler.num_aside > 0
 
     def _fetch_ahead(self) -> None:
         """What the next requests need from storage comes while others run."""
         if self.storage is None or self._closed is not None:
             return
-        for generation in self._scheduler.next_waiting(FETCHED_AHEAD):
+        for generation in self.scheduler.next_waiting(FETCHED_AHEAD):
             if not generation.is_fetched_ahead:
                 generation.is_fetched_ahead = True
                 self.storage.request_arrived(generation.request_id, generation.hasher, generation.tokens)
@@ -225,7 +255,7 @@ class EngineCore:
             return
         prompts = [(item.generation.num_computed, item.num_tokens) for item in plan if item.num_tokens > 1]
         chunks = [(start, start + count) for start, count in prompts]
-        self._scheduler.load_costs.computed(PrefillTime.of(chunks, seconds))
+        self.scheduler.load_costs.computed(PrefillTime.of(chunks, seconds))
 
     def on_report(self, report: TransferReport, rank: int = 0) -> None:
         """Take the outcome of a rank's copies that ended between two steps."""
@@ -259,7 +289,6 @@ class EngineCore:
                 self._end(generation)
                 self.counters.finished += 1
             generation.sink(delta)
-        self.peers.go_on()
 
     def seconds_to_next_deadline(self) -> float | None:
         """When to call `step` although nothing happens; None for never."""
@@ -274,11 +303,11 @@ class EngineCore:
         affected: dict[str, str] = {}
         for result in self._answers.take_report(rank, report).transfers:
             if result.ok and result.target is CacheLevel.DEVICE:
-                self._scheduler.load_costs.loaded(LoadTime(result.num_blocks, result.seconds))
+                self.scheduler.load_costs.loaded(LoadTime(result.num_blocks, result.seconds))
             elif not result.ok:
                 reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
                 logger.warning("step %d: %s", result.step, reason)
-                affected.update(dict.fromkeys(self._manager.transfer_failed(result), reason))
+                affected.update(dict.fromkeys(self.manager.transfer_failed(result), reason))
         if self.storage is not None:
             self.storage.copies_reported(rank, report)
         return affected
@@ -294,7 +323,7 @@ class EngineCore:
             if generation.copy_failures > MAX_COPY_FAILURES:
                 self._fail(generation, 500, f"{reason} (gave up after {MAX_COPY_FAILURES} more attempts)")
             else:
-                self._scheduler.preempt(generation)
+                self.scheduler.preempt(generation)
 
     def _advance(self, item: Scheduled, tokens: list[int]) -> None:
         """The scheduled tokens are computed: commit their blocks, take the sampled tokens, one if there is no draft."""
@@ -304,7 +333,7 @@ class EngineCore:
         self.counters.computed_tokens += item.num_tokens + len(item.drafts)
         self.counters.draft_tokens += len(item.drafts)
         deltas = self._take_tokens(generation, tokens)
-        self._manager.commit(generation.request_id, generation.num_computed)
+        self.manager.commit(generation.request_id, generation.num_computed)
         if deltas and deltas[-1].finish_reason is not None:
             self._end(generation, is_computed=True)
             self.counters.finished += 1
@@ -337,7 +366,7 @@ class EngineCore:
         """
         del self._generations[generation.request_id]
         if not (is_computed and self.peers.keep(generation)) and not self.peers.leave(generation):
-            self._scheduler.finish(generation)
+            self.scheduler.finish(generation)
         self._record(generation)
         if self.storage is not None:
             self.storage.request_left(generation.request_id)
@@ -356,7 +385,7 @@ class EngineCore:
 
     def _fail_unfit(self, head: Generation) -> None:
         """Nothing runs and nothing is being copied: the request would wait without end, and the others behind it."""
-        logger.error("request %s cannot be admitted although nothing runs: %s", head.request_id, self._manager.stats())
+        logger.error("request %s cannot be admitted although nothing runs: %s", head.request_id, self.manager.stats())
         self._fail(
             head,
             500,

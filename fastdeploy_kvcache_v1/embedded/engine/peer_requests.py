@@ -31,6 +31,8 @@ class PeerRequests:
         self._scheduler = scheduler
         self.remote = remote
         self.offered = offered
+        if remote is not None:
+            remote.on_resumed = self._resume
         self._computed: dict[str, Generation] = {}
         """Answered, with a lease that is open."""
 
@@ -69,7 +71,6 @@ class PeerRequests:
         """Act on deadlines."""
         if self.remote is not None:
             self.remote.tick()
-            self._go_on(self.remote)
 
     def seconds_to_deadline(self) -> float | None:
         return None if self.remote is None else self.remote.seconds_to_deadline()
@@ -93,7 +94,6 @@ class PeerRequests:
             assert self.remote is not None, "a request that fetches has another server"
             generation.state = State.LEAVING
             self.remote.leave(generation.request_id)
-            self._go_on(self.remote)
             return True
         if self.offered is not None:
             self.offered.withdraw(generation.request_id, "the request has ended")
@@ -103,10 +103,9 @@ class PeerRequests:
         """A fetching request has lost what it matched: it starts again when nothing arrives in its slots any more."""
         assert self.remote is not None, "a request that fetches has another server"
         self.remote.lose(generation.request_id)
-        self._go_on(self.remote)
 
     def answered(self, request_id: str, answer: PrefillAnswer | str) -> PrefillAnswer | None:
-        """A prefill server's answer. Returns one whose token is wanted; `go_on` follows when that has been taken."""
+        """A prefill server's answer. Returns one whose token is wanted."""
         return None if self.remote is None else self.remote.answered(request_id, answer)
 
     def reported(self, news: TransferNews, rank: int = 0) -> list[LeaseEnd]:
@@ -123,28 +122,22 @@ class PeerRequests:
         for result in news.fetches:
             assert self.remote is not None, "this server fetches nothing"
             self.remote.reported(result, rank)
-        self.go_on()
         return early
 
-    def go_on(self) -> None:
-        """Let requests run, or leave, in whose slots nothing arrives any more."""
-        if self.remote is not None:
-            self._go_on(self.remote)
-
-    def _go_on(self, remote: RemotePrefills) -> None:
-        for generation, num_computed, is_lost in remote.take_resumed():
-            if generation.state is State.LEAVING:
-                self._scheduler.finish(generation)
-                continue
-            num_matched = generation.num_computed
-            self._scheduler.resume(generation, num_computed)
-            if is_lost:
-                self._scheduler.preempt(generation)
-            elif num_computed > num_matched:
-                generation.has_computed = True
-                self._manager.commit(generation.request_id, num_computed)
-            else:
-                generation.cached_tokens = num_computed
+    def _resume(self, generation: Generation, num_computed: int, is_lost: bool) -> None:
+        """Let a request run, or leave, in whose slots nothing arrives any more."""
+        if generation.state is State.LEAVING:
+            self._scheduler.finish(generation)
+            return
+        num_matched = generation.num_computed
+        self._scheduler.resume(generation, num_computed)
+        if is_lost:
+            self._scheduler.preempt(generation)
+        elif num_computed > num_matched:
+            generation.has_computed = True
+            self._manager.commit(generation.request_id, num_computed)
+        else:
+            generation.cached_tokens = num_computed
 
     def check_idle(self) -> None:
         """Raises `InvariantError` unless nothing is open with another server."""

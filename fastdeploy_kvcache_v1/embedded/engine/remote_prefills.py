@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 from ...errors import CacheStateError
 from ...transfer.fetch import FetchResult
@@ -21,29 +21,20 @@ from ...transfer.settings import PeerPort, TransferSettings
 from ..prefill_job import PrefillAnswer, PrefillJob
 from .generation import Generation, State
 
-__all__ = ["PrefillAsker", "PrefillCounters", "RemotePrefills", "Resumed"]
+if TYPE_CHECKING:
+    from ..disaggregation.prefill_client import PrefillClient
+
+__all__ = ["PrefillCounters", "RemotePrefills"]
 
 LAST_RESORT = 5
 """Times `wait_s`: a fetch that brings news all the time may take so long. The worker gives up earlier one without news.
 """
 
 
-class PrefillAsker(Protocol):
-    """`PrefillClient`."""
-
-    def ask(self, url: str, job: PrefillJob) -> None: ...
-
-    def drop(self, request_id: str) -> None: ...
-
-
-class Resumed(NamedTuple):
-    """Nothing arrives in the slots of this request any more."""
-
-    generation: Generation
-    num_computed: int
-    """Leading tokens whose KV is in its slots."""
-    is_lost: bool = False
-    """What it matched here is lost: its slots are of no use."""
+OnResumed = Callable[[Generation, int, bool], None]
+"""Nothing arrives in the slots of this request any more. The KV of so many leading tokens is in them; or what it
+matched here is lost, and they are of no use.
+"""
 
 
 @dataclass
@@ -71,11 +62,14 @@ class _Prefill:
 
 
 class RemotePrefills:
-    """Engine thread only. What is to be done with requests comes out of `take_resumed`."""
+    """Engine thread only."""
+
+    on_resumed: OnResumed
+    """Told of each request once, when it goes on or has left."""
 
     def __init__(
         self,
-        asker: PrefillAsker,
+        asker: PrefillClient,
         addresses: Sequence[PeerPort],
         settings: TransferSettings,
         *,
@@ -94,7 +88,6 @@ class RemotePrefills:
         self._clock = clock
         self._open: dict[str, _Prefill] = {}
         self._commands: list[TransferCommand] = []
-        self._resumed: list[Resumed] = []
         self.ledger = FetchLedger(num_ranks=len(addresses), clock=clock)
         self.counters = PrefillCounters()
 
@@ -177,11 +170,6 @@ class RemotePrefills:
         commands, self._commands = [*self._commands, *cancels], []
         return commands
 
-    def take_resumed(self) -> list[Resumed]:
-        """Requests that go on, or have left, each once."""
-        resumed, self._resumed = self._resumed, []
-        return resumed
-
     def check_idle(self) -> None:
         """Raises `InvariantError` unless every fetch is over."""
         self.ledger.check_idle()
@@ -204,7 +192,7 @@ class RemotePrefills:
     def _give_up(self, request_id: str, reason: str) -> None:
         known = self._open.get(request_id)
         if known is None:
-            return  # it goes on already: see `take_resumed`
+            return  # it goes on already
         if known.answer is None and known.error is None:
             known.error = reason
             self._asker.drop(request_id)
@@ -239,4 +227,4 @@ class RemotePrefills:
         elif generation.state is State.FETCHING:
             self.counters.prompts_recomputed += 1
             self.counters.recomputed_prompt_tokens += num_prompt - num_computed
-        self._resumed.append(Resumed(generation, num_computed, known.is_lost))
+        self.on_resumed(generation, num_computed, known.is_lost)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
-from itertools import islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from ...metadata import Allocation, DeviceSlot, MatchResult, NoSpace
@@ -12,7 +12,8 @@ from ...scheduler.cache_manager import CacheManager
 from ...scheduler.load_costs import LoadCosts
 from ...scheduler.open_prefills import OpenPrefills
 from .generation import Generation, State
-from .waiting_line import WaitingLine
+
+BY_ARRIVAL = attrgetter("arrival")
 
 
 class Scheduled(NamedTuple):
@@ -56,17 +57,16 @@ class Scheduler:
         self,
         manager: CacheManager,
         *,
-        block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        may_start: Callable[[Generation], bool] = lambda generation: True,
-        is_remote: Callable[[Generation, int], bool] = lambda generation, num_matched: False,
+        may_start: Callable[[Generation], bool],
+        is_remote: Callable[[Generation, int], bool],
     ) -> None:
         """`may_start`: False for a waiting request that still expects blocks from storage. `is_remote`: another server
         computes the prompt of a request that finds `num_matched` tokens here.
         """
         self._manager = manager
-        self._block_size = block_size
+        self._block_size = block_size = manager.config.block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._may_start = may_start
@@ -79,7 +79,8 @@ class Scheduler:
         """Preempted after their blocks were offered. They wait, and never start again: whoever ends them empties it."""
         self._running: list[Generation] = []
         """In order of arrival, as is `_waiting`."""
-        self._waiting = WaitingLine()
+        self._waiting: list[Generation] = []
+        self._num_arrivals = 0
         self._plan: dict[str, Scheduled] = {}
         self._budget = 0
         self.load_costs = LoadCosts(block_size)
@@ -98,12 +99,11 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Generation, ...]:
-        """O(waiting)."""
         return tuple(self._waiting)
 
     def next_waiting(self, count: int) -> list[Generation]:
         """The first ones in the line, whether they can start or not."""
-        return list(islice(self._waiting, count))
+        return self._waiting[:count]
 
     @property
     def head(self) -> Generation | None:
@@ -131,7 +131,9 @@ class Scheduler:
         return not self._running and not self._waiting and not self._aside
 
     def add(self, generation: Generation) -> None:
-        self._waiting.join(generation)
+        generation.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._waiting.append(generation)
 
     def schedule(self) -> list[Scheduled]:
         """Plan one step. The caller drains the manager's swap step right after."""
@@ -156,7 +158,7 @@ class Scheduler:
             self._budget += planned.num_tokens + len(planned.drafts)
         generation.state = State.WAITING
         generation.num_computed = 0
-        self._waiting.put_back(generation)
+        insort(self._waiting, generation, key=BY_ARRIVAL)
 
     def finish(self, generation: Generation) -> None:
         """Forget a request, whatever state it is in; its committed blocks stay cached."""
@@ -164,7 +166,7 @@ class Scheduler:
             self._manager.finish(generation.request_id)
             self._running.remove(generation)
         elif generation.state is State.WAITING:
-            self._waiting.leave(generation)
+            self._leave_line(generation)
         elif self._aside.pop(generation.request_id, None) is not None:
             self._manager.finish(generation.request_id)
         generation.state = State.FINISHED
@@ -181,7 +183,7 @@ class Scheduler:
         del self._aside[generation.request_id]
         generation.state = State.RUNNING
         generation.num_computed = num_computed
-        insort(self._running, generation, key=lambda g: g.arrival)
+        insort(self._running, generation, key=BY_ARRIVAL)
 
     def _continue(self, generation: Generation) -> None:
         """Schedule a running request, preempting later ones (at last itself) until its tokens have room."""
@@ -228,6 +230,11 @@ class Scheduler:
             self._manager.count_declined_load(num_declined * self._block_size)
         return has_turn
 
+    def _leave_line(self, generation: Generation) -> None:
+        at = bisect_left(self._waiting, generation.arrival, key=BY_ARRIVAL)
+        assert self._waiting[at : at + 1] == [generation], f"request {generation.request_id} does not wait"
+        del self._waiting[at]
+
     def _match(self, generation: Generation) -> tuple[MatchResult, int]:
         """What it starts from, and how many blocks behind that are on the host and computed sooner than loaded."""
         request_id, hasher, resumed = generation.request_id, generation.hasher, generation.has_computed
@@ -269,8 +276,8 @@ class Scheduler:
             return False
         assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
         self._num_loading += outcome.num_host_tokens
-        self._waiting.leave(generation)
-        insort(self._running, generation, key=lambda g: g.arrival)
+        self._leave_line(generation)
+        insort(self._running, generation, key=BY_ARRIVAL)
         generation.state = State.RUNNING
         generation.num_computed = match.num_tokens
         # What was found the first time may be lost since, and is computed after all.
@@ -291,7 +298,7 @@ class Scheduler:
         if isinstance(outcome, NoSpace):
             return False
         self._num_loading += outcome.num_host_tokens
-        self._waiting.leave(generation)
+        self._leave_line(generation)
         self._aside[generation.request_id] = generation
         generation.state = State.FETCHING
         generation.num_computed = generation.cached_tokens = match.num_tokens

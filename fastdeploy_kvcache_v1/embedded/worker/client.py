@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -18,12 +19,15 @@ from ...errors import ConfigError
 from ...metadata import CopyPath
 from ...storage.backends import make_link
 from ...storage.engine.link import StorageLink
+from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
-from .launch import WorkerConfig, storage_addresses
-from .messages import TransferEnd
+from ..settings import ServerConfig
+from .messages import TransferEnd, WorkerLaunch, storage_addresses
 from .rank_process import POLL_MS, STOP_TIMEOUT_S, Answer, RankProcess
 
-__all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError", "WorkerConfig"]
+__all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError"]
+
+logger = logging.getLogger(__name__)
 
 MAX_PARENT_PATH = 107 - len("/fastdeploy-kvcache-12345678/storage-commands12")
 """Unix socket names have at most 107 bytes."""
@@ -34,18 +38,24 @@ class StartInterruptedError(Exception):
 
 
 class ProcessWorkerClient:
-    """A `WorkerClient` over spawned worker processes and two ZeroMQ sockets to each in a private directory.
+    """The engine's end of spawned worker processes and two ZeroMQ sockets to each in a private directory.
 
     Construct and `close` on the main thread: the workers die with the thread that started them.
     """
 
     def __init__(
-        self, config: WorkerConfig, *, stop_requested: Callable[[], bool] = lambda: False, timeout_s: float = 0.0
+        self,
+        config: ServerConfig,
+        *,
+        namespace: Namespace | None = None,
+        copy_faults: str = "",
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Starts all ranks and returns when they can take batches.
+        """Starts all ranks and returns when they can take batches. `namespace` of their blocks, where a store or
+        another server has some.
 
-        A worker that makes no progress for `timeout_s` although there is something to do counts as dead, and is killed;
-        0 sets no limit. Until they are ready, only `stop_requested` ends the wait.
+        A worker that makes no progress for `config.worker_timeout` although there is something to do counts as dead,
+        and is killed. Until they are ready, only `stop_requested` ends the wait.
 
         Raises `ConfigError` when one refuses its settings or model, `WorkerDiedError` when it ends for another reason,
         `StartInterruptedError` soon after `stop_requested` became true.
@@ -53,7 +63,7 @@ class ProcessWorkerClient:
         self._stop_requested = stop_requested
         self._ranks: list[RankProcess] = []
         self._is_dead = threading.Lock()
-        """Held once the end of one rank was told: what becomes of the others then follows from it."""
+        """Held once the end of one rank was told: what becomes of the others follows from it."""
         self._directory = _private_directory()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.storage: StorageLink | None = None
@@ -67,7 +77,16 @@ class ProcessWorkerClient:
         try:
             if config.storage is not None:
                 self.storage = _bind_storage(self._directory, config.storage, config.tensor_parallel_size)
-            self._start_ranks(config, timeout_s)
+            for rank in range(config.tensor_parallel_size):
+                launch = WorkerLaunch(
+                    config=config,
+                    namespace=namespace,
+                    copy_faults=copy_faults,
+                    rank=rank,
+                    directory=self._directory,
+                    parent_pid=os.getpid(),
+                )
+                self._ranks.append(RankProcess(self._context, launch, on_poll=self._require_start))
             self._wait_until_ready()
         except BaseException:
             self.close()
@@ -79,14 +98,19 @@ class ProcessWorkerClient:
         return [rank.pid for rank in self._ranks]
 
     def listen(self, on_message: Callable[[int, Answer], None], on_death: Callable[[str], None]) -> None:
+        """Deliver answers, each with its rank, and at most once the reason of an unexpected death, from threads of the
+        client.
+        """
         for number, rank in enumerate(self._ranks):
             rank.listen(partial(on_message, number), partial(self._tell_death, on_death))
 
     def send(self, batch: BatchRequest) -> None:
+        """Hand over a batch to every rank without blocking. A dead worker is no error here: `on_death` tells."""
         for rank in self._ranks:
             rank.send(batch)
 
     def close(self) -> None:
+        """Stop the workers and free everything. No callback runs afterwards. Idempotent."""
         for rank in self._ranks:
             rank.request_stop()
         deadline = time.monotonic() + STOP_TIMEOUT_S  # for all of them together
@@ -96,13 +120,6 @@ class ProcessWorkerClient:
             self.storage.close()
         self._context.destroy(linger=0)
         self._remove_directory()
-
-    def _start_ranks(self, config: WorkerConfig, timeout_s: float) -> None:
-        for rank in range(config.tensor_parallel_size):
-            process = RankProcess(
-                self._context, self._directory, config, rank, timeout_s=timeout_s, on_poll=self._require_start
-            )
-            self._ranks.append(process)
 
     def _wait_until_ready(self) -> None:
         for rank in self._ranks:
@@ -127,6 +144,7 @@ class ProcessWorkerClient:
 
     def _tell_death(self, on_death: Callable[[str], None], reason: str) -> None:
         if self._is_dead.acquire(blocking=False):
+            logger.error("%s", reason)
             on_death(reason)
 
     def _remove_directory(self) -> None:

@@ -1,4 +1,4 @@
-"""Is the worker getting on? It counts what it has done in memory that the engine process reads.
+"""Is the worker getting on? It counts what it has done, and tells the engine process.
 
 Counting progress tells more than a beating heart: a thread of its own would go on beating beside one that hangs. And
 it is patient where patience is due: however long a step takes on a slow machine, each of its layers is a sign of life.
@@ -6,19 +6,18 @@ it is patient where patience is due: however long a step takes on a slow machine
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
-from collections.abc import Hashable
-from pathlib import Path
+import time
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
+
+TELL_EVERY_S = 0.1
 
 LONGEST_TICK_S = 1.0
 """Longer since the last look: this process stood still itself (a stopped container), and the look proves nothing."""
 
 
 class Progress(NamedTuple):
-    """One look at the worker."""
+    """What a worker has done since its start."""
 
     computed: int = 0
     """Grows with every step taken, layer computed and step answered."""
@@ -26,48 +25,34 @@ class Progress(NamedTuple):
     """Grows with every copy that ends, well or not."""
     oldest_copy: int = -1
     """Swap step of the oldest copy that still runs, -1 for none."""
-    waits_for_ranks: int = 0
-    """1 while it waits for what other tensor-parallel ranks compute."""
+    waits_for_ranks: bool = False
+    """For what other tensor-parallel ranks compute."""
 
 
-class ProgressBoard:
-    """A `Progress` in a shared page. The worker's thread writes it; the engine process reads, without a lock: each
-    number is one aligned word, and a look that falls between two of them is followed by another.
-    """
+class ProgressTeller:
+    """The worker's side: sends its `Progress`. Counting up waits for the next message; all else is told at once."""
 
-    def __init__(self, fd: int) -> None:
-        """Over the page behind `fd`, which stays the caller's."""
-        self._page = mmap.mmap(fd, mmap.PAGESIZE)
-        self._words = memoryview(self._page).cast("q")
+    def __init__(self, send: Callable[[Progress], None]) -> None:
+        self._send = send
+        self._now = self._told = Progress()
+        self._told_at = 0.0
 
     def advance(self) -> None:
         """Something was computed."""
-        self._words[0] += 1
+        self._tell(self._now._replace(computed=self._now.computed + 1))
 
     def set_copies(self, ended: int, oldest: int) -> None:
-        self._words[1], self._words[2] = ended, oldest
+        self._tell(self._now._replace(copies_ended=ended, oldest_copy=oldest))
 
     def set_waits(self, waits_for_ranks: bool) -> None:
-        self._words[3] = waits_for_ranks
+        self._tell(self._now._replace(waits_for_ranks=waits_for_ranks))
 
-    def read(self) -> Progress:
-        return Progress(*self._words[:4].tolist())
-
-    def close(self) -> None:
-        self._words.release()
-        self._page.close()
-
-
-def make_page(directory: Path) -> int:
-    """Descriptor of a page for a `ProgressBoard`, a file without a name in `directory`. Raises `OSError`."""
-    with tempfile.TemporaryFile(dir=directory) as file:
-        file.write(memoryview(bytearray(mmap.PAGESIZE)))  # now, for a full disk would be a SIGBUS later
-        file.flush()
-        fd = os.dup(file.fileno())
-    board = ProgressBoard(fd)
-    board.set_copies(0, Progress().oldest_copy)
-    board.close()
-    return fd
+    def _tell(self, progress: Progress) -> None:
+        self._now, now = progress, time.monotonic()
+        only_computed = self._told._replace(computed=progress.computed) == progress
+        if progress != self._told and not (only_computed and now - self._told_at < TELL_EVERY_S):
+            self._told, self._told_at = progress, now
+            self._send(progress)
 
 
 class _Wait:

@@ -1,37 +1,48 @@
-"""What crosses the socket between the engine process and the worker process. Plain picklable data.
+"""What crosses between the engine process and a worker process. Plain picklable data.
 
-Engine to worker: one `BatchMessage` per step, or `None` to stop. Worker to engine: `WorkerConnected`,
-then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, `TransferReport`s for copies that end between two
-steps, and with a role `TransferNews` of leases and fetches that ended.
+A `WorkerLaunch` on its standard input. Then, engine to worker: one `BatchRequest` per step, or `None` to stop. Worker
+to engine: `WorkerConnected`, then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, `Progress`
+meanwhile, `TransferReport`s for copies that end between two steps, and with a role `TransferNews` of leases and fetches
+that ended.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from ...batch_request import BatchRequest
 from ...metadata import CopyPath
-from ...model.step import StepTask
-from ...swap_message import SwapDecoder, SwapEncoder, SwapMessage
+from ...storage.namespace import Namespace
 from ...transfer.geometry import Geometry
-from ...transfer.rank_messages import TransferCommand
+from ..settings import ServerConfig
 
 
-@dataclass(frozen=True)
-class BatchMessage:
-    """A `BatchRequest` on its way. Its copies travel in the message that both servers use for them."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerLaunch:
+    """What a worker process is told when it starts."""
 
-    requests: list[StepTask]
-    swaps: list[SwapMessage]
-    transfers: list[TransferCommand] = field(default_factory=list)
+    config: ServerConfig
+    namespace: Namespace | None = None
+    """Of its blocks, where a store or another server has some."""
+    copy_faults: str = ""
+    """Test hook, see `copy_faults.py`."""
+    rank: int = 0
+    directory: Path
+    """Where the sockets are, until every rank has connected."""
+    parent_pid: int = 0
 
-    @classmethod
-    def pack(cls, batch: BatchRequest, encoder: SwapEncoder) -> BatchMessage:
-        return cls(batch.requests, [encoder.encode(step) for step in batch.swap_steps], batch.transfers)
+    @property
+    def tasks_address(self) -> str:
+        return f"ipc://{self.directory / f'tasks{self.rank}'}"
 
-    def unpack(self, decoder: SwapDecoder) -> BatchRequest:
-        """Raises as `SwapDecoder.decode`."""
-        return BatchRequest(self.requests, [decoder.decode(message) for message in self.swaps], self.transfers)
+    @property
+    def results_address(self) -> str:
+        return f"ipc://{self.directory / f'results{self.rank}'}"
+
+
+def storage_addresses(directory: Path, rank: int) -> tuple[str, str]:
+    """Commands for one rank's storage agent, and the answers of all."""
+    return f"ipc://{directory / f'storage-commands{rank}'}", f"ipc://{directory / 'storage-results'}"
 
 
 @dataclass(frozen=True)

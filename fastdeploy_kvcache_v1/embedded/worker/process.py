@@ -14,26 +14,32 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 from msgspec.structs import replace
 
+from ...batch_request import BatchRequest
 from ...errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError
-from ...model import configure_reproducible_math, load_model, load_model_config
+from ...model import configure_reproducible_math, load_model
 from ...model.ranks import Ranks, join_ranks
 from ...model.step_runner import StepRunner
 from ...orphan import die_with_parent
 from ...storage.lane_agent import LaneAgent
-from ...swap_message import SwapDecoder
 from ...transfer.rank_transfers import RankTransfers
 from ...worker import ops
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import make_runtime
-from .launch import WorkerLaunch
-from .liveness import ProgressBoard
-from .messages import BatchMessage, TransferEnd, WorkerConnected, WorkerFailed, WorkerReady
-from .storage_agent import give_memory, host_trailer_bytes, make_agent
-from .transfers import make_transfers
+from .liveness import ProgressTeller
+from .messages import (
+    TransferEnd,
+    WorkerConnected,
+    WorkerFailed,
+    WorkerLaunch,
+    WorkerReady,
+    storage_addresses,
+)
+from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
 
 logger = logging.getLogger(__name__)
 
@@ -67,34 +73,35 @@ def main() -> int:
     try:
         tasks.connect(launch.tasks_address)
         results.connect(launch.results_address)
-        agent = make_agent(launch.config.storage, launch.storage_addresses, launch.rank)
-        board = ProgressBoard(launch.progress_fd)
+        agent = make_agent(launch.config.storage, storage_addresses(launch.directory, launch.rank), launch.rank)
+        teller = ProgressTeller(partial(_send, results))
         ranks = join_ranks(
-            launch.ranks_path,
+            launch.directory / "ranks",
             launch.rank,
             launch.config.tensor_parallel_size,
             connect_timeout_s=RANKS_CONNECT_TIMEOUT_S,
-            timeout_s=launch.ranks_timeout_s,
-            on_wait=board.set_waits,
+            # A rank that waits for a stuck one is not stuck itself, and must not be told of first.
+            timeout_s=2 * launch.config.worker_timeout or None,
+            on_wait=teller.set_waits,
         )
         _send(results, WorkerConnected())
-        return _serve(launch, board, ranks, tasks, results, agent)
+        return _serve(launch, teller, ranks, tasks, results, agent)
     finally:
         context.destroy(linger=1000)
 
 
 def _serve(
     launch: WorkerLaunch,
-    board: ProgressBoard,
+    teller: ProgressTeller,
     ranks: Ranks,
     tasks: zmq.Socket[bytes],
     results: zmq.Socket[bytes],
     agent: LaneAgent | None,
 ) -> int:
     try:
-        runner, controller, transfers = _build(launch, board, ranks)
+        runner, controller, transfers = _build(launch, teller, ranks)
         if agent is not None:
-            give_memory(agent, controller, launch.config.namespace)
+            give_memory(agent, controller, launch.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
         is_user_error = isinstance(error, ConfigError | ModelError | StorageError)
         if not isinstance(error, KVCacheError):
@@ -105,7 +112,7 @@ def _serve(
     end = None if transfers is None else TransferEnd(transfers.port, transfers.plane_address, transfers.geometry)
     _send(results, WorkerReady(os.getpid(), ops.live(), ops.copy_paths("cpu"), end))
     try:
-        _loop(runner, tasks, results, lambda: _show_copies(controller, board), transfers)
+        _loop(runner, tasks, results, lambda: _show_copies(controller, teller), transfers)
         controller.drain(DRAIN_TIMEOUT_S)
     except RankGroupError as error:
         logger.error("rank %d cannot go on: %s", launch.rank, error)
@@ -120,41 +127,46 @@ def _serve(
 
 
 def _build(
-    launch: WorkerLaunch, board: ProgressBoard, ranks: Ranks
+    launch: WorkerLaunch, teller: ProgressTeller, ranks: Ranks
 ) -> tuple[StepRunner, CacheController, RankTransfers | None]:
     config = launch.config
-    configure_reproducible_math(config.num_threads)
+    configure_reproducible_math(config.threads)
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
     _import_paddle()  # only now, since this fixes the mode of its math library
 
-    model = load_model_config(config.model_path, config.model_family, mtp=config.mtp)
-    model = replace(model, max_position=config.max_model_len)
-    backend = model.shard(ranks.size).cache_backend(block_size=config.block_size, dtype=config.cache_dtype)
+    model = replace(config.model, max_position=config.max_model_len)
+    block_size = config.cache.block_size
+    backend = model.shard(ranks.size).cache_backend(block_size=block_size, dtype=config.cache_dtype)
     computing = load_model(config.model_path, model, backend.layout, ranks)
     controller = CacheController(
         backend,
-        runtime=make_runtime(config.copy_faults, ranks.rank),
-        layer_timeout_s=config.layer_timeout_s,
+        runtime=make_runtime(launch.copy_faults, ranks.rank),
         rank=ranks.rank,
         host_trailer_bytes=host_trailer_bytes(config.storage),
         host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
     )
-    caches = controller.initialize_kv_cache(config.num_device_blocks, config.num_host_blocks)
+    caches = controller.initialize_kv_cache(config.cache.num_device_blocks, config.cache.num_host_blocks)
     transfers = None
-    if config.transfer is not None:
+    if config.role is not None and launch.namespace is not None:
         transfers = make_transfers(
-            config.transfer, controller, config.block_size, rank=ranks.rank, num_ranks=ranks.size
+            config.role,
+            controller,
+            block_size=block_size,
+            model=digest_of(launch.namespace),
+            num_kv_heads=None if model.ranks_cache_alike else model.num_kv_heads,
+            rank=ranks.rank,
+            num_ranks=ranks.size,
         )
 
     def on_progress() -> None:
-        board.advance()
-        _show_copies(controller, board)
+        teller.advance()
+        _show_copies(controller, teller)
 
     runner = StepRunner(
         computing.forward,
         controller,
         caches,
-        block_size=config.block_size,
+        block_size=block_size,
         on_progress=on_progress,
         guess=computing.guess,
         transfers=transfers,
@@ -184,7 +196,6 @@ def _loop(
 
     `show_copies` is called as long as it says that one runs: one that was given up runs on unreported.
     """
-    decoder = SwapDecoder()
     while True:
         busy = show_copies() or runner.has_open_copies
         if not tasks.poll(_patience_ms(busy, transfers)):
@@ -193,10 +204,10 @@ def _loop(
             if report.transfers:
                 _send(results, report)
             continue
-        message: BatchMessage | None = pickle.loads(tasks.recv())
-        if message is None:
+        batch: BatchRequest | None = pickle.loads(tasks.recv())
+        if batch is None:
             return
-        _send(results, runner.run(message.unpack(decoder)))
+        _send(results, runner.run(batch))
         _tell_transfers(transfers, results)
 
 
@@ -217,9 +228,9 @@ def _tell_transfers(transfers: RankTransfers | None, results: zmq.Socket[bytes])
         _send(results, news)
 
 
-def _show_copies(controller: CacheController, board: ProgressBoard) -> bool:
+def _show_copies(controller: CacheController, teller: ProgressTeller) -> bool:
     progress = controller.copy_progress()
-    board.set_copies(progress.ended, progress.oldest)
+    teller.set_copies(progress.ended, progress.oldest)
     return progress.oldest >= 0
 
 

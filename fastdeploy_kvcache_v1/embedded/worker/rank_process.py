@@ -1,4 +1,4 @@
-"""RankProcess: one worker process, its two sockets, and the threads that listen to it and watch it."""
+"""RankProcess: one worker process, its two sockets, and the thread that listens to it and watches it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from ...batch_request import BatchRequest
 from ...errors import ConfigError, WorkerDiedError
 from ...metadata import TransferReport
 from ...model.step import StepResult
-from ...swap_message import SwapEncoder
 from ...transfer.rank_messages import TransferNews
-from .launch import WorkerConfig, WorkerLaunch
-from .liveness import ProgressBoard, Watchdog, make_page
-from .messages import BatchMessage, WorkerConnected, WorkerFailed, WorkerReady
+from .liveness import Progress, Watchdog
+from .messages import WorkerConnected, WorkerFailed, WorkerLaunch, WorkerReady
 
 __all__ = ["POLL_MS", "STOP_TIMEOUT_S", "Answer", "RankProcess"]
 
@@ -48,41 +46,24 @@ class RankProcess:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        directory: Path,
-        config: WorkerConfig,
-        rank: int,
+        launch: WorkerLaunch,
         *,
-        timeout_s: float,
         on_poll: Callable[[], None],
     ) -> None:
         """`on_poll` is called again and again while a start is waited for; what it raises ends the wait. Raises
-        `ConfigError` when `directory` cannot be used.
+        `ConfigError` when the directory of `launch` cannot be used.
         """
-        self._config = config
-        self._rank = rank
+        self._launch = launch
         self._on_poll = on_poll
         self._closing = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._is_ready = False
-        self._watchdog = Watchdog(timeout_s)
+        self._watchdog = Watchdog(launch.config.worker_timeout)
         self._num_sent = self._num_answered = 0
-        self._encoder = SwapEncoder()
-        self._death = threading.Lock()
-        """Held by the thread that reports the end."""
-        page = _make_page(directory)
-        self._board = ProgressBoard(page)
-        # A rank that waits for a stuck one is not stuck itself, and must not be told of first.
-        patience_s = 2 * timeout_s if timeout_s else None
-        launch = WorkerLaunch(config, rank, directory, os.getpid(), page, patience_s)
-        try:
-            self._tasks = _bind(context, zmq.PUSH, launch.tasks_address)
-            self._results = _bind(context, zmq.PULL, launch.results_address)
-            self._process: subprocess.Popen[bytes] | None = _spawn(launch)
-        except BaseException:
-            self._board.close()
-            raise
-        finally:
-            os.close(page)
+        self._progress = Progress()
+        self._tasks = _bind(context, zmq.PUSH, launch.tasks_address)
+        self._results = _bind(context, zmq.PULL, launch.results_address)
+        self._process: subprocess.Popen[bytes] | None = _spawn(launch)
 
     @property
     def pid(self) -> int | None:
@@ -110,19 +91,15 @@ class RankProcess:
         raise WorkerDiedError(f"{self._name} {_describe_exit(self._process.returncode)} while starting")
 
     def listen(self, on_message: Callable[[Answer], None], on_death: Callable[[str], None]) -> None:
-        """As `WorkerClient.listen`, for this rank. `on_death` is called once."""
-        assert not self._threads, "listen once"
-        for target, name, arguments in (
-            (self._watch, f"worker{self._rank}-watch", (on_death,)),
-            (self._receive, f"worker{self._rank}-results", (on_message, on_death)),
-        ):
-            thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        """As `ProcessWorkerClient.listen`, for this rank."""
+        assert self._thread is None, "listen once"
+        name = f"worker{self._launch.rank}"
+        self._thread = threading.Thread(target=self._listen, args=(on_message, on_death), name=name, daemon=True)
+        self._thread.start()
 
     def send(self, batch: BatchRequest) -> None:
         self._num_sent += 1
-        self._send(BatchMessage.pack(batch, self._encoder))
+        self._send(batch)
 
     def request_stop(self) -> None:
         """It ends once it has answered what it was sent, and what is told of its end is expected."""
@@ -135,79 +112,72 @@ class RankProcess:
             self._process.kill()  # while it starts it has nothing to finish, and reads no messages
 
     def close(self, deadline: float) -> None:
-        """After `request_stop`: the process has ended, and the threads. It is killed at `deadline`, in seconds of
+        """After `request_stop`: the process has ended, and the thread. It is killed at `deadline`, in seconds of
         `time.monotonic`. Idempotent.
         """
         process, self._process = self._process, None
         if process is not None:
             _wait_or_kill(process, deadline)
-            self._board.close()
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(deadline - time.monotonic(), 0))  # a process that not even SIGKILL ends must not keep us
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)  # a process that not even SIGKILL ends must not keep us
 
     def _expect(self, kind: type[FirstMessage]) -> FirstMessage:
-        while not self._results.poll(POLL_MS):
-            self._on_poll()
-        message = pickle.loads(self._results.recv())
+        message: object = None
+        while message is None or isinstance(message, Progress):
+            if self._results.poll(POLL_MS):
+                message = pickle.loads(self._results.recv())
+            else:
+                self._on_poll()
         _raise_failure(message)
         assert isinstance(message, kind), f"unexpected message {message!r} from a starting worker"
         return message
 
     @property
     def _name(self) -> str:
-        size = self._config.tensor_parallel_size
-        return "the worker process" if size == 1 else f"the worker process of rank {self._rank}"
+        is_alone = self._launch.config.tensor_parallel_size == 1
+        return "the worker process" if is_alone else f"the worker process of rank {self._launch.rank}"
 
-    def _send(self, message: BatchMessage | None) -> None:
+    def _send(self, message: BatchRequest | None) -> None:
         # EAGAIN: the worker is not connected any more, and the watcher tells the engine.
         with contextlib.suppress(zmq.Again, zmq.ContextTerminated):
             self._tasks.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK)
 
-    def _watch(self, on_death: Callable[[str], None]) -> None:
+    def _listen(self, on_message: Callable[[Answer], None], on_death: Callable[[str], None]) -> None:
         process = self._process
         if process is None:
             return
-        status = process.wait()
-        self._tell_death(f"{self._name} {process.pid} {_describe_exit(status)}", on_death)
-
-    def _tell_death(self, reason: str, on_death: Callable[[str], None]) -> None:
-        if not self._closing.is_set() and self._death.acquire(blocking=False):
-            logger.error("%s", reason)
-            on_death(reason)
-
-    def _receive(self, on_message: Callable[[Answer], None], on_death: Callable[[str], None]) -> None:
-        process = self._process
+        reason = ""
         try:
-            while not self._closing.is_set():
+            while not self._closing.is_set() and not reason:
                 if self._results.poll(POLL_MS):
-                    message = pickle.loads(self._results.recv())
-                    self._num_answered += isinstance(message, StepResult)
-                    on_message(message)
-                if process is not None and (stuck := self._stuck()):
-                    self._tell_death(f"{self._name} {process.pid} is stuck: {stuck}", on_death)
+                    self._take(pickle.loads(self._results.recv()), on_message)
+                elif process.poll() is not None:
+                    reason = _describe_exit(process.returncode)
+                if not reason and (stuck := self._stuck()):
+                    reason = f"is stuck: {stuck}"
                     process.kill()
-                    return
         except Exception:  # the edge of the thread: without answers every request would hang
             logger.exception("an answer of the worker cannot be read, killing it")
-            if process is not None:
-                process.kill()  # the watcher reports its end
+            process.kill()
+            reason = _describe_exit(process.wait())
+        if reason and not self._closing.is_set():
+            on_death(f"{self._name} {process.pid} {reason}")
+
+    def _take(self, message: Answer | Progress, on_message: Callable[[Answer], None]) -> None:
+        if isinstance(message, Progress):
+            self._progress = message
+        else:
+            self._num_answered += isinstance(message, StepResult)
+            on_message(message)
 
     def _stuck(self) -> str | None:
         step = self._num_sent if self._num_sent > self._num_answered else None
-        return self._watchdog.look(time.monotonic(), self._board.read(), step=step)
+        return self._watchdog.look(time.monotonic(), self._progress, step=step)
 
 
 def _raise_failure(message: object) -> None:
     if isinstance(message, WorkerFailed):
         raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
-
-
-def _make_page(directory: Path) -> int:
-    try:
-        return make_page(directory)
-    except OSError as error:
-        raise ConfigError(f"cannot write to {directory}: {error}") from None
 
 
 def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
@@ -230,7 +200,6 @@ def _spawn(launch: WorkerLaunch) -> subprocess.Popen[bytes]:
         stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
         env=environment,
         start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
-        pass_fds=(launch.progress_fd,),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:

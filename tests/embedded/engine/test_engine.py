@@ -10,8 +10,6 @@ from fastdeploy_kvcache_v1.embedded.app import RequestStream
 from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta
-from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
-from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient
 
@@ -21,9 +19,10 @@ def make_engine():
     cache = KVCacheConfig(16, block_size=4)
     manager = CacheManager(cache)
     worker = ShadowWorkerClient(ShadowWorker(cache))
-    scheduler = Scheduler(manager, block_size=4, max_num_seqs=4, max_num_batched_tokens=16)
     fatal = []
-    return Engine(EngineCore(manager, scheduler, worker.send), worker, on_fatal=fatal.append), fatal
+    return Engine(
+        EngineCore(manager, worker.send, max_num_seqs=4, max_num_batched_tokens=16), worker, on_fatal=fatal.append
+    ), fatal
 
 
 def test_call_whose_caller_gave_up_is_skipped():
@@ -62,38 +61,6 @@ def test_actions_that_arrive_during_a_turn_wait_until_after_its_step(monkeypatch
     engine.close()
     assert order[:8] == ["asked", "step"] * 4
     assert fatal == []
-
-
-def test_calls_that_wait_together_share_one_run_of_their_action():
-    engine, _ = make_engine()
-    gate, entered, ran = threading.Event(), threading.Event(), []
-
-    def action(core):
-        ran.append(core)
-        if len(ran) > 1:
-            raise InvariantError("broken since")
-        return "sound"
-
-    def block(core):
-        entered.set()
-        gate.wait(10)
-
-    engine.start()
-    try:
-        blocking = engine.call(block)
-        assert entered.wait(10)
-        first, gone, second = engine.call(action), engine.call(action), engine.call(action)
-        assert gone.cancel()
-        gate.set()
-        assert [first.result(10), second.result(10), blocking.result(10)] == ["sound", "sound", None]
-        assert len(ran) == 1
-        later = engine.call(action)
-        with pytest.raises(InvariantError, match="broken since"):
-            later.result(10)
-    finally:
-        gate.set()
-        engine.close()
-    assert len(ran) == 2
 
 
 class PanicError(BaseException):

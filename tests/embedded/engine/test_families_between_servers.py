@@ -5,10 +5,11 @@ import time
 
 import pytest
 
+from fastdeploy_kvcache_v1.embedded.disaggregation.settings import Role, RoleSettings
 from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
 from fastdeploy_kvcache_v1.embedded.engine.remote_prefills import RemotePrefills
 from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer
-from fastdeploy_kvcache_v1.embedded.worker.transfers import TransferConfig, make_transfers
+from fastdeploy_kvcache_v1.embedded.worker.outside import make_transfers
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
@@ -22,18 +23,12 @@ SETTINGS = TransferSettings(secret=SECRET)
 class Side:
     """A server without its processes."""
 
-    def __init__(self, family, *, mtp, roles, is_decode, settings, **options):
-        self.engine = FamilyEngine(family, mtp=mtp, roles=roles, **options)
-        config = TransferConfig(
-            settings=settings,
-            address=HERE,
-            is_decode=is_decode,
-            plane="socket",
-            checksums=True,
-            model=family,
-            num_kv_heads=None,
+    def __init__(self, family, role, settings, **options):
+        self.engine = FamilyEngine(family, **options)
+        role = RoleSettings(role=role, address=HERE, plane="socket", transfer=settings)
+        self.transfers = make_transfers(
+            role, self.engine.controllers[0], block_size=BLOCK, model=family, num_kv_heads=None
         )
-        self.transfers = make_transfers(config, self.engine.controllers[0], BLOCK)
         self.engine.runners[0]._transfers = self.transfers
         self.core = self.engine.harness.core
 
@@ -53,13 +48,11 @@ class Side:
 class Pair:
     """A prefill and a decode server; the answer over HTTP is a call."""
 
-    def __init__(self, family, *, mtp=False, settings=SETTINGS, **options):
+    def __init__(self, family, *, settings=SETTINGS, **options):
         self.offered = OfferedPrefills()
         self.remote = RemotePrefills(self, [HERE], settings, block_size=BLOCK, vocab_size=10**6)
-        self.prefill = Side(
-            family, mtp=mtp, roles={"offered": self.offered}, is_decode=False, settings=settings, **options
-        )
-        self.decode = Side(family, mtp=mtp, roles={"remote": self.remote}, is_decode=True, settings=settings, **options)
+        self.prefill = Side(family, Role.PREFILL, settings, roles={"offered": self.offered}, **options)
+        self.decode = Side(family, Role.DECODE, settings, roles={"remote": self.remote}, **options)
         self.remote._addresses = [PeerPort("127.0.0.1", self.decode.transfers.port)]
         self.asked = {}
 

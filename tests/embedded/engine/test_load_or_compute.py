@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, positions
 from tests.embedded.shadow import Harness, expected_outputs
@@ -29,13 +28,11 @@ class TimedHarness(Harness):
 
     def __init__(self, copy_s, speeds=((1.0, 1.0),), **options):
         config = KVCacheConfig(70, 400, BLOCK, write_policy=WritePolicy.WRITE_THROUGH)
-        super().__init__(config, max_num_batched_tokens=256, **options)
+        clock = {"clock": lambda: self.now, "num_ranks": len(speeds)}
+        super().__init__(config, max_num_batched_tokens=256, **clock, **options)
         self.position_s = 0.0
         self.copy_s, self.token_s, self.now, self.num_prompts = copy_s, 1.0, 0.0, 0
         self.speeds = speeds
-        self.core = EngineCore(
-            self.manager, self.scheduler, self.sent.append, clock=lambda: self.now, num_ranks=len(speeds)
-        )
 
     def step(self):
         self.core.step()

@@ -12,13 +12,15 @@ import pytest
 import zmq
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.worker import rank_process
-from fastdeploy_kvcache_v1.embedded.worker.client import ProcessWorkerClient, StartInterruptedError, WorkerConfig
+from fastdeploy_kvcache_v1.embedded.worker.client import ProcessWorkerClient, StartInterruptedError
 from fastdeploy_kvcache_v1.embedded.worker.rank_process import RankProcess
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
 
-CONFIG = WorkerConfig(None, 128, 16, "float32", 8, 0, "warning")
+CONFIG = ServerConfig(cache=KVCacheConfig(8, block_size=16), max_model_len=128, worker_timeout=0)
 
 
 @pytest.fixture
@@ -33,7 +35,6 @@ def temp_dir(monkeypatch):
     [
         (tempfile, "mkdtemp", OSError, "cannot make a temporary directory: "),
         (zmq.Socket, "bind", zmq.ZMQError, "cannot make a socket in "),
-        (rank_process, "make_page", OSError, "cannot write to "),
     ],
 )
 def test_a_full_disk_is_one_line_and_leaves_nothing(temp_dir, monkeypatch, owner, name, error, message):
@@ -112,7 +113,7 @@ def test_worker_that_dies_after_it_connected(temp_dir, monkeypatch):
 @pytest.mark.parametrize("timeout_s", [1.0, 0.0])
 def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
     """Without a limit it is told of when somebody kills it."""
-    client = ProcessWorkerClient(CONFIG, timeout_s=timeout_s)
+    client = ProcessWorkerClient(replace(CONFIG, worker_timeout=timeout_s))
     try:
         died, reasons = threading.Event(), []
 
@@ -132,9 +133,7 @@ def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
             worker.kill()
             assert died.wait(30)
             reason = f"the worker process {worker.pid} was killed by SIGKILL"
-        for thread in client._ranks[0]._threads:
-            thread.join(1.0)
-        assert not client._ranks[0]._threads[0].is_alive(), "the watcher has seen the end, and had nothing to add"
+        client._ranks[0]._thread.join(1.0)
         assert [record.getMessage() for record in caplog.records] == reasons
         assert [re.fullmatch(reason, each) is not None for each in reasons] == [True]
     finally:
@@ -143,8 +142,8 @@ def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
 
 @pytest.mark.process
 def test_copy_that_never_ends_is_noticed_while_steps_come_and_go(temp_dir):
-    config = replace(CONFIG, num_host_blocks=4, copy_faults='{"hang": {"output": [0]}}')
-    client = ProcessWorkerClient(config, timeout_s=1.0)
+    config = replace(CONFIG, cache=replace(CONFIG.cache, num_host_blocks=4), worker_timeout=1.0)
+    client = ProcessWorkerClient(config, copy_faults='{"hang": {"output": [0]}}')
     try:
         died, reasons, answers = threading.Event(), [], []
 

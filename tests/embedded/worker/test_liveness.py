@@ -1,10 +1,9 @@
 """Slow is not stuck: what counts as progress, and when its absence is told."""
 
-import os
-
 import pytest
 
-from fastdeploy_kvcache_v1.embedded.worker.liveness import Progress, ProgressBoard, Watchdog, make_page
+from fastdeploy_kvcache_v1.embedded.worker import liveness
+from fastdeploy_kvcache_v1.embedded.worker.liveness import TELL_EVERY_S, Progress, ProgressTeller, Watchdog
 
 NOTHING = Progress()
 
@@ -36,7 +35,7 @@ def test_copy_that_does_not_end_is_told_while_steps_go_on():
         lambda second: (NOTHING, second),
         lambda second: (Progress(copies_ended=second, oldest_copy=5), None),
         lambda second: (Progress(copies_ended=3), None),
-        lambda second: (Progress(waits_for_ranks=1), 1),
+        lambda second: (Progress(waits_for_ranks=True), 1),
     ],
     ids=[
         "idle",
@@ -72,15 +71,18 @@ def test_no_limit_never_tells():
     assert looks(Watchdog(0.0), 50, step=7, tick=1.0) == [None] * 50
 
 
-def test_board_is_shared_and_leaves_no_name(tmp_path):
-    page = make_page(tmp_path)
-    assert os.listdir(tmp_path) == []
-    worker, engine = ProgressBoard(page), ProgressBoard(page)
-    os.close(page)
-    assert engine.read() == Progress(0, 0, -1)
-    worker.advance()
-    worker.advance()
-    worker.set_copies(4, 17)
-    assert engine.read() == Progress(2, 4, 17)
-    worker.close()
-    engine.close()
+def test_a_worker_tells_at_once_but_for_what_it_computes(monkeypatch):
+    now, told = [10.0], []
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    teller = ProgressTeller(told.append)
+    teller.set_copies(0, -1)
+    assert told == [], "it stands so already"
+    teller.advance()
+    teller.advance()
+    teller.set_copies(4, 17)
+    teller.set_waits(True)
+    teller.advance()
+    now[0] += 2 * TELL_EVERY_S
+    teller.advance()
+    waits = Progress(2, 4, 17, waits_for_ranks=True)
+    assert told == [Progress(1), Progress(2, 4, 17), waits, waits._replace(computed=4)]

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.worker import process
-from fastdeploy_kvcache_v1.embedded.worker.launch import WorkerConfig, WorkerLaunch
+from fastdeploy_kvcache_v1.embedded.worker.messages import WorkerLaunch
 from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_MS, _build, _loop
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
 from fastdeploy_kvcache_v1.metadata import TransferReport
@@ -60,9 +62,9 @@ def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_ser
     monkeypatch.setattr(process, "load_model", load)
     asked = []
     monkeypatch.setattr(process, "configure_reproducible_math", asked.append)
-    config = WorkerConfig(None, 77, 16, "float32", 8, 0, "warning", num_threads=3)
+    config = ServerConfig(cache=KVCacheConfig(8), max_model_len=77, threads=3)
     with pytest.raises(ModelError, match="loaded for 77"):
-        _build(WorkerLaunch(config, 0, Path(), 0, -1), board=None, ranks=ONE_RANK)
+        _build(WorkerLaunch(config=config, directory=Path()), teller=None, ranks=ONE_RANK)
     assert asked == [3]
 
 

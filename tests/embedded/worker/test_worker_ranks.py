@@ -10,15 +10,19 @@ import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.worker import rank_process
-from fastdeploy_kvcache_v1.embedded.worker.client import ProcessWorkerClient, WorkerConfig
+from fastdeploy_kvcache_v1.embedded.worker.client import ProcessWorkerClient
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepTask
 
 pytestmark = pytest.mark.process
 
-CONFIG = WorkerConfig(None, 128, 16, "float32", 8, 0, "warning", tensor_parallel_size=2)
+CONFIG = ServerConfig(
+    cache=KVCacheConfig(8, block_size=16), max_model_len=128, worker_timeout=0, tensor_parallel_size=2
+)
 TASK = StepTask("r", [1, 2, 3], 0, [5], True, SamplingParams())
 
 
@@ -81,7 +85,7 @@ def test_a_rank_that_is_killed_is_named_once_while_the_other_waits_for_it(temp_d
 
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_of_a_rank_that_hangs_and_one_that_waits_for_it_the_former_is_named(temp_dir, stuck):
-    client = ProcessWorkerClient(CONFIG, timeout_s=1.0)
+    client = ProcessWorkerClient(replace(CONFIG, worker_timeout=1.0))
     try:
         listener = Listener(client)
         victim = psutil.Process(client.pids[stuck])
@@ -100,7 +104,11 @@ def test_of_a_rank_that_hangs_and_one_that_waits_for_it_the_former_is_named(temp
     ("change", "error", "message"),
     [
         ({"copy_faults": "{"}, ConfigError, "not a valid description of copy faults"),
-        ({"log_level": "no such level"}, WorkerDiedError, "the worker process of rank {} exited with status 1"),
+        (
+            {"config": replace(CONFIG, log_level="no such level")},
+            WorkerDiedError,
+            "the worker process of rank {} exited with status 1",
+        ),
     ],
 )
 def test_a_rank_that_does_not_start_ends_the_start_of_all(temp_dir, monkeypatch, broken, change, error, message):
@@ -110,7 +118,7 @@ def test_a_rank_that_does_not_start_ends_the_start_of_all(temp_dir, monkeypatch,
 
     def spawn_one_broken(launch):
         if launch.rank == broken:
-            launch = replace(launch, config=replace(launch.config, **change))
+            launch = replace(launch, **change)
         return spawn(launch)
 
     monkeypatch.setattr(rank_process, "_spawn", spawn_one_broken)

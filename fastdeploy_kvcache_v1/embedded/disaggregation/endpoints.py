@@ -1,9 +1,12 @@
-"""The endpoint of a prefill server: computes a prompt for a decode server, and says meanwhile that it lives."""
+"""The endpoints of a server with a role: what it is and, at a prefill server, a prompt computed for a decode server.
+
+While it computes, it says that it lives.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -11,6 +14,8 @@ from fastapi.responses import StreamingResponse
 
 from ...metadata import CacheAccess
 from ...scheduler.cache_utils import BlockHasher
+from ...transfer.role_info import PATH as ROLE_PATH
+from ...transfer.role_info import RankInfo, RoleInfo
 from ...transfer.settings import PeerPort
 from ..api_error import ApiError
 from ..app import RequestStream
@@ -19,19 +24,37 @@ from ..engine.generation import Generation, GenerationRequest
 from ..prefill_job import PATH, PROOF_HEADER, PrefillAnswer, PrefillJob, PrefillLine, proves
 from ..settings import ServerConfig
 from ..text import Tokenizer
+from ..worker.messages import TransferEnd
+from .settings import Role, RoleSettings
 
-__all__ = ["add_prefill_route"]
+__all__ = ["add_role_routes"]
 
 SIGN_S = 1.0
 """Seconds between two signs of life."""
 
 
-def add_prefill_route(app: FastAPI, config: ServerConfig, engine: Engine, tokenizer: Tokenizer, secret: bytes) -> None:
-    """Only for servers whose role is prefill. The tokenizer is for the generation, nobody sees text."""
+def add_role_routes(
+    app: FastAPI,
+    config: ServerConfig,
+    role: RoleSettings,
+    engine: Engine,
+    tokenizer: Tokenizer,
+    ends: Sequence[TransferEnd],
+) -> None:
+    """Of a server with a role, whose workers are at `ends`. The tokenizer is for the generation, nobody sees text."""
+    ranks = [RankInfo(end.port, end.plane_address, end.geometry) for end in ends]
+    info = RoleInfo(role.role.value, role.plane, role.address.host, ranks)
+
+    @app.get(ROLE_PATH)
+    async def tell_role() -> Response:
+        return Response(msgspec.json.encode(info), media_type="application/json")
+
+    if role.role is not Role.PREFILL:
+        return
 
     @app.post(PATH)
     async def prefill(request: Request) -> Response:
-        job = _read(await request.body(), request.headers.get(PROOF_HEADER, ""), secret, config)
+        job = _read(await request.body(), request.headers.get(PROOF_HEADER, ""), role.transfer.secret, config)
         stream = RequestStream(engine, job.request_id)
         engine.submit(_generation(job, config, tokenizer, stream))
         return StreamingResponse(_lines(stream), media_type="application/x-ndjson")
@@ -49,7 +72,7 @@ def _read(raw: bytes, given: str, secret: bytes, config: ServerConfig) -> Prefil
         raise ApiError(
             400, f"the prompt has {len(job.prompt_ids)} tokens, this server's --max-model-len is {config.max_model_len}"
         )
-    if max(job.prompt_ids) >= config.vocab_size:
+    if max(job.prompt_ids) >= config.model.vocab_size:
         raise ApiError(400, f"token {max(job.prompt_ids)} is not in the vocabulary: is that the same model?")
     num_blocks = -(-len(job.prompt_ids) // config.cache.block_size)
     if num_blocks > config.cache.num_device_blocks:

@@ -7,12 +7,11 @@ from fastapi.testclient import TestClient
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.app import add_error_handlers
-from fastdeploy_kvcache_v1.embedded.disaggregation.prefill_endpoint import add_prefill_route
+from fastdeploy_kvcache_v1.embedded.disaggregation.endpoints import add_role_routes
+from fastdeploy_kvcache_v1.embedded.disaggregation.settings import Role, RoleSettings
 from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
-from fastdeploy_kvcache_v1.embedded.engine.peer_requests import PeerRequests
-from fastdeploy_kvcache_v1.embedded.engine.scheduler import Scheduler
 from fastdeploy_kvcache_v1.embedded.prefill_job import (
     PATH,
     PROOF_HEADER,
@@ -25,6 +24,7 @@ from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient, expected_outputs
 
 SECRET = b"sixteen bytes or more"
@@ -36,14 +36,16 @@ PROMPT = list(range(18))
 def ask():
     """`ask(name, prompt, ...)`: the HTTP status, and the last line or the refusal."""
     cache = KVCacheConfig(40, block_size=4)
-    config = ServerConfig(None, "tiny", 264, "127.0.0.1", 0, 200, 8, 64, cache, "float32", "warning")
+    transfer = TransferSettings(secret=SECRET)
+    role = RoleSettings(role=Role.PREFILL, address=PeerPort("127.0.0.1", 0), plane="socket", transfer=transfer)
+    config = ServerConfig(cache=cache, max_model_len=200, role=role)
     manager, worker = CacheManager(cache), ShadowWorkerClient(ShadowWorker(cache))
-    scheduler = Scheduler(manager, block_size=4, max_num_seqs=8, max_num_batched_tokens=64)
-    peers = PeerRequests(manager, scheduler, offered=OfferedPrefills())
-    engine = Engine(EngineCore(manager, scheduler, worker.send, peers=peers), worker, on_fatal=pytest.fail)
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    core = EngineCore(manager, worker.send, offered=OfferedPrefills(), **sizes)
+    engine = Engine(core, worker, on_fatal=pytest.fail)
     app = FastAPI()
     add_error_handlers(app)
-    add_prefill_route(app, config, engine, load_tokenizer(None), SECRET)
+    add_role_routes(app, config, role, engine, load_tokenizer(None), [])
     client = TestClient(app, "http://localhost")
 
     def send(name, prompt, *, secret=SECRET, raw=None, **options):
