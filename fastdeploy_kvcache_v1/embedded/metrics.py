@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -50,20 +50,13 @@ class Metrics:
             for path in ways:
                 paths.labels(*path, rank).set(0 if path.left else 1)
         self._registry.register(_CoreCollector(core))
-        self._first_token = Histogram(
-            TIME_TO_FIRST_TOKEN.full_name, TIME_TO_FIRST_TOKEN.help, buckets=TTFT_BUCKETS, registry=self._registry
-        )
-
-        self._storage = Histogram(
-            STORAGE_LATENCY.full_name,
-            STORAGE_LATENCY.help,
-            STORAGE_LATENCY.label_names,
-            buckets=STORAGE_BUCKETS_S,
-            registry=self._registry,
-        )
-        core.observe_first_token = self._first_token.observe
+        core.observe_first_token = self._histogram(TIME_TO_FIRST_TOKEN, TTFT_BUCKETS).observe
+        latency = self._histogram(STORAGE_LATENCY, STORAGE_BUCKETS_S)
         if core.storage is not None:
-            core.storage.observe_latency = lambda operation, seconds: self._storage.labels(operation).observe(seconds)
+            core.storage.observe_latency = lambda operation, seconds: latency.labels(operation).observe(seconds)
+
+    def _histogram(self, row: Metric, buckets: Sequence[float]) -> Histogram:
+        return Histogram(row.full_name, row.help, row.label_names, buckets=buckets, registry=self._registry)
 
     def render(self) -> bytes:
         """Prometheus text format."""

@@ -14,46 +14,38 @@ from .api_error import ApiError
 
 SEED_LIMIT = 2**63 - 1
 
-_ONE_ANSWER = "send one request for each answer"
-_NO_LOGPROBS = "it reports no log-probabilities; leave the field out"
-_NO_PENALTIES = "it has no penalties; leave the field out"
-_NO_BANS = "it cannot ban words; leave the field out"
-_NO_GUIDES = "it cannot constrain the output; leave the field out"
-_NO_TOOLS = "it calls no tools; leave the field out"
-_NO_BUDGETS = "it has one limit for the whole output; use max_tokens"
-_NO_TEMPLATES = "it uses the model's chat template; send the prompt to /v1/completions"
-
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "n": ((1,), _ONE_ANSWER),
-    "best_of": ((1,), _ONE_ANSWER),
-    "echo": ((False,), "put the prompt before the answer yourself"),
-    "suffix": (("", {}), "it only continues a prompt; leave the field out"),
-    "logprobs": ((False, 0), _NO_LOGPROBS),
-    "top_logprobs": ((0,), _NO_LOGPROBS),
-    "prompt_logprobs": ((False,), _NO_LOGPROBS),
-    "logit_bias": (({},), "it cannot shift logits; leave the field out"),
-    "logits_processors_args": (({},), "it has no logits processors; leave the field out"),
-    "presence_penalty": ((0,), _NO_PENALTIES),
-    "frequency_penalty": ((0,), _NO_PENALTIES),
-    "repetition_penalty": ((1,), _NO_PENALTIES),
-    "bad_words": (([],), _NO_BANS),
-    "bad_words_token_ids": (([],), _NO_BANS),
-    "include_stop_str_in_output": ((False,), "it cuts the text before the stop; append the stop string yourself"),
-    "response_format": (({"type": "text"},), _NO_GUIDES),
-    "guided_json": ((), _NO_GUIDES),
-    "guided_regex": ((), _NO_GUIDES),
-    "guided_choice": ((), _NO_GUIDES),
-    "guided_grammar": ((), _NO_GUIDES),
-    "structural_tag": ((), _NO_GUIDES),
-    "tools": (([],), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "chat_template": ((), _NO_TEMPLATES),
-    "disable_chat_template": ((False,), _NO_TEMPLATES),
-    "completion_token_ids": (([],), "append them to prompt_token_ids"),
-    "reasoning_max_tokens": ((), _NO_BUDGETS),
-    "response_max_tokens": ((), _NO_BUDGETS),
-    "disaggregate_info": (({},), "it runs prefill and decode in one place; leave the field out"),
+_REFUSED_BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
+    "send one request for each answer": {"n": (1,), "best_of": (1,)},
+    "put the prompt before the answer yourself": {"echo": (False,)},
+    "it only continues a prompt; leave the field out": {"suffix": ("", {})},
+    "it reports no log-probabilities; leave the field out": {
+        "logprobs": (False, 0),
+        "top_logprobs": (0,),
+        "prompt_logprobs": (False,),
+    },
+    "it cannot shift logits; leave the field out": {"logit_bias": ({},)},
+    "it has no logits processors; leave the field out": {"logits_processors_args": ({},)},
+    "it has no penalties; leave the field out": {
+        "presence_penalty": (0,),
+        "frequency_penalty": (0,),
+        "repetition_penalty": (1,),
+    },
+    "it cannot ban words; leave the field out": {"bad_words": ([],), "bad_words_token_ids": ([],)},
+    "it cuts the text before the stop; append the stop string yourself": {"include_stop_str_in_output": (False,)},
+    "it cannot constrain the output; leave the field out": {
+        "response_format": ({"type": "text"},),
+        **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag"), ()),
+    },
+    "it calls no tools; leave the field out": {"tools": ([],), "functions": ([],)},
+    "it uses the model's chat template; send the prompt to /v1/completions": {
+        "chat_template": (),
+        "disable_chat_template": (False,),
+    },
+    "append them to prompt_token_ids": {"completion_token_ids": ([],)},
+    "it has one limit for the whole output; use max_tokens": {"reasoning_max_tokens": (), "response_max_tokens": ()},
+    "it runs prefill and decode in one place; leave the field out": {"disaggregate_info": ({},)},
 }
+REFUSED = {name: (neutral, advice) for advice, names in _REFUSED_BY_ADVICE.items() for name, neutral in names.items()}
 """Fields that would change the answer: values that ask for nothing (null always does), and what a client can do."""
 
 IGNORED = frozenset(

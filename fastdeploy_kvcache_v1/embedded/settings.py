@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
@@ -62,18 +62,19 @@ class ServerConfig:
         return self.model_path is None
 
 
-TAKEN = (
-    "host",
-    "port",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "tensor_parallel_size",
-    "cache_dtype",
-    "threads",
-    "worker_timeout",
-    "log_level",
-)
-"""Fields of `ServerConfig` that flags of the same names set as they are."""
+MADE = [
+    "cache",
+    "model",
+    "model_path",
+    "served_model_name",
+    "checks_model_name",
+    "max_model_len",
+    "storage",
+    "record_trace",
+    "role",
+]
+TAKEN = [each.name for each in fields(ServerConfig) if each.name not in MADE]
+"""Fields of `ServerConfig` that are the values of flags as they are."""
 
 DEFAULTS: dict[str, object] = {
     **{name: getattr(ServerConfig, name) for name in TAKEN},

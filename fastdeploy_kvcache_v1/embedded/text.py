@@ -45,9 +45,11 @@ class Tokenizer:
         text: str = self._rust.decode(list(token_ids), skip_special_tokens=True)
         return text
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """Text of a conversation (`{"role": ..., "content": ...}` each), ending where the assistant speaks next.
-        A content is a text or, with images, a list of parts as the template wants them.
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Ids of a conversation (`{"role": ..., "content": ...}` each), ending where the assistant speaks next; the
+        template writes the special tokens itself. A content is a text or, with images, a list of parts.
 
         `variables` are for the model's template (`enable_thinking`, ...). Raises `ConfigError`, one line, when the
         messages do not fit the template.
@@ -56,16 +58,10 @@ class Tokenizer:
             raise ConfigError("this model has no chat template: send the prompt to /v1/completions")
         options = {"add_generation_prompt": True, **(variables or {}), "tokenize": False}
         try:
-            text: str = self._tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+            text = self._tokenizer.apply_chat_template([dict(message) for message in messages], **options)
         except Exception as error:  # a template is code of the model's directory, and raises what it likes
             raise ConfigError(f"the model's chat template rejects these messages: {_one_line(error)}") from error
-        return text
-
-    def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Ids of what `render` writes: the template writes the special tokens itself."""
-        return self._encode(self.render(messages, variables), add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False)
 
     def stream(self, stops: Sequence[str] = ()) -> TextStream:
         """For one output."""

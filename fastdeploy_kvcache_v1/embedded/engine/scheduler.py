@@ -7,7 +7,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import NamedTuple
 
-from ...metadata import Allocation, DeviceSlot, MatchResult, NoSpace
+from ...metadata import DeviceSlot, MatchResult, NoSpace
 from ...scheduler.cache_manager import CacheManager
 from ...scheduler.load_costs import LoadCosts
 from ...scheduler.open_prefills import OpenPrefills
@@ -268,42 +268,42 @@ class Scheduler:
         num_tokens = min(num_uncached, self._budget)
         if self._following and num_tokens < num_uncached:
             return False
-        outcome: Allocation | NoSpace | None = None
-        if self._has_room(generation, match, num_owed):
-            num_held = generation.num_tokens if generation.request.offered_to else match.num_tokens + num_tokens
-            outcome = self._manager.allocate(generation.request_id, num_held)
-        if outcome is None or isinstance(outcome, NoSpace):
+        num_held = generation.num_tokens if generation.request.offered_to else match.num_tokens + num_tokens
+        if not self._take_slots(generation, match, num_held, num_owed):
             return False
-        assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
-        self._num_loading += outcome.num_host_tokens
-        self._leave_line(generation)
         insort(self._running, generation, key=BY_ARRIVAL)
         generation.state = State.RUNNING
-        generation.num_computed = match.num_tokens
         # What was found the first time may be lost since, and is computed after all.
         if generation.tokens_before_wait is not None:
             self._manager.count_shared_prefill(max(0, match.num_tokens - generation.tokens_before_wait))
             generation.tokens_before_wait = None
         known = generation.cached_tokens
         generation.cached_tokens = match.num_tokens if known is None else min(known, match.num_tokens)
-        generation.block_table = self._manager.block_table(generation.request_id)
         self._announce(self._add_to_plan(generation, num_tokens))
         return True
 
     def _admit_remote(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
         """With slots for the whole prompt; another server fills those behind `match`."""
-        if not self._has_room(generation, match, num_owed):
+        if not self._take_slots(generation, match, generation.num_tokens, num_owed):
             return False
-        outcome = self._manager.allocate(generation.request_id, generation.num_tokens)
-        if isinstance(outcome, NoSpace):
-            return False
-        self._num_loading += outcome.num_host_tokens
-        self._leave_line(generation)
         self._aside[generation.request_id] = generation
         generation.state = State.FETCHING
-        generation.num_computed = generation.cached_tokens = match.num_tokens
-        generation.block_table = self._manager.block_table(generation.request_id)
+        generation.cached_tokens = match.num_tokens
         self.newly_fetching.append(generation)
+        return True
+
+    def _take_slots(self, generation: Generation, match: MatchResult, num_tokens: int, num_owed: int) -> bool:
+        """It leaves the line with slots for `num_tokens`, those of `match` included; if there is room."""
+        if not self._has_room(generation, match, num_owed):
+            return False
+        outcome = self._manager.allocate(generation.request_id, num_tokens)
+        if isinstance(outcome, NoSpace):
+            return False
+        assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
+        self._num_loading += outcome.num_host_tokens
+        self._leave_line(generation)
+        generation.num_computed = match.num_tokens
+        generation.block_table = self._manager.block_table(generation.request_id)
         return True
 
     @property
