@@ -3,6 +3,8 @@
 The store with a real Mooncake is in `test_mooncake.py`.
 """
 
+import hashlib
+import json
 import random
 import signal
 import time
@@ -126,6 +128,26 @@ def test_faults_cost_hits_and_no_token(tmp_path):
             found = ask(server)
             assert found == (tokens, cached if faults else found[1]), faults
         wait_until(lambda: server.metrics()["quarantined_blocks"] == 0, "the end of failed calls", 90.0)
+        end(server)
+
+
+def test_a_wrong_bit_in_a_stored_value_changes_the_answer(tmp_path):
+    """In the vendor's store, which has no digest of ours. A file's digest refuses such a value: a miss, no wrong token
+    (`tests/storage/test_seal.py`).
+    """
+    words, variables = STORES["attention_store"](tmp_path / "kv")
+    first_block = hashlib.sha256(json.dumps(PROMPT[:16]).encode()).hexdigest()
+    with started(tmp_path / "server", *words, environment=variables) as server:
+        tokens, _ = ask(server)
+        wait_stored(server)
+        (path,) = (tmp_path / "kv").glob(f"*of*/{first_block}")
+        value = bytearray(path.read_bytes())
+        for bit in (0, 1):
+            value[len(value) // 2] ^= bit
+            path.write_bytes(value)
+            httpx.post(f"{server.url}/reset_prefix_cache", timeout=30.0).raise_for_status()
+            found, cached = ask(server)
+            assert (found != tokens, cached) == (bool(bit), CACHED)
         end(server)
 
 

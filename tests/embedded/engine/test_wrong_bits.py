@@ -4,15 +4,18 @@ Each case first has the right answer from the tier that it spoils afterwards.
 """
 
 import random
+import tempfile
 from collections import deque
 
 import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.embedded.worker.outside import give_memory, make_agent
 from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheLevel
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.vision import PATCH_BYTES, Image, PlacedImage
+from fastdeploy_kvcache_v1.storage.backends import make_link, make_tier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
@@ -21,6 +24,8 @@ from fastdeploy_kvcache_v1.worker.ops import Implementation, numpy_twin
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
 from tests.embedded.engine.test_families_between_servers import Pair
+from tests.storage.attention_store.sdk.attentionstore_sdk import sdk
+from tests.storage.attention_store.stand_in import installed
 from tests.storage.values import namespace
 
 PROMPT = [40 + (7 * at) % 50 for at in range(60)]
@@ -217,8 +222,20 @@ def test_a_row_that_a_copy_leaves_out_changes_the_answer(leave_out, family, mtp,
 class Store:
     """A store at the end of a link, for one engine after the other. `values`: of each block, the bytes of each rank."""
 
+    num_host_blocks = 40
+
     def __init__(self, num_ranks):
         self.num_ranks, self.values, self.engine, self.answers = num_ranks, {}, None, deque()
+
+    def tier(self, manager):
+        settings = StorageSettings("file", "/unused", prefetch="wait_complete", min_tokens=BLOCK)
+        return StorageTier(manager, settings, namespace(), self)
+
+    def serve(self, engine):
+        self.engine = engine
+
+    def close(self):
+        pass
 
     def query(self, query_id, hashes):
         stored = [block in self.values for block in hashes]
@@ -248,17 +265,46 @@ class Store:
         pass
 
 
+class VendorsStore:
+    """The attention store by its stand-in SDK, with the agent and the link of a server."""
+
+    num_host_blocks = 0
+    settings = StorageSettings("attention_store", prefetch="wait_complete", min_tokens=BLOCK)
+
+    def __init__(self, sockets):
+        self._addresses = (f"ipc://{sockets}/commands", f"ipc://{sockets}/results")
+        self.answers = deque()
+
+    def tier(self, manager):
+        self._link = make_link(self.settings, self._addresses[:1], self._addresses[1])
+        return make_tier(manager, self.settings, None, self._link)
+
+    def serve(self, engine):
+        (controller,) = engine.controllers
+        name = namespace(layout=controller.layout, block_size=BLOCK)
+        self._agent = make_agent(self.settings, self._addresses, 0)
+        give_memory(self._agent, controller, name)
+        while not self._link.is_connected(10):
+            pass
+        self._link.listen(self.answers.append)
+        engine.harness.storage.use_namespace(name)
+
+    def close(self):
+        self._agent.close()
+        self._link.close()
+
+
 def ask_with(store, family, mtp, size):
-    """A new engine over the store: its answer, and the tokens that came from there."""
-
-    def tier(manager, engine):
-        settings = StorageSettings("file", "/unused", prefetch="wait_complete", min_tokens=BLOCK)
-        return StorageTier(manager, settings, namespace(), store)
-
+    """A new engine over the store: its answer, and the blocks that came from there."""
     engine = FamilyEngine(
-        family, mtp=mtp, size=size, num_host_blocks=40, policy=WritePolicy.WRITE_THROUGH, storage=tier
+        family,
+        mtp=mtp,
+        size=size,
+        num_host_blocks=store.num_host_blocks,
+        policy=WritePolicy.WRITE_THROUGH,
+        storage=lambda manager, engine: store.tier(manager),
     )
-    store.engine = engine
+    store.serve(engine)
     core = engine.harness.core
     recorder = engine.harness.submit("stored", PROMPT, 8, SamplingParams(temperature=0.0))
     while not recorder.ended or store.answers or not core.storage.is_idle or not core.is_idle:
@@ -270,8 +316,12 @@ def ask_with(store, family, mtp, size):
     for _ in range(3):  # what was copied out is stored, and that is told
         engine.settle()
         engine.results()
-        while store.answers:
-            core.on_storage(store.answers.popleft())
+        while store.answers or not core.storage.is_idle:
+            if store.answers:
+                core.on_storage(store.answers.popleft())
+            else:
+                engine.results()
+    store.close()
     engine.close()
     return recorder.tokens, loaded
 
@@ -280,9 +330,7 @@ def ask_with(store, family, mtp, size):
     ("family", "mtp", "size"), [case for case in CASES if case[2] == 1 or case[0].startswith("gqa")]
 )
 def test_a_wrong_bit_in_a_stored_value_changes_the_answer(family, mtp, size):
-    """Behind its seal: a store whose bytes differ from what was sealed is found out by `tests/storage/test_seal.py`.
-    Ranks that share a host pool have no store.
-    """
+    """Behind its seal: a store whose bytes differ from what was sealed is found out by `tests/storage/test_seal.py`."""
     store, rng = Store(size), random.Random(family)
     expected, loaded = ask_with(store, family, mtp, size)
     assert (loaded, len(store.values) >= NUM_CACHED) == (0, True)
@@ -295,6 +343,27 @@ def test_a_wrong_bit_in_a_stored_value_changes_the_answer(family, mtp, size):
             tokens, loaded = ask_with(store, family, mtp, size)
             assert (tokens != expected, loaded) == (True, NUM_CACHED)
     assert ask_with(store, family, mtp, size) == (expected, NUM_CACHED)
+
+
+@pytest.mark.parametrize("family", ["gqa", "gqa, bfloat16"])
+def test_a_wrong_bit_in_the_attention_store_changes_the_answer(monkeypatch, tmp_path, family):
+    """Whose values have no seal."""
+    rng = random.Random(family)
+    with installed(monkeypatch, tmp_path / "kv") as directory, tempfile.TemporaryDirectory(prefix="kv-") as sockets:
+        store = VendorsStore(sockets)
+        expected, loaded = ask_with(store, family, False, 1)
+        assert loaded == 0
+        assert ask_with(store, family, False, 1) == (expected, NUM_CACHED)
+        for _ in range(3):
+            ends = rng.randrange(1, NUM_CACHED + 1) * BLOCK
+            (path,) = directory.glob(f"*of*/{sdk.Tokens(PROMPT[:ends], BLOCK).name(ends // BLOCK - 1)}")
+            value = np.fromfile(path, np.uint8)
+            with Bit(value, rng):
+                value.tofile(path)
+            tokens, loaded = ask_with(store, family, False, 1)
+            assert (tokens != expected, loaded) == (True, NUM_CACHED)
+            value.tofile(path)
+        assert ask_with(store, family, False, 1) == (expected, NUM_CACHED)
 
 
 @pytest.mark.parametrize(("family", "mtp"), [(family, number % 2 == 0) for number, family in enumerate(FAMILIES)])
