@@ -1,6 +1,6 @@
 """Engine core and a store that addresses the device tier, which answers late, fails, or goes on after a failure."""
 
-from tests.embedded.engine.storage_server import AttentionStoreServer, namespace
+from tests.embedded.engine.storage_server import AttentionStoreServer
 from tests.embedded.shadow import expected_outputs
 
 PROMPT = list(range(30))
@@ -84,24 +84,6 @@ def test_a_store_that_hangs_lets_a_request_that_needs_all_slots_fail_in_time():
     assert recorder.failure is not None
     assert recorder.failure.status == 500
     server.settle()
-
-
-def test_what_waited_for_a_pass_when_the_cache_was_reset_is_not_stored_under_a_new_name():
-    server = AttentionStoreServer(prefetch="best_effort")
-    server.harness.submit("long", OTHER[:3], 8)
-    server.harness.submit("short", PROMPT[:25], 1)
-    server.send()
-    server.work()
-    server.tier.step_taken(server.manager.take_swap_step(), computes=True)
-    server.tier.go_on()
-    assert server.tier._stores.held_since() is not None
-    assert not server.store.stores
-    server.core.reset_cache()
-    server.tier.use_namespace(namespace("1"))
-    server.tier.pass_ended(server.tier._copies.last_told)
-    server.settle()
-    assert server.store.values == {}
-    assert server.tier.counters.skipped_store_blocks == 8, "six of one request, two of the other"
 
 
 def test_what_would_follow_a_block_on_the_host_is_not_asked_for():

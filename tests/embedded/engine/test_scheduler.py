@@ -3,9 +3,9 @@
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
-from fastdeploy_kvcache_v1.embedded.engine.generation import Failure, Generation, State
+from fastdeploy_kvcache_v1.embedded.engine.generation import Failure, State
 from fastdeploy_kvcache_v1.model.step import StepResult
-from tests.embedded.shadow import Harness, Recorder, expected_outputs
+from tests.embedded.shadow import Harness, expected_outputs
 
 
 def tokens_of(batch):
@@ -234,29 +234,6 @@ def test_preempted_requests_wait_in_their_order_of_arrival_before_all_others():
         assert "".join(generation.request_id for generation in harness.scheduler.waiting) == expected
     harness.run()
     assert [recorder.tokens for recorder in recorders] == [expected_outputs([ord(name)], 3) for name in "abcdef"]
-
-
-def test_waiting_request_leaves_without_a_look_at_the_others():
-    compared = []
-
-    class Watched(Generation):
-        __hash__ = object.__hash__
-
-        def __eq__(self, other):
-            compared.append(other)
-            return self is other
-
-    harness = Harness(KVCacheConfig(8, block_size=4), max_num_seqs=1)
-    harness.submit("running", range(4), 8)
-    for index in range(50):
-        plain = harness.generation(str(index), range(4), 2, Recorder())
-        harness.core.submit(Watched(plain.request, plain.hasher, plain.text, plain.sink))
-    harness.step()
-    for index in reversed(range(50)):
-        harness.core.abort(str(index))
-    assert compared == []
-    assert harness.scheduler.num_waiting == 0
-    harness.run()
 
 
 def test_newcomer_waits_while_running_requests_need_the_last_blocks():

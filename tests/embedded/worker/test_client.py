@@ -1,10 +1,11 @@
-"""The engine's end of the worker process, where things go wrong before or between answers."""
+"""The engine's end of the worker processes: what goes wrong before, between and instead of answers, on any rank."""
 
 import errno
 import os
 import re
 import tempfile
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import psutil
@@ -18,9 +19,13 @@ from fastdeploy_kvcache_v1.embedded.worker import rank_process
 from fastdeploy_kvcache_v1.embedded.worker.client import ProcessWorkerClient, StartInterruptedError
 from fastdeploy_kvcache_v1.embedded.worker.rank_process import RankProcess
 from fastdeploy_kvcache_v1.errors import ConfigError, WorkerDiedError
-from fastdeploy_kvcache_v1.metadata import CacheLevel, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.metadata import EVICT, CacheSwapMetadata, SwapStep
+from fastdeploy_kvcache_v1.model.sampler import SamplingParams
+from fastdeploy_kvcache_v1.model.step import StepTask
 
-CONFIG = ServerConfig(cache=KVCacheConfig(8, block_size=16), max_model_len=128, worker_timeout=0)
+ONE = ServerConfig(cache=KVCacheConfig(8, 4, block_size=16), max_model_len=128, worker_timeout=0)
+TWO = replace(ONE, tensor_parallel_size=2)
+BATCH = BatchRequest([StepTask("r", [1, 2, 3], 0, [5], True, SamplingParams())])
 
 
 @pytest.fixture
@@ -28,6 +33,42 @@ def temp_dir(monkeypatch):
     with tempfile.TemporaryDirectory(prefix="kv-") as path:  # short, for unix sockets
         monkeypatch.setattr(tempfile, "tempdir", path)
         yield path
+
+
+class Listener:
+    def __init__(self, client):
+        self.answers, self.reasons = [], []
+        self.answered, self.died = threading.Semaphore(0), threading.Event()
+        self.on_answer = lambda: None
+        client.listen(self.on_message, self.on_death)
+
+    def on_message(self, rank, message):
+        self.answers.append((rank, message))
+        self.answered.release()
+        self.on_answer()
+
+    def on_death(self, reason):
+        self.reasons.append(reason)
+        self.died.set()
+
+
+@contextmanager
+def running(config, **options):
+    """A client, its listener, and the processes by rank, which are gone at the end."""
+    client = ProcessWorkerClient(config, **options)
+    processes = [psutil.Process(pid) for pid in client.pids]
+    try:
+        yield client, Listener(client), processes
+    finally:
+        client.close()
+    assert not any(process.is_running() for process in processes)
+
+
+def name_of(rank, config):
+    return "the worker process" + ("" if config is ONE else f" of rank {rank}")
+
+
+over_ranks = pytest.mark.parametrize(("config", "rank"), [(ONE, 0), (TWO, 0), (TWO, 1)], ids=["one", "first", "second"])
 
 
 @pytest.mark.parametrize(
@@ -43,13 +84,13 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(temp_dir, monkeypatch, owner
 
     monkeypatch.setattr(owner, name, no_space)
     with pytest.raises(ConfigError, match=f"{message}.*No space left on device"):
-        ProcessWorkerClient(CONFIG)
+        ProcessWorkerClient(ONE)
     assert os.listdir(temp_dir) == []
 
 
 @pytest.mark.process
-def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
-    """So that a SIGKILL in the long part of the start leaves nothing behind."""
+def test_every_rank_answers_with_the_same_token_and_no_name_is_left(temp_dir, monkeypatch):
+    """Names are gone before the model is loaded: a SIGKILL in the long part of the start leaves nothing behind."""
     seen = []
     expect = RankProcess._expect
 
@@ -58,33 +99,29 @@ def test_names_are_gone_before_the_model_is_loaded(temp_dir, monkeypatch):
         return expect(self, kind)
 
     monkeypatch.setattr(RankProcess, "_expect", watch)
-    client = ProcessWorkerClient(CONFIG)
-    client.close()
-    assert seen == [("WorkerConnected", 1), ("WorkerReady", 0)]
+    with running(TWO) as (client, listener, _):
+        assert seen == [("WorkerConnected", 1)] * 2 + [("WorkerReady", 0)] * 2
+        client.send(BATCH)
+        for _ in range(2):
+            assert listener.answered.acquire(timeout=60)
+        assert sorted(rank for rank, _ in listener.answers) == [0, 1]
+        first, second = (answer.tokens for _, answer in listener.answers)
+        assert first == second
+        assert list(first) == ["r"]
+    assert listener.reasons == []
 
 
 @pytest.mark.process
 def test_unreadable_answer_ends_the_worker_instead_of_hanging_everybody(temp_dir, monkeypatch, caplog):
-    client = ProcessWorkerClient(CONFIG)
-    try:
-        died, reasons = threading.Event(), []
+    def unreadable(data):
+        raise EOFError("a torn message")
 
-        def on_death(reason):
-            reasons.append(reason)
-            died.set()
-
-        def unreadable(data):
-            raise EOFError("a torn message")
-
-        (pid,) = client.pids
-        client.listen(lambda rank, message: None, on_death)
+    with running(ONE) as (client, listener, (process,)):
         monkeypatch.setattr(rank_process.pickle, "loads", unreadable)
         client.send(BatchRequest())
-        assert died.wait(30)
-        assert reasons == [f"the worker process {pid} was killed by SIGKILL"]
-        assert "EOFError: a torn message" in caplog.text
-    finally:
-        client.close()
+        assert listener.died.wait(30)
+    assert listener.reasons == [f"the worker process {process.pid} was killed by SIGKILL"]
+    assert "EOFError: a torn message" in caplog.text
 
 
 @pytest.mark.process
@@ -97,82 +134,91 @@ def test_stop_while_the_worker_starts(temp_dir):
         return True
 
     with pytest.raises(StartInterruptedError):
-        ProcessWorkerClient(CONFIG, stop_requested=stop_requested)
+        ProcessWorkerClient(ONE, stop_requested=stop_requested)
     assert len(asked) == 1
     assert os.listdir(temp_dir) == []
 
 
 @pytest.mark.process
 def test_worker_that_dies_after_it_connected(temp_dir, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", write_fatal_paddle(temp_dir))
+    """Its `paddle` ends the process that imports it."""
+    with open(os.path.join(temp_dir, "paddle.py"), "w") as module:
+        module.write("import os; os._exit(7)")
+    monkeypatch.setenv("PYTHONPATH", temp_dir)
     with pytest.raises(WorkerDiedError, match="the worker process exited with status 7 while starting"):
-        ProcessWorkerClient(CONFIG)
+        ProcessWorkerClient(ONE)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("timeout_s", [1.0, 0.0])
-def test_stopped_worker_is_told_once_and_killed(temp_dir, caplog, timeout_s):
-    """Without a limit it is told of when somebody kills it."""
-    client = ProcessWorkerClient(replace(CONFIG, worker_timeout=timeout_s))
-    try:
-        died, reasons = threading.Event(), []
+@over_ranks
+def test_a_rank_that_is_killed_is_told_once_without_a_limit_of_time(temp_dir, caplog, config, rank):
+    """Also while another one waits for it."""
+    with running(config) as (client, listener, processes):
+        victim = processes[rank]
+        victim.suspend()
+        client.send(BATCH)
+        assert not listener.died.wait(2.5)
+        victim.kill()
+        assert listener.died.wait(60)
+    assert listener.reasons == [f"{name_of(rank, config)} {victim.pid} was killed by SIGKILL"]
+    assert listener.answers == []
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told == listener.reasons
 
-        def on_death(reason):
-            reasons.append(reason)
-            died.set()
 
-        worker = psutil.Process(*client.pids)
-        client.listen(lambda rank, message: None, on_death)
-        worker.suspend()
-        client.send(BatchRequest())
-        if timeout_s:
-            assert died.wait(30)
-            reason = f"the worker process {worker.pid} is stuck: step 1 has computed nothing for \\d+ s"
-        else:
-            assert not died.wait(2.5)
-            worker.kill()
-            assert died.wait(30)
-            reason = f"the worker process {worker.pid} was killed by SIGKILL"
-        client._ranks[0]._thread.join(1.0)
-        assert [record.getMessage() for record in caplog.records] == reasons
-        assert [re.fullmatch(reason, each) is not None for each in reasons] == [True]
-    finally:
-        client.close()
+@pytest.mark.process
+@over_ranks
+def test_a_rank_that_hangs_is_told_once_and_killed(temp_dir, config, rank):
+    """Not another one, which waits for it."""
+    with running(replace(config, worker_timeout=1.0)) as (client, listener, processes):
+        victim = processes[rank]
+        victim.suspend()
+        client.send(BATCH)
+        assert listener.died.wait(60)
+        victim.wait(30)
+    (reason,) = listener.reasons
+    stuck = rf"{name_of(rank, config)} {victim.pid} is stuck: step 1 has computed nothing for \d+ s"
+    assert re.fullmatch(stuck, reason)
 
 
 @pytest.mark.process
 def test_copy_that_never_ends_is_noticed_while_steps_come_and_go(temp_dir):
-    config = replace(CONFIG, cache=replace(CONFIG.cache, num_host_blocks=4), worker_timeout=1.0)
-    client = ProcessWorkerClient(config, copy_faults='{"hang": {"output": [0]}}')
-    try:
-        died, reasons, answers = threading.Event(), [], []
-
-        def on_message(rank, message):
-            answers.append(message)
-            client.send(BatchRequest())
-
-        def on_death(reason):
-            reasons.append(reason)
-            died.set()
-
-        (pid,) = client.pids
-        client.listen(on_message, on_death)
-        evict = CacheSwapMetadata(CacheLevel.DEVICE, CacheLevel.HOST, (1,), (2,))
-        client.send(BatchRequest(swap_steps=[SwapStep(6, (evict,))]))
-        assert died.wait(30)
-        (reason,) = reasons
-        assert re.fullmatch(
-            rf"the worker process {pid} is stuck: the copy of swap step 6 has not ended for \d+ s", reason
-        )
-        assert len(answers) > 10
-    finally:
-        client.close()
+    config = replace(ONE, worker_timeout=1.0)
+    with running(config, copy_faults='{"hang": {"output": [0]}}') as (client, listener, (process,)):
+        listener.on_answer = lambda: client.send(BatchRequest())
+        client.send(BatchRequest(swap_steps=[SwapStep(6, (CacheSwapMetadata(*EVICT, (1,), (2,)),))]))
+        assert listener.died.wait(30)
+    (reason,) = listener.reasons
+    stuck = rf"the worker process {process.pid} is stuck: the copy of swap step 6 has not ended for \d+ s"
+    assert re.fullmatch(stuck, reason)
+    assert len(listener.answers) > 10
 
 
-def write_fatal_paddle(directory):
-    """A place on the path whose `paddle` ends the process that imports it."""
-    place = os.path.join(directory, "place")
-    os.mkdir(place)
-    with open(os.path.join(place, "paddle.py"), "w") as module:
-        module.write("import os; os._exit(7)")
-    return place
+@pytest.mark.process
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"copy_faults": "{"}, ConfigError, "not a valid description of copy faults"),
+        ({"config": replace(TWO, log_level="x")}, WorkerDiedError, "process of rank {} exited with status 1"),
+    ],
+)
+def test_a_rank_that_does_not_start_ends_the_start_of_all(temp_dir, monkeypatch, broken, change, error, message):
+    """Before the ranks have met, and behind that."""
+    spawn = rank_process._spawn
+    children_before = psutil.Process().children()  # of other tests in this process
+
+    def spawn_one_broken(launch):
+        return spawn(replace(launch, **change) if launch.rank == broken else launch)
+
+    monkeypatch.setattr(rank_process, "_spawn", spawn_one_broken)
+    with pytest.raises(error, match=message.format(broken)):
+        ProcessWorkerClient(TWO)
+    assert os.listdir(temp_dir) == []
+    assert psutil.Process().children() == children_before
+
+
+@pytest.mark.process
+def test_heads_that_cannot_be_shared_out_are_one_line(temp_dir):
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 3 must divide the model's num_kv_heads 4"):
+        ProcessWorkerClient(replace(ONE, tensor_parallel_size=3))
