@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
@@ -18,7 +18,7 @@ from ..units import GIB
 from .disaggregation.settings import DEFAULTS as ROLE_DEFAULTS
 from .disaggregation.settings import RoleSettings, add_role_arguments, role_settings
 
-RANDOM_MODEL_NAME = "random-tiny"
+RANDOM_MODEL, RANDOM_MODEL_NAME = ChecksumConfig(), "random-tiny"
 
 MEMORY_SHARE = 0.25
 """Of the free memory, at most what a tier takes when its size is not given."""
@@ -32,7 +32,7 @@ class ServerConfig:
     """What the server runs with. Every value has been checked; the defaults are those of the flags."""
 
     cache: KVCacheConfig
-    model: ModelConfig = field(default_factory=ChecksumConfig)
+    model: ModelConfig = RANDOM_MODEL
     model_path: Path | None = None
     """None: the random model."""
     served_model_name: str = RANDOM_MODEL_NAME
@@ -40,7 +40,7 @@ class ServerConfig:
     """Requests must name the served model or "default"; otherwise any name will do, as with FastDeploy."""
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
-    max_model_len: int = ChecksumConfig.max_position
+    max_model_len: int = RANDOM_MODEL.max_position
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     tensor_parallel_size: int = 1

@@ -30,7 +30,7 @@ def test_defaults():
     config = configure()
     assert config.is_random_model
     assert config.served_model_name == "random-tiny"
-    assert config.max_model_len == MODEL.max_position
+    assert config.max_model_len == ChecksumConfig().max_position
     assert config.cache.block_size == 64
     assert config.cache.enable_prefix_caching
     assert config.cache.write_policy.value == "auto"
