@@ -1,6 +1,5 @@
 """The adapter driven as FastDeploy drives its cache manager."""
 
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -136,20 +135,21 @@ def test_a_check_looks_at_every_part(monkeypatch, part):
         cache.check()
 
 
-def test_a_reset_on_another_thread_may_come_while_requests_run():
+def test_a_reset_leaves_nothing_of_requests_that_run_were_matched_or_whose_hashes_were_kept():
     cache = make_adapter(24, 40)
-    for number in range(50):
-        tasks = [FakeTask(f"r{number}.{index}", [number % 3] * 20) for index in range(3)]
-        for task in tasks:
-            begin(cache, task, 8)
-        thread = threading.Thread(target=cache.reset)
-        thread.start()
-        for task in tasks:
-            task.status = Status.FINISHED
-            cache.cache_output_blocks(task, 4)
-            end(cache, task)
-        thread.join()
-        cache.check()
-        cache.reset()
-        cache.manager.check_idle()
-        assert len(cache.gpu_free_block_list) == 24
+    tasks = [FakeTask(f"r{index}", [1] * 20) for index in range(3)]
+    for task in tasks:
+        begin(cache, task, 8)
+    for name in "ab":
+        cache.request_match_blocks(waiting := FakeTask(name, [1] * 9), 4)
+    cache.release_block_ids(waiting)
+    cache.reset()
+    cache.check()
+    cache.manager.check_idle()
+    assert len(cache._kept) == 0
+    for task in tasks:
+        task.status = Status.FINISHED
+        cache.cache_output_blocks(task, 4)
+        end(cache, task)
+    cache.check()
+    assert len(cache.gpu_free_block_list) == 24
