@@ -6,41 +6,25 @@ import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.prefill_timer import PrefillTimer
 from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, DECODE, EXTEND, PREEMPTED, other, prefill
-
-
-class FakeEvent:
-    """As one of a device: it is reached later than it is recorded."""
-
-    error = None
-
-    def __init__(self):
-        self.at = None
-
-    def done(self):
-        return self.at is not None
-
-    def seconds_since(self, earlier):
-        return self.at - earlier.at
-
-
-class Stream:
-    def __init__(self):
-        self.events = []
-
-    def record_event(self, *, timed=False):
-        assert timed
-        self.events.append(FakeEvent())
-        return self.events[-1]
-
-    def reach(self, *times):
-        """The device gets to the next events."""
-        for event, at in zip((each for each in self.events if not each.done()), times, strict=False):
-            event.at = at
+from tests.world.clock import Clock
+from tests.world.streams import VirtualDevice, VirtualStream
 
 
 @pytest.fixture
 def timed():
-    return SimpleNamespace(timer=PrefillTimer(), stream=Stream())
+    """A device that gets to what is recorded when the test says so."""
+    stream = VirtualDevice(Clock()).compute_stream
+
+    def record_event(*, timed):
+        assert timed
+        return VirtualStream.record_event(stream)
+
+    def reach(*times):
+        for stream.device.clock.now in times:
+            stream.run()
+
+    stream.record_event = record_event
+    return SimpleNamespace(timer=PrefillTimer(), stream=stream, reach=reach)
 
 
 def run_pass(timed, *tasks, waits_inside=False):
@@ -70,11 +54,11 @@ LEAVE = other(PREEMPTED, 0, "r0"), other(ABORT, 1, "r1")
 )
 def test_a_pass_is_told_with_the_prompts_that_it_computes(timed, passes, told):
     for tasks, waits_inside in passes:
-        for task in tasks:
+        for task in tasks[:-1]:
             timed.timer.received([task])
-        run_pass(timed, waits_inside=waits_inside)
-    assert len(timed.stream.events) == 2 * len(told)
-    timed.stream.reach(1.0, 2.0)
+        run_pass(timed, *tasks[-1:], waits_inside=waits_inside)
+    assert len(timed.stream.waiting) == 2 * len(told)
+    timed.reach(1.0, 2.0)
     assert [each.num_tokens for each in timed.timer.take()] == told
 
 
@@ -82,11 +66,11 @@ def test_a_pass_that_failed_says_nothing(timed):
     timed.timer.received([chunk(0, 0, 100)])
     timed.timer.begin(timed.stream, waits_inside=False)  # it raises then, and is never ended
     run_pass(timed, chunk(1, 0, 40))
-    timed.stream.reach(1.0, 2.0, 3.0)
+    timed.reach(1.0, 2.0, 3.0)
     assert [each.num_tokens for each in timed.timer.take()] == [40]
+    timed.stream._failure = RuntimeError("Xid 31")
     run_pass(timed, chunk(1, 40, 80))
-    timed.stream.events[-1].error = RuntimeError("Xid 31")
-    timed.stream.reach(4.0, 5.0)
+    timed.reach(4.0, 5.0)
     assert timed.timer.take() == ()
 
 
@@ -98,5 +82,5 @@ def test_what_is_forgotten_is_never_told(timed):
     timed.timer.forget()
     timed.timer.end(timed.stream)
     run_pass(timed)
-    timed.stream.reach(1.0, 2.0, 3.0, 4.0)
+    timed.reach(1.0, 2.0, 3.0, 4.0)
     assert timed.timer.take() == ()
