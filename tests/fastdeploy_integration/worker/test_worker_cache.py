@@ -3,11 +3,15 @@
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
+from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
 from fastdeploy_kvcache_v1.metadata import SwapStep
+from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.fastdeploy_integration.worker.worker_caches import evict, register, swap_in, task
+from tests.world.clock import Clock
+from tests.world.streams import VirtualDevice
 
 
 def test_passes_that_compute_prompts_are_timed_unless_they_wait_for_a_copy_inside(make_cache):
@@ -135,3 +139,52 @@ def test_memory_that_the_engine_did_not_expect_is_reported(make_cache, caplog, e
     with caplog.at_level("WARNING"):
         register(cache)
     assert len(caplog.messages) == num_warnings
+
+
+# ---- what a pass does not wait for
+
+
+@pytest.fixture
+def virtual(make_cache):
+    """No copy and no pass ends before it is waited for."""
+    made = make_cache(make_runtime=lambda: VirtualDevice(Clock()))
+    register(made)
+    made.stream = made._controller._runtime.compute_stream
+    return made
+
+
+def prefill(step=None, table=(0,), start=0, end=2, index=0):
+    made = task(step, table=table)
+    made.idx, made.prefill_start_index, made.prefill_end_index = index, start, end
+    return made
+
+
+@pytest.mark.parametrize(
+    ("end", "copied", "running"),
+    [(6, ((0, 0), (1, 1), (2, 2)), ((0, 7), (1, 0))), (3, ((1, 1),), ((1, 0),))],
+    ids=["of what a pass before computed", "of a row that ended"],
+)
+def test_a_pass_does_not_wait_for_a_backup(virtual, end, copied, running):
+    """A row may decode in block 3 meanwhile."""
+    second = prefill(SwapStep(0, (evict(*copied),)), (5,), index=1)
+    setattr(second, ROWS_ATTRIBUTE, running)
+    for arrived in (prefill(table=(0, 1, 2, 3), end=end), second):
+        virtual.receive([arrived])
+        virtual.begin_forward(layer_by_layer=True)
+        virtual.end_forward()
+    while virtual.stream.run():
+        pass
+    assert not virtual.stream.waiting, "it went on beside the copy"
+    assert virtual._controller.num_unreported_copies == 1
+
+
+def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(virtual):
+    """It may have been submitted all the same."""
+    for arrived in (prefill(table=(3, 1), start=2, end=3), prefill(table=(2,))):
+        virtual.receive([arrived])
+        virtual.begin_forward(layer_by_layer=True)
+    virtual.stream.submit(lambda: None)
+    virtual.end_forward()
+    uses = virtual._controller._transfers._device_hazards._uses
+    (use,) = [use for use in uses if use.actor is Actor.COMPUTE]
+    assert (use.reads | use.writes, use.writes) == (0b1110, 0b110)
