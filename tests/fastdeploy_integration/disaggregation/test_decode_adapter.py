@@ -11,7 +11,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import asked_ag
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.transfer_name import ITEMS, name_of
 from fastdeploy_kvcache_v1.metadata import EVICT, TransferResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch
-from tests.fastdeploy_integration.engine.by_hand import Status
+from tests.fastdeploy_integration.engine.by_hand import Control, Kind, Status
 
 from .decode_server import PREFIX, DecodeServer
 from .fake_requests import request
@@ -179,6 +179,20 @@ def test_outputs_are_cached_as_fastdeploy_is_told_to(decode, status, caches_outp
     decode.cache.check_idle()
 
 
+def test_blocks_that_a_lost_batch_gives_back_are_filled_when_the_worker_has_been_told(decode):
+    """The worker may have had the batch, and compute: FastDeploy takes its requests back before it schedules again."""
+    first = decode.granted("a", [*PREFIX, 5])
+    decode.arrive(first)
+    assert decode.take_ready(first)
+    decode.schedule(first)
+    decode.cache.batch_lost()
+    decode.free(first, Status.PREEMPTED)
+    second = decode.granted("b", [2] * 13)
+    assert name_of(second) not in [each.request_id for each in decode.sent]
+    (step,) = decode.batch(Control(Kind.PREEMPTED, first))
+    assert decode.fetch(second).after_step == step.step
+
+
 # ---- with a host tier: two prompts of four blocks, which do not fit together
 
 
@@ -187,6 +201,21 @@ def full(host=8):
     decode = DecodeServer(6, host, write_policy="write_back")
     decode.served("a", [*PREFIX, 5])
     return decode
+
+
+def test_slots_that_an_eviction_reads_are_filled_after_it_on_an_idle_server():
+    decode = full()
+    task = decode.granted("b", [2] * 13)
+    command = decode.fetch(task)
+    assert command.after_step == decode.cache.open_step() >= 0
+    carrier = decode.carrier()
+    assert carrier is not None, "no other batch would come"
+    (step,) = decode.batch(carrier)
+    assert step.step == command.after_step
+    assert not set(step.evict.source_slots).isdisjoint(command.slots)
+    assert decode.carrier() is None
+    decode.complete(task)
+    decode.cache.check_idle()
 
 
 def pushed_out(decode):
@@ -215,6 +244,21 @@ def test_a_match_behind_copies_that_are_being_sent_begins_behind_them():
     assert decode.fetch(again).after_step == decode.fetch(task).after_step
     decode.cache.batch_lost()
     assert [each.request_id for each in decode.lost()] == ["d"], "the same copies"
+
+
+def test_a_request_whose_copies_were_lost_does_not_run():
+    decode = full()
+    task, carrier = swapped_in(decode), decode.carrier()
+    decode.schedule(carrier)
+    decode.cache.batch_lost()
+    decode.batch(decode.carrier())
+    decode.arrive(task)
+    assert not decode.take_ready(task)
+    (lost,) = decode.lost()
+    assert (lost.request_id, lost.code) == ("c", 502)
+    decode.free(task, Status.WAITING)
+    assert decode.carrier() is None
+    assert decode.served("d", [*PREFIX, 6]).first_block == 0, "nothing can be trusted"
 
 
 @pytest.mark.parametrize("is_granted", [True, False])

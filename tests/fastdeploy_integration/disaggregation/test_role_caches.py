@@ -11,6 +11,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import LOG_DIRECTOR
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches, place, ranks, role_caches, settings
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.decode_rank import DecodeRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import PREFILL_PAUSED
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_rank import PrefillRank
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import INFO_FILE
@@ -22,7 +23,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.capabilities import Ca
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.geometry import Geometry, RoleGeometry
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
-from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
+from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
 from tests.fastdeploy_integration.engine.engine_cache import fake_fastdeploy, launch
 from tests.fastdeploy_integration.fd_configs import fd_config
@@ -113,12 +114,15 @@ def test_doctor_finds_all_ranks_in_one_file_in_their_order(engine, logs, monkeyp
 
 
 @prefill
-def test_a_prefill_engine_hears_of_a_transfer_when_it_has_ended_on_both_ranks(engine, caplog):
+def test_a_prefill_engine_hears_of_a_transfer_when_it_has_ended_on_both_ranks_and_gives_up_others(engine, caplog):
     engine.tell(0, LeaseEnd("stray", "stray", None), OPENED, LeaseEnd("a", "a", None))
     assert "lease stray, which is not open" in caplog.text
     assert engine.cache.take_transfer_ends() == []
     engine.tell(1, OPENED, LeaseEnd("a", "a", None))
     assert engine.cache.take_transfer_ends() == [["request a", "finished"]]
+    engine.tell(0, LeaseOpened("b", "request b"))
+    engine.cache.give_up(None)
+    assert engine.sent == [WithdrawLease("b", PREFILL_PAUSED)]
 
 
 @decode

@@ -29,9 +29,11 @@ def test_gauges_follow_with_each_batch_or_news_and_are_set_only_when_they_change
         getattr(gauges, name).value = "as it was"
     cache.send_swaps([FakeTask("x", [1])])
     assert shown(gauges, *seen) == ["as it was"] * 2
-    cache.allocate_gpu_blocks(3, "other")
-    cache.send_swaps([])
-    assert shown(gauges, *seen) == ["as it was", 27]
+    ids = cache.allocate_gpu_blocks(3, "other")
+    for change, free in ((lambda: None, 27), (lambda: cache.recycle_gpu_blocks(ids, "other"), 30)):
+        change()
+        cache.send_swaps([])
+        assert shown(gauges, *seen) == ["as it was", free]
     cache.reset()
     assert shown(gauges, "free_gpu_block_num", "available_gpu_block_num") == [40, 40]
     cache.send_swaps([FakeTask("x", [1])])

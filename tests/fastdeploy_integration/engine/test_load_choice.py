@@ -29,6 +29,8 @@ def test_as_much_is_loaded_as_arrives_while_the_rest_is_computed(copy_s, cached)
     assert server.counters.declined_load_tokens == 40 - cached
     assert server.serve(PROMPT) == [40], "what was computed is on the device"
     server.serve(OTHERS)
+    assert server.serve(PROMPT) == [cached], "what was loaded before is over"
+    server.serve(OTHERS)
     server.measured(0.1)
     assert server.serve(PROMPT) == [40], "what was declined has its host copy"
     assert server.counters.swap_out_blocks == (len(PROMPT) + len(OTHERS)) // 4, "each block once"

@@ -113,17 +113,25 @@ def test_the_ways_of_copying_are_shown_until_others_take_their_place(publisher, 
     assert shown("second", ["kernel", "late"], ["runs"]) == {**left, ("runs", ""): 1}
 
 
-def test_numbers_of_a_role_have_its_side(publisher, samples):
+@pytest.mark.parametrize("source", [Source.TRANSFERS, Source.STORAGE, Source.TRACE])
+def test_numbers_of_a_part_are_shown_where_there_is_one_and_those_of_a_role_with_its_side(publisher, samples, source):
     class Ledger(float):
         def __getattr__(self, name):
             return self
 
-    metrics.exported_role.cache_clear()
-    publisher.role = "decode", {Source.TRANSFERS: Ledger(7)}
+    caches = metrics.exported_role, metrics.exported_storage, metrics.exported_trace
+    for cache in caches:
+        cache.cache_clear()
+    if source is Source.TRANSFERS:
+        publisher.role = "decode", {source: Ledger(7)}
+    else:
+        setattr(publisher, "storage" if source is Source.STORAGE else "recorder", Ledger(7))
     publisher.publish()
-    metrics.exported_role.cache_clear()
-    shown = [value for (_, *labels), value in samples().items() if ("side", "decode") in labels]
-    assert shown == [7] * len(rows(Source.TRANSFERS))
+    for cache in caches:
+        cache.cache_clear()
+    shown = [labels for (_, *labels), value in samples().items() if value == 7]
+    assert len(shown) == len(rows(source))
+    assert source is not Source.TRANSFERS or all(("side", "decode") in labels for labels in shown)
 
 
 def test_latencies_of_the_store_are_a_histogram_by_operation(samples, monkeypatch):

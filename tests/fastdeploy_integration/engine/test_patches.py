@@ -175,6 +175,7 @@ GRAPHS, ROUTING, CHUNKS = {"graph_opt_level": 1}, {"enable_routing_replay": True
         (INT8, MLA, None),
         (HOST | NGRAM, MLA | CHUNKS, None),
         (GRAPHS, {}, None),
+        ({"graph_opt_config": None}, MLA, None),
         (ROUTING, {}, None),
         (NGRAM | SWAP | UNCACHED, DSA, None),
         ({}, CHUNKS, None),

@@ -97,6 +97,15 @@ def test_a_row_that_ended_is_named_until_the_engine_says_so():
     assert tables.written() == tables.read() == set()
 
 
+def test_what_the_engine_says_is_older_than_a_chunk_of_the_same_batch():
+    tables = RunningTables(SIZE)
+    tables.update([task(TaskKind.PREFILL, TABLE, 0, 8)])
+    tables.hear([])
+    assert tables.written() == {10, 11}
+    tables.hear([(0, 8)])
+    assert tables.written() == {10, 11}
+
+
 @pytest.mark.parametrize("kind", [TaskKind.PREEMPTED, TaskKind.ABORT])
 def test_a_row_that_is_taken_away_is_not_named(kind):
     tables = decoding()
