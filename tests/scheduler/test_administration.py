@@ -42,6 +42,13 @@ def test_events_tell_an_outside_index_everything() -> None:
     assert news(scene.cache) == [("cleared", None, None, None)]
 
 
+def test_events_tell_of_blocks_that_are_lost_with_one_above_them() -> None:
+    scene = play("run abc; run 12345678; start abcde r; step late; commit r 5; finish r", 8, 16)
+    scene.cache.take_events()
+    scene.fail("late", "device", "0")
+    assert ("removed", CacheLevel.DEVICE, block("abcde"), None) in news(scene.cache)
+
+
 def test_events_are_kept_from_the_first_time_they_are_taken() -> None:
     scene = play("run a; run bc; run d; reset; run ef", 8, max_queued_events=2)
     assert not scene.cache._events._events

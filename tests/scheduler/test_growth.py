@@ -334,3 +334,19 @@ def test_memory_of_the_worst_shape(policy: str, host: int, limit: int) -> None:
     tracemalloc.stop()
     assert size / 4000 + 65 < limit  # 65: the digest itself, which was there before
     assert cache.stats().device_free_blocks == 0
+
+
+def test_what_a_reset_forgets_is_freed_at_once_and_not_by_the_garbage_collector() -> None:
+    def num_runs() -> int:
+        return sum(isinstance(each, Run) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    before, cache = num_runs(), manager(40, 40, "write_through", max_queued_events=0)
+    for number in range(10):
+        play(cache, str(number), [*blocks(2), *blocks(1, 100 + number)])
+    cache.reset_cache()
+    cache.take_swap_step()
+    left = num_runs() - before
+    gc.enable()
+    assert left < 5, "the root, and those of the last copies, which may fail"

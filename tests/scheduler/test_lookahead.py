@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from string import ascii_letters
-
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.lookahead import MOST_RUNS
-from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.radix_tree import RadixTree
 
 from .scenario import manager, play, prompt, run
@@ -40,31 +37,6 @@ def test_the_line_counts_for_the_host_tier_too() -> None:
 
 def test_only_as_many_requests_as_the_settings_say_are_looked_at() -> None:
     play("run ab; run cd; run ef; waiting ef ab; run 12; see ab -", 6, lookahead_requests=1)
-
-
-@pytest.mark.parametrize("order", EVICTION_POLICIES)
-@pytest.mark.parametrize(
-    ("line", "copied"), [("", "jklm"), ("j", "jklmn"), ("l", "jkmn"), ("mlkj", "jnopq"), ("XYZ", "jklm")]
-)
-def test_what_the_line_needs_is_not_copied_ahead_of_what_leaves_before_it(order: str, line: str, copied: str) -> None:
-    """The host tier is full: room for the copies is made while the order of the device is gone through."""
-    cache = manager(40, 160, "auto", device_eviction=order)
-    for number in range(160):
-        run(cache, f"{1000 + number:c}!")
-    letters = ascii_letters[:40]
-    for letter in letters:
-        run(cache, f"{letter}!")
-    assert cache.stats().host_free_blocks == 0
-    cache.lend(5)
-    cache.take_swap_step()  # `f` to `j` are copied ahead
-    cache.lend(4)
-    cache.expect([prompt(letter + "!") for letter in line])
-    cache.take_swap_step()
-    cache.check()
-    nodes = {node.hash.decode(): node for each in cache._tree.runs() for node in each.nodes()}
-    on_device = "".join(letter for letter in letters if nodes[letter].device_slot is not None)
-    assert on_device == letters[9:]
-    assert "".join(letter for letter in on_device if nodes[letter].host_slot is not None) == copied
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from fastdeploy_kvcache_v1.metadata import BlockHash
+from fastdeploy_kvcache_v1.scheduler.reuse.depths import last_watched
 from fastdeploy_kvcache_v1.scheduler.reuse.history import ReuseHistory, Stretch
 from fastdeploy_kvcache_v1.scheduler.reuse.rates import CLASSES, MOST_USES
 from fastdeploy_kvcache_v1.scheduler.reuse.watched import Group
@@ -23,6 +24,10 @@ def hashes(name: object, count: int) -> list[BlockHash]:
 def serve(history: ReuseHistory, blocks: list[BlockHash]) -> list[Stretch]:
     """One request that computes all its blocks."""
     return history.ended(blocks, len(blocks), history.arrived(blocks, 0))
+
+
+def test_the_deepest_watched_block_is_the_last_one_that_a_prompt_has() -> None:
+    assert [last_watched(depth) for depth in (0, 1, 7, 8, 9, 10, 11)] == [0, 1, 7, 8, 8, 10, 10]
 
 
 def test_stretches_say_how_often_blocks_were_found_whether_they_are_cached_or_not() -> None:
