@@ -108,6 +108,12 @@ def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
     cache.check_idle()
 
 
+def test_a_copy_that_did_not_fail_concerns_nobody() -> None:
+    scene = play("run ab; step late; start abc r", 4, 4, "write_through")
+    assert fail(scene.cache, scene.steps["late"], CacheLevel.HOST, ()) == []
+    scene.copied("ab", "yy")
+
+
 @pytest.mark.parametrize("age", [0, 1, 2, 3])
 def test_a_copy_that_failed_too_long_ago_to_be_remembered_is_found(monkeypatch: pytest.MonkeyPatch, age: int) -> None:
     monkeypatch.setattr(told_copies, "REMEMBERED_STEPS", 2)

@@ -164,6 +164,11 @@ def test_a_store_of_a_part_of_a_run_lets_the_rest_leave_the_host() -> None:
     cache.check_idle()
 
 
+def test_a_store_on_the_device_takes_a_piece_of_a_prompt() -> None:
+    source = play("run abcdef", 8).cache.begin_device_store("store", prompt("abcdef").hashes, 1, most=2)
+    assert source == StoreSource((block("ab"), block("abc")), (1, 2))
+
+
 def test_an_id_in_use_and_one_that_is_unknown_are_refused() -> None:
     cache = play("run ab; store_on_device ab 0 a,ab; store_on_device x 0 - nothing", 8).cache
     with pytest.raises(CacheStateError, match="store store has begun"):
