@@ -41,10 +41,10 @@ def digests(root, target=SCHEDULE):
     return " ".join(each.digest for each in bodies.statements_of(root, target))
 
 
-def table(directory):
+def table(directory, *more):
     row = fake_fastdeploy.row("fakehost", "Engine", "wrap_schedule", signature="value")
     relied_on = [{"target": SCHEDULE, "why": "a test"}, {"target": KINDS, "why": "a test", "must_hold": True}]
-    return load_table(fake_fastdeploy.write_table(directory, [row], bodies=relied_on))
+    return load_table(fake_fastdeploy.write_table(directory, [row, *more], bodies=relied_on))
 
 
 @pytest.fixture
@@ -98,7 +98,10 @@ def test_a_changed_body_is_named_with_the_place(tmp_path, known, old, new, line,
 
 
 def test_bodies_that_are_as_they_were_gone_or_unknown(tmp_path, known):
-    assert bodies.changes(tmp_path / "old" / "fakehost", table(tmp_path), known) == []
+    gone = fake_fastdeploy.row("fakehost", "Engine.gone", "wrap_schedule", signature="()")
+    for more, expected in (([], []), ([gone], []), ([gone | {"kind": "replace"}], [gone["target"]])):
+        found = bodies.changes(tmp_path / "old" / "fakehost", table(tmp_path, *more), known)
+        assert [each.target for each in found] == expected, "what is replaced is watched, too"
     root = tree(tmp_path, "class Kinds:\n    FIRST = 1\n    SECOND = 3\n")
     assert [str(each) for each in bodies.changes(root, table(tmp_path), known)] == [
         f"{SCHEDULE}: missing",
