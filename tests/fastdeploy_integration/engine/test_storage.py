@@ -172,26 +172,20 @@ def test_what_is_aborted_or_may_start_is_let_go_in_order_of_arrival_and_is_here_
     assert names(storage.release(manager_of())) == ["c", "d"], "until it is said"
 
 
-def test_released_requests_are_taken_once_in_order_of_arrival():
+def test_released_requests_are_taken_once_in_order_of_arrival_and_none_when_fastdeploy_has_ended_all():
     """As a prefill server does, whose requests do not go to FastDeploy's queue."""
-    storage, _, _ = storage_of()
+    storage, tier, told = storage_of()
     for name in "abc":
         storage.hold(FakeTask(name, TOKENS), "tokens")
     assert storage.take_released(3) == []
     storage.release_all()
     assert [names(storage.take_released(most)) for most in (0, -1, 2)] == [[], [], ["a", "b"]]
     assert [storage.holds(name) for name in "abc"] == [False, False, True]
-
-
-def test_when_fastdeploy_has_ended_every_request_the_tier_waits_for_none():
-    storage, tier, told = storage_of()
-    storage.hold(FakeTask("released", TOKENS), "tokens")
-    storage.release_all()
     tier.startable.add("ahead")
     assert [storage.hold(FakeTask(name, TOKENS), "tokens") for name in ("held", "ahead")] == [True, False]
     told.clear()
     storage.clear()
-    assert told == [("request_left", "held"), ("request_left", "ahead")]
+    assert told == [("request_left", "held"), ("request_left", "ahead")], "the tier waits for none"
     assert (storage.take_released(3), storage.holds("held")) == ([], False)
 
 
