@@ -79,11 +79,11 @@ def test_its_own_blocks_do_not_push_out_what_it_will_find():
     assert schedule(cache, again, 1) == 8
 
 
-def two():
+def two(blocks=20, spare=1):
     """The second shares the first one's prefix of three blocks, and has blocks of its own."""
-    cache, first, second = adapter(), FakeTask("a", [*[1] * 12, 5]), FakeTask("b", [*[1] * 12, 6])
+    cache, first, second = adapter(blocks), FakeTask("a", [*[1] * 12, 5]), FakeTask("b", [*[1] * 12, 6])
     computed(cache, first)
-    preallocate(cache, second)
+    preallocate(cache, second, spare)
     return cache, first, second
 
 
@@ -106,6 +106,22 @@ def test_a_request_whose_match_fails_is_computed_whole():
     done(cache, first, second)
 
 
+def test_batches_that_are_lost_on_a_full_device_cost_no_request_a_block():
+    """Cached blocks stay where others read them, and what they took the place of may be wanted at once."""
+    cache, first, second = two(9, spare=0)
+    for _ in range(3):
+        start(cache, second)
+        assert not cache.can_allocate_gpu_blocks(1), "three are spared"
+        cache.batch_lost()
+        cache.check()
+        assert (len(second.block_tables), second.num_cached_blocks) == (4, 0)
+        assert not cache.can_allocate_gpu_blocks(1)
+    assert schedule(cache, second, 1) == 12
+    assert cache.can_allocate_gpu_blocks(3), "the batch is there"
+    cache.batch_sent()
+    done(cache, first, second)
+
+
 def test_two_that_load_the_same_blocks_both_have_their_own_again():
     cache, prompt = adapter(8, host=8, write_policy=WritePolicy.WRITE_BACK), [1] * 12
     for task in (FakeTask("a", [*prompt, 5]), FakeTask("other", [9] * 28)):
@@ -125,14 +141,18 @@ def test_two_that_load_the_same_blocks_both_have_their_own_again():
     done(cache, *both)
 
 
+def preempt(cache, task):
+    task.status, task.idx = Status.PREEMPTED, 0
+    end(cache, task)
+    task.block_tables, task.num_cached_blocks, task.num_computed_tokens = [], 0, 0
+
+
 def test_a_preempted_request_waits_for_room_for_all_of_it():
     """It is computed in chunks, and FastDeploy 2.6 would take blocks for the second one without asking."""
     cache = adapter(8)
     preempted, other = FakeTask("p", [1] * 20), FakeTask("o", [2] * 16)
     computed(cache, preempted)
-    preempted.status, preempted.idx = Status.PREEMPTED, 0
-    end(cache, preempted)
-    preempted.block_tables, preempted.num_cached_blocks, preempted.num_computed_tokens = [], 0, 0
+    preempt(cache, preempted)
     cache.manager.reset_cache()
     preallocate(cache, other, spare=0)
     assert cache.can_allocate_gpu_blocks(4), "enough for a first chunk"
@@ -147,3 +167,19 @@ def test_a_preempted_request_waits_for_room_for_all_of_it():
     assert len(preempted.block_tables) == 5
     cache.batch_lost()
     assert (preempted.block_tables, cache.can_allocate_gpu_blocks(8)) == ([], True)
+
+
+def test_a_preempted_request_that_goes_on_as_a_new_one_has_no_blocks_of_its_own_to_keep():
+    cache, task = adapter(8), FakeTask("p", [1] * 20)
+    computed(cache, task)
+    preempt(cache, task)
+    task.status = Status.WAITING
+    for _ in range(2):
+        assert cache.may_match(task)
+        match(cache, task)
+        assert task.block_tables == []
+        cache.start(task, lambda each: match(cache, each))
+        assert len(task.block_tables) == 5
+        cache.batch_lost()
+        assert (task.block_tables, cache.can_allocate_gpu_blocks(8)) == ([], True)
+        cache.check()
