@@ -6,7 +6,7 @@ from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import ROWS_ATTRIBUTE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.storage import RankStorage
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import DRAFT, MAIN
-from fastdeploy_kvcache_v1.metadata import SwapStep
+from fastdeploy_kvcache_v1.metadata import CacheLevel, SwapStep
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
 from tests.fastdeploy_integration.worker.worker_caches import evict, register, swap_in, task
@@ -188,3 +188,16 @@ def test_a_pass_that_was_begun_and_never_ended_counts_with_the_next(virtual):
     uses = virtual._controller._transfers._device_hazards._uses
     (use,) = [use for use in uses if use.actor is Actor.COMPUTE]
     assert (use.reads | use.writes, use.writes) == (0b1110, 0b110)
+
+
+def test_a_failed_copy_into_the_host_tier_is_told_and_the_worker_goes_on(make_cache):
+    told = []
+    device = VirtualDevice(Clock(), lambda stream: stream == "kv-output")
+    cache = make_cache(make_runtime=lambda: device, tell_copies=told.append)
+    register(cache)
+    cache.receive([task(SwapStep(0, (evict((0, 2), (1, 3)),)))])
+    cache._controller.drain(5.0)
+    cache.begin_forward(layer_by_layer=True)
+    cache.end_forward()
+    (result,) = [each for report in told for each in report.transfers]
+    assert (result.target, result.target_slots, "injected" in result.error) == (CacheLevel.HOST, (2, 3), True)
