@@ -49,6 +49,19 @@ def test_a_host_copy_that_failed_is_of_no_request_that_was_matched_and_not_sched
     server.cache.check()
 
 
+def test_a_match_for_whose_host_blocks_there_is_no_room_is_left_for_later():
+    server, task = Server(8, 40, write_policy="write_through"), FakeTask("x", [1] * 17)
+    server.serve([1] * 17, [2] * 25, [3] * 25)
+    cache = server.cache
+    ids = cache.allocate_gpu_blocks(6, "other")
+    with pytest.raises(CacheStateError, match="x: no room for 4 blocks of the host tier"):
+        cache.request_match_blocks(task, 4)
+    cache.check()
+    cache.recycle_gpu_blocks(ids, "other")
+    cache.manager.check_idle()
+    assert cache.request_match_blocks(task, 4)[1] == 16
+
+
 def test_matching_releasing_and_computing_again_changes_nothing():
     cache = make_adapter(8)
     task, old = FakeTask("x", [1] * 9), FakeTask("x", [1] * 9)

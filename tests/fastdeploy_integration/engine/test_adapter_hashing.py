@@ -91,6 +91,7 @@ def test_a_match_never_ends_inside_an_image():
         task = FakeTask(name, [1] * 6 + [2] * 18 + tail + [2] * 12, items=images((6, 24)))
         cached.append(served(cache, task))
     assert (cached, cache.hit_rates.num_device_tokens) == ([0, 4], 4)
+    assert cache.num_uncached_tokens(task) == 37, "its images may become others until it is matched"
 
 
 POISON = [
