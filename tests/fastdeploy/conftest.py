@@ -3,12 +3,18 @@
 import pytest
 
 from .fastdeploy_trees import RELEASES, tree
+from .server_workload import expected_of
 
 
 @pytest.fixture(scope="module", params=RELEASES)
 def release(request):
     tree(request.param)  # or skip
     return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(release):
+    return expected_of(release)
 
 
 @pytest.fixture

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import psutil
 from openai import OpenAI
-from prometheus_client.parser import text_string_to_metric_families
 
 from fastdeploy_kvcache_v1.copy_totals import CopyTotals, RankCopies
-from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
+from tests.e2e.server_process import EXIT_TIMEOUT_S, ServerProcess
 
 from .fastdeploy_trees import ROOT, tree
+from .models import PLAIN, Model
 
 START_TIMEOUT_S = 480.0
 """A minute is usual; beside other work on two cores, four were not enough."""
-EXIT_TIMEOUT_S = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 LOCKS = Path("/tmp")
 
 BLOCK_SIZE = 64
 MAX_MODEL_LEN = 896
+Messages = list[dict[str, str]]
+NONE: Mapping[str, str] = MappingProxyType({})
+
 FLAGS = ("--max-num-seqs", "8", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "512")
 
 
@@ -48,14 +48,35 @@ def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], tim
 
 @dataclass(frozen=True)
 class Answer:
+    prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     text: str
     cached_tokens: int
     finish_reason: str
 
 
-class CpuServer:
-    """`serve --fastdeploy-cpu` on free ports, with a temporary directory of its own."""
+def ask(client: OpenAI, said: str | Messages, **options: Any) -> Answer:
+    """One chat request, not streamed. Greedy by top_p: release 2.5 makes 1 of temperature 0."""
+    extra = {"return_token_ids": True, **options.pop("extra_body", {})}
+    messages = user(said) if isinstance(said, str) else said
+    given: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "top_p": 0, **options}
+    reply = client.chat.completions.create(model="tiny", messages=messages, extra_body=extra, **given)
+    message, details = reply.choices[0].message, reply.usage.prompt_tokens_details
+    return Answer(
+        tuple(message.prompt_token_ids or ()),
+        tuple(message.completion_token_ids),
+        message.content or "",
+        details.cached_tokens if details else 0,
+        reply.choices[0].finish_reason,
+    )
+
+
+def user(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
+
+
+class CpuServer(ServerProcess):
+    """`serve --fastdeploy-cpu`."""
 
     def __init__(
         self,
@@ -63,72 +84,30 @@ class CpuServer:
         directory: Path,
         *flags: str,
         manager: bool = True,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] = NONE,
+        model: Model = PLAIN,
     ) -> None:
         """What `environment` says of PYTHONPATH comes behind FastDeploy and this package."""
-        environment = environment or {}
-        directory.mkdir(parents=True, exist_ok=True)
-        self.logs = directory / "log"
-        self.model = directory / "model"
+        self.logs, self.model = directory / "log", directory / "model"
         if not self.model.exists():
-            write_random_directory(self.model)
-        # Not below `directory`: its name would be too long for unix sockets.
-        self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
-        self._shared_memory = _names(SHARED_MEMORY)
-        self._locks = _names(LOCKS)
-        self._stdout, self._stderr = directory / "stdout", directory / "stderr"
-        with self._stdout.open("wb") as stdout, self._stderr.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve", "--fastdeploy-cpu", "--port", "0"),
-                    *("--model", str(self.model), "--log-dir", str(self.logs), "--served-model-name", "tiny"),
-                    *("--start-timeout", str(START_TIMEOUT_S)),
-                    *flags,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                env={
-                    **os.environ,
-                    "ENABLE_V1_KVCACHE_MANAGER": "1" if manager else "0",
-                    "TMPDIR": str(self.temp_dir),
-                    **environment,
-                    "PYTHONPATH": os.pathsep.join([str(tree(release)), str(ROOT), environment.get("PYTHONPATH", "")]),
-                },
-            )
-
-    @property
-    def stderr(self) -> str:
-        return self._stderr.read_text()
-
-    @property
-    def url(self) -> str:
-        found = re.search(r"http://\S+", self._stdout.read_text())
-        assert found is not None, self.stderr
-        return found.group()
-
-    def wait_ready(self) -> None:
-        ready = lambda: "http://" in self._stdout.read_text()  # noqa: E731
-        wait_until(lambda: ready() or self.process.poll() is not None, "the ready line", START_TIMEOUT_S)
-        assert ready(), self.stderr
-
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
-
-    def ask(self, client: OpenAI, messages: list[dict[str, str]], **options: Any) -> Answer:
-        """One chat request, not streamed. Greedy by top_p: release 2.5 makes 1 of temperature 0."""
-        extra = {"return_token_ids": True, **options.pop("extra_body", {})}
-        defaults: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "top_p": 0}
-        reply = client.chat.completions.create(
-            model="tiny", messages=messages, extra_body=extra, **{**defaults, **options}
+            model.write(self.model)
+        self._shared_memory, self._locks = _names(SHARED_MEMORY), _names(LOCKS)
+        super().__init__(
+            directory,
+            *("--fastdeploy-cpu", "--model", str(self.model), "--served-model-name", "tiny"),
+            *("--log-dir", str(self.logs), "--start-timeout", str(START_TIMEOUT_S)),
+            *FLAGS,
+            *flags,
+            environment={
+                "ENABLE_V1_KVCACHE_MANAGER": "1" if manager else "0",
+                "FD_ATTENTION_BACKEND": model.attention_backend,
+                **environment,
+                "PYTHONPATH": os.pathsep.join([str(tree(release)), str(ROOT), environment.get("PYTHONPATH", "")]),
+            },
         )
-        choice = reply.choices[0]
-        return Answer(
-            tuple(choice.message.completion_token_ids),
-            choice.message.content or "",
-            reply.usage.prompt_tokens_details.cached_tokens,
-            choice.finish_reason,
-        )
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        return super().wait_ready(timeout_s)
 
     def control(self, name: str, **arguments: Any) -> dict[str, Any]:
         """A control request, which has to succeed."""
@@ -140,24 +119,22 @@ class CpuServer:
         return content
 
     def metrics(self) -> dict[str, float]:
-        """Samples by name, summed over their labels (some gauges come by process); our prefix is left out."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30.0).text
-        samples: dict[str, float] = defaultdict(float)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                samples[sample.name.removeprefix("fastdeploy:").removeprefix("kvcache_v1_")] += sample.value
-        return samples
+        """Summed over their labels: some gauges come by process."""
+        totals: dict[str, float] = defaultdict(float)
+        for name, value in super().metrics().items():
+            totals[name.partition("{")[0].removeprefix("fastdeploy:")] += value
+        return totals
 
-    def worker_copies(self) -> RankCopies:
-        """What the worker really copied."""
-        path = self.logs / "cpu_worker.json"
+    def worker_copies(self, rank: int = 0) -> RankCopies:
+        """What a worker really copied."""
+        path = self.logs / f"cpu_worker{rank or ''}.json"
         if not path.exists():  # before the first copy
             return RankCopies()
         content = json.loads(path.read_text())
         return RankCopies(CopyTotals(**content["swap_in"]), CopyTotals(**content["swap_out"]))
 
-    def failed_copies(self) -> int:
-        copies = self.worker_copies()
+    def failed_copies(self, rank: int = 0) -> int:
+        copies = self.worker_copies(rank)
         return copies.swap_in.failures + copies.swap_out.failures
 
     def processes(self) -> list[psutil.Process]:
@@ -177,15 +154,13 @@ class CpuServer:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Exit status; nothing may be left then."""
-        known = self.processes() if self.process.poll() is None else []
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        status = self.process.wait(EXIT_TIMEOUT_S)
-        self.assert_nothing_left(known)
+        status = super().stop(number)
+        self.assert_nothing_left()
         return status
 
-    def assert_nothing_left(self, known: list[psutil.Process]) -> None:
+    def assert_nothing_left(self) -> None:
         alive = lambda each: each.is_running() and each.status() != psutil.STATUS_ZOMBIE  # noqa: E731
+        known = self._descendants.values()
         wait_until(lambda: not any(alive(each) for each in known), "processes to end", EXIT_TIMEOUT_S)
         wait_until(lambda: not list(self.temp_dir.iterdir()), "temporary files to go", EXIT_TIMEOUT_S)
         wait_until(lambda: not self._left_over(), lambda: f"these files to go: {self._left_over()}", EXIT_TIMEOUT_S)
@@ -202,7 +177,7 @@ class CpuServer:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self.process.wait(EXIT_TIMEOUT_S)
+                self.wait_exit()
             except subprocess.TimeoutExpired:
                 self.process.kill()  # its supervisor ends the others
                 self.process.wait()
@@ -227,13 +202,14 @@ def _in_use() -> set[Path]:
 
 
 @contextmanager
-def started(
-    release: str, directory: Path, *flags: str, manager: bool = True, environment: dict[str, str] | None = None
-) -> Iterator[CpuServer]:
-    """A ready server; ended at the end if it still runs."""
-    server = CpuServer(release, directory, *FLAGS, *flags, manager=manager, environment=environment)
+def started(release: str, directory: Path, *flags: str, **options: Any) -> Iterator[tuple[CpuServer, OpenAI]]:
+    """A ready server and a client; what the server says at its end is right unless it has ended before."""
+    server = CpuServer(release, directory, *flags, **options)
     try:
         server.wait_ready()
-        yield server
+        with server.client() as client:
+            yield server, client
+        if server.process.poll() is None:
+            assert server.stop() == 0, server.stderr
     finally:
         server.kill()

@@ -59,16 +59,6 @@ def run_inside(release, tmp_path, *arguments, manager=True, expect=0):
 
 def run_tests_inside(release, tmp_path, name):
     """Run the tests of inside/`name`.py with FastDeploy `release` importable; returns what pytest prints."""
-    options = (
-        "-q",
-        "-c",
-        ROOT / "pyproject.toml",
-        "--rootdir",
-        ROOT,
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "filterwarnings=",
-    )
-    options += ("-o", "consider_namespace_packages=true")  # else tests/fastdeploy passes for fastdeploy
+    options = ["-q", "-p", "no:cacheprovider", "-o", "filterwarnings=", "-o", "consider_namespace_packages=true"]
+    options += ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT]  # without namespaces tests/fastdeploy is fastdeploy
     return run_inside(release, tmp_path, "-c", RUN_TESTS, *options, HERE / "inside" / f"{name}.py")

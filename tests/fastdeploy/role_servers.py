@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,9 +17,12 @@ import httpx
 from openai import OpenAI
 
 from tests.fault_proxy import Fault
+from tests.mooncake_master import free_port
 
-from .cpu_server import FLAGS, CpuServer, wait_until
+from . import cpu_server
+from .cpu_server import CpuServer, wait_until
 from .fastdeploy_trees import ROOT, tree
+from .models import PLAIN, Model
 from .server_workload import noise
 
 PROXY = Path(__file__).parent / "data_proxy"
@@ -86,8 +88,10 @@ def router(release: str, directory: Path, port: int) -> Iterator[Router]:
 class Servers:
     """A router, and servers that are started as they are asked for."""
 
-    def __init__(self, release: str, directory: Path, where: Router, stack: ExitStack, limits: str, plane: str) -> None:
-        self.release, self.directory, self.router = release, directory, where
+    def __init__(
+        self, release: str, directory: Path, where: Router, stack: ExitStack, plane: str, model: Model
+    ) -> None:
+        self.release, self.directory, self.router, self._model = release, directory, where, model
         self._stack = stack
         self._beginning: list[CpuServer] = []
         secret = directory / "secret"
@@ -97,7 +101,7 @@ class Servers:
         self._fault.touch()
         self._environment = {
             "FASTDEPLOY_KVCACHE_PEER_SECRET_FILE": str(secret),
-            "FASTDEPLOY_KVCACHE_TRANSFER_LIMITS": limits,
+            "FASTDEPLOY_KVCACHE_TRANSFER_LIMITS": LIMITS,
             "FASTDEPLOY_KVCACHE_TRANSFER_PLANE": plane,
             "KVCACHE_TEST_FAULT": str(self._fault),
         }
@@ -116,10 +120,8 @@ class Servers:
         own = ("--num-gpu-blocks-override", str(NUM_BLOCKS), *flags)
         if role != "mixed":
             own = (*own, "--splitwise-role", role, "--router", self.router.address)
-        directory = self.directory / name
-        directory.mkdir(parents=True, exist_ok=True)
         environment = {**self._environment, **({"PYTHONPATH": str(PROXY)} if proxied else {})}
-        server = CpuServer(self.release, directory, *FLAGS, *own, environment=environment)
+        server = CpuServer(self.release, self.directory / name, *own, environment=environment, model=self._model)
         self._stack.callback(server.kill)
         self._beginning.append(server)
         return server
@@ -132,15 +134,9 @@ class Servers:
 
 
 @contextmanager
-def servers(release: str, directory: Path, plane: str = "socket") -> Iterator[Servers]:
+def servers(release: str, directory: Path, plane: str = "socket", model: Model = PLAIN) -> Iterator[Servers]:
     with router(release, directory / "router", free_port()) as where, ExitStack() as stack:
-        yield Servers(release, directory, where, stack, LIMITS, plane)
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+        yield Servers(release, directory, where, stack, plane, model)
 
 
 def num_fetches(decode: CpuServer) -> float:
@@ -150,28 +146,7 @@ def num_fetches(decode: CpuServer) -> float:
 
 def ask(client: OpenAI, text: str, **options: Any) -> tuple[int, ...]:
     """Tokens of a greedy answer."""
-    extra = {"return_token_ids": True, **options.pop("extra_body", {})}
-    given: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "top_p": 0, **options}
-    reply = client.chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": text}], extra_body=extra, **given
-    )
-    return tuple(reply.choices[0].message.completion_token_ids)  # type: ignore[attr-defined]
-
-
-def stream(client: OpenAI, text: str, **options: Any) -> tuple[int, ...]:
-    """The same, token by token."""
-    given: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "top_p": 0, **options}
-    tokens: list[int] = []
-    for chunk in client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": text}],
-        extra_body={"return_token_ids": True},
-        stream=True,
-        **given,
-    ):
-        for choice in chunk.choices:
-            tokens += getattr(choice.delta, "completion_token_ids", None) or ()
-    return tuple(tokens)
+    return cpu_server.ask(client, text, **options).tokens
 
 
 def hear(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from openai import OpenAI
 
-from .cpu_server import Answer, CpuServer
+from .cpu_server import Answer, Messages, ask, started, user
+from .models import PLAIN, Model
 
 NUM_DOCUMENTS = 8
 DOCUMENT_LENGTH = 400
@@ -17,12 +21,6 @@ NUM_CONVERSATIONS = 4
 TURNS = 3
 BURST = 200
 BURST_PROMPTS = 40
-
-Messages = list[dict[str, str]]
-
-
-def user(text: str) -> Messages:
-    return [{"role": "user", "content": text}]
 
 
 def noise(seed: int, length: int) -> str:
@@ -37,19 +35,21 @@ def document(index: int) -> Messages:
 class Workload:
     """Runs the parts below and keeps every answer by a name."""
 
-    def __init__(self, server: CpuServer, client: OpenAI) -> None:
-        self._server, self._client = server, client
+    def __init__(self, client: OpenAI) -> None:
+        self._client = client
         self.answers: dict[str, Answer] = {}
 
-    def tokens(self) -> dict[str, tuple[int, ...]]:
-        return {name: answer.tokens for name, answer in self.answers.items()}
+    def assert_tokens_of(self, other: Workload) -> None:
+        """Which has answered at least the same requests."""
+        different = {name for name, answer in self.answers.items() if answer.tokens != other.answers[name].tokens}
+        assert not different
 
     def cached_tokens(self) -> int:
         """Of all requests that came one at a time: what others found depends on when they came."""
         return sum(answer.cached_tokens for name, answer in self.answers.items() if not name.startswith("burst"))
 
     def ask(self, name: str, messages: Messages, **options: Any) -> Answer:
-        self.answers[name] = self._server.ask(self._client, messages, **options)
+        self.answers[name] = ask(self._client, messages, **options)
         return self.answers[name]
 
     def documents(self, rounds: int = 3) -> None:
@@ -88,13 +88,13 @@ class Workload:
     def burst(self) -> None:
         """Everything at once; each prompt five times."""
 
-        def ask(index: int) -> Answer:
+        def one(index: int) -> Answer:
             kind = index % BURST_PROMPTS
-            messages = user(noise(kind % 7, 80) + noise(500 + kind, 30 + 5 * kind))
-            return self._server.ask(self._client, messages, max_tokens=4 + kind % 13)
+            said = noise(kind % 7, 80) + noise(500 + kind, 30 + 5 * kind)
+            return ask(self._client, said, max_tokens=4 + kind % 13)
 
         with ThreadPoolExecutor(BURST) as pool:
-            for index, answer in enumerate(pool.map(ask, range(BURST))):
+            for index, answer in enumerate(pool.map(one, range(BURST))):
                 self.answers[f"burst {index}"] = answer
 
     def run(self) -> None:
@@ -103,3 +103,15 @@ class Workload:
         self.conversations()
         self.sampling()
         self.burst()
+
+
+@cache
+def expected_of(release: str, model: Model = PLAIN) -> Workload:
+    """What FastDeploy answers as it is without us, prefix cache off: once for each release and model."""
+    flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "256")
+    options = {"manager": False, "model": model}
+    with TemporaryDirectory() as directory, started(release, Path(directory), *flags, **options) as (_, client):
+        workload = Workload(client)
+        workload.run()
+    assert all(answer.cached_tokens == 0 for answer in workload.answers.values())
+    return workload

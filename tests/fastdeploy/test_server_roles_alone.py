@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import supervisor
-from tests.mooncake_master import needs_mooncake
+from tests.mooncake_master import free_port, needs_mooncake
 
 from .cpu_server import wait_until
-from .role_servers import FORMS, PROMPTS, ask, free_port, hear, num_fetches, servers, wait_idle
+from .role_servers import FORMS, PROMPTS, ask, hear, num_fetches, servers, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
@@ -97,21 +97,14 @@ def _answers(client):
         return None
 
 
-def storing(directory):
-    return (
-        *("--num-gpu-blocks-override", "64", "--swap-space", "0.02", "--write-policy", "write_through"),
-        *("--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(directory)),
-        *("--storage-prefetch", "wait_complete"),
-    )
-
-
-def test_blocks_outlive_a_pause_and_the_server(release, tmp_path):
-    """A pause empties both tiers of prefill."""
+def test_stored_blocks_outlive_a_pause(release, tmp_path):
+    """Which empties both tiers of prefill. Then eight at a time: some wait for the store, others pass."""
+    store = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(tmp_path / "kv"))
+    tier = ("--swap-space", "0.02", "--write-policy", "write_through", "--storage-prefetch", "wait_complete")
     with servers(release, tmp_path) as made:
-        prefill = made.begin("prefill", "prefill", *storing(tmp_path / "kv"))
-        decode = made.begin("decode", "decode")
+        prefill, decode = made.begin("prefill", "prefill", *tier, *store), made.begin("decode", "decode")
         made.wait_ready()
-        with made.router.client() as client:
+        with made.router.client() as client, ThreadPoolExecutor(8) as pool:
             expected = [ask(client, prompt) for prompt in PROMPTS]
 
             def is_stored():
@@ -121,27 +114,16 @@ def test_blocks_outlive_a_pause_and_the_server(release, tmp_path):
             wait_until(is_stored, lambda: f"blocks to be stored: {prefill.metrics()['storage_blocks_total']}", 120.0)
             prefill.control("pause")
             prefill.control("resume")
-            assert_loaded(prefill, client, expected)
-            wait_idle(prefill, decode)
-            prefill.kill()
-            again = made.begin("prefill", "again", *storing(tmp_path / "kv"))
-            made.wait_ready()
-            assert_loaded(again, client, expected)
-            wait_idle(again, decode)
-
-
-def assert_loaded(prefill, client, expected):
-    """Eight at a time: some wait for the store, others pass."""
-    before = prefill.metrics()["storage_found_blocks_total"]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda prompt: ask(client, prompt), PROMPTS)) == expected
-    wait_until(lambda: prefill.metrics()["storage_found_blocks_total"] >= before + 10, "blocks from the store")
-    assert prefill.failed_copies() == 0
+            before = prefill.metrics()["storage_found_blocks_total"]
+            assert list(pool.map(lambda prompt: ask(client, prompt), PROMPTS)) == expected
+        found = lambda: prefill.metrics()["storage_found_blocks_total"] - before  # noqa: E731  published now and then
+        wait_until(lambda: found() >= 10, "blocks from the store")
+        assert prefill.failed_copies() == 0
+        wait_idle(prefill, decode)
 
 
 @needs_mooncake()
 def test_tokens_over_mooncake_are_those_of_a_mixed_server(release, tmp_path):
-    """Then a prefill server that ends under load: its requests fail or are answered, and another one is read from."""
     with servers(release, tmp_path, plane="mooncake") as made:
         mixed, prefill, decode = (
             made.begin(role, role, "--swap-space", "0.02") for role in ("mixed", "prefill", "decode")
@@ -157,15 +139,3 @@ def test_tokens_over_mooncake_are_those_of_a_mixed_server(release, tmp_path):
         wait_idle(prefill, decode)
         assert num_fetches(decode) == 2 * len(PROMPTS)
         assert decode.metrics()["transfer_bytes_total"] > 0
-
-        with made.router.client() as client, ThreadPoolExecutor(8) as pool:
-            under_way = [pool.submit(ask, client, f"{prompt} again") for prompt in PROMPTS]
-            prefill.kill()
-            for each in under_way:
-                each.exception()
-        wait_idle(decode)
-        again = made.begin("prefill", "again", "--swap-space", "0.02")
-        made.wait_ready()
-        with made.router.client() as client:
-            assert [ask(client, prompt) for prompt in PROMPTS] == expected
-        wait_idle(again, decode)

@@ -12,6 +12,7 @@ from fastdeploy_kvcache_v1.transfer.trial import try_servers
 from tests.fault_proxy import Fault
 
 from .cpu_server import wait_until
+from .models import LATENT, PLAIN
 from .role_servers import PROMPTS, ask, num_fetches, servers, wait_idle
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(1200)]
@@ -20,9 +21,10 @@ TWO = ("--tensor-parallel-size", "2")
 SWAPPING = ("--num-gpu-blocks-override", "28", "--swap-space", "0.02", "--write-policy", "write_through")
 
 
-@pytest.fixture(scope="module")
-def made(release, tmp_path_factory):
-    with servers(release, tmp_path_factory.mktemp("ranks")) as made:
+@pytest.fixture(scope="module", params=[PLAIN, LATENT], ids=["plain", "latent"])
+def made(release, request, tmp_path_factory):
+    """Every rank of a latent cache has the whole vector."""
+    with servers(release, tmp_path_factory.mktemp("ranks"), model=request.param) as made:
         yield made
 
 

@@ -8,8 +8,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ModelFetchError
 from fastdeploy_kvcache_v1.model_hub.smollm2 import SMOLLM2, fetch
 
-from .cpu_server import BLOCK_SIZE, started, wait_until
-from .fastdeploy_trees import tree
+from .cpu_server import BLOCK_SIZE, ask, started, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
@@ -23,16 +22,15 @@ def until_the_end(tokens):
 
 
 def test_fastdeploy_answers_what_transformers_computed(release, tmp_path):
-    tree(release)
     try:
         fetch(SMOLLM2, print)
     except ModelFetchError as error:
         pytest.skip(f"needs SmolLM2: {error}")
     generations = ORACLE["generations"]
     longest = max(generations, key=lambda each: len(each["ids"]))
-    with started(release, tmp_path, "--model", "smollm2") as server, server.client() as client:
+    with started(release, tmp_path, "--model", "smollm2") as (server, client):
         question = ORACLE["chats"]["user"]["messages"]
-        assert server.ask(client, question, max_tokens=20).text == "The capital of France is Paris."
+        assert ask(client, question, max_tokens=20).text == "The capital of France is Paris."
         for _ in range(2):
             for generation in (generations[2], longest):
                 num_tokens = len(generation["tokens"])
@@ -46,4 +44,3 @@ def test_fastdeploy_answers_what_transformers_computed(release, tmp_path):
                 assert said[-1] == END, "FastDeploy puts it in the place of the last token at max_tokens"
         hits = (len(longest["ids"]) - 1) // BLOCK_SIZE * BLOCK_SIZE
         wait_until(lambda: server.metrics()["device_hit_tokens_total"] == hits, f"{hits} hits of the longest prompt")
-        assert server.stop() == 0, server.stderr

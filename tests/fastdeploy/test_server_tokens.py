@@ -1,31 +1,26 @@
-"""Whatever the cache does, the real server's tokens are those of FastDeploy without a prefix cache."""
+"""Whatever the cache does, the real server's tokens are those of FastDeploy without a prefix cache.
 
+What FastDeploy's own layers make of latent vectors behind a prefix is proved in inside/latent_prefix.py.
+"""
+
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from .cpu_server import BLOCK_SIZE, started, wait_until
-from .server_workload import NUM_CONVERSATIONS, NUM_DOCUMENTS, TURNS, Workload, document, noise, user
+from fastdeploy_kvcache_v1.units import GIB
+
+from .cpu_server import BLOCK_SIZE, ask, started, user, wait_until
+from .models import LATENT, PLAIN
+from .server_workload import NUM_CONVERSATIONS, NUM_DOCUMENTS, TURNS, Workload, document, expected_of, noise
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(900)]
 
 HOST_TIER = ("--swap-space", "0.02")
 MANY_PREFILLS = ("--max-num-partial-prefills", "4", "--max-long-partial-prefills", "4")  # prompts fetched at once
-
-
-@pytest.fixture(scope="module")
-def expected(release, tmp_path_factory):
-    """FastDeploy as it is without us, prefix cache off."""
-    directory = tmp_path_factory.mktemp("reference")
-    flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "256")
-    with started(release, directory, *flags, manager=False) as server, server.client() as client:
-        workload = Workload(server, client)
-        workload.run()
-        assert all(answer.cached_tokens == 0 for answer in workload.answers.values())
-        assert server.stop() == 0, server.stderr
-    return workload
+THROUGH, TWO = ("--write-policy", "write_through"), ("--tensor-parallel-size", "2")
 
 
 def test_the_workload_says_something(expected):
@@ -38,12 +33,16 @@ def test_the_workload_says_something(expected):
 
 
 SERVERS = {
-    # what says what is copied when: device blocks, flags. The default is `auto` and `adaptive`.
-    "write_through": (16, ("--write-policy", "write_through")),
-    "write_back": (16, ("--write-policy", "write_back")),
-    "enough": (64, ("--write-policy", "write_through")),
-    "selective": (16, ("--write-through-threshold", "1")),
-    "default": (16, ()),
+    # what says what is copied when: model, device blocks, flags. The default is `auto` and `adaptive`.
+    "write_through": (PLAIN, 16, THROUGH),
+    "write_back": (PLAIN, 16, ("--write-policy", "write_back")),
+    "enough": (PLAIN, 64, THROUGH),
+    "selective": (PLAIN, 16, ("--write-through-threshold", "1")),
+    "default": (PLAIN, 16, ()),
+    "two ranks": (PLAIN, 16, (*THROUGH, *TWO)),
+    "latent": (LATENT, 16, THROUGH),
+    "latent, two ranks": (LATENT, 16, TWO),
+    "latent, stored": (LATENT, 16, ("--kvcache-storage-backend", "file", "--storage-prefetch", "wait_complete")),
 }
 
 
@@ -54,23 +53,30 @@ def num_cached(release):
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_tokens_are_the_same_with_both_tiers(release, expected, num_cached, tmp_path, name):
-    blocks, flags = SERVERS[name]
+def test_tokens_are_the_same_with_both_tiers(release, num_cached, tmp_path, name):
+    model, blocks, flags = SERVERS[name]
+    is_stored, expected = "stored" in name, expected_of(release, model)
     flags = ("--num-gpu-blocks-override", str(blocks), *flags, *MANY_PREFILLS, *HOST_TIER)
-    with started(release, tmp_path, *flags) as server, server.client() as client:
-        workload = Workload(server, client)
+    if is_stored:
+        flags = (*flags, "--kvcache-storage-dir", str(tmp_path / "stored"))
+    with started(release, tmp_path, *flags, model=model) as (server, client):
+        workload = Workload(client)
         workload.run()
-        assert workload.tokens() == expected.tokens()
+        workload.assert_tokens_of(expected)
         assert_cached(workload, documents=name != "selective")
         num_cached[name] = workload.cached_tokens()
         if blocks < NUM_DOCUMENTS * 6:
-            assert_swapped(server)
+            assert_swapped(server, model)
         else:
             assert_shared(server, client, is_certain=release != "2.5")
             assert_refuses_what_the_worker_cannot_do(client)
-        assert server.stop() == 0, server.stderr
     if name == "default" and "selective" in num_cached:
         assert num_cached[name] > num_cached["selective"], "what was the default, at best"
+    if is_stored:
+        with started(release, tmp_path, *flags, model=model) as (_, client):
+            again = ask(client, document(0))
+            assert again.tokens == expected.answers["document 0 round 0"].tokens
+            assert again.cached_tokens >= 5 * BLOCK_SIZE
 
 
 def assert_refuses_what_the_worker_cannot_do(client):
@@ -85,17 +91,14 @@ def assert_shared(server, client, *, is_certain):
     The loop of 2.5 nearly always schedules the first one before the other one is in its queue.
     """
 
-    def ask(messages):
-        return server.ask(client, messages, max_tokens=4)
-
     worker = server.worker()
     with ThreadPoolExecutor(8) as pool:
         for burst in range(20 if is_certain else 1):
             worker.suspend()
             for busy in (200, 300):
-                pool.submit(ask, document(busy + burst))
+                pool.submit(ask, client, document(busy + burst), max_tokens=4)
                 time.sleep(0.3)
-            asked = [pool.submit(ask, user(noise(100 + burst, 320))) for _ in range(6)]
+            asked = [pool.submit(ask, client, noise(100 + burst, 320), max_tokens=4) for _ in range(6)]
             time.sleep(0.3)
             worker.resume()
             assert len({each.result().tokens for each in asked}) == 1
@@ -121,31 +124,53 @@ def assert_cached(workload, *, documents=True):
             assert not documents or cached >= turn * BLOCK_SIZE
 
 
-def assert_swapped(server):
-    """Both ways, and the scheduler counts what the worker copied."""
-    copies = server.worker_copies()
-    copied = copies.swap_out.blocks, copies.swap_in.blocks
-    assert min(copied) > 0
-    assert server.failed_copies() == 0
+def assert_swapped(server, model):
+    """Both ways, the same on every rank; host blocks are as many and as large as asked, and the engine counts what the
+    workers copied. All of it once the last copies are made and published.
+    """
+    ranks = len(server.workers())
+    block_bytes = model.block_bytes(ranks)
 
-    def is_published():  # now and then
+    def copied(rank=0):
+        totals = server.worker_copies(rank)
+        assert totals.swap_out.bytes == totals.swap_out.blocks * block_bytes
+        return totals.swap_out.blocks, totals.swap_in.blocks
+
+    def expected():
+        return {
+            "host_blocks": int(0.02 * GIB) // (ranks * block_bytes),
+            "swap_out_blocks_total": copied()[0],
+            "swap_in_blocks_total": copied()[1],
+            "swap_blocks_total": ranks * sum(copied()),
+            "swap_bytes_total": ranks * sum(copied()) * block_bytes,
+            "transfer_failures_total": 0,
+            "changed_bodies": 0,
+        }
+
+    def shown():
         metrics = server.metrics()
-        return (metrics["swap_out_blocks_total"], metrics["swap_in_blocks_total"]) == copied
+        return {name: metrics.get(name) for name in expected()}
 
-    wait_until(is_published, "the metrics to agree with the worker")
+    wait_until(lambda: shown() == expected(), lambda: f"{expected()} in the metrics: {shown()}")
+    assert {copied(rank) for rank in range(ranks)} == {copied()}
+    assert min(copied()) > 0
+    assert server.metrics()["swap_seconds_total"] > 0
+    logs = [path.read_text(errors="replace") for path in server.logs.rglob("*log*") if path.is_file()]
+    line = f" host blocks of {block_bytes} bytes on each of {ranks} tensor-parallel ranks"
+    assert any(line in text for text in logs)
+    assert not any("the engine expected" in text for text in logs), "the worker allocates what the engine counted"
 
 
-def test_the_smallest_device_tier_and_a_restart(release, expected, tmp_path):
+def test_the_smallest_device_tier_and_a_restart(release, tmp_path):
     """Four blocks, each sequence needs up to two; the second server knows nothing of the first."""
     flags = ("--num-gpu-blocks-override", "4", "--max-model-len", "128", "--max-num-batched-tokens", "128", *HOST_TIER)
     outputs = []
     for _ in range(2):
-        with started(release, tmp_path, *flags, "--write-policy", "write_through") as server, server.client() as client:
-            asked = [server.ask(client, [{"role": "user", "content": f"{each % 6} " + "x" * 70}]) for each in range(12)]
+        with started(release, tmp_path, *flags, *THROUGH) as (server, client):
+            asked = [ask(client, f"{each % 6} " + "x" * 70) for each in range(12)]
             outputs.append([answer.tokens for answer in asked])
             assert [answer.cached_tokens for answer in asked] == [0] * 6 + [BLOCK_SIZE] * 6
             assert server.worker_copies().swap_in.blocks > 0
-            assert server.stop() == 0, server.stderr
     assert outputs[0] == outputs[1]
     assert outputs[0][:6] == outputs[0][6:]
 
@@ -154,10 +179,10 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(release, expected, t
     """Each layer of a swap-in is held up for two seconds, which is worth more than 400 tokens of a tiny model."""
     flags = ("--num-gpu-blocks-override", "16", *HOST_TIER)
     environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": '{"delay_ms": {"input": 2000}}'}
-    with started(release, tmp_path, *flags, environment=environment) as server, server.client() as client:
-        workload = Workload(server, client)
+    with started(release, tmp_path, *flags, environment=environment) as (server, client):
+        workload = Workload(client)
         workload.documents()
-        assert all(tokens == expected.answers[name].tokens for name, tokens in workload.tokens().items())
+        workload.assert_tokens_of(expected)
         copies = server.worker_copies()
         num_repeats = 2 * NUM_DOCUMENTS
         assert 0 < copies.swap_in.blocks < 6 * num_repeats / 2
@@ -165,22 +190,20 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(release, expected, t
         declined = server.metrics()["declined_load_tokens_total"] / BLOCK_SIZE
         cached = workload.cached_tokens() / BLOCK_SIZE
         assert copies.swap_in.blocks <= cached <= 6 * num_repeats - declined
-        assert server.stop() == 0, server.stderr
 
 
-def test_failing_copies_cost_time_but_no_token(release, expected, tmp_path):
-    """Some swap-ins fail: their sequences are computed again, over the blocks that did not arrive."""
-    faults = '{"seed": 3, "max_delay_ms": 2, "fail": {"input": [1, 30, 77], "output": [5]}}'
-    flags = ("--num-gpu-blocks-override", "16", "--write-policy", "write_through", *HOST_TIER)
-    environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": faults}
-    with started(release, tmp_path, *flags, environment=environment) as server, server.client() as client:
-        workload = Workload(server, client)
+@pytest.mark.parametrize(("ranks", "failing"), [(1, 0), (2, 0), (2, 1)])
+def test_failing_copies_cost_time_but_no_token(release, expected, tmp_path, ranks, failing):
+    """Some swap-ins of one rank fail: their sequences are computed again, over the blocks that did not arrive."""
+    faults = {"ranks": [failing], "seed": 3, "max_delay_ms": 2, "fail": {"input": [1, 30, 77], "output": [5]}}
+    environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)}
+    flags = ("--num-gpu-blocks-override", "16", *THROUGH, *HOST_TIER, "--tensor-parallel-size", str(ranks))
+    with started(release, tmp_path, *flags, environment=environment) as (server, client):
+        workload = Workload(client)
         workload.documents()
-        names = [f"document {index} round {each}" for each in range(3) for index in range(NUM_DOCUMENTS)]
-        assert workload.tokens() == {name: expected.answers[name].tokens for name in names}
-        failed = server.failed_copies()
-        assert failed > 0
-        wait_until(lambda: server.metrics()["transfer_failures_total"] == failed, "the engine to hear of the failures")
+        workload.assert_tokens_of(expected)
+        failed = [server.failed_copies(rank) for rank in range(ranks)]
+        assert [rank for rank, count in enumerate(failed) if count] == [failing]
+        wait_until(lambda: server.metrics()["transfer_failures_total"] == sum(failed), "the engine to hear of them")
         wait_until(lambda: server.metrics()["failed_transfer_blocks_total"] > 0, "the engine to forget host blocks")
-        assert server.ask(client, document(0)).tokens == expected.answers["document 0 round 0"].tokens
-        assert server.stop() == 0, server.stderr
+        assert ask(client, document(0)).tokens == expected.answers["document 0 round 0"].tokens

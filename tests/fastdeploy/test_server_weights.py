@@ -6,23 +6,20 @@ Any number of them while requests come all the time: the scenario "real updates"
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import httpx
 import openai
 import pytest
 
-from fastdeploy_kvcache_v1.model.random_directory import (
-    write_random_directory,
-    write_seed,
-)
+from fastdeploy_kvcache_v1.model.random_directory import write_seed
 
-from .cpu_server import started, wait_until
-from .server_workload import NUM_DOCUMENTS, document
+from .cpu_server import ask, started, wait_until
+from .models import OTHER_WEIGHTS, PLAIN
+from .server_workload import NUM_DOCUMENTS, document, expected_of
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
-NUM_BLOCKS = 24
+NUM_BLOCKS, DOCUMENTS = 24, range(NUM_DOCUMENTS)
 FLAGS = ("--num-gpu-blocks-override", str(NUM_BLOCKS), "--swap-space", "0.02", "--write-policy", "write_through")
 LONG = 300
 """Tokens of an answer that takes a while."""
@@ -31,22 +28,20 @@ REFUSED, ENDED = 304, 500
 
 
 @pytest.fixture(scope="module")
-def expected(release, tmp_path_factory):
+def expected(release):
     """By seed of the weights: the answers of servers that had no other ones, and no cache."""
-    answers = {}
-    flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "256")
-    for seed in (0, 1):
-        directory = tmp_path_factory.mktemp(f"reference{seed}")
-        write_seed(write_random_directory(directory / "model"), seed)
-        with started(release, directory, *flags, manager=False) as server, server.client() as client:
-            answers[seed] = all_documents(server, client)
-            assert server.stop() == 0, server.stderr
+    workloads = [expected_of(release, model) for model in (PLAIN, OTHER_WEIGHTS)]
+    answers = [[each.answers[f"document {index} round 0"].tokens for index in DOCUMENTS] for each in workloads]
     assert answers[0] != answers[1]
     return answers
 
 
-def all_documents(server, client):
-    return [server.ask(client, document(index)).tokens for index in range(NUM_DOCUMENTS)]
+def all_documents(client):
+    return [ask(client, document(index)) for index in DOCUMENTS]
+
+
+def tokens(answers):
+    return [answer.tokens for answer in answers]
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +49,8 @@ def server(release, expected, tmp_path_factory):
     """Starts when the others have ended: each looks for files that it left behind."""
     environment = {"FD_ENABLE_V1_UPDATE_WEIGHTS": "0"}
     flags = (*FLAGS, "--dynamic-load-weight")
-    with started(release, tmp_path_factory.mktemp("server"), *flags, environment=environment) as running:
+    with started(release, tmp_path_factory.mktemp("server"), *flags, environment=environment) as (running, _):
         yield running
-        assert running.stop() == 0, running.stderr
 
 
 @pytest.fixture(autouse=True)
@@ -86,45 +80,32 @@ def update_to(server, seed):
 
 def test_nothing_computed_with_old_weights_is_used_with_new_ones(server, client, expected):
     for _ in range(2):
-        assert all_documents(server, client) == expected[0]
+        assert tokens(all_documents(client)) == expected[0]
     before = server.worker_copies()
     assert min(before.swap_out.blocks, before.swap_in.blocks) > 0
     update_to(server, 1)
-    new = [server.ask(client, document(index)) for index in range(NUM_DOCUMENTS)]
+    new, again = all_documents(client), all_documents(client)
     assert [answer.cached_tokens for answer in new] == [0] * NUM_DOCUMENTS
-    assert [answer.tokens for answer in new] == expected[1]
-    again = [server.ask(client, document(index)) for index in range(NUM_DOCUMENTS)]
     assert min(answer.cached_tokens for answer in again) > 0
-    assert [answer.tokens for answer in again] == expected[1]
+    assert tokens(new) == tokens(again) == expected[1]
 
 
 def test_while_weights_are_away_requests_are_refused_and_the_server_is_not_ended(server, client, expected):
-    legacy(server, "clear_load_weight")
-    legacy(server, "clear_load_weight")
+    for _ in range(2):
+        legacy(server, "clear_load_weight")
     with pytest.raises(openai.APIStatusError) as refused:
-        server.ask(client, document(0))
+        ask(client, document(0))
     assert refused.value.status_code == REFUSED
     write_seed(server.model, 1)
-    legacy(server, "update_model_weight")
-    legacy(server, "update_model_weight")
-    assert server.ask(client, document(0)).tokens == expected[1][0]
-
-
-@dataclass
-class Long:
-    """A long answer, with what it takes to continue it from anywhere."""
-
-    prompt: list[int]
-    tokens: list[int]
+    for _ in range(2):
+        legacy(server, "update_model_weight")
+    assert ask(client, document(0)).tokens == expected[1][0]
 
 
 def ask_long(client, messages, max_tokens=LONG, **options):
-    extra = {"return_token_ids": True, "min_tokens": max_tokens, **options}
-    reply = client.chat.completions.create(
-        model="tiny", messages=messages, temperature=0, top_p=0, max_tokens=max_tokens, extra_body=extra
-    )
-    message = reply.choices[0].message
-    return Long(list(message.prompt_token_ids), list(message.completion_token_ids))
+    """Its prompt and its tokens: what it takes to continue it from anywhere."""
+    extra = {"min_tokens": max_tokens, **options}
+    return ask(client, messages, max_tokens=max_tokens, extra_body=extra)
 
 
 def test_requests_that_run_end(server, client, expected):
@@ -137,7 +118,7 @@ def test_requests_that_run_end(server, client, expected):
         answers = [pool.submit(ask_long, client, document(index)) for index in indices]
         wait_until(lambda: not is_idle(server), "requests to run")
         update_to(server, 1)
-        assert all_documents(server, client) == expected[1]
+        assert tokens(all_documents(client)) == expected[1]
         for before, answer in zip(old, answers, strict=True):
             if (error := answer.exception()) is not None:
                 assert isinstance(error, openai.APIStatusError)
@@ -150,5 +131,5 @@ def assert_continues(client, old, mixed):
     """From where it differs, it is what the weights of now say."""
     pairs = zip(old.tokens, mixed.tokens, strict=True)
     same = next((index for index, (one, other) in enumerate(pairs) if one != other), LONG - 1)
-    rest = ask_long(client, [], max_tokens=LONG - same, prompt_token_ids=old.prompt + mixed.tokens[:same])
+    rest = ask_long(client, [], max_tokens=LONG - same, prompt_token_ids=[*old.prompt, *mixed.tokens[:same]])
     assert rest.tokens == mixed.tokens[same:]

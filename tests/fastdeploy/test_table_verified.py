@@ -1,16 +1,16 @@
 """Every row of our tables against the real source, and against the real modules where they can be imported here."""
 
+import os
 import shutil
 
 import pytest
 
-from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import BATCH_VARIABLE, SKIPPED_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.bodies import members_lacking
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.overlay import Overlay
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.release import fastdeploy_at
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import table_for
 
-from .fastdeploy_trees import RELEASES, run_inside, tree
+from .fastdeploy_trees import run_inside, tree
 
 pytestmark = pytest.mark.process
 
@@ -59,7 +59,6 @@ def activated(code):
     return f"from fastdeploy_kvcache_v1 import plugin\nplugin.activate()\n{code}"
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_every_row_fits_the_source(release):
     found = fastdeploy_at(tree(release))
     assert found.release == release
@@ -67,12 +66,6 @@ def test_every_row_fits_the_source(release):
     assert Overlay(table_for(release), found.root).problems() == {}
 
 
-def test_the_tables_are_not_interchangeable():
-    problems = Overlay(table_for("2.6"), fastdeploy_at(tree("2.5")).root).problems()
-    assert problems, "2.5 passes for 2.6: the release decides nothing"
-
-
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("late", [False, True], ids=["before import", "after import"])
 def test_engine_rows_are_applied(release, tmp_path, late):
     output = run_inside(release, tmp_path, "-c", LATE + SHOW if late else activated(SHOW), manager=not late)
@@ -83,11 +76,9 @@ def test_engine_rows_are_applied(release, tmp_path, late):
             assert state == "APPLIED", target
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_plugin_group_alone_is_enough(release, tmp_path, monkeypatch):
     """As FD_PLUGINS does it: in the middle of `import fastdeploy`, with modules half imported."""
     code = """
-import fastdeploy.envs
 from unittest import mock
 import importlib.metadata
 entry = importlib.metadata.EntryPoint("kvcache_v1", "fastdeploy_kvcache_v1.plugin:register", "GROUP")
@@ -96,28 +87,17 @@ def entry_points(**chosen):
     found = [each for each in real(**chosen) if each.name != "kvcache_v1"]
     return found + [entry] * (chosen.get("group") == "fastdeploy.tool_parser_plugins")
 with mock.patch("importlib.metadata.entry_points", entry_points):
+    import fastdeploy
+from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
+overlay.active().complete()
 """
     monkeypatch.setenv("FD_PLUGINS", "kvcache_v1")
-    body = "import fastdeploy\nfrom fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay\n"
-    body += "overlay.active().complete()\n" + SHOW
-    code = code.replace("import fastdeploy.envs\n", "") + "".join(f"    {line}\n" for line in body.splitlines())
-    output = run_inside(release, tmp_path, "-c", code)
+    output = run_inside(release, tmp_path, "-c", code + SHOW)
     assert "EngineService._wait_for_control_responses APPLIED" in output
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_without_the_variable_fastdeploy_is_untouched(release, tmp_path):
     assert "UNTOUCHED" in run_inside(release, tmp_path, "-c", UNTOUCHED, manager=False)
-
-
-@pytest.mark.parametrize("release", RELEASES)
-def test_the_lists_of_schedule_have_the_names_that_we_look_for(release, tmp_path):
-    """When `schedule` raises, its local variable is all that knows which requests it had scheduled or passed over."""
-    code = "from fastdeploy.engine.sched.resource_manager_v1 import ResourceManagerV1 as manager\n"
-    code += "names = manager.schedule.__code__\nprint('LOCALS', *names.co_varnames, *names.co_cellvars)"
-    output = run_inside(release, tmp_path, "-c", f"import fastdeploy\n{code}", manager=False)
-    (names,) = (line.split()[1:] for line in output.splitlines() if line.startswith("LOCALS"))
-    assert {BATCH_VARIABLE, SKIPPED_VARIABLE} <= set(names)
 
 
 def test_a_wrong_release_is_refused_at_import(tmp_path, monkeypatch):
@@ -147,23 +127,20 @@ CHANGED_BODIES = {
 """What no signature shows: a file, what is there, and what is there instead."""
 
 
-@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("change", CHANGED_BODIES)
 def test_a_changed_body_is_named(release, change, tmp_path):
     name, old, new = CHANGED_BODIES[change]
     root, table = fastdeploy_at(tree(release)).root, table_for(release)
     assert Overlay(table, root).changed_bodies() == []
     others = tmp_path / "fastdeploy"
-    shutil.copytree(
-        root, others, ignore=lambda folder, names: [each for each in names if "." in each and each[-3:] != ".py"]
-    )
+    shutil.copytree(root, others, copy_function=os.symlink)
     text = (root / name).read_text(encoding="utf-8")
     assert old in text
+    (others / name).unlink()
     (others / name).write_text(text.replace(old, new), encoding="utf-8")
     assert Overlay(table, others).problems() == {}
     assert Overlay(table, others).changed_bodies()
 
 
-@pytest.mark.parametrize("release", RELEASES)
 def test_our_cache_manager_has_what_fastdeploys_engine_takes_of_it(release):
     assert members_lacking(fastdeploy_at(tree(release)).root) == []

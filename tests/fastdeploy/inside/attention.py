@@ -81,18 +81,10 @@ class Caches(list):
         return super().__getitem__(index)
 
 
-class FakeModule(ModuleType):
+def fake_module(name, events):
     """All kernels there are."""
-
-    def __init__(self, name, events):
-        super().__init__(name)
-        self.__path__ = []
-        self._events = events
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._events.kernel(name)
+    module = sys.modules[name] = ModuleType(name)
+    module.__path__, module.__getattr__ = [], events.kernel
 
 
 def is_kernel(value):
@@ -114,7 +106,7 @@ def fake_kernels(backend_class, events):
     if hasattr(module, "current_platform"):
         module.current_platform = SimpleNamespace(is_cuda=lambda: True)
     for name in ("flash_mla", "fastdeploy.model_executor.ops.gpu"):
-        sys.modules[name] = FakeModule(name, events)
+        fake_module(name, events)
 
 
 def make_backend(backend_class, events):
@@ -221,6 +213,7 @@ def run_draft(proposer_class, backend_class, *, is_dummy):
     return events.seen
 
 
+HAS_DSA, OF_DSA = "DSAAttentionBackend" in backend_classes(), {"DSAAttentionBackend", "Indexer"}
 LATENT, KEY_VALUE = {"key"}, {"key", "value"}
 ROLES = {
     "AppendAttentionBackend": KEY_VALUE,
@@ -252,7 +245,7 @@ def cases(worker_modules):
         for quant_type in quant_types(name)
         for phase in ("prefill", "decode")
     }
-    if "DSAAttentionBackend" in classes:
+    if HAS_DSA:
         seen["Indexer", "uint8", "prefill"] = run_indexer(classes["DSAAttentionBackend"])
     return seen
 
@@ -266,10 +259,6 @@ def tensors_of(events):
     return {role_and_layer(tensor) for kind, *given in events for tensor in given[kind == "kernel" :]}
 
 
-def has_dsa_attention():
-    return "DSAAttentionBackend" in backend_classes()
-
-
 def test_a_layer_is_waited_for_before_it_is_read_and_no_other_is_read(cases):
     for case, (first, *others) in cases.items():
         name, quant_type, _ = case
@@ -280,9 +269,7 @@ def test_a_layer_is_waited_for_before_it_is_read_and_no_other_is_read(cases):
             assert tensors_of(others) != expected, "refused at start, so it must be wrong"
         else:
             assert tensors_of(others) == expected, case
-    assert {name for name, _, _ in cases} == set(ROLES) - (
-        set() if has_dsa_attention() else {"DSAAttentionBackend", "Indexer"}
-    )
+    assert {name for name, _, _ in cases} == {name for name in ROLES if HAS_DSA or name not in OF_DSA}
 
 
 def test_kernels_get_keys_before_values(cases):
@@ -320,7 +307,7 @@ def test_every_backend_for_a_gpu_is_driven_or_refused(cases):
             continue
     driven = {name for name, _, _ in cases}
     assert {name: backend for name, backend in offered.items() if backend not in driven} == REFUSED
-    assert ("DSA_ATTN" in offered) == has_dsa_attention()
+    assert ("DSA_ATTN" in offered) == HAS_DSA
 
 
 def cache_readers(path):
@@ -352,6 +339,6 @@ def test_nothing_else_of_a_gpu_worker_reads_the_cache():
     own = [path for path in files if not any(name in path.relative_to(root).as_posix() for name in foreign)]
     found = {(what, stem, name) for path in own for what, stem, name in cache_readers(path)}
     backends = {entry for entry in found if entry[0] == "reads" and re.fullmatch(r"\w+_att\w+_backend", entry[1])}
-    indexer = {("reads", "deepseek_v3", "Indexer.forward")} if has_dsa_attention() else set()
+    indexer = {("reads", "deepseek_v3", "Indexer.forward")} if HAS_DSA else set()
     assert found - backends == {("calls", "attention", "Attention.forward"), *indexer}
     assert len({stem for _, stem, _ in backends}) >= 6

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -54,39 +55,21 @@ SCENES = {
 }
 
 
-class Dealer:
-    """The engine: answers what it is asked."""
-
-    def __init__(self, manager, scene):
-        self.manager, self.scene = manager, scene
-
-    def write(self, message):
-        name = message[1].decode()
-        for outputs in self.scene(name):
-            self.manager.request_map[name.rsplit("_", 1)[0]].put_nowait(outputs)
-
-
-class Semaphore:
-    free = 1
-
-    async def acquire(self):
-        self.free -= 1
-
-    def release(self):
-        self.free += 1
-
-    def status(self):
-        return self.free
-
-
 @pytest.fixture(scope="module")
 def processor(tmp_path_factory):
     return DataProcessor(str(write_random_directory(tmp_path_factory.mktemp("answers") / "model")))
 
 
 def engine_client(scene, processor=None):
+    """Of an engine that answers at once, by a scene."""
     manager = DealerConnectionManager(os.getpid())
-    manager._get_least_loaded_connection = lambda: Dealer(manager, scene)
+
+    def write(message):
+        name = message[1].decode()
+        for outputs in scene(name):
+            manager.request_map[name.rsplit("_", 1)[0]].put_nowait(outputs)
+
+    manager._get_least_loaded_connection = lambda: SimpleNamespace(write=write)
 
     async def format_and_add_data(task):
         task["max_tokens"] = 12
@@ -94,7 +77,7 @@ def engine_client(scene, processor=None):
 
     return SimpleNamespace(
         is_master=True,
-        semaphore=Semaphore(),
+        semaphore=MagicMock(acquire=AsyncMock()),
         connection_manager=manager,
         data_processor=processor,
         format_and_add_data=format_and_add_data,
@@ -115,7 +98,7 @@ async def answer(scene, form, processor):
         serving = OpenAIServingCompletion(client, None, 0, None, -1)
         made = await serving.create_completion(CompletionRequest(prompt=PROMPT, **options))
     shown = streamed([each async for each in made]) if streams else plain(made)
-    assert client.semaphore.free == 1, "it is given back"
+    assert client.semaphore.acquire.await_count == client.semaphore.release.call_count == 1
     assert not client.connection_manager.request_map
     return shown
 

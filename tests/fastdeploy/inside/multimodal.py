@@ -5,6 +5,7 @@ tokens as are equal in id, item, shape of the item, and place in it.
 """
 
 import random
+from itertools import takewhile
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,12 +71,7 @@ def identities(pieces):
 
 def shared(one, other):
     """How many tokens two prompts share."""
-    count = 0
-    for mine, yours in zip(one, other, strict=False):
-        if mine != yours:
-            break
-        count += 1
-    return count
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))))
 
 
 class Line:
@@ -97,21 +93,14 @@ class Line:
         return request.num_cached_tokens, min(most, len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
 
 
-def image(color, height=4, width=4):
-    return Item(color=color, grid=[1, height, width])
-
-
-def video(color, frames=4):
-    return Item(color=color, grid=[frames, 4, 4])
-
-
 def random_pieces(rng):
     for _ in range(rng.randrange(1, 6)):
         kind = rng.random()
         if kind < 0.4:
-            yield image(rng.randrange(2), *rng.choice([(2, 2), (4, 4), (2, 8), (8, 2), (4, 8), (8, 4)]))
+            shape = rng.choice([(2, 2), (4, 4), (2, 8), (8, 2), (4, 8), (8, 4)])
+            yield Item(color=rng.randrange(2), grid=[1, *shape])
         elif kind < 0.5:
-            yield video(rng.randrange(2), frames=rng.choice([2, 4, 6]))
+            yield Item(color=rng.randrange(2), grid=[rng.choice([2, 4, 6]), 4, 4])
         else:
             yield [rng.choice([1, IMAGE_TOKEN])] * rng.choice([1, 3, 4, 7, 8])
     yield [5]

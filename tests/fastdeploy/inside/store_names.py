@@ -21,13 +21,10 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.storage_namespace impor
 from fastdeploy_kvcache_v1.fastdeploy_integration.overlay import overlay
 from tests.fastdeploy.inside.swap_space import QWEN, Cuda
 
-MOE = QWEN | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "moe_num_experts": 8,
-}
+MOE = QWEN | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+MOE |= {"num_experts": 8, "moe_num_experts": 8}
 ROLE = ["--router", "127.0.0.1:1", "--scheduler-name", "local"]
+SIZES = ["--max-num-seqs", "16", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "128"]
 PORTS = ["--port", "8123", "--metrics-port", "8124", "--engine-worker-queue-port", "8125", "--cache-queue-port", "8126"]
 
 
@@ -49,10 +46,7 @@ def same_names():
     """Other addresses, sizes, policies or roles, under which the same model computes the same bytes."""
     elsewhere = {"FD_LOG_DIR": "elsewhere", "CUDA_VISIBLE_DEVICES": "3", "FD_HOST_NAME": "b", "FD_DEBUG": "1"}
     yield "ports", digest(PORTS, elsewhere)
-    yield (
-        "sizes",
-        digest(["--max-num-seqs", "16", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "128"]),
-    )
+    yield "sizes", digest(SIZES)
     store = ["--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv", "--write-policy", "write_back"]
     yield "store", digest(store)
     for role in ("prefill", "decode"):

@@ -88,13 +88,6 @@ REFUSED = {
         ["--swap-space", "0.0001"],
         "--swap-space 0.0001 GiB is less than one block: it takes 393216 bytes",
     ),
-    "nan": (QWEN, "APPEND_ATTN", ["--swap-space", "nan"], "--swap-space must be a number of GiB, 0 or more, got nan"),
-    "infinite": (
-        QWEN,
-        "APPEND_ATTN",
-        ["--swap-space", "inf"],
-        "--swap-space must be a number of GiB, 0 or more, got inf",
-    ),
     "negative": (QWEN, "APPEND_ATTN", ["--swap-space=-1"], "--swap-space must be a number of GiB, 0 or more, got -1.0"),
     "native": (QWEN, "NATIVE_ATTN", [], "NATIVE_ATTN (FastDeploy cannot make it for a GPU)"),
     "plas": (QWEN, "PLAS_ATTN", [], "PLAS_ATTN (it keeps means of key blocks outside the cache)"),
