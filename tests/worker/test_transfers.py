@@ -370,3 +370,8 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
     waits.wait_for_layer(0)
     assert (rig.controller.take_report().exposed_wait_s, counter.exposed_wait_s) == (2, 1)
     assert rig.controller.take_report().exposed_wait_s == 0
+
+
+def test_the_device_tier_says_where_its_blocks_are(rig):
+    addresses = [row.address for layer in rig.controller.device_rows for row in layer]
+    assert addresses == [array.ctypes.data for array in rig.arrays]

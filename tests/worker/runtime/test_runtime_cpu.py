@@ -68,15 +68,6 @@ def test_an_event_of_another_kind_of_stream_is_waited_for_too(runtime):
     other.close()
 
 
-def test_a_delay_runs_before_each_piece_of_work_on_the_threads_of_its_stream(cpu_ops):
-    seen = []
-    runtime = CpuRuntime(delay=seen.append, threaded_compute=True)
-    runtime.new_stream("a").submit(seen.append, 1)
-    runtime.compute_stream.enqueue(lambda stream=0: seen.append(2))
-    runtime.close()
-    assert sorted(map(str, seen)) == ["1", "2", "a", "compute"]
-
-
 def test_the_core_is_asked_for_or_else_used_where_it_is(cpu_ops):
     for compiled, has_core in ((None, cpu_ops == "compiled"), (False, False)):
         runtime = CpuRuntime(compiled=compiled)
