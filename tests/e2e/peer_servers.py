@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
-from openai import OpenAI
 
-from tests.e2e.server_process import EXIT_TIMEOUT_S, ROOT, START_TIMEOUT_S, ServerProcess, wait_until
+from tests.e2e.server_process import EXIT_TIMEOUT_S, PROGRAM, CommandProcess, ServerProcess, wait_until
 
 SECRET = "the secret of these tests"
 QUICK = ("--transfer-silence", "4")
@@ -23,40 +20,15 @@ PATIENCE_S = 600.0
 """Four servers start at once, at times beside other tests."""
 
 
-class RouterProcess:
+class RouterProcess(CommandProcess):
     """`fastdeploy-kvcache router` on a free port."""
 
     def __init__(self, directory: Path, *flags: str) -> None:
-        directory.mkdir(exist_ok=True)
-        self.stderr_path = directory / "stderr"
-        self._stdout_path = directory / "stdout"
-        command = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "router", "--port", "0", *flags)
-        with self._stdout_path.open("wb") as stdout, self.stderr_path.open("wb") as stderr:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
-
-    @property
-    def stdout(self) -> str:
-        return self._stdout_path.read_text()
-
-    @property
-    def url(self) -> str:
-        found = re.search(r"http://\S+", self.stdout)
-        assert found is not None
-        return found.group()
-
-    def wait_ready(self) -> None:
-        wait_until(lambda: "\n" in self.stdout or self.process.poll() is not None, "the router", START_TIMEOUT_S)
-        assert self.process.poll() is None, self.stderr_path.read_text()
+        super().__init__(directory, [*PROGRAM, "router", "--port", "0", *flags])
 
     def health(self) -> dict[str, dict[str, dict[str, object]]]:
         health: dict[str, dict[str, dict[str, object]]] = httpx.get(f"{self.url}/health", timeout=30.0).json()
         return health
-
-    def num_alive(self, role: str) -> int:
-        return sum(bool(each["answers"]) for each in self.health()[role].values())
-
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
     def kill(self) -> None:
         if self.process.poll() is None:

@@ -29,7 +29,8 @@ START_TIMEOUT_S = 120.0
 EXIT_TIMEOUT_S = 60.0
 IDLE_TIMEOUT_S = 5.0
 """Far below a lease's 60 s: what ends by a time-out alone is seen."""
-SERVE = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "serve")
+PROGRAM = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli")
+SERVE = (*PROGRAM, "serve")
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
@@ -49,35 +50,22 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return said.err
 
 
-class ServerProcess:
-    """`serve` on a free port, with a temporary directory of its own; without `--model`, the random one."""
+class CommandProcess:
+    """A command that says in one line that it is ready, with its URL."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *flags: str,
-        environment: dict[str, str] | None = None,
-        max_files: int | None = None,
-        wrapper: Sequence[str] = (),
-    ) -> None:
-        """`max_files`: descriptors that the server may have at most. `wrapper`: a command that becomes the server."""
-        # Not below `directory`: its name would be too long for unix sockets.
-        self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+    def __init__(self, directory: Path, command: Sequence[str], environment: dict[str, str] | None = None) -> None:
         directory.mkdir(exist_ok=True)
         self.stderr_path = directory / "stderr"
         self._stdout_path = directory / "stdout"
         with self._stdout_path.open("wb") as stdout, self.stderr_path.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*wrapper, *SERVE, "--model", "random", "--port", "0", *flags],
+                command,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env={**os.environ, "TMPDIR": str(self.temp_dir), **(environment or {})},
+                env={**os.environ, **(environment or {})},
             )
-        if max_files is not None:
-            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (max_files, max_files))
-        self._descendants: dict[int, psutil.Process] = {}
 
     @property
     def stdout(self) -> str:
@@ -91,7 +79,6 @@ class ServerProcess:
         """The ready line."""
         wait_until(lambda: "\n" in self.stdout or self.process.poll() is not None, "the ready line", timeout_s)
         assert self.process.poll() is None, self.stderr
-        self.remember_descendants()
         return self.stdout
 
     @property
@@ -99,6 +86,35 @@ class ServerProcess:
         found = re.search(r"http://\S+", self.stdout)
         assert found is not None
         return found.group()
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
+
+
+class ServerProcess(CommandProcess):
+    """`serve` on a free port, with a temporary directory of its own; without `--model`, the random one."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        max_files: int | None = None,
+        wrapper: Sequence[str] = (),
+    ) -> None:
+        """`max_files`: descriptors that the server may have at most. `wrapper`: a command that becomes the server."""
+        # Not below `directory`: its name would be too long for unix sockets.
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+        command = [*wrapper, *SERVE, "--model", "random", "--port", "0", *flags]
+        super().__init__(directory, command, {"TMPDIR": str(self.temp_dir), **(environment or {})})
+        if max_files is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (max_files, max_files))
+        self._descendants: dict[int, psutil.Process] = {}
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
+        line = super().wait_ready(timeout_s)
+        self.remember_descendants()
+        return line
 
     @property
     def worker(self) -> psutil.Process:
@@ -113,9 +129,6 @@ class ServerProcess:
         ]
         assert len(found) == 1
         return found[0]
-
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120.0)
 
     def check(self) -> dict[str, object]:
         report: dict[str, object] = httpx.get(f"{self.url}/debug/check", timeout=30.0).json()

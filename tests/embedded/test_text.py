@@ -12,7 +12,7 @@ from tokenizers import processors
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.model.config import load_model_config
-from tests.embedded.random_text import BOS, EOS
+from tests.embedded.random_text import BOS, EOS, byte_stream
 from tests.model.model_dirs import byte_fallback_tokenizer, byte_level_tokenizer
 
 CHAT_TEMPLATE = (
@@ -172,3 +172,63 @@ def test_a_long_text_does_not_hold_up_other_threads(tokenizers):
         tokenizers["byte-level"].encode(text)
         whole = time.perf_counter() - start
     assert ticker.longest < max(0.1, whole / 3), f"paused for {ticker.longest:.3f} of {whole:.3f} s"
+
+
+# ---- what a client sees of the tokens, and when
+
+
+def pieces(text, data):
+    return [text.push(byte) for byte in data]
+
+
+def test_text_without_stops_is_released_at_once():
+    assert pieces(byte_stream(), b"abc") == ["a", "b", "c"]
+
+
+def test_incomplete_characters_are_held_back():
+    assert pieces(byte_stream(), "aé".encode()) == ["a", "", "é"]
+
+
+def test_flush_replaces_what_never_became_a_character():
+    text = byte_stream()
+    assert pieces(text, b"a\xc3") == ["a", ""]
+    assert text.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("stops", "data", "shown", "stopped"),
+    [
+        (["END"], b"abEND", ["a", "b", "", "", ""], True),
+        (["END"], b"abENd", ["a", "b", "", "", "ENd"], False),
+        (["END"], b"EEND", ["", "E", "", ""], True),
+        (["aab"], b"aaab", ["", "", "a", ""], True),
+        (["xyz", "y"], b"axy", ["a", "", "x"], True),
+        (["b", "abc"], b"ab", ["", "a"], True),
+    ],
+)
+def test_stop_strings(stops, data, shown, stopped):
+    text = byte_stream(stops)
+    assert pieces(text, data) == shown
+    assert text.stopped == stopped
+
+
+def test_flush_releases_a_beginning_of_a_stop_string():
+    text = byte_stream(["END"])
+    assert pieces(text, b"aEN") == ["a", "", ""]
+    assert text.flush() == "EN"
+    assert not text.stopped
+
+
+def test_flush_can_complete_a_stop_string():
+    text = byte_stream(["a\N{REPLACEMENT CHARACTER}"])
+    assert pieces(text, b"xa\xc3") == ["x", "", ""]
+    assert text.flush() == ""
+    assert text.stopped
+
+
+def test_stops_are_ignored_until_they_may_count():
+    text = byte_stream(["b"])
+    assert [text.push(byte, may_stop=False) for byte in b"abb"] == ["a", "b", "b"]
+    assert not text.stopped
+    assert text.push(ord("b")) == ""
+    assert text.stopped

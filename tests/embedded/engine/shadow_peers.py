@@ -1,7 +1,7 @@
 """A prefill engine and a decode engine over shadow workers. What travels between them comes when the test says so.
 
-A slot that is being fetched holds anything until its fetch has ended. Both engines may have several worker ranks, of
-which each reports for itself. Any order of all this, with faults, is the world's scenario `embedded roles`.
+A slot that is being fetched holds anything until its fetch has ended. Any order of all this, with faults and several
+ranks, is the world's scenario `embedded roles`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ GARBAGE = 10**6
 class Peers(Between):
     """`prefill` and `decode`, and the worker halves between them."""
 
-    def __init__(self, *, prefill_blocks=64, decode_blocks=64, num_ranks=1, **options):
+    def __init__(self, *, decode_blocks=64, **options):
         self.clock = Clock()
         self.asked = {}
         self.dropped = set()
         self.settings = TransferSettings(secret=b"sixteen bytes or more")
-        self.remote = RemotePrefills(
-            self, [HERE] * num_ranks, self.settings, block_size=BLOCK, vocab_size=1000, clock=self.clock
-        )
-        self.offered = OfferedPrefills(num_ranks)
-        prefill = self._engine(prefill_blocks, offered=self.offered, **options)
-        super().__init__(prefill, self._engine(decode_blocks, remote=self.remote, **options), num_ranks)
+        self.remote = RemotePrefills(self, [HERE], self.settings, block_size=BLOCK, vocab_size=1000, clock=self.clock)
+        self.offered = OfferedPrefills()
+        prefill = self._engine(64, offered=self.offered, **options)
+        super().__init__(prefill, self._engine(decode_blocks, remote=self.remote, **options), 1)
 
     def _engine(self, num_blocks, **options):
         harness = Harness(KVCacheConfig(num_blocks, block_size=BLOCK), **options)
@@ -46,24 +44,23 @@ class Peers(Between):
         assert url == URL
         recorder = self.asked[job.request_id] = Recorder()
         generation = self.prefill.harness.generation(
-            job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=(HERE,) * self.num_ranks
+            job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=(HERE,)
         )
         self.prefill.core.submit(generation)
 
     def drop(self, request_id):
         self.dropped.add(request_id)
 
-    def answer(self, request_id, error=None):
-        """The prefill server's answer arrives, if there is one; or its connection breaks."""
+    def answer(self, request_id):
+        """The prefill server's answer arrives, if there is one."""
         recorder, is_dropped = self.asked[request_id], request_id in self.dropped
-        if not recorder.ended and not is_dropped and error is None:
+        if not recorder.ended and not is_dropped:
             return
         del self.asked[request_id]
         if not recorder.ended:
             self.prefill.core.abort(request_id)
-        elif error is None and recorder.failure is not None:
-            error = recorder.failure.message
         if not is_dropped:
+            error = None if recorder.failure is None else recorder.failure.message
             self.decode.core.on_prefill_answer(request_id, error or PrefillAnswer(recorder.tokens[0], 0))
 
     # ---- the workers
@@ -95,17 +92,14 @@ class Peers(Between):
         """A byte arrives."""
         self.decode.harness.worker.device[self.fetches[request_id].slots[-1]] = [GARBAGE] * BLOCK
 
-    def arrive(self, request_id, rank=None):
-        """All that a rank fetches, or every rank that is left, if it is computed. With the last one the content is
-        whole: what the offered slots hold now.
-        """
+    def arrive(self, request_id):
+        """All that is fetched, if it is computed: what the offered slots hold now."""
         lease, fetch = self.leases.get(request_id), self.fetches[request_id]
         if lease is None or request_id not in self.complete:
             return False
-        if rank is None or self._fetch_left[request_id] == {rank}:
-            for source, target in zip(lease.slots[fetch.first_block :], fetch.slots, strict=True):
-                self.decode.harness.worker.device[target] = list(self.prefill.harness.worker.device[source])
-        self.end_fetch(request_id, None, rank)
+        for source, target in zip(lease.slots[fetch.first_block :], fetch.slots, strict=True):
+            self.decode.harness.worker.device[target] = list(self.prefill.harness.worker.device[source])
+        self.end_fetch(request_id, None)
         return True
 
     # ---- requests

@@ -4,8 +4,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
-from tests.embedded.engine.cores import random_requests, small
-from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.shadow import Harness, expected_outputs, random_requests, small
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -5,8 +5,7 @@ from fastdeploy_kvcache_v1.embedded.engine.engine_core import MAX_COPY_FAILURES
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
 from fastdeploy_kvcache_v1.model.step import StepResult, TransferReport
-from tests.embedded.engine.cores import small
-from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.shadow import Harness, expected_outputs, small
 
 
 def test_request_is_given_up_after_too_many_failed_copies():

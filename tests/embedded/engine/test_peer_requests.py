@@ -45,38 +45,6 @@ def test_a_prompt_is_computed_on_one_engine_and_continued_on_the_other():
     assert peers.remote.ledger.totals.started == 1
 
 
-def test_only_the_missing_tail_is_fetched():
-    peers = Peers()
-    start(peers)
-    peers.settle()
-    longer = PROMPT[:12] + list(range(300, 310))
-    recorder = start(peers, "longer", longer)
-    assert peers.fetches["longer"].first_block == 3
-    assert len(peers.fetches["longer"].slots) == 3
-    peers.settle()
-    assert recorder.tokens == expected_outputs(longer, 4)
-    peers.check_idle()
-
-
-@pytest.mark.parametrize("first", ["blocks", "token"])
-def test_blocks_and_first_token_come_in_any_order(first):
-    peers = Peers()
-    recorder = start(peers)
-    compute(peers)
-    if first == "blocks":
-        assert peers.arrive("r")
-        peers.tell_news(peers.decode)
-        assert not peers.step(peers.decode), "without the first token there is nothing to compute"
-        assert generation_of(peers).state is State.FETCHING
-    else:
-        peers.answer("r")
-        assert recorder.tokens == expected_outputs(PROMPT, 1), "the client has it before the blocks are here"
-        assert not peers.step(peers.decode)
-    peers.settle()
-    assert recorder.tokens == expected_outputs(PROMPT, 4)
-    peers.check_idle()
-
-
 def test_a_failed_fetch_is_computed_here_in_the_same_slots():
     peers = Peers()
     recorder = start(peers)
@@ -92,20 +60,6 @@ def test_a_failed_fetch_is_computed_here_in_the_same_slots():
     counters = peers.remote.counters
     assert (counters.prompts_recomputed, counters.recomputed_prompt_tokens) == (1, len(PROMPT))
     assert peers.remote.ledger.totals.failed == 1
-    peers.check_idle()
-
-
-def test_a_prefill_server_that_fails_ends_the_fetch_before_its_slots_are_used():
-    peers = Peers()
-    recorder = start(peers)
-    peers.answer("r", error="it was killed")
-    assert generation_of(peers).state is State.FETCHING, "bytes may still arrive"
-    peers.scribble("r")
-    assert peers.step(peers.decode)
-    assert not peers.fetches
-    assert generation_of(peers).state is State.FETCHING, "until the worker has said so"
-    peers.settle()
-    assert recorder.tokens == expected_outputs(PROMPT, 4)
     peers.check_idle()
 
 
@@ -146,40 +100,6 @@ def test_slots_of_a_request_that_left_are_not_used_until_its_fetch_has_ended():
     assert not peers.decode.harness.worker.batches[-1].requests, "there is no room for another one yet"
     peers.settle()
     assert other.tokens == expected_outputs(list(range(500, 515)), 4)
-    peers.check_idle()
-
-
-def test_blocks_are_used_when_they_have_arrived_on_every_rank():
-    peers = Peers(num_ranks=2)
-    recorder = start(peers)
-    compute(peers)
-    peers.answer("r")
-    peers.arrive("r", 1)
-    peers.tell_news(peers.decode)
-    peers.scribble("r")
-    assert generation_of(peers).state is State.FETCHING
-    assert not peers.step(peers.decode), "the other rank is still filling the slots"
-    peers.arrive("r", 0)
-    peers.tell_news(peers.decode)
-    peers.settle()
-    assert recorder.tokens == expected_outputs(PROMPT, 4)
-    assert peers.remote.ledger.totals.arrived == peers.offered.ledger.totals.arrived == 1
-    peers.check_idle()
-
-
-def test_what_fails_on_one_rank_is_cancelled_on_the_others_before_its_slots_are_used():
-    peers = Peers(num_ranks=2)
-    recorder = start(peers)
-    peers.step(peers.prefill)
-    peers.end_fetch("r", "the link broke", rank=0)
-    peers.tell_news(peers.decode)
-    peers.scribble("r")
-    assert generation_of(peers).state is State.FETCHING
-    assert peers.step(peers.decode), "the other rank is told"
-    assert not peers.fetches
-    peers.settle()
-    assert recorder.tokens == expected_outputs(PROMPT, 4)
-    assert peers.remote.counters.prompts_recomputed == 1
     peers.check_idle()
 
 
