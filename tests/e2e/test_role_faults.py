@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -193,35 +191,6 @@ def test_requests_that_no_router_sent_are_refused_or_served_here(servers, expect
     with decode.client() as client:
         assert ask(client, 70) == expected(70)
     servers.assert_idle()
-
-
-def doctor(servers: Cluster, *flags: str) -> str:
-    command = (sys.executable, "-m", "fastdeploy_kvcache_v1.cli", "doctor")
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, check=False, timeout=120)
-    return "\n".join(line for line in done.stdout.splitlines() if "http://" in line)
-
-
-def test_doctor_tells_who_is_there_and_fits(tmp_path):
-    role_flags = {"prefill": ("--tensor-parallel-size", "2")}
-    with cluster(tmp_path, *FLAGS, role_flags=role_flags) as servers:
-        prefill, decode = (servers.servers[name].url for name in ("prefill0", "decode0"))
-        named = ("--prefill", prefill, "--decode", decode)
-        found = doctor(servers, *named, *servers.secret_flags)
-        assert found.count("  ok") == 3
-        assert "their caches fit" in found
-        other = tmp_path / "other"
-        other.write_text("another secret of these tests")
-        other.chmod(0o600)
-        found = doctor(servers, *named, "--peer-secret-file", str(other))
-        assert found.count("FAIL") == 2
-        found = doctor(servers, "--prefill", decode, "--decode", "http://127.0.0.1:1", *servers.secret_flags)
-        assert "its role is decode: start it with --role prefill" in found
-        assert found.count("FAIL") == 2
-        odd = servers.start("decode1", "--block-size", "16")
-        odd.wait_ready(PATIENCE_S)
-        found = doctor(servers, "--prefill", prefill, "--decode", odd.url, *servers.secret_flags)
-        assert "is 8 here and 16 on the peer" in found
-        assert found.count("FAIL") == 1
 
 
 @needs_mooncake()

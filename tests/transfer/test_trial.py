@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from fastdeploy_kvcache_v1.doctor import peer_findings
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo, RoleInfo
 from tests.transfer.planes import HOST, SECRET
 from tests.transfer.ranks import DecodeRank, PrefillRank, Sockets, geometry
@@ -28,17 +29,33 @@ def rank_infos(side):
     return [RankInfo(getattr(rank, "port", None), rank.plane.address(), rank.ours.geometry) for rank in side]
 
 
-def verdicts(directory, prefill, decode):
-    """Whether the prefill server, the decode server and the pair are well."""
-    files = []
+def files_of(directory, prefill, decode):
     for role, infos in (("prefill", prefill), ("decode", decode)):
-        files.append(directory / role)
-        files[-1].write_bytes(msgspec.json.encode(RoleInfo(role, "socket", HOST, infos)))
-    return [is_well for is_well, _, _ in try_servers([str(files[0])], [str(files[1])], SECRET)]
+        (directory / role).write_bytes(msgspec.json.encode(RoleInfo(role, "socket", HOST, infos)))
+    return str(directory / "prefill"), str(directory / "decode")
+
+
+def verdicts(directory, prefill, decode, secret=SECRET):
+    """Whether the prefill server, the decode server and the pair are well."""
+    one, two = files_of(directory, prefill, decode)
+    return [is_well for is_well, _, _ in try_servers([one], [two], secret)]
 
 
 def test_all_is_well(tmp_path, sides):
     assert verdicts(tmp_path, *map(rank_infos, sides)) == [True, True, True]
+
+
+def test_servers_with_another_secret_or_role_or_that_are_not_there(tmp_path, sides):
+    infos = list(map(rank_infos, sides))
+    assert verdicts(tmp_path, *infos, secret=b"another secret of these tests") == [False, False, True]
+    prefill, decode = files_of(tmp_path, *infos)
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    found = list(peer_findings([prefill], [decode], tmp_path / "secret"))
+    assert [each[0] for each in found] == [True, True, True], "what doctor says"
+    wrong, absent = try_servers([decode], ["http://127.0.0.1:1"], SECRET)
+    assert (wrong[0], wrong[2]) == (False, "its role is decode: start it with --role prefill")
+    assert (absent[0], absent[1]) == (False, "decode server http://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("rank", TWO)

@@ -24,6 +24,7 @@ from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
+from fastdeploy_kvcache_v1.transfer.role_info import RoleInfo
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient, expected_outputs
 
@@ -58,6 +59,7 @@ def ask():
         assert first == PrefillLine(), "a sign of life comes before the answer"
         return 200, last.error or last.answer
 
+    assert msgspec.json.decode(client.get("/kvcache/role").content, type=RoleInfo).role == "prefill"
     engine.start()
     yield send
     engine.close()
