@@ -1,10 +1,11 @@
-"""A helper process must not outlive the process that started it."""
+"""A process that we started ends with us, or when it is asked to."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -29,3 +30,14 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def end_process(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Ask it with SIGINT, and kill it after `grace_s` seconds. It has ended when this returns."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()

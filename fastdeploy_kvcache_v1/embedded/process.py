@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from typing import IO
 import httpx
 
 from ..errors import WorkerDiedError
+from ..orphan import end_process
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
@@ -51,7 +51,7 @@ def running_server(arguments: Sequence[str], environment: Mapping[str, str] | No
             _wait_until_healthy(process, url, log)
             yield url
         finally:
-            _stop(process)
+            end_process(process, STOP_TIMEOUT_S)
 
 
 def free_port() -> int:
@@ -75,13 +75,3 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: IO[byte
     last_lines = " | ".join(log.read().decode(errors="replace").strip().splitlines()[-5:])
     how = "did not become healthy" if process.returncode is None else f"ended with status {process.returncode}"
     raise WorkerDiedError(f"the server {how}: {last_lines}")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -20,6 +20,7 @@ from pathlib import Path
 from ...errors import ConfigError, KVCacheError
 from ...extras import needed_by
 from ...model.config import load_model_config
+from ...orphan import end_process
 from ...switch import SWITCH
 from ..engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from . import LOG_DIRECTORY, RUN_DIRECTORY, SIGNALS
@@ -105,7 +106,7 @@ def _serve(settings: Settings, run_directory: Path) -> int:
             print(f"FastDeploy on the CPU, with {manager}: {settings.url} (logs: {settings.log_directory})", flush=True)
             reason = _watch(settings, server)
     finally:
-        _end(server)
+        end_process(server, GRACE_S)
     if (cause := failure_cause(settings.log_directory)) is not None:
         reason = f"{reason}: {cause}"
     print(f"fastdeploy-kvcache: error: {reason}; the logs are in {settings.log_directory}", file=sys.stderr)
@@ -201,17 +202,6 @@ def _are_weights_cleared(settings: Settings) -> bool:
     except OSError:
         return False
     return int.from_bytes(status[:4], sys.byteorder, signed=True) == WEIGHTS_CLEARED
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """Ask, then kill. The rest of its processes is left."""
-    if server.poll() is None:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-    server.wait()
 
 
 def _make_run_directory() -> Path:
