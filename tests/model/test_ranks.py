@@ -43,7 +43,9 @@ def test_every_rank_gets_all_parts_in_rank_order(ranks):
 
 def test_every_rank_gets_what_any_rank_gives(ranks):
     assert on_all(ranks, lambda rank: rank.union({rank.rank, 7})) == [{*range(len(ranks)), 7}] * len(ranks)
+    waits, ranks[0]._on_wait = [], lambda begins: waits.append(begins)
     assert on_all(ranks, lambda rank: rank.union(())) == [set()] * len(ranks)
+    assert waits == [True, False]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -82,6 +84,15 @@ def test_a_rank_that_ended_is_named_at_once_by_those_that_need_it(dead):
     with pytest.raises(RankLostError, match=f"rank {dead} of 2 has ended"):
         alive.exchange(part_of(alive))
     alive.close()
+
+
+def test_a_rank_that_ends_before_the_answer_is_named():
+    first, last = rank_group(2)
+    last._peers[0].send((0, (DATA, set())))
+    last.close()
+    with pytest.raises(RankLostError, match="rank 1 of 2 has ended"):
+        first.union(())
+    first.close()
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -6,6 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.cli import main
 from fastdeploy_kvcache_v1.config import WritePolicy
+from fastdeploy_kvcache_v1.replay.compare import comparison_table
 from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 
 SIZES = ("--device-blocks", "60,600", "--host-blocks", "0,400")
@@ -77,6 +78,18 @@ def test_no_row_passes_the_bound_and_one_lru_tier_is_a_row_of_the_sum(comparison
     assert capacities[3]["one_lru_tier"] == one["hit_rate"]["total"]
     lru = next(run for run in capacities[0]["runs"] if run["options"]["eviction_policy"] == "lru")
     assert capacities[0]["one_lru_tier"] == lru["hit_rate"]["total"]
+
+
+def test_the_table_has_a_line_per_run_below_the_bounds(comparison):
+    _, capacities = comparison
+    for at, section in zip(capacities, comparison_table({"capacities": capacities}).split("\n\n"), strict=True):
+        sizes, bounds, _, *rows = section.splitlines()
+        assert sizes.startswith(f"{at['device_blocks']} device + {at['host_blocks']} host blocks, {at['requests']} req")
+        assert ("longer than the device tier" in sizes) == (at["requests_too_long"] > 0)
+        assert f"hits {at['one_lru_tier']:.1%}, a clairvoyant one {at['clairvoyant']:.1%}" in bounds
+        runs = [(run["options"], f"{run['hit_rate']['total']:.1%}") for run in at["runs"]]
+        first = [[own["write_policy"] if at["host_blocks"] else "-", own["eviction_policy"], hit] for own, hit in runs]
+        assert [row.split()[:3] for row in rows] == first
 
 
 def test_a_closed_loop_has_no_bound(tmp_path, capsys):
