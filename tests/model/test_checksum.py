@@ -8,8 +8,10 @@ import paddle  # noqa: F401  # at its import it asks the system for its librarie
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
+from fastdeploy_kvcache_v1.model import load_model
 from fastdeploy_kvcache_v1.model.checksum import ChecksumModel
 from fastdeploy_kvcache_v1.model.config import ChecksumConfig
+from fastdeploy_kvcache_v1.model.ranks import ONE_RANK
 from fastdeploy_kvcache_v1.model.step import SequenceSlice
 from fastdeploy_kvcache_v1.model.tensors import as_array
 from tests.embedded.engine.family_engine import rank_group
@@ -26,6 +28,7 @@ LAYOUTS = {
     "dsa": ("dsa", "float32"),
 }
 """Family and dtype of the cache."""
+LAYOUT = ChecksumConfig(num_layers=3).cache_backend(block_size=BLOCK, dtype="float32").layout
 
 
 class Sequence:
@@ -144,6 +147,9 @@ def test_a_layer_is_read_when_its_turn_comes():
 def test_tokens_depend_on_the_seed_and_on_numbers_that_stand_for_images():
     one, other = Sequence("gqa").generate(), Sequence("gqa", seed=1).generate()
     assert one != other
+    unnamed = Sequence("gqa")
+    unnamed.model = load_model(None, ChecksumConfig(num_layers=3), LAYOUT, ONE_RANK)
+    assert unnamed.generate() == one
     assert not np.array_equal(Sequence("gqa").compute([1, 2**62, 3], 0), Sequence("gqa").compute([1, 2**62 + 1, 3], 0))
 
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from fastdeploy_kvcache_v1.model.random_directory import RANDOM_DIRECTORY, write_random_directory
+from fastdeploy_kvcache_v1.model.random_directory import RANDOM_DIRECTORY, read_seed, write_random_directory
 
 BOS, EOS, SYSTEM, USER, ASSISTANT, TOOL, END, IMAGE = range(256, 264)
 
@@ -49,3 +49,4 @@ def test_weights_are_told_apart_by_their_seed(tmp_path):
     one, two = (write_random_directory(tmp_path / str(seed), seed=seed) for seed in (1, 2))
     assert (one / "tokenizer.json").read_bytes() == (RANDOM_DIRECTORY / "tokenizer.json").read_bytes()
     assert (one / "model.safetensors").read_bytes() != (two / "model.safetensors").read_bytes()
+    assert [read_seed(path) for path in (one, two)] == [1, 2]
