@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from gguf import dequantize, quantize
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer as RustTokenizer
 
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.config import load_model_config
 from fastdeploy_kvcache_v1.model.llama import Llama
 from fastdeploy_kvcache_v1.model_hub.gguf_to_hf import write_hf_directory
 
-from .little_model import QUANTIZED, TOKENS, little_tensors, write_gguf
+from .little_model import QUANTIZED, SPECIAL, TOKENS, little_tensors, write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,9 @@ def test_tokenizer_merges_splits_digits_and_knows_its_special_tokens(directory):
         *("hell", "o", "Ġ", "4", "2", "<|im_end|>"),
     ]
     assert tokenizer.decode(tokenizer.encode("hello père 😀")) == "hello père 😀"
+    added = RustTokenizer.from_file(str(directory / "tokenizer.json")).get_added_tokens_decoder().values()
+    assert [each.content for each in added if each.special and not each.normalized] == SPECIAL
+    assert json.loads((directory / "tokenizer_config.json").read_text())["clean_up_tokenization_spaces"] is False
     assert tokenizer.eos_token_ids == {2}
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "he"}])
     assert [TOKENS[index] for index in ids] == ["<|im_start|>", "he", "<|im_end|>"]
