@@ -17,7 +17,7 @@ from ...errors import ConfigError, ModelError
 from ...metadata import TransferReport
 from ...model import load_model, load_model_config
 from ...model.ranks import ONE_RANK, Ranks
-from ...model.step import Logits, StepTask
+from ...model.step import Logits, SequenceSlice, StepResult, StepTask
 from ...model.step_runner import Model, StepRunner
 from ...timings import PrefillTime
 from ...worker.cache_controller import CacheController
@@ -136,12 +136,7 @@ class CpuModelRunner:
         self._num_device_blocks = num_device_blocks or self._num_device_blocks
         caches = self._controller.initialize_kv_cache(self._num_device_blocks, self._config.num_host_blocks)
         self._steps = StepRunner(
-            self._forward,
-            self._controller,
-            caches,
-            block_size=self._config.block_size,
-            transfers=self._transfers,
-            ranks=self._ranks,
+            self._forward, self._controller, caches, block_size=self._config.block_size, ranks=self._ranks
         )
         if self._storage is not None:
             self._storage.use(self._controller)
@@ -188,9 +183,16 @@ class CpuModelRunner:
         if caches and self._steps is None:
             self.create_caches()
 
-    def _forward(self, *given: Any) -> list[Logits]:
+    def _forward(
+        self, sequences: Sequence[SequenceSlice], caches: Sequence[Any], before_layer: Callable[[int], None]
+    ) -> list[Logits]:
+        def begin_layer(layer: int) -> None:
+            before_layer(layer)
+            if self._transfers is not None:
+                self._transfers.layer_begins(layer)
+
         assert self._computing is not None, "nothing is computed without weights"
-        return self._computing.forward(*given)
+        return self._computing.forward(sequences, caches, begin_layer)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -248,15 +250,15 @@ class CpuModelRunner:
         runnable = self._table.runnable()
         batch, self._pending = self._pending, BatchRequest()
         batch.requests = [self._step_task(row, sequence) for row, sequence in runnable.items()]
+        if self._transfers is not None:
+            self._transfers.begin_pass([(each.request_id, each.target) for each in runnable.values()])
         began = time.perf_counter()
         result = self._steps.run(batch)
         seconds = time.perf_counter() - began
         if batch.swap_steps:
             self._last_step = batch.swap_steps[-1].step
         if self._transfers is not None:
-            for request_id, reason in {**result.errors, **result.retry}.items():
-                # Layers of it may have been told, and are computed again or never.
-                self._transfers.failed(request_id, reason)
+            self._tell_computed([each.request_id for each in runnable.values()], result)
         self._num_steps += 1
         if self._passes is not None:
             self._passes.submitted()
@@ -291,6 +293,13 @@ class CpuModelRunner:
             self._table.drop_started()
         if self._sender is not None:
             self._sender.send(message, running=bool(self._table.sequences))
+
+    def _tell_computed(self, request_ids: Sequence[str], result: StepResult) -> None:
+        assert self._transfers is not None
+        lost = {**result.errors, **result.retry}
+        for request_id, reason in lost.items():  # layers of it may have been told, and are computed again or never
+            self._transfers.failed(request_id, reason)
+        self._transfers.end_pass([each for each in request_ids if each not in lost])
 
     def _step_task(self, row: int, sequence: RunningSequence) -> StepTask:
         banned = () if sequence.may_end else sequence.rules.end_tokens

@@ -96,9 +96,6 @@ class RankRole(ABC):
         ended are computed no more.
         """
 
-    def handle(self, commands: Iterable[Any], *, step: int | None = None) -> None:  # noqa: B027
-        """Nothing: the engine's commands come over the channel, with `turn`."""
-
     @abstractmethod
     def begin_pass(self, ends: Iterable[tuple[str, int]]) -> None:
         """A pass computes these requests, each up to so many tokens."""
