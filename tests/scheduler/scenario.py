@@ -123,6 +123,13 @@ def play(events: str, device: int, host: int = 0, policy: str = "write_back", **
     return scene
 
 
+def play_law(law: str, **options: Any) -> Scene:
+    """As `play`, of sizes, `:` and events. Sizes: device blocks, `+`, host blocks, a write policy if not write back."""
+    sizes, events = law.split(":")
+    blocks, *policy = sizes.split()
+    return play(events, *map(int, blocks.split("+")), *policy, **options)
+
+
 class Scene:
     """A manager, and what can happen to it.
 

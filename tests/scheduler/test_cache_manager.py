@@ -14,52 +14,44 @@ from fastdeploy_kvcache_v1.metadata import Allocation, NoSpace
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes
 
-from .scenario import manager, play, prompt
+from .scenario import manager, play, play_law, prompt
 
 SCENARIOS = {
-    # law: device blocks, events
     "the duplicate of a block stays private": (
-        8,
-        "start ab one; start ab two; step; commit one 2; commit two 2; count duplicate_blocks 2; table one 0 1;"
-        "table two 2 3; finish one; finish two; count device_free_blocks 6; idle",
+        "8+0: start ab one; start ab two; step; commit one 2; commit two 2; count duplicate_blocks 2; table one 0 1;"
+        "table two 2 3; finish one; finish two; count device_free_blocks 6; idle"
     ),
     "what an earlier step computed can be committed while the next one is decided": (
-        8,
-        "match abcd r; grow r 2; step; grow r 4; commit r 2; see ab DD; step; commit r 4; see abcd DDDD;finish r; idle",
+        "8+0: match abcd r; grow r 2; step; grow r 4; commit r 2; see ab DD; step; commit r 4; see abcd DDDD; finish r;"
+        "idle"
     ),
-    "fewer tokens than before are ignored": (8, "start abc r; step; commit r 3; commit r 1; see abc DDD; finish r"),
+    "fewer tokens than before are ignored": "8+0: start abc r; step; commit r 3; commit r 1; see abc DDD; finish r",
     "a smaller allocation takes nothing back": (
-        8,
-        "match abcd r; grow r 4; step; grow r 2; step; grow r 6; commit r 4; see abcd DDDD; finish r; idle",
+        "8+0: match abcd r; grow r 4; step; grow r 2; step; grow r 6; commit r 4; see abcd DDDD; finish r; idle"
     ),
     # ---- slots lent to a scheduler that keeps its own block tables
     "lent slots belong to the borrower": (
-        6,
-        "lend 4; refuse 3; are_lent 0 1 2 3; count device_cached_blocks 0; back; idle",
+        "6+0: lend 4; refuse 3; are_lent 0 1 2 3; count device_cached_blocks 0; back; idle"
     ),
-    "a refused loan lends nothing": (6, "refuse 7; are_lent; idle"),
-    "lending evicts": (6, "run abc; count device_free_blocks 3; lend 6; see abc -"),
+    "a refused loan lends nothing": "6+0: refuse 7; are_lent; idle",
+    "lending evicts": "6+0: run abc; count device_free_blocks 3; lend 6; see abc -",
     "adopted slots are given back with the request": (
-        6,
-        "run abc; start abc r 3+0; lend 2; adopt r 3; are_lent 4; table r 0 1 2 3; preempt r;"
-        "count device_free_blocks 2; back; idle",
+        "6+0: run abc; start abc r 3+0; lend 2; adopt r 3; are_lent 4; table r 0 1 2 3; preempt r;"
+        "count device_free_blocks 2; back; idle"
     ),
     "adopted blocks are cached, and as a duplicate where another request was first": (
-        6,
-        "start a one; match a two; grow two 0; lend 1; adopt two 1; step; commit one 1; commit two 1;"
-        "see a D; count duplicate_blocks 1; finish one; finish two; count device_free_blocks 5; idle",
+        "6+0: start a one; match a two; grow two 0; lend 1; adopt two 1; step; commit one 1; commit two 1; see a D;"
+        "count duplicate_blocks 1; finish one; finish two; count device_free_blocks 5; idle"
     ),
     "lent slots hold the pool open until a forced reset": (
-        6,
-        "lend 6; stuck 5; reset forced; are_lent; resize 5; idle",
+        "6+0: lend 6; stuck 5; reset forced; are_lent; resize 5; idle"
     ),
 }
 
 
 @pytest.mark.parametrize("law", SCENARIOS)
 def test_law_of_a_request(law: str) -> None:
-    device, events = SCENARIOS[law]
-    play(events, device)
+    play_law(SCENARIOS[law])
 
 
 def test_a_second_end_is_an_error_that_takes_no_other_requests_blocks() -> None:

@@ -9,65 +9,55 @@ from fastdeploy_kvcache_v1.scheduler.policies import tables
 from fastdeploy_kvcache_v1.scheduler.policies.tables import SHORT_HOST
 from fastdeploy_kvcache_v1.scheduler.reuse import judge
 
-from .scenario import manager, play, run
+from .scenario import manager, play, play_law, run
 
 TWO = "run a; run b; run c; run d; step; see a H; see b H; see c D; see d D;"
 """`a` and `b` are on the host, `c` and `d` on the device, which is full."""
 
 SCENARIOS = {
-    # law: device blocks, host blocks, write policy, events
     "what has come back goes first although it was used last": (
-        (2, 3, "write_back"),
-        TWO + "run b; copied b y; run e; see b D; copied b n; see a H; see c H; see d H",
+        f"2+3: {TWO} run b; copied b y; run e; see b D; copied b n; see a H; see c H; see d H"
     ),
     "it goes while its request still runs": (
-        (2, 2, "write_back"),
-        TWO + "resize 3; start b1; step; into 1; see a -; run e; see c H; see d H; commit b1 2; finish b1;copied b1 nn",
+        f"2+2: {TWO} resize 3; start b1; step; into 1; see a -; run e; see c H; see d H; commit b1 2; finish b1;"
+        "copied b1 nn"
     ),
     "when it leaves the device it is copied again and is the youngest there": (
-        (2, 3, "write_back"),
-        TWO + "run b; run e; run f; step; see b H; see a -",
+        f"2+3: {TWO} run b; run e; run f; step; see b H; see a -"
     ),
     "one that was not given up is the youngest copy when its run leaves the device": (
-        (2, 4, "write_back"),
-        TWO + "resize 3; run a; run 1; run 2; run 3; see a H; see b H; see c H; see d H; run 4; step; see b -; run 5;"
-        "step; see c -; run 6; step; see d -; see a H",
+        f"2+4: {TWO} resize 3; run a; run 1; run 2; run 3; see a H; see b H; see c H; see d H; run 4; step; see b -;"
+        "run 5; step; see c -; run 6; step; see d -; see a H"
     ),
     "one that is the only copy again stays while a request waits for it": (
-        (2, 4, "write_back"),
-        TWO + "run b; push 2; step; see b H; match b waits; run e; run f; run g; run h; run i; run j; run k;"
-        "uses waits H; release waits; idle",
+        f"2+4: {TWO} run b; push 2; step; see b H; match b waits; run e; run f; run g; run h; run i; run j; run k;"
+        "uses waits H; release waits; idle"
     ),
     "a larger host tier keeps its copies": (
-        (2, 2 * SHORT_HOST + 1, "write_back"),
-        TWO + "run b; run e; run b; run f; run b; run g; run b; run h; copied b y; see a -",
+        f"2+{2 * SHORT_HOST + 1}: {TWO} run b; run e; run b; run f; run b; run g; run b; run h; copied b y; see a -"
     ),
     "a copy that a store reads stays": (
-        (3, 3, "write_back"),
-        "run a; run b; run c; start d; step late; commit d 1; finish d; store late a; run a; run e; run f; copied a y;"
-        "see b -; end; run a; run g; see a D; copied a n",
+        "3+3: run a; run b; run c; start d; step late; commit d 1; finish d; store late a; run a; run e; run f;"
+        "copied a y; see b -; end; run a; run g; see a D; copied a n"
     ),
     "a copy back that fails after it was given up is nowhere": (
-        (2, 2, "write_back"),
-        TWO + "start b1; step late; resize 4; run e; run f; run g; fail late device all b1; finish b1; see b -",
+        f"2+2: {TWO} start b1; step late; resize 4; run e; run f; run g; fail late device all b1; finish b1; see b -"
     ),
     # ---- where nothing is saved at eviction no copy is given up
     "write through keeps all copies": (
-        (4, 4, "write_through"),
-        "run a; run b; run c; run d; run e; run e; see a -; copied b y; copied c y; copied d y; copied e y",
+        "4+4 write_through: run a; run b; run c; run d; run e; run e; see a -; copied b y; copied c y; copied d y;"
+        "copied e y"
     ),
     "write through selective keeps all copies": (
-        (4, 4, "write_through_selective"),
-        "run a; run a; run b; run b; run c; run c; run d; run d; run e; run e; see a -; copied b y; copied c y;"
-        "copied d y; copied e y",
+        "4+4 write_through_selective: run a; run a; run b; run b; run c; run c; run d; run d; run e; run e; see a -;"
+        "copied b y; copied c y; copied d y; copied e y"
     ),
 }
 
 
 @pytest.mark.parametrize("law", SCENARIOS)
 def test_law_of_a_double(law: str) -> None:
-    (device, host, policy), events = SCENARIOS[law]
-    play(events, device, host, policy, write_through_threshold=1)
+    play_law(SCENARIOS[law], write_through_threshold=1)
 
 
 def hit_rate_in_turns(cache: CacheManager) -> float:

@@ -7,126 +7,99 @@ import pytest
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel, NoSpace
 
-from .scenario import manager, play, prompt
+from .scenario import manager, play, play_law, prompt
 
 HOST = CacheLevel.HOST
 
 SCENARIOS = {
-    # law: device blocks, host blocks, write policy, events
     "what was loaded is matched and swapped in as ever": (
-        (4, 4, "write_back"),
-        "run a; load abc 1; arrive 2 2; see abc DHH; start abc r 1+2; step; into 0>1 1>2; finish r; idle",
+        "4+4: run a; load abc 1; arrive 2 2; see abc DHH; start abc r 1+2; step; into 0>1 1>2; finish r; idle"
     ),
     "a load to the device is there at once": (
-        (4, 0, "write_back"),
-        "run a; load abc 1 device; arrive 2 2; start abc r 3+0; table r 0 1 2; finish r; idle;"
-        "count device_evictable_blocks 3",
+        "4+0: run a; load abc 1 device; arrive 2 2; start abc r 3+0; table r 0 1 2; finish r; idle;"
+        "count device_evictable_blocks 3"
     ),
     "what did not arrive goes back": (
-        (4, 4, "write_back"),
-        "load abcd; count host_free_blocks 0; arrive 1 1; see abcd H; count host_free_blocks 3;"
-        "load abcd 1; arrive 0 0; count loaded_blocks 1; count wasted_load_blocks 0; idle",
+        "4+4: load abcd; count host_free_blocks 0; arrive 1 1; see abcd H; count host_free_blocks 3; load abcd 1;"
+        "arrive 0 0; count loaded_blocks 1; count wasted_load_blocks 0; idle"
     ),
     "the slots of a load are counted and nowhere cached": (
-        (4, 4, "write_back"),
-        "load ab 0 host one; load xyz 0 device two; cancel two; count host_loading_blocks 2;"
+        "4+4: load ab 0 host one; load xyz 0 device two; cancel two; count host_loading_blocks 2;"
         "count device_loading_blocks 3; count quarantined_blocks 3; count host_cached_blocks 0;"
         "count device_cached_blocks 0; count host_free_blocks 2; count device_free_blocks 1; see ab -; see xyz -;"
-        "arrive 0 0 one; arrive 0 0 two; idle",
+        "arrive 0 0 one; arrive 0 0 two; idle"
     ),
-    "a load evicts what it needs": (
-        (4, 2, "write_through"),
-        "run ab; flush; see ab HH; load x; see ab H; arrive 1 1; see x H",
-    ),
+    "a load evicts what it needs": "4+2 write_through: run ab; flush; see ab HH; load x; see ab H; arrive 1 1; see x H",
     "a load to the host gets as many slots as there is room for": (
-        (4, 4, "write_back"),
-        "load xyz 0 host other; load abc 0 host; lent_to_load 1; no_load 123 1 host 2; count allocations_refused 1;"
-        "count host_free_blocks 0; arrive 1 1; see abc H",
+        "4+4: load xyz 0 host other; load abc 0 host; lent_to_load 1; no_load 123 1 host 2;"
+        "count allocations_refused 1; count host_free_blocks 0; arrive 1 1; see abc H"
     ),
     "a load to the device gets as many slots as there is room for": (
-        (4, 4, "write_back"),
-        "load xyz 0 device other; load abc 0 device; lent_to_load 1; no_load 123 1 device 2;"
-        "count allocations_refused 1; arrive 1 1; see abc D",
+        "4+4: load xyz 0 device other; load abc 0 device; lent_to_load 1; no_load 123 1 device 2;"
+        "count allocations_refused 1; arrive 1 1; see abc D"
     ),
     # ---- when bytes may come
     "host slots may be filled once the worker has begun the last step": (
-        (4, 4, "write_back"),
-        "load a 0 host first; lent_to_load 1 -1; step; run xyzu; lend 2; load b 0 host second; lent_to_load 1 1",
+        "4+4: load a 0 host first; lent_to_load 1 -1; step; run xyzu; lend 2; load b 0 host second; lent_to_load 1 1"
     ),
     "device slots may be filled once the worker has begun the step that copies them out": (
-        (2, 4, "write_back"),
-        "run ab; step; load x 0 device; lent_to_load 1 2; step; out 1>0; run a again; load y 0 device another;"
-        "lent_to_load 1 4",
+        "2+4: run ab; step; load x 0 device; lent_to_load 1 2; step; out 1>0; run a again; load y 0 device another;"
+        "lent_to_load 1 4"
     ),
     # ---- what happens meanwhile
     "no eviction and no loan gets the slots of a load": (
-        (4, 4, "write_through"),
-        "load ab 0 host one; load cd 0 device two; run 12; lend 2; back; run 34; lend 2; back; run 5; lend 2; back;"
-        "run 67; refuse 3; arrive 2 2 one; arrive 2 2 two; see ab HH; see cd DD; idle",
+        "4+4 write_through: load ab 0 host one; load cd 0 device two; run 12; lend 2; back; run 34; lend 2; back;"
+        "run 5; lend 2; back; run 67; refuse 3; arrive 2 2 one; arrive 2 2 two; see ab HH; see cd DD; idle"
     ),
     "what comes below an evicted prefix is not cached": (
-        (4, 4, "write_back"),
-        "run ab; load abcd 2; flush; reset; run a again; load abcd 2 host second; arrive 2 0; arrive 2 0 second;"
-        "see abcd D; count wasted_load_blocks 4; idle",
+        "4+4: run ab; load abcd 2; flush; reset; run a again; load abcd 2 host second; arrive 2 0; arrive 2 0 second;"
+        "see abcd D; count wasted_load_blocks 4; idle"
     ),
     "a prefix that only a preempted request kept may go before the load ends": (
-        (2, 0, "write_back"),
-        "run a; start a r; load ab 1 device; refuse 1; preempt r; lend 1; arrive 1 0; back; idle",
+        "2+0: run a; start a r; load ab 1 device; refuse 1; preempt r; lend 1; arrive 1 0; back; idle"
     ),
     "blocks that a request cached meanwhile are not cached twice": (
-        (6, 6, "write_back"),
-        "load abcd; run ab; count host_free_blocks 2; arrive 4 2; see abcd DDHH; count host_free_blocks 4;"
-        "start abcd r; step; into 2>2 3>3; count wasted_load_blocks 2; finish r; idle",
+        "6+6: load abcd; run ab; count host_free_blocks 2; arrive 4 2; see abcd DDHH; count host_free_blocks 4;"
+        "start abcd r; step; into 2>2 3>3; count wasted_load_blocks 2; finish r; idle"
     ),
     "of two loads of the same blocks to the host the first one to end counts": (
-        (6, 6, "write_back"),
-        "load ab; load abc 0 host longer; arrive 2 2; arrive 3 1 longer; see abc HHH; idle",
+        "6+6: load ab; load abc 0 host longer; arrive 2 2; arrive 3 1 longer; see abc HHH; idle"
     ),
     "of two loads of the same blocks to the device the first one to end counts": (
-        (6, 6, "write_back"),
-        "load ab 0 device; load abc 0 device longer; arrive 2 2; arrive 3 1 longer; see abc DDD; idle",
+        "6+6: load ab 0 device; load abc 0 device longer; arrive 2 2; arrive 3 1 longer; see abc DDD; idle"
     ),
     "a load may branch off inside a run in use": (
-        (6, 6, "write_back"),
-        "start abcd r; step; commit r 4; load abxy 2; arrive 2 2; see abxy DDHH; see abcd DDDD; finish r; idle",
+        "6+6: start abcd r; step; commit r 4; load abxy 2; arrive 2 2; see abxy DDHH; see abcd DDDD; finish r; idle"
     ),
     "what a request computes that was loaded meanwhile is on both tiers": (
-        (6, 6, "write_back"),
-        "start abc r; step; load abc; arrive 3 3; commit r 3; see abc DDD; copied abc yyy; finish r; idle",
+        "6+6: start abc r; step; load abc; arrive 3 3; commit r 3; see abc DDD; copied abc yyy; finish r; idle"
     ),
     "a block on its way to the host is not cached again": (
-        (2, 6, "write_back"),
-        "run ab; load abc; lend 2; see ab -; arrive 3 0; step; see abc HH",
+        "2+6: run ab; load abc; lend 2; see ab -; arrive 3 0; step; see abc HH"
     ),
     "device blocks are not cached below a prefix that has left the device": (
-        (4, 4, "write_back"),
-        "run a; load ab 1 device; flush; arrive 1 0; see ab H; idle",
+        "4+4: run a; load ab 1 device; flush; arrive 1 0; see ab H; idle"
     ),
     "loaded blocks go with a prefix whose swap in failed": (
-        (4, 4, "write_back"),
-        "run a; flush; start a r; load ab 1 device low; arrive 1 1 low; step late; load abc 2; arrive 1 1;"
-        "fail late device all r; preempt r; see abc -; idle; count device_free_blocks 4; count host_free_blocks 4",
+        "4+4: run a; flush; start a r; load ab 1 device low; arrive 1 1 low; step late; load abc 2; arrive 1 1;"
+        "fail late device all r; preempt r; see abc -; idle; count device_free_blocks 4; count host_free_blocks 4"
     ),
     "a swap in above a loaded device block goes on when its request is rolled back": (
-        (4, 4, "write_back"),
-        "run a; flush; start a r; load ab 1 device; arrive 1 1; release r; step; into 1; see ab DD; idle",
+        "4+4: run a; flush; start a r; load ab 1 device; arrive 1 1; release r; step; into 1; see ab DD; idle"
     ),
     "a cancelled load keeps its slots until no byte can arrive": (
-        (2, 2, "write_through"),
-        "load a; cancel; cancel; run 12; run 34; step; load abc 0 host again; lent_to_load 1 2; arrive 1 1 again;"
-        "arrive 1 0; see a H; idle",
+        "2+2 write_through: load a; cancel; cancel; run 12; run 34; step; load abc 0 host again; lent_to_load 1 2;"
+        "arrive 1 1 again; arrive 1 0; see a H; idle"
     ),
     "a load holds the device pool open": (
-        (4, 0, "write_back"),
-        "load abcd 0 device; stuck 3; resize 6; arrive 4 4; resize 3; see abcd DDD; idle",
+        "4+0: load abcd 0 device; stuck 3; resize 6; arrive 4 4; resize 3; see abcd DDD; idle"
     ),
 }
 
 
 @pytest.mark.parametrize("law", SCENARIOS)
 def test_law_of_a_load(law: str) -> None:
-    (device, host, policy), events = SCENARIOS[law]
-    play(events, device, host, policy)
+    play_law(SCENARIOS[law])
 
 
 @pytest.mark.parametrize("level", ["host", "device"])

@@ -8,119 +8,93 @@ from fastdeploy_kvcache_v1.errors import BlockPoolError, CacheStateError
 from fastdeploy_kvcache_v1.metadata import StoreSource
 from fastdeploy_kvcache_v1.scheduler.block_pool import DeviceBlockPool
 
-from .scenario import block, play, prompt
+from .scenario import block, play, play_law, prompt
 
 SCENARIOS = {
-    # law: device blocks, host blocks, write policy, events
     "a store names the blocks of its step": (
-        (8, 8, "write_through"),
-        "run ab; step; run abcd; step late; store late abc,abcd; end; idle",
+        "8+8 write_through: run ab; step; run abcd; step late; store late abc,abcd; end; idle"
     ),
     "blocks do not leave the host while they are stored": (
-        (8, 2, "write_through"),
-        "run ab; step late; store late a,ab; run xyz; step; copied ab yy; copied xyz nnn; end; run uvw; step;"
-        "copied ab nn; idle",
+        "8+2 write_through: run ab; step late; store late a,ab; run xyz; step; copied ab yy; copied xyz nnn; end;"
+        "run uvw; step; copied ab nn; idle"
     ),
-    "what left the host before is not stored": (
-        (8, 2, "write_through"),
-        "run ab; step late; run xy; step; store late -; idle",
-    ),
+    "what left the host before is not stored": "8+2 write_through: run ab; step late; run xy; step; store late -; idle",
     "a slot that another step filled since is not taken for the old block": (
-        (8, 1, "write_through"),
-        "run a; step old; out 0>0; run b; step new; out 1>0; store old -; store new b; end",
+        "8+1 write_through: run a; step old; out 0>0; run b; step new; out 1>0; store old -; store new b; end"
     ),
     "only the part that the step copied is stored of a run that was joined": (
-        (8, 8, "write_through"),
-        "run ab; step late; run abcd; step; store late a,ab; end; idle",
+        "8+8 write_through: run ab; step late; run abcd; step; store late a,ab; end; idle"
     ),
     "a copy of which a part failed is not stored": (
-        (8, 8, "write_through"),
-        "run ab; step late; fail late host 1; copied ab nn; store late -; idle",
+        "8+8 write_through: run ab; step late; fail late host 1; copied ab nn; store late -; idle"
     ),
     "stores of the same blocks end one by one": (
-        (8, 2, "write_through"),
-        "run ab; step late; store late a,ab one; store late a,ab two; end one; run xy; step; copied ab yy; end two;"
-        "idle",
+        "8+2 write_through: run ab; step late; store late a,ab one; store late a,ab two; end one; run xy; step;"
+        "copied ab yy; end two; idle"
     ),
     "a reset leaves the bytes of a store alone": (
-        (8, 2, "write_through"),
-        "run ab; step late; store late a,ab; reset; see ab -; count device_free_blocks 8; count host_free_blocks 0;"
-        "run xy; step; copied xy nn; reset; end; idle; count host_free_blocks 2",
+        "8+2 write_through: run ab; step late; store late a,ab; reset; see ab -; count device_free_blocks 8;"
+        "count host_free_blocks 0; run xy; step; copied xy nn; reset; end; idle; count host_free_blocks 2"
     ),
     "a forced reset leaves the bytes of a store alone": (
-        (8, 2, "write_through"),
-        "run ab; step late; store late a,ab; reset forced; see ab -; count host_free_blocks 0; run xy; step;"
-        "copied xy nn; reset forced; end; idle; count host_free_blocks 2",
+        "8+2 write_through: run ab; step late; store late a,ab; reset forced; see ab -; count host_free_blocks 0;"
+        "run xy; step; copied xy nn; reset forced; end; idle; count host_free_blocks 2"
     ),
     "a request goes on below blocks that are stored": (
-        (8, 8, "write_through"),
-        "run ab; step late; store late a,ab; run abcd; step; see abcd DDDD; end; idle",
+        "8+8 write_through: run ab; step late; store late a,ab; run abcd; step; see abcd DDDD; end; idle"
     ),
     "a store keeps no block on the device": (
-        (4, 8, "write_through"),
-        "run abcd; step late; store late a,ab,abc,abcd; run wxyz; step; see abcd HHHH; end; idle",
+        "4+8 write_through: run abcd; step late; store late a,ab,abc,abcd; run wxyz; step; see abcd HHHH; end; idle"
     ),
     "a failed copy beside blocks that are stored frees no slot of theirs": (
-        (8, 4, "write_through"),
-        "run ab; step one; run abcd; step two; run abcd again; store one a,ab; fail two host all; run wxyz; step;"
-        "copied wxyz yynn; end; idle",
+        "8+4 write_through: run ab; step one; run abcd; step two; run abcd again; store one a,ab; fail two host all;"
+        "run wxyz; step; copied wxyz yynn; end; idle"
     ),
     # ---- of device slots
     "a store on the device names blocks as far as they are there": (
-        (8, 0, "write_back"),
-        "run abc; store_on_device abcd 1 ab,abc; store_on_device abcd 3 - nothing; end; idle",
+        "8+0: run abc; store_on_device abcd 1 ab,abc; store_on_device abcd 3 - nothing; end; idle"
     ),
     "a slot is given to nobody else while it is read although its block was computed again": (
-        (8, 0, "write_back"),
-        "run ab; store_on_device ab 0 a,ab; start ab w/r; step; commit w/r 2; count duplicate_blocks 0; finish w/r;"
-        "see ab DD; count device_free_blocks 4; refuse 7; end; count device_free_blocks 6; idle",
+        "8+0: run ab; store_on_device ab 0 a,ab; start ab w/r; step; commit w/r 2; count duplicate_blocks 0;"
+        "finish w/r; see ab DD; count device_free_blocks 4; refuse 7; end; count device_free_blocks 6; idle"
     ),
     "a slot is given to nobody else while it is read although its block is evicted": (
-        (4, 0, "write_back"),
-        "run ab; store_on_device ab 0 a,ab; match wxyz big; full big 3 3 2; grow big 2; release big; run uv; run wx;"
-        "refuse 3; end; lend 4; back; idle",
+        "4+0: run ab; store_on_device ab 0 a,ab; match wxyz big; full big 3 3 2; grow big 2; release big; run uv;"
+        "run wx; refuse 3; end; lend 4; back; idle"
     ),
     "blocks that are evicted while they are read free their slots at the end": (
-        (4, 4, "write_back"),
-        "run ab; store_on_device ab 0 a,ab; match wxyz r; grow r 2; step; full r 3; finish r; resize 8; start uvwxyz r;"
-        "refuse 1; step; finish r; end; idle",
+        "4+4: run ab; store_on_device ab 0 a,ab; match wxyz r; grow r 2; step; full r 3; finish r; resize 8;"
+        "start uvwxyz r; refuse 1; step; finish r; end; idle"
     ),
     "two readers of a slot end one by one": (
-        (2, 0, "write_back"),
-        "run ab; store_on_device ab 0 a,ab one; store_on_device a 0 a two; reset; count device_free_blocks 0;"
-        "count device_cached_blocks 0; end one; count device_free_blocks 1; end two; count device_free_blocks 2; idle",
+        "2+0: run ab; store_on_device ab 0 a,ab one; store_on_device a 0 a two; reset; count device_free_blocks 0;"
+        "count device_cached_blocks 0; end one; count device_free_blocks 1; end two; count device_free_blocks 2; idle"
     ),
     "a reset leaves what is read on the device alone, and those that go on using it": (
-        (4, 0, "write_back"),
-        "run ab; start abc r; store_on_device ab 0 a,ab; reset; see ab -; step; finish r; start xy; refuse 1; step;"
-        "finish xy; end; idle",
+        "4+0: run ab; start abc r; store_on_device ab 0 a,ab; reset; see ab -; step; finish r; start xy; refuse 1;"
+        "step; finish xy; end; idle"
     ),
     "a forced reset leaves what is read on the device alone": (
-        (4, 0, "write_back"),
-        "run ab; start abc r; store_on_device ab 0 a,ab; reset forced; see ab -; start xy; refuse 1; step; finish xy;"
-        "end; idle",
+        "4+0: run ab; start abc r; store_on_device ab 0 a,ab; reset forced; see ab -; start xy; refuse 1; step;"
+        "finish xy; end; idle"
     ),
     "what waits for a copy that was not told is not read": (
-        (4, 4, "write_back"),
-        "run ab; run wxyz; step; store_on_device ab 0 -; start ab; store_on_device ab 0 -; step late;"
-        "store_on_device ab 0 a,ab; fail late device all ab; preempt ab; end; idle",
+        "4+4: run ab; run wxyz; step; store_on_device ab 0 -; start ab; store_on_device ab 0 -; step late;"
+        "store_on_device ab 0 a,ab; fail late device all ab; preempt ab; end; idle"
     ),
     "nor is what lies below it": (
-        (8, 8, "write_back"),
-        "start a first; start ab second; step; commit first 1; finish first; run 123456; see a H; start a waits;"
-        "commit second 2; finish second; see ab iD; store_on_device ab 0 -",
+        "8+8: start a first; start ab second; step; commit first 1; finish first; run 123456; see a H; start a waits;"
+        "commit second 2; finish second; see ab iD; store_on_device ab 0 -"
     ),
     "the device tier does not shrink below what is read": (
-        (4, 0, "write_back"),
-        "run abcd; store_on_device abcd 0 a,ab,abc,abcd; stuck 2; end; resize 2",
+        "4+0: run abcd; store_on_device abcd 0 a,ab,abc,abcd; stuck 2; end; resize 2"
     ),
 }
 
 
 @pytest.mark.parametrize("law", SCENARIOS)
 def test_law_of_a_store(law: str) -> None:
-    (device, host, policy), events = SCENARIOS[law]
-    play(events, device, host, policy)
+    play_law(SCENARIOS[law])
 
 
 @pytest.mark.parametrize("how", ["", "forced"])

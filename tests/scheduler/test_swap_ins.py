@@ -6,7 +6,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
-from .scenario import Scene, play, prompt
+from .scenario import Scene, play, play_law, prompt
 
 BELOW = (
     "start a first; start ab second; step; commit first 1; finish first; run 123456; see a H; start a waits;"
@@ -15,99 +15,79 @@ BELOW = (
 """`a` is on the host, `waits` has planned its swap-in; `ab`, which another request computed, hangs below it."""
 
 SCENARIOS = {
-    # law: device blocks, host blocks, write policy, events
     "what is matched comes back and its sources are pinned": (
-        (3, 3, "write_back"),
-        "run abc; run xyz; out 0>0 1>1 2>2; see abc HHH; match abc r; full r 4 4 3; grow r 3; step; out 0;"
-        "into 0>0 1>1 2>2; table r 0 1 2; count device_lost_blocks 3",
+        "3+3: run abc; run xyz; out 0>0 1>1 2>2; see abc HHH; match abc r; full r 4 4 3; grow r 3; step; out 0;"
+        "into 0>0 1>1 2>2; table r 0 1 2; count device_lost_blocks 3"
     ),
     "a swap in source is not handed to an eviction of the same step": (
-        (4, 2, "write_back"),
-        "run ab; run wxyz; see ab HH; start ab back; start 12 new; step; into 0>2 1>3; out 0",
+        "4+2: run ab; run wxyz; see ab HH; start ab back; start 12 new; step; into 0>2 1>3; out 0"
     ),
     "two requests share one swap in and one of them may leave": (
-        (6, 4, "write_back"),
-        "run ab; run 123456; start ab one; start ab two; release one; step; into 0>4 1>5; table two 4 5",
+        "6+4: run ab; run 123456; start ab one; start ab two; release one; step; into 0>4 1>5; table two 4 5"
     ),
     "a request that shares a planned swap in needs no slots for it": (
-        (4, 4, "write_back"),
-        "run abc; run 1234; start abc plans 0+3; start abc shares 3+0; step; into 3",
+        "4+4: run abc; run 1234; start abc plans 0+3; start abc shares 3+0; step; into 3"
     ),
     "a swap in above a device block goes on when no request waits for it": (
-        (8, 8, "write_back"),
-        BELOW + "release waits; see ab iD; step; into 1; see ab DD; idle",
+        f"8+8: {BELOW} release waits; see ab iD; step; into 1; see ab DD; idle"
     ),
     "a swap in that no request waits for is evicted by cancelling it": (
-        (8, 8, "write_back"),
-        BELOW + "release waits; start qwertyui; step; into 0; out 7; see ab HH; finish qwertyui; idle",
+        f"8+8: {BELOW} release waits; start qwertyui; step; into 0; out 7; see ab HH; finish qwertyui; idle"
     ),
     "a reset cancels a swap in that no request waits for": (
-        (8, 8, "write_back"),
-        BELOW + "release waits; reset; step; into 0; idle; count device_free_blocks 8",
+        f"8+8: {BELOW} release waits; reset; step; into 0; idle; count device_free_blocks 8"
     ),
     "a match may wait for a swap in that others gave up": (
-        (8, 8, "write_back"),
-        BELOW + "release waits; start ab r 2+0; step; into 0>7; table r 7 2; finish r; idle",
+        f"8+8: {BELOW} release waits; start ab r 2+0; step; into 0>7; table r 7 2; finish r; idle"
     ),
     "copies are counted when they are handed over": (
-        (3, 3, "write_back"),
-        "run abc; start xyz; count swap_out_blocks 0; step; count swap_out_blocks 3; finish xyz; start ab;"
-        "count swap_in_blocks 0; step; count swap_in_blocks 2",
+        "3+3: run abc; start xyz; count swap_out_blocks 0; step; count swap_out_blocks 3; finish xyz; start ab;"
+        "count swap_in_blocks 0; step; count swap_in_blocks 2"
     ),
     # ---- hits count once their copies cannot fail any more
     "a hit whose swap in failed is none": (
-        (4, 4, "write_back"),
-        "run abc; run 1234; hits 2 0 0 9; start abc r; start abc shares; step late; hits 2 0 0 9;"
+        "4+4: run abc; run 1234; hits 2 0 0 9; start abc r; start abc shares; step late; hits 2 0 0 9;"
         "fail late device all r shares; preempt r; step; preempt shares; hits 2 0 0 9; run abc again; step;"
-        "hits 3 0 0 13",
+        "hits 3 0 0 13"
     ),
     "nor is it one when its block cannot be found any more": (
-        (4, 4, "write_back"),
-        "run abc; run 1234; start abc r; start abc shares; step late; reset; fail late device all r shares; preempt r;"
-        "step; preempt shares; hits 2 0 0 9; run abc again; step; hits 3 0 0 13",
+        "4+4: run abc; run 1234; start abc r; start abc shares; step late; reset; fail late device all r shares;"
+        "preempt r; step; preempt shares; hits 2 0 0 9; run abc again; step; hits 3 0 0 13"
     ),
     "a hit is counted once by the next step": (
-        (4, 4, "write_back"),
-        "run abc; run 1234; start abc r; step; hits 2 0 0 9; step; hits 3 0 3 13; step; finish r; hits 3 0 3 13",
+        "4+4: run abc; run 1234; start abc r; step; hits 2 0 0 9; step; hits 3 0 3 13; step; finish r; hits 3 0 3 13"
     ),
     "a hit is counted once by its request's end": (
-        (4, 4, "write_back"),
-        "run abc; run 1234; start abc r; step; finish r; hits 3 0 3 13; step; hits 3 0 3 13",
+        "4+4: run abc; run 1234; start abc r; step; finish r; hits 3 0 3 13; step; hits 3 0 3 13"
     ),
     "a hit is counted once by a preemption": (
-        (4, 4, "write_back"),
-        "run abc; run 1234; start abc r; step; preempt r; hits 3 0 3 13; step; hits 3 0 3 13",
+        "4+4: run abc; run 1234; start abc r; step; preempt r; hits 3 0 3 13; step; hits 3 0 3 13"
     ),
     "a failed copy of others takes no hits away": (
-        (6, 12, "write_back"),
-        "run abc; run xyz; run 123456; start abc; start xyz; step late; fail late device 0,1,2 abc; preempt abc; step;"
-        "hits 4 0 3 19",
+        "6+12: run abc; run xyz; run 123456; start abc; start xyz; step late; fail late device 0,1,2 abc; preempt abc;"
+        "step; hits 4 0 3 19"
     ),
     "a failed backup takes no hits away from device slots of the same number": (
-        (4, 4, "write_through"),
-        "run ab; start ab r; table r 0 1; step late; out 0>0 1>1; fail late host all; finish r; hits 2 2 0 6",
+        "4+4 write_through: run ab; start ab r; table r 0 1; step late; out 0>0 1>1; fail late host all; finish r;"
+        "hits 2 2 0 6"
     ),
     "a matched request that waits owns nothing": (
-        (4, 0, "write_back"),
-        "run ab; match ab waits; count device_cached_blocks 2; count device_free_blocks 2; table waits;"
-        "count device_evictable_blocks 0; count num_requests 1",
+        "4+0: run ab; match ab waits; count device_cached_blocks 2; count device_free_blocks 2; table waits;"
+        "count device_evictable_blocks 0; count num_requests 1"
     ),
     # ---- a preempted request finds its own work again: that is no hit, and no reason to back anything up
     "a hit that is rolled back starts no backup": (
-        (16, 16, "write_through_selective"),
-        "run abcdef; start abcdef waits; release waits; step; out 0",
+        "16+16 write_through_selective: run abcdef; start abcdef waits; release waits; step; out 0"
     ),
     "a hit of what a reset made unfindable starts no backup": (
-        (16, 16, "write_through_selective"),
-        "run abcdef; start abcdef r; reset; step; out 0; finish r; idle",
+        "16+16 write_through_selective: run abcdef; start abcdef r; reset; step; out 0; finish r; idle"
     ),
 }
 
 
 @pytest.mark.parametrize("law", SCENARIOS)
 def test_law_of_a_swap_in(law: str) -> None:
-    (device, host, policy), events = SCENARIOS[law]
-    play(events, device, host, policy, write_through_threshold=1)
+    play_law(SCENARIOS[law], write_through_threshold=1)
 
 
 def test_a_cancelled_swap_in_leaves_no_trace() -> None:
