@@ -14,6 +14,7 @@ from fastdeploy_kvcache_v1.extras import DEPENDENCIES
 PACKAGE = Path(__file__).parents[2] / "fastdeploy_kvcache_v1"
 
 SHARED = {
+    "cache_directory",
     "metadata",
     "config",
     "errors",
@@ -42,7 +43,7 @@ MAY_IMPORT = {
     "transfer": {"attention", "worker"},
     "model_hub": set(),
     "embedded": {"scheduler", "attention", "worker", "model", "model_hub", "storage", "transfer"},
-    "router": {"embedded"},
+    "router": {"embedded", "transfer"},
     "fastdeploy_integration": {"scheduler", "attention", "worker", "model", "storage", "transfer"},
     "replay": {"scheduler"},
     "demo": {"embedded"},
@@ -56,8 +57,8 @@ INSIDE = {
     "storage/file": {"attention"},
     "storage/attention_store": {"attention", "scheduler", "storage/engine"},
     "storage/mooncake": set(),
-    "embedded/engine": {"model", "scheduler", "storage", "transfer"},
-    "embedded/worker": {"attention", "worker", "model", "storage", "transfer"},
+    "embedded/engine": {"model", "scheduler", "storage", "transfer", "embedded/disaggregation", "embedded/worker"},
+    "embedded/worker": {"attention", "worker", "model", "storage", "transfer", "embedded/disaggregation"},
     "fastdeploy_integration/overlay": set(),
     "fastdeploy_integration/engine": {"scheduler", "storage", "fastdeploy_integration/overlay"},
     "fastdeploy_integration/disaggregation": {
