@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.metadata import BlockHash
-from fastdeploy_kvcache_v1.scheduler.cache_utils import (
-    BlockHasher,
-    GivenHashes,
-    MultimodalItem,
-    root_hash,
-    token_bytes,
-)
+from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes, MultimodalItem, root_hash, token_bytes
 
 tokens_strategy = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 

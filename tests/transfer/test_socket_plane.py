@@ -16,16 +16,7 @@ from fastdeploy_kvcache_v1.transfer.socket_plane import SocketPlane
 from fastdeploy_kvcache_v1.transfer.spans import Span, Spans
 from fastdeploy_kvcache_v1.worker.ops import BlockRows
 from tests.fault_proxy import Fault, FaultProxy
-from tests.gpu.plane_contract import (
-    CANARY,
-    NUM_BLOCKS,
-    WIDTHS,
-    Tensors,
-    content,
-    everything,
-    soon,
-    whole_blocks,
-)
+from tests.gpu.plane_contract import CANARY, NUM_BLOCKS, WIDTHS, Tensors, content, everything, soon, whole_blocks
 from tests.transfer.planes import HOST, SECRET, Sockets, Theirs
 
 KIND = Sockets

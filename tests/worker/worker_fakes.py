@@ -69,10 +69,7 @@ class Rig:
         self.backend = backend or NumpyBackend()
         self.layout = self.backend.layout
         self.controller = CacheController(
-            self.backend,
-            runtime=runtime,
-            layer_timeout_s=timeout_s,
-            host_trailer_bytes=trailer_bytes,
+            self.backend, runtime=runtime, layer_timeout_s=timeout_s, host_trailer_bytes=trailer_bytes
         )
         self.caches = self.controller.initialize_kv_cache(device, host)
         self.arrays = self.backend.arrays

@@ -8,13 +8,7 @@ from itertools import accumulate
 import pytest
 
 from fastdeploy_kvcache_v1.scheduler.reuse import rates as module
-from fastdeploy_kvcache_v1.scheduler.reuse.rates import (
-    CLASSES,
-    NUM_AGES,
-    NUM_CLASSES,
-    ReuseRates,
-    _best_ratios,
-)
+from fastdeploy_kvcache_v1.scheduler.reuse.rates import CLASSES, NUM_AGES, NUM_CLASSES, ReuseRates, _best_ratios
 
 
 @pytest.fixture(autouse=True)

@@ -18,13 +18,7 @@ from tests.storage.values import got, keys, namespace, put, values
     # values that are stored in one go after that, and all that are left.
     ("room", "old", "used", "new", "left"),
     [
-        (
-            10,
-            range(10),
-            ("get", 0, 1),
-            [10],
-            [0, 1, 4, 5, 6, 7, 8, 9, 10],
-        ),  # a tenth, and room for 10
+        (10, range(10), ("get", 0, 1), [10], [0, 1, 4, 5, 6, 7, 8, 9, 10]),  # a tenth, and room for 10
         (4, [1, 2, 3, 4], ("get", 1, 2, 3, 4), [5], [1, 2, 5]),  # of a prefix the last block goes first
         (4, [1, 2, 3], ("put", 1), [4, 5], [1, 4, 5]),  # what is stored again counts as used
         (10, range(1, 11), ("touch", 1), [11], [1, 4, 5, 6, 7, 8, 9, 10, 11]),

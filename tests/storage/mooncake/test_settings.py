@@ -40,10 +40,7 @@ def test_variables_and_file_say_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            {"MOONCAKE_MASTER_SERVER_ADDR": ""},
-            "needs master_server_addr: give it in the file",
-        ),
+        ({"MOONCAKE_MASTER_SERVER_ADDR": ""}, "needs master_server_addr: give it in the file"),
         ({"MOONCAKE_METADATA_SERVER": ""}, "or as MOONCAKE_METADATA_SERVER"),
         ({"MOONCAKE_MASTER_SERVER_ADDR": "somewhere"}, "must be HOST:PORT, got 'somewhere'"),
         ({"MOONCAKE_LOCAL_HOSTNAME": "localhost"}, "localhost would lead them to themselves"),

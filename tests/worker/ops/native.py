@@ -61,11 +61,7 @@ def compile_program(sources: list[Path], output: Path, *flags: str) -> Path:
 
 def run_program(program: Path, *arguments: str, **environment: str) -> str:
     done = subprocess.run(
-        [str(program), *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=250,
+        [str(program), *arguments], env={**os.environ, **environment}, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, f"{program.name} {arguments}: {done.stdout}\n{done.stderr}"
     return done.stdout

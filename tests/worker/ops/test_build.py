@@ -12,13 +12,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import library, paddle_ops
-from tests.worker.ops.native import (
-    CUSTOM_OPS,
-    build,
-    compiler,
-    cuda_compiler,
-    run_python,
-)
+from tests.worker.ops.native import CUSTOM_OPS, build, compiler, cuda_compiler, run_python
 
 BUILD_AGAIN = "build again: python custom_ops/build.py"
 
