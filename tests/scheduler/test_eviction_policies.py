@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.policies.tables import BACKUP_POLICIES, EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.run import Run
 
-from .other_policies import OTHER_POLICIES
+from .conftest import OTHER_POLICIES
 from .scenario import cached, manager, on_host, play, run
 
 ALL = list(EVICTION_POLICIES)
