@@ -1,7 +1,6 @@
 """Traces to replay: the real one where it stands beside the checkout, a synthetic one anywhere."""
 
 import json
-import random
 from itertools import islice
 from pathlib import Path
 
@@ -21,10 +20,8 @@ def real_trace() -> Path:
 
 @pytest.fixture(scope="session")
 def synthetic_trace(tmp_path_factory) -> Path:
-    """400 requests: conversations that grow turn by turn, fresh prompts, lengths from 1 token to 6,000."""
-    path = tmp_path_factory.mktemp("traces") / "synthetic.jsonl"
-    path.write_text("\n".join(json.dumps(request) for request in conversations(400, seed=7)) + "\n")
-    return path
+    """400 requests of people who chat: conversations that grow turn by turn, prompts of 348 to 21,028 tokens."""
+    return traffic(tmp_path_factory.mktemp("traces") / "synthetic.jsonl", "chat", 400)
 
 
 def traffic(path: Path, kind: str, count: int) -> Path:
@@ -32,29 +29,3 @@ def traffic(path: Path, kind: str, count: int) -> Path:
     lines = islice(KINDS[kind].lines(Source(7), KINDS[kind].shape), count)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
-
-
-def conversations(count: int, *, seed: int) -> list[dict]:
-    rng = random.Random(seed)
-    next_id = iter(range(10**6))
-    system = [next(next_id), next(next_id)]
-    open_ones: list[list[int]] = []
-    requests = []
-    for number in range(count):
-        if open_ones and rng.random() < 0.6:
-            prefix = rng.choice(open_ones)
-        else:
-            prefix = system if rng.random() < 0.7 else []
-            open_ones.append(prefix)
-        whole = [*prefix, *(next(next_id) for _ in range(rng.randint(0, 4)))]
-        open_ones[open_ones.index(prefix) if prefix in open_ones else -1] = whole
-        tail = rng.randint(1, 512)
-        requests.append(
-            {
-                "timestamp": number * 10,
-                "input_length": 512 * len(whole) + (tail if tail < 512 else 0) or 1,
-                "output_length": rng.randint(0, 300),
-                "hash_ids": [*whole, *([next(next_id)] if tail < 512 or not whole else [])],
-            }
-        )
-    return requests

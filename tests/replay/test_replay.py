@@ -14,6 +14,8 @@ from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
 from fastdeploy_kvcache_v1.replay.report import percentile
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 
+from .conftest import traffic
+
 
 def play(trace, *, limit=None, window=128, admissions=8, outputs=True, **config) -> Replay:
     settings = {"num_device_blocks": 150, "num_host_blocks": 400, "max_queued_events": 0} | config
@@ -57,14 +59,16 @@ def test_a_cache_that_forgets_nothing_hits_every_repeated_block(synthetic_trace)
     assert done.manager.stats().counters.device_evicted_blocks == 0
 
 
-def test_outputs_fill_the_cache_too(synthetic_trace):
-    without = play(synthetic_trace, window=1, num_device_blocks=10_000, outputs=False)
-    with_outputs = play(synthetic_trace, window=1, num_device_blocks=10_000, outputs=True)
+def test_outputs_fill_the_cache_too(tmp_path):
+    """Those that no later prompt repeats: each adds blocks."""
+    trace = traffic(tmp_path / "trace", "hot", 400)
+    without = play(trace, window=1, num_device_blocks=10_000, outputs=False)
+    with_outputs = play(trace, window=1, num_device_blocks=10_000, outputs=True)
     assert with_outputs.num_outputs_cut == 0
     more = with_outputs.manager.stats().device_cached_blocks - without.manager.stats().device_cached_blocks
     expected = sum(
         (request.input_length + max(request.output_length, 1) - 1) // 64 - request.input_length // 64
-        for request in read_trace(synthetic_trace)
+        for request in read_trace(trace)
     )
     assert more == expected
 
@@ -155,7 +159,7 @@ REFUSALS = [
     (("--host-blocks", "-1"), "num_host_blocks must be at least 0"),
     (("--host-blocks", "67108865"), "a replay has room for 67108864 host blocks at most, got 67108865"),
     (("--host-blocks", "5,6"), "--host-blocks takes several numbers with --compare only, got 5,6"),
-    (("--block-size", "100"), "block size 100 must divide the 512 tokens of a hash id"),
+    (("--block-size", "100"), "block size 100 must divide the 64 tokens of a hash id"),
     (("--tokens-per-id", "0"), "--tokens-per-id must be at least 1"),
     (("--window", "0"), "window must be at least 1"),
     (("--admissions-per-step", "0"), "admissions_per_step must be at least 1"),
