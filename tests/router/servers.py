@@ -104,9 +104,9 @@ class Backend:
 class Scene:
     """Two prefill servers, two decode servers, and the router; `client` asks it."""
 
-    def __init__(self, prefill: int = 2, decode: int = 2, silence_s: float = 60.0) -> None:
-        self.prefills = [Backend(f"p{number}") for number in range(prefill)]
-        self.decodes = [Backend(f"d{number}") for number in range(decode)]
+    def __init__(self, silence_s: float) -> None:
+        self.prefills = [Backend(f"p{number}") for number in range(2)]
+        self.decodes = [Backend(f"d{number}") for number in range(2)]
         self._silence_s = silence_s
 
     async def __aenter__(self) -> Scene:
@@ -157,14 +157,3 @@ async def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, what
         await asyncio.sleep(0.005)
-
-
-def routed(play: Callable[[Scene], Awaitable[None]], **options: float) -> None:
-    """Run `play`; no request is open at its end."""
-
-    async def run() -> None:
-        async with Scene(**options) as scene:  # type: ignore[arg-type]
-            await play(scene)
-            await until(lambda: scene.open() == (0, 0), "no request to be open")
-
-    asyncio.run(asyncio.wait_for(run(), 60))
