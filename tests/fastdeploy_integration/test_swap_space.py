@@ -144,12 +144,6 @@ def test_memory_for_all_ranks_of_a_machine_is_asked_for_before_there_are_any(mon
             EnginePrefixCache(config)
 
 
-def test_the_log_says_what_was_asked_and_what_it_bought():
-    assert swap_space.describe(16.0, 3200, 655360, 8) == (
-        "--swap-space 16 GiB: 3200 host blocks of 655360 bytes on each of 8 tensor-parallel ranks, 15.625 GiB in all"
-    )
-
-
 @pytest.mark.parametrize(("expected", "warned"), [(None, False), (1024, False), (512, True), (2048, True)])
 def test_a_rank_that_takes_other_memory_says_so(caplog, expected, warned):
     with caplog.at_level(logging.WARNING):

@@ -1,5 +1,6 @@
 """Llama, Qwen2 and Qwen3 against an independent float64 implementation, and against themselves to the last bit."""
 
+import gc
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.model import llama, load_model_config
 from fastdeploy_kvcache_v1.model.llama import Llama, rope_tables
 from fastdeploy_kvcache_v1.model.step import SequenceSlice
+from fastdeploy_kvcache_v1.model.tensors import as_array, step_tensor
 
 from .model_dirs import BASE, random_tensors, write_model
 from .reference import reference_logits
@@ -221,3 +223,45 @@ def test_a_second_thread_changes_no_bit(tmp_path):
     (one, threads_of_one), (two, threads_of_two) = seen
     assert threads_of_two > threads_of_one, "the second thread is there"
     assert two == one
+
+
+# ---- the tensors that every step makes anew: right, and gone afterwards
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+@pytest.mark.parametrize("values", [[], [3], [[1, 2], [3, 4]]])
+def test_step_tensor_is_a_copy_of_its_values(values, dtype):
+    array = np.array(values, dtype=dtype).T  # not contiguous
+    tensor = step_tensor(array)
+    expected = array.copy()
+    array[...] = -1
+    assert tensor.numpy().dtype == dtype
+    np.testing.assert_array_equal(tensor.numpy(), expected)
+
+
+def test_an_array_shares_the_memory_of_its_tensor_and_keeps_it():
+    tensor = step_tensor(np.zeros((2, 3), dtype=np.float32))
+    array = as_array(tensor)
+    array[1, 2] = 5
+    assert tensor.numpy().tolist() == [[0, 0, 0], [0, 0, 5]]
+    tensor.fill_(7)
+    del tensor
+    gc.collect()
+    others = [step_tensor(np.ones((2, 3), dtype=np.float32)) for _ in range(10)]
+    assert array.tolist() == [[7] * 3] * 2, len(others)
+
+
+def test_steps_leave_no_objects_behind(tmp_path):
+    path = write_model(tmp_path, random_tensors(BASE), BASE)
+    model = Llama.load(path, load_model_config(path))
+    caches = new_caches(model.config, 4)
+
+    def steps(count):
+        for position in range(count):
+            slice_ = SequenceSlice(np.array([position], dtype=np.int64), position, [0, 1, 2, 3], True)
+            model.forward([slice_], caches, lambda layer: None)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = steps(10)
+    assert steps(60) - before < 60, "something is kept per step"

@@ -1,6 +1,8 @@
 """`replay --compare`: its rows are the replays that they name, and its bounds are bounds."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 
@@ -12,33 +14,22 @@ from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 SIZES = ("--device-blocks", "60,600", "--host-blocks", "0,400")
 
 
-def result_of(capsys, *words: str) -> dict:
-    assert main(["replay", *words, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+def result_of(*words: str) -> dict:
+    with redirect_stdout(StringIO()) as out:
+        assert main(["replay", *words, "--json"]) == 0
+    return json.loads(out.getvalue())
 
 
 @pytest.fixture(scope="module")
-def compared(synthetic_trace):
+def comparison(synthetic_trace):
     """The whole comparison, once for all tests."""
-    return str(synthetic_trace), {}
-
-
-@pytest.fixture
-def comparison(compared, capsys):
-    trace, kept = compared
-    if not kept:
-        kept.update(result_of(capsys, trace, *SIZES, "--compare"))
-    return trace, kept["capacities"]
+    trace = str(synthetic_trace)
+    return trace, result_of(trace, *SIZES, "--compare")["capacities"]
 
 
 def test_every_policy_is_played_at_every_size(comparison):
     _, capacities = comparison
-    assert [(at["device_blocks"], at["host_blocks"]) for at in capacities] == [
-        (60, 0),
-        (60, 400),
-        (600, 0),
-        (600, 400),
-    ]
+    assert [(at["device_blocks"], at["host_blocks"]) for at in capacities] == [(60, 0), (60, 400), (600, 0), (600, 400)]
     for at in capacities:
         played = [(run["options"]["write_policy"], run["options"]["eviction_policy"]) for run in at["runs"]]
         wanted = [(write.value, name) for write in WritePolicy for name in EVICTION_POLICIES]
@@ -57,24 +48,24 @@ def test_all_rows_are_about_the_same_requests(comparison):
     assert capacities[0]["requests_too_long"] > 0
 
 
-def test_a_row_is_what_replay_finds_alone(comparison, capsys):
+def test_a_row_is_what_replay_finds_alone(comparison):
     trace, capacities = comparison
     row = next(run for run in capacities[1]["runs"] if run["options"]["write_policy"] == "write_back")
     words = ("--device-blocks", "60", "--host-blocks", "400", "--write-policy", "write_back")
     eviction = ("--eviction-policy", row["options"]["eviction_policy"])
-    alone = result_of(capsys, trace, *words, *eviction)
+    alone = result_of(trace, *words, *eviction)
     for name in ("requests", "hit_rate", "steps", "blocks_swapped_out", "swapped_out_per_host_hit", "manager"):
         assert row[name] == alone[name], name
     hits = alone["manager"]["counters"]["host_hit_tokens"] // 64
     assert alone["swapped_out_per_host_hit"] == alone["blocks_swapped_out"] / hits > 1
 
 
-def test_no_row_passes_the_bound_and_one_lru_tier_is_a_row_of_the_sum(comparison, capsys):
+def test_no_row_passes_the_bound_and_one_lru_tier_is_a_row_of_the_sum(comparison):
     trace, capacities = comparison
     for at in capacities:
         assert max(run["hit_rate"]["total"] for run in at["runs"]) < at["clairvoyant"]
         assert at["one_lru_tier"] < at["clairvoyant"]
-    one = result_of(capsys, trace, "--device-blocks", "1000", "--host-blocks", "0", "--eviction-policy", "lru")
+    one = result_of(trace, "--device-blocks", "1000", "--host-blocks", "0", "--eviction-policy", "lru")
     assert capacities[3]["one_lru_tier"] == one["hit_rate"]["total"]
     lru = next(run for run in capacities[0]["runs"] if run["options"]["eviction_policy"] == "lru")
     assert capacities[0]["one_lru_tier"] == lru["hit_rate"]["total"]
@@ -92,13 +83,12 @@ def test_the_table_has_a_line_per_run_below_the_bounds(comparison):
         assert [row.split()[:3] for row in rows] == first
 
 
-def test_a_closed_loop_has_no_bound(tmp_path, capsys):
+def test_a_closed_loop_has_no_bound(tmp_path):
     path = tmp_path / "trace.jsonl"
     known = {"session_id": 1, "delay": 3, "tokens_per_id": 64, "output_length": 2}
     turns = [{**known, "input_length": 64 * count, "hash_ids": list(range(count))} for count in (70, 4)]
     path.write_text("".join(json.dumps(turn) + "\n" for turn in turns))
-    (at,) = result_of(capsys, str(path), "--compare", "--closed-loop", "--device-blocks", "50", "--host-blocks", "50")[
-        "capacities"
-    ]
+    words = "--compare --closed-loop --device-blocks 50 --host-blocks 50"
+    (at,) = result_of(str(path), *words.split())["capacities"]
     assert at["clairvoyant"] is None
     assert {run["requests"] for run in at["runs"]} == {1}  # the second turn comes although the first was refused

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import RUN_DIRECTOR
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.leftovers import remove_files
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.token_channel import TokenReceiver, TokenSender
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.weight_updates import CLEARED, CLEARING, NORMAL, UPDATING
+from tests.fastdeploy_integration.test_copy_channel import wait_for
 
 PACKAGE = supervisor.__package__
 
@@ -124,13 +124,6 @@ time.sleep(600)
 """
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def left_by(*program):
     """What a parent of `program` prints."""
     done = subprocess.run([sys.executable, "-c", PARENT, *program], stdout=subprocess.PIPE, check=True, timeout=60)
@@ -177,12 +170,12 @@ def test_the_supervisor_hears_of_the_commands_end_however_it_ends(tmp_path, numb
     stand_in.chmod(0o700)
     program = f"import sys; sys.executable = {str(stand_in)!r}; from {PACKAGE}.__main__ import main; sys.exit(main())"
     command = subprocess.Popen([sys.executable, "-c", program, "--port", "1"])
-    wait_until(lambda: (tmp_path / "begun").exists() and (tmp_path / "begun").read_text())
+    wait_for(lambda: (tmp_path / "begun").exists() and (tmp_path / "begun").read_text(), "the supervisor")
     assert (tmp_path / "begun").read_text() == f"-m {PACKAGE}.supervisor --port 1\n"
     assert not (tmp_path / "ended").exists()
     command.send_signal(number)
     assert command.wait(30) == status
-    wait_until((tmp_path / "ended").exists)
+    wait_for((tmp_path / "ended").exists, "its end")
 
 
 @pytest.mark.parametrize("is_told", [True, False])

@@ -7,12 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import control_patches
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import (
-    STUCK_S,
-    UNKNOWN_S,
-    Gate,
-    end_requests,
-)
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.pausing import STUCK_S, UNKNOWN_S, Gate, end_requests
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.role_caches import DecodeCache, PrefillCache
 
 from .fake_requests import Output, engine, request

@@ -9,11 +9,7 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.fastdeploy_integration import storage_channel
 from fastdeploy_kvcache_v1.fastdeploy_integration.copy_report import socket_path
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.leases import LeaseOpened
-from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import (
-    EngineEnd,
-    RankEnd,
-    RankNews,
-)
+from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.rank_channel import EngineEnd, RankEnd, RankNews
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import make_private
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, StartFetch, TransferNews

@@ -288,9 +288,10 @@ def test_what_the_queue_says_of_a_batch_is_passed_on():
 def test_the_log_says_what_swap_space_bought(fake_fastdeploy, monkeypatch, caplog, caching):
     monkeypatch.setattr(engine_patches.swap_space, "require_host_memory", lambda config: None)
     with caplog.at_level("INFO"):
-        launched(host_block_bytes=4096, swap_space=1.0, enable_prefix_caching=caching)
+        launched(host_block_bytes=123 << 20, swap_space=1.0, enable_prefix_caching=caching)
     first, *others = caplog.messages
-    assert first.startswith("--swap-space 1 GiB: 4 host blocks of 4096 bytes on each of 2 tensor-parallel ranks")
+    sizes = "4 host blocks of 128974848 bytes on each of 2 tensor-parallel ranks, 0.961 GiB in all"
+    assert first == f"--swap-space 1 GiB: {sizes}"
     assert others == ([] if caching else ["--swap-space has no effect: prefix caching is off"])
 
 
