@@ -73,21 +73,12 @@ def run(cache: CacheManager, text: str, name: str = "") -> SwapStep:
     return step
 
 
-def expect(cache: CacheManager, *line: str) -> None:
-    """Requests wait with these prompts, the next one first."""
-    cache.expect([prompt(text + "!") for text in line])
-
-
 def cached(cache: CacheManager, text: str) -> list[str]:
     """Tier of each block of the longest cached prefix."""
     cache.match_prefix("probe", prompt(text + "!"))
     nodes = cache.nodes("probe")
     cache.release("probe")
     return [node.status.value for node in nodes]
-
-
-def pairs(swap: CacheSwapMetadata) -> list[tuple[int, int]]:
-    return list(zip(swap.source_slots, swap.target_slots, strict=True))
 
 
 def fail(cache: CacheManager, step: SwapStep, target: CacheLevel, slots: Iterable[int]) -> list[str]:
@@ -185,7 +176,8 @@ class Scene:
         self.cache.release(name)
 
     def waiting(self, *line: str) -> None:
-        expect(self.cache, *line)
+        """Requests wait with these prompts, the next one first."""
+        self.cache.expect([prompt(text + "!") for text in line])
 
     # ---- the worker
 
@@ -201,7 +193,7 @@ class Scene:
         self._copied(self.steps["last"].swap_in, copies)
 
     def _copied(self, swap: CacheSwapMetadata, copies: tuple[str, ...]) -> None:
-        made = [f"{source}>{target}" for source, target in pairs(swap)]
+        made = [f"{source}>{target}" for source, target in zip(swap.source_slots, swap.target_slots, strict=True)]
         assert list(copies) in ([str(len(swap))], sorted(made)), made
 
     def fail(self, step: str, tier: str, which: str, *named: str) -> None:

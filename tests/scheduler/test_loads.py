@@ -30,14 +30,13 @@ SCENARIOS = {
         "arrive 0 0 one; arrive 0 0 two; idle"
     ),
     "a load evicts what it needs": "4+2 write_through: run ab; flush; see ab HH; load x; see ab H; arrive 1 1; see x H",
-    "a load to the host gets as many slots as there is room for": (
-        "4+4: load xyz 0 host other; load abc 0 host; lent_to_load 1; no_load 123 1 host 2;"
-        "count allocations_refused 1; count host_free_blocks 0; arrive 1 1; see abc H"
-    ),
-    "a load to the device gets as many slots as there is room for": (
-        "4+4: load xyz 0 device other; load abc 0 device; lent_to_load 1; no_load 123 1 device 2;"
-        "count allocations_refused 1; arrive 1 1; see abc D"
-    ),
+    **{
+        f"a load to the {tier} gets as many slots as there is room for": (
+            f"4+4: load xyz 0 {tier} other; load abc 0 {tier}; lent_to_load 1; no_load 123 1 {tier} 2;"
+            f"count allocations_refused 1; count {tier}_free_blocks 0; arrive 1 1; see abc {tier[0].upper()}"
+        )
+        for tier in ("host", "device")
+    },
     # ---- when bytes may come
     "host slots may be filled once the worker has begun the last step": (
         "4+4: load a 0 host first; lent_to_load 1 -1; step; run xyzu; lend 2; load b 0 host second; lent_to_load 1 1"
@@ -62,12 +61,12 @@ SCENARIOS = {
         "6+6: load abcd; run ab; count host_free_blocks 2; arrive 4 2; see abcd DDHH; count host_free_blocks 4;"
         "start abcd r; step; into 2>2 3>3; count wasted_load_blocks 2; finish r; idle"
     ),
-    "of two loads of the same blocks to the host the first one to end counts": (
-        "6+6: load ab; load abc 0 host longer; arrive 2 2; arrive 3 1 longer; see abc HHH; idle"
-    ),
-    "of two loads of the same blocks to the device the first one to end counts": (
-        "6+6: load ab 0 device; load abc 0 device longer; arrive 2 2; arrive 3 1 longer; see abc DDD; idle"
-    ),
+    **{
+        f"of two loads of the same blocks to the {tier} the first one to end counts": (
+            f"6+6: load ab 0 {tier}; load abc 0 {tier} longer; arrive 2 2; arrive 3 1 longer; see abc {seen}; idle"
+        )
+        for tier, seen in (("host", "HHH"), ("device", "DDD"))
+    },
     "a load may branch off inside a run in use": (
         "6+6: start abcd r; step; commit r 4; load abxy 2; arrive 2 2; see abxy DDHH; see abcd DDDD; finish r; idle"
     ),
@@ -119,9 +118,8 @@ def test_events_tell_of_a_load_when_it_is_complete() -> None:
     cache.begin_load("load", prompt("abcd").hashes, 1)
     assert cache.take_events() == []
     cache.complete_load("load", 2)
-    assert [tuple(event) for event in cache.take_events()] == [
-        ("stored", HOST, (BlockHash(b"ab"), BlockHash(b"abc")), BlockHash(b"a"))
-    ]
+    (event,) = cache.take_events()
+    assert event == ("stored", HOST, (BlockHash(b"ab"), BlockHash(b"abc")), BlockHash(b"a"))
 
 
 WRONG = [

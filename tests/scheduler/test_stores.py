@@ -32,14 +32,13 @@ SCENARIOS = {
         "8+2 write_through: run ab; step late; store late a,ab one; store late a,ab two; end one; run xy; step;"
         "copied ab yy; end two; idle"
     ),
-    "a reset leaves the bytes of a store alone": (
-        "8+2 write_through: run ab; step late; store late a,ab; reset; see ab -; count device_free_blocks 8;"
-        "count host_free_blocks 0; run xy; step; copied xy nn; reset; end; idle; count host_free_blocks 2"
-    ),
-    "a forced reset leaves the bytes of a store alone": (
-        "8+2 write_through: run ab; step late; store late a,ab; reset forced; see ab -; count host_free_blocks 0;"
-        "run xy; step; copied xy nn; reset forced; end; idle; count host_free_blocks 2"
-    ),
+    **{
+        f"a {how} reset leaves the bytes of a store alone": (
+            f"8+2 write_through: run ab; step late; store late a,ab; reset {how}; see ab -; count device_free_blocks 8;"
+            f"count host_free_blocks 0; run xy; step; copied xy nn; reset {how}; end; idle; count host_free_blocks 2"
+        )
+        for how in ("plain", "forced")
+    },
     "a request goes on below blocks that are stored": (
         "8+8 write_through: run ab; step late; store late a,ab; run abcd; step; see abcd DDDD; end; idle"
     ),

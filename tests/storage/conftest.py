@@ -6,12 +6,10 @@ from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.storage.mooncake import client, share
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
-from tests.mooncake_master import Master, needs_mooncake
+from tests.mooncake_master import Master
 from tests.storage.attention_store.stand_in import installed
 from tests.storage.machines import DeviceMachine, HostMachine
 from tests.storage.mooncake.stand_in import SETTINGS, Cluster
-
-REAL_MOONCAKE = pytest.param("mooncake", marks=[pytest.mark.process, needs_mooncake()])
 
 
 @pytest.fixture
@@ -23,15 +21,9 @@ def cluster(monkeypatch):
     return cluster
 
 
-@pytest.fixture(params=["file", "mooncake stand-in", REAL_MOONCAKE])
-def connect(request, connecting):
-    """`connect(namespace)` opens a backend of one store."""
-    return connecting(request.param)
-
-
 @pytest.fixture
 def connecting(request, tmp_path, monkeypatch):
-    """`connect` of the store that has this name."""
+    """`connecting(store)(namespace)` opens a backend of the store that has this name."""
     masters = []
 
     def of(store):
@@ -54,7 +46,6 @@ def connecting(request, tmp_path, monkeypatch):
 @pytest.fixture
 def start_machine(request, connecting, tmp_path, monkeypatch):
     """`start_machine(store)(ranks=2)`: servers on one store, closed at the end."""
-    machines = []
 
     def of(store):
         if store == "attention store":
@@ -68,14 +59,12 @@ def start_machine(request, connecting, tmp_path, monkeypatch):
             made = (
                 DeviceMachine(directory, **options) if store == "attention store" else HostMachine(connect, **options)
             )
-            machines.append(made)
+            request.addfinalizer(made.close)
             return made
 
         return start
 
-    yield of
-    for each in machines:
-        each.close()
+    return of
 
 
 @pytest.fixture
@@ -83,18 +72,3 @@ def sdk_store(tmp_path, monkeypatch):
     """The stand-in SDK of the attention store can be imported, and keeps what it stores there."""
     with installed(monkeypatch, tmp_path / "store") as directory:
         yield directory
-
-
-@pytest.fixture
-def open_store(connect):
-    """As `connect`, closed at the end."""
-    opened = []
-
-    def open_one(space):
-        opened.append(connect(space))
-        return opened[-1]
-
-    yield open_one
-    for backend in opened:
-        backend.close()
-        backend.close()

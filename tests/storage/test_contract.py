@@ -2,15 +2,20 @@
 
 import pytest
 
+from tests.mooncake_master import needs_mooncake
 from tests.storage.values import VALUE_BYTES, empty, got, holds, keys, namespace, put, register, sealed, values
 
+REAL_MOONCAKE = pytest.param("mooncake", marks=[pytest.mark.process, needs_mooncake()])
 
-@pytest.fixture
-def open_store(open_store):
-    """Opens backends of one store, each with registered memory in `slots`."""
+
+@pytest.fixture(params=["file", "mooncake stand-in", REAL_MOONCAKE])
+def open_store(request, connecting):
+    """Opens backends of one store, each with registered memory in `slots`, closed at the end, and again."""
+    connect = connecting(request.param)
 
     def open_one(**changes):
-        backend = open_store(namespace(**changes))
+        backend = connect(namespace(**changes))
+        request.addfinalizer(lambda: (backend.close(), backend.close()))
         register(backend, 16)
         return backend
 

@@ -30,11 +30,8 @@ def of_flags(backend="file", directory="kv", gib=1.0, prefetch="timeout"):
 )
 def test_a_store_is_of_the_host_or_of_the_device_tier(backend, on_host, shared, tier):
     settings = of_flags(backend)
-    assert (settings.needs_host_tier, settings.uses_device_tier, settings.needs_shared_memory) == (
-        on_host,
-        not on_host,
-        shared,
-    )
+    needs = settings.needs_host_tier, settings.uses_device_tier, settings.needs_shared_memory
+    assert needs == (on_host, not on_host, shared)
     assert takes_host_blocks(backend) == on_host
     manager = CacheManager(KVCacheConfig(8, 8 * on_host))
     assert type(make_tier(manager, settings, None, RecordingLink(1))) is tier
@@ -51,11 +48,8 @@ def test_only_the_index_is_told_where_fastdeploys_variable_says_so(monkeypatch, 
 
 def test_flags_are_taken_over():
     settings = of_flags(gib=0.5, prefetch="best_effort")
-    assert (settings.capacity_bytes, settings.prefetch, str(settings.directory)) == (
-        1 << 29,
-        Prefetch.BEST_EFFORT,
-        "kv",
-    )
+    taken = settings.capacity_bytes, settings.prefetch, str(settings.directory)
+    assert taken == (1 << 29, Prefetch.BEST_EFFORT, "kv")
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,6 @@ from tests.transfer.network import MemoryNetwork
 from tests.transfer.ranks import DecodeRank, PrefillRank
 
 
-class Ranks:
-    """Makes ranks of one network, which must be idle at the end."""
-
-    def __init__(self, net):
-        self.net, self.made = net, []
-
-    def __call__(self, kind, **arguments):
-        self.made.append(kind(self.net, **arguments))
-        return self.made[-1]
-
-
 @pytest.fixture
 def net(request):
     """In memory, unless a test gives another kind."""
@@ -24,11 +13,15 @@ def net(request):
 
 
 @pytest.fixture
-def ranks(net):
-    made = Ranks(net)
-    yield made
-    for each in made.made:
-        each.close()
+def ranks(net, request):
+    """Makes ranks of one network, which must be idle at the end."""
+
+    def make(kind, **arguments):
+        made = kind(net, **arguments)
+        request.addfinalizer(made.close)
+        return made
+
+    return make
 
 
 @pytest.fixture

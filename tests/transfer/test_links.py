@@ -53,18 +53,16 @@ def is_a(kind):
 
 
 @pytest.fixture
-def serve():
+def serve(request):
     """Listens with some settings."""
-    made = []
 
     def make(**settings):
         inbox = Inbox()
-        made.append(LinkServer(HOST, 0, me("decode", **settings), inbox))
-        return made[-1], inbox
+        server = LinkServer(HOST, 0, me("decode", **settings), inbox)
+        request.addfinalizer(server.close)
+        return server, inbox
 
-    yield make
-    for each in made:
-        each.close()
+    return make
 
 
 def stranger(port):

@@ -34,12 +34,8 @@ def rig():
     runtime.hold(COMPUTE)
     rig = Rig(runtime, backend=FillingBackend(runtime))
     yield rig
-    go_on_filling(rig)
-    rig.close()
-
-
-def go_on_filling(rig):
     rig.runtime.held.clear()
+    rig.close()
 
 
 def stands_still(rig):
@@ -51,7 +47,7 @@ def stands_still(rig):
 def test_a_copy_out_of_new_tensors_waits_for_their_fill(rig):
     rig.submit(evict((1,), (0,)))
     assert stands_still(rig)
-    go_on_filling(rig)
+    rig.runtime.held.clear()
     rig.controller.drain()
     assert not rig.controller.host_pool.block(0).any()
 
@@ -62,7 +58,7 @@ def test_who_fills_or_reads_slots_from_outside_is_told_of_the_fill(rig):
     (wait,) = table.before(Actor.REMOTE, writes=(3,))
     assert [each.event for each in table.before(Actor.REMOTE, reads=(0, 5))] == [wait.event]
     assert rig.controller.late_writes((3,)) == [wait.event]
-    go_on_filling(rig)
+    rig.runtime.held.clear()
     assert wait.event.wait_done()
     assert not any(array.any() for array in rig.arrays)
     assert table.before(Actor.REMOTE, writes=(3,)) == rig.controller.late_writes((3,)) == []
@@ -74,7 +70,7 @@ def test_a_pass_does_not_wait_for_the_fill_that_its_own_stream_runs(rig):
 
 
 def test_later_steps_ask_nothing_about_a_fill_that_has_ended(rig):
-    go_on_filling(rig)
+    rig.runtime.held.clear()
     rig.runtime.compute_stream.synchronize()
     rig.runtime.hold(COMPUTE)
     rig.controller.after_compute((), (1,))  # a pass that runs on and on, as there is always one on a busy GPU

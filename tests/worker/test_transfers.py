@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, LayerSwapTimeoutError, TransferError
-from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, SwapStep
+from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel
 from fastdeploy_kvcache_v1.worker import ops, transfer_manager
 from fastdeploy_kvcache_v1.worker.ops import CopyRun
 from fastdeploy_kvcache_v1.worker.runtime import CpuRuntime
@@ -66,8 +66,7 @@ def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritt
     copied = []
     for name in ("swap_cache_all_layers", "swap_cache_per_layer"):
         monkeypatch.setattr(ops, name, lambda to, of, runs, *, stream=0, op=name: copied.append((op, list(runs))))
-    step = SwapStep.of(1, evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)))
-    rig.controller.submit_swap_tasks(step, overwritten=overwritten)
+    rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)), overwritten=overwritten)
     rig.controller.drain()
     evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])]
     evicted *= rig.layout.num_layers if op == "swap_cache_per_layer" else 1
@@ -112,7 +111,7 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     device = VirtualDevice(Clock())
     rig, written = Rig(device), []
     rig.write_all(0, 10)
-    rig.controller.submit_swap_tasks(SwapStep.of(1, evict((0,), (2,)), NO_SWAP_IN), overwritten=SlotSet.of([0]))
+    rig.submit(evict((0,), (2,)), overwritten=SlotSet.of([0]))
     compute, output = device.streams
 
     def write(layer):
@@ -131,7 +130,7 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
         output.run()
     first, second, third = written
     assert first > second > third, "the copies of later layers were still to come"
-    rig.controller.submit_swap_tasks(SwapStep.of(2, NO_EVICT, swap_in((2,), (1,))))
+    rig.submit(into=swap_in((2,), (1,)))
     rig.controller.drain()
     assert rig.holds_all(1, 10)
     assert rig.holds_all(0, 20)
@@ -143,22 +142,20 @@ def test_a_layer_of_a_slot_is_filled_when_it_has_been_evicted():
     device = VirtualDevice(Clock())
     rig = Rig(device)
     rig.write_all(0, 10)
-    step = SwapStep.of(1, evict((0,), (2,)), swap_in((3,), (0,)))
-    rig.controller.submit_swap_tasks(step, overwritten=SlotSet.of([0]))
+    rig.submit(evict((0,), (2,)), swap_in((3,), (0,)), overwritten=SlotSet.of([0]))
     compute, output, into = device.streams
     while not device.is_idle:
         while compute.run() or into.run():
             pass
         output.run()
-    rig.controller.submit_swap_tasks(SwapStep.of(2, NO_EVICT, swap_in((2,), (1,))))
+    rig.submit(into=swap_in((2,), (1,)))
     rig.controller.drain()
     assert rig.holds_all(1, 10)
     rig.close()
 
 
 def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(rig):
-    step = SwapStep.of(1, evict((0,), (2,)), swap_in((3,), (1,)))
-    counter = rig.controller.submit_swap_tasks(step, overwritten=SlotSet.of([0]))
+    counter = rig.submit(evict((0,), (2,)), swap_in((3,), (1,)), overwritten=SlotSet.of([0]))
     waits = rig.controller.before_compute([1], [0], counter=counter, by_layer=True)
     assert waits.target_slots == {1}
     waits.wait_all()
@@ -166,7 +163,7 @@ def test_a_pass_waits_for_its_swap_in_and_for_what_it_overwrites_layer_by_layer(
     rig.controller.drain()
     assert rig.controller.before_compute([1], [0], counter=counter, by_layer=True) is counter, "there is nothing else"
     let_go = rig.runtime.hold(OUTPUT)
-    rig.controller.submit_swap_tasks(SwapStep.of(2, evict((4,), (4,)), NO_SWAP_IN), overwritten=SlotSet.of([4]))
+    rig.submit(evict((4,), (4,)), overwritten=SlotSet.of([4]))
     waits = rig.controller.before_compute([], [4], by_layer=True)
     with pytest.raises(LayerSwapTimeoutError):
         waits.wait_for_layer(0)
@@ -362,9 +359,7 @@ def test_a_report_says_how_long_compute_stood_still_since_the_last_one(rig, monk
 
     monkeypatch.setattr(rig.runtime.compute_stream, "wait_event", takes_a_second)
     rig.submit(into=swap_in((0,), (4,)))
-    counter = rig.controller.submit_swap_tasks(
-        SwapStep.of(2, evict((0,), (2,)), swap_in((1,), (5,))), overwritten=SlotSet.of([0])
-    )
+    counter = rig.submit(evict((0,), (2,)), swap_in((1,), (5,)), overwritten=SlotSet.of([0]))
     waits = rig.controller.before_compute([4], [0], counter=counter, by_layer=True)
     assert rig.controller.take_report().exposed_wait_s == 1
     waits.wait_for_layer(0)

@@ -11,6 +11,7 @@ from fastdeploy_kvcache_v1.metadata import NO_EVICT, NO_SWAP_IN, CacheLevel, Cac
 from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from fastdeploy_kvcache_v1.worker.layer_done_counter import LayerDoneCounter
 from fastdeploy_kvcache_v1.worker.runtime import Runtime
+from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
 from tests.worker.chosen_runtime import ChosenRuntime
 
 LIMIT_S = 20.0
@@ -82,10 +83,10 @@ class Rig:
             self.write_all(slot, 10 + slot)
 
     def submit(
-        self, out: CacheSwapMetadata = NO_EVICT, into: CacheSwapMetadata = NO_SWAP_IN
+        self, out: CacheSwapMetadata = NO_EVICT, into: CacheSwapMetadata = NO_SWAP_IN, **options: SlotSet | None
     ) -> LayerDoneCounter | None:
         self._step += 1
-        return self.controller.submit_swap_tasks(SwapStep.of(self._step, out, into))
+        return self.controller.submit_swap_tasks(SwapStep.of(self._step, out, into), **options)
 
     def device_row(self, layer: int, role: int, slot: int) -> np.ndarray:
         return self.arrays[layer * len(self.layout.roles) + role][slot].reshape(-1)

@@ -11,17 +11,13 @@ from tests.storage.values import namespace, put
 
 
 @pytest.fixture
-def store(tmp_path):
-    opened = []
-
+def store(tmp_path, request):
     def open_store(capacity=100 * FILE_BYTES, directory=tmp_path / "kv", **changes):
-        opened.append(FileBackend(directory, namespace(**changes), capacity_bytes=capacity))
-        return opened[-1]
+        backend = FileBackend(directory, namespace(**changes), capacity_bytes=capacity)
+        request.addfinalizer(lambda: (backend.close(), backend.close()))
+        return backend
 
-    yield open_store
-    for backend in opened:
-        backend.close()
-        backend.close()
+    return open_store
 
 
 @pytest.fixture

@@ -288,13 +288,8 @@ def check(place, operation, fault):
     for path in place.directory.glob("tmp/*"):
         os.utime(path, (1, 1))  # its writer has ended long ago
     place.open()
-    assert {path.name for path in place.directory.iterdir()} <= {
-        "format",
-        "used",
-        "tmp",
-        DIGEST,
-        namespace(model="n").digest,
-    }
+    ours = {"format", "used", "tmp", DIGEST, namespace(model="n").digest}
+    assert {path.name for path in place.directory.iterdir()} <= ours
     assert not any((place.directory / "tmp").iterdir())
     for number in range(100, 102 + CAPACITY):
         assert put(opened, number) == 1

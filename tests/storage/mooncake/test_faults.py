@@ -10,7 +10,7 @@ from fastdeploy_kvcache_v1.storage.mooncake import client, share
 from fastdeploy_kvcache_v1.storage.mooncake.mooncake_backend import MooncakeBackend
 from fastdeploy_kvcache_v1.storage.mooncake.settings import MooncakeSettings
 from tests.fault_proxy import Fault, FaultProxy
-from tests.mooncake_master import needs_mooncake
+from tests.mooncake_master import Master, needs_mooncake
 from tests.storage.values import VALUE_BYTES, got, keys, namespace, put, register
 
 pytestmark = [pytest.mark.process, needs_mooncake()]
@@ -28,6 +28,34 @@ def healed(call):
         except StorageError:
             assert time.monotonic() < deadline, "it does not heal"
             time.sleep(0.1)
+
+
+@pytest.fixture
+def master(tmp_path):
+    master = Master(tmp_path)
+    yield master
+    master.kill()
+
+
+@pytest.fixture
+def settings(master):
+    return MooncakeSettings.read(master.environment())
+
+
+@pytest.fixture
+def store(settings, monkeypatch, request):
+    """Opens backends as servers do, with memory of their own in `slots`. The store has 64 MiB."""
+    monkeypatch.setattr(client, "LEAVE_TIMEOUT_S", 0.0)
+    share.give_memory(settings, 0)
+
+    def open_store(count):
+        backend = MooncakeBackend(settings, namespace())
+        request.addfinalizer(lambda: (backend.close(), backend.close()))
+        register(backend, count)
+        return backend
+
+    yield open_store
+    share.take_back_memory()
 
 
 @pytest.fixture

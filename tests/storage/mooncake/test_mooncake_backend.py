@@ -20,18 +20,16 @@ from tests.storage.values import DIGEST, VALUE_BYTES, got, keys, namespace, put,
 
 
 @pytest.fixture
-def store(cluster):
+def store(cluster, request):
     """Opens backends as ranks do, with memory for `count` values."""
-    opened = []
 
     def open_one(count=16, rank=0):
-        opened.append(MooncakeBackend(SETTINGS, namespace(), rank=rank))
-        register(opened[-1], count)
-        return opened[-1]
+        backend = MooncakeBackend(SETTINGS, namespace(), rank=rank)
+        request.addfinalizer(backend.close)
+        register(backend, count)
+        return backend
 
     yield open_one
-    for backend in opened:
-        backend.close()
     take_back_memory()
 
 

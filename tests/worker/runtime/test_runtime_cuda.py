@@ -55,21 +55,9 @@ def test_calls_of_one_step(gpu, rig):
     layers = [entry[2] for entry in gpu.log if entry[:2] == ("record", into) and entry[3] == "untimed"]
     shape = [entry[:2] for entry in gpu.log]
     assert shape == [
-        ("stream", output),
-        ("record", output),
-        *[("copy", output)] * 4,
-        ("record", output),
-        ("stream", into),
-        ("wait", into),
-        ("record", into),
-        *[("copy", into)] * 2,
-        ("record", into),
-        *[("copy", into)] * 2,
-        ("record", into),
-        ("record", into),
-        ("wait", COMPUTE),
-        ("wait", COMPUTE),
-        ("record", COMPUTE),
+        *[(what, output) for what in ("stream", "record", *["copy"] * 4, "record")],
+        *[(what, into) for what in ("stream", "wait", "record", *["copy", "copy", "record"] * 2, "record")],
+        *[(what, COMPUTE) for what in ("wait", "wait", "record")],
     ]
     assert [entry[2] for entry in gpu.log if entry[:2] == ("wait", into)] == [out_end]
     assert [entry[2] for entry in gpu.log if entry[:2] == ("wait", COMPUTE)] == layers
