@@ -28,13 +28,8 @@ def play(trace, *, limit=None, window=128, admissions=8, outputs=True, **config)
 @pytest.mark.parametrize(("window", "admissions"), [(1, 1), (128, 16)])
 @pytest.mark.parametrize("num_host_blocks", [5, 400])
 def test_every_block_holds_what_it_should(synthetic_trace, policy, window, admissions, num_host_blocks):
-    done = play(
-        synthetic_trace,
-        window=window,
-        admissions=admissions,
-        write_policy=policy,
-        num_host_blocks=num_host_blocks,
-    )
+    options = {"write_policy": policy, "num_host_blocks": num_host_blocks}
+    done = play(synthetic_trace, window=window, admissions=admissions, **options)
     counters = done.manager.stats().counters
     assert len(done.request_seconds) + done.num_too_long == 400
     assert done.num_too_long < 10
@@ -108,9 +103,8 @@ def test_a_request_whose_output_is_cut_makes_room_in_the_same_step(tmp_path):
 
 @pytest.mark.parametrize("lost", [SWAP_IN, EVICT], ids=["swap_in", "evict"])
 def test_a_lost_copy_is_noticed(synthetic_trace, monkeypatch, lost):
-    replay = Replay(
-        ReplayOptions(KVCacheConfig(150, 400, write_policy=WritePolicy.WRITE_BACK), outputs=True, verify=True)
-    )
+    config = KVCacheConfig(150, 400, write_policy=WritePolicy.WRITE_BACK)
+    replay = Replay(ReplayOptions(config, outputs=True, verify=True))
     take = replay.manager.take_swap_step
 
     def take_less() -> SwapStep:

@@ -14,16 +14,9 @@ from fastdeploy_kvcache_v1.replay.trace import TraceRequest, read_trace
 GOOD = {"timestamp": 0, "input_length": 2000, "output_length": 10, "hash_ids": [0, 1, 2, 3]}
 
 
-def request(
-    *hash_ids: int,
-    input_length: int | None = None,
-    line: int = 1,
-    output_length: int = 0,
-    tokens_per_id: int = 512,
-    output_hash_ids: tuple[int, ...] = (),
-) -> TraceRequest:
-    length = input_length or tokens_per_id * len(hash_ids)
-    return TraceRequest(line, 0, length, output_length, hash_ids, tokens_per_id, output_hash_ids=output_hash_ids)
+def request(*ids, input_length=None, line=1, output_length=0, tokens_per_id=512, output_hash_ids=()):
+    length = input_length or tokens_per_id * len(ids)
+    return TraceRequest(line, 0, length, output_length, ids, tokens_per_id, output_hash_ids=output_hash_ids)
 
 
 def write(tmp_path, *lines: object):
@@ -130,11 +123,12 @@ def test_hashes_are_equal_exactly_for_equal_prefixes(block_size):
     assert TraceHasher(block_size).prompt_hashes(request(1, 2, 3)) == first
 
 
-def test_an_id_after_another_prefix_is_another_block_and_counted():
-    hasher = TraceHasher(64)
-    below_one = hasher.prompt_hashes(request(1, 7))
+@pytest.mark.parametrize(("block_size", "tokens_per_id"), [(64, 512), (16, 16)])
+def test_an_id_after_another_prefix_is_another_block_and_counted(block_size, tokens_per_id):
+    hasher = TraceHasher(block_size)
+    below_one = hasher.prompt_hashes(request(1, 7, 8, tokens_per_id=tokens_per_id))
     assert hasher.num_reparented_ids == 0
-    below_two = hasher.prompt_hashes(request(2, 7))
+    below_two = hasher.prompt_hashes(request(2, 7, 8, tokens_per_id=tokens_per_id))
     assert hasher.num_reparented_ids == 1
     assert not set(below_one) & set(below_two)
 
@@ -158,18 +152,9 @@ def test_a_block_of_several_ids_is_the_chain_of_them():
     first = hasher.prompt_hashes(request(*ids, input_length=9 * 16 - 1, tokens_per_id=16))
     assert len(first) == 2
     for changed in range(9):
-        other = hasher.prompt_hashes(
-            request(*ids[:changed], 99, *ids[changed + 1 :], input_length=9 * 16, tokens_per_id=16)
-        )
+        others = *ids[:changed], 99, *ids[changed + 1 :]
+        other = hasher.prompt_hashes(request(*others, input_length=9 * 16, tokens_per_id=16))
         assert len(set(first) & set(other)) == changed // 4
-
-
-def test_ids_that_name_tokens_alone_are_blocks_after_their_prefix():
-    hasher = TraceHasher(16)
-    one = hasher.prompt_hashes(request(1, 7, 8, tokens_per_id=16))
-    two = hasher.prompt_hashes(request(2, 7, 8, tokens_per_id=16))
-    assert not set(one) & set(two)
-    assert hasher.num_reparented_ids == 1
 
 
 def test_tokens_without_an_id_are_found_by_nobody():
@@ -256,13 +241,7 @@ def test_turns_of_a_session_know_the_line_before(tmp_path):
         {**GOOD, "session_id": "a", "delay": 1500},
         {**GOOD, "session_id": "a", "delay": None},
     )
-    assert [(r.after, r.delay_ms) for r in read_trace(path)] == [
-        (None, None),
-        (None, None),
-        (None, None),
-        (1, 1500),
-        (4, None),
-    ]
+    assert [(r.after, r.delay_ms) for r in read_trace(path)] == [*[(None, None)] * 3, (1, 1500), (4, None)]
 
 
 def test_a_line_of_qwen_bailian_knows_its_parent_and_seconds(tmp_path):
