@@ -185,31 +185,19 @@ def test_pass_that_fails_for_everybody_is_not_repeated(start, monkeypatch):
         gate.set()
 
 
-class OpensGate(LookingForward):
-    """Lets the copy go on that is held back until the first layer is computed."""
-
-    def __init__(self, gate):
-        super().__init__()
-        self._gate = gate
-
-    def __call__(self, sequences, caches, before_layer):
-        def wait(layer):
-            before_layer(layer)
-            self._gate.set()
-
-        return super().__call__(sequences, caches, wait)
-
-
 def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
     """The first step's copies are waited for before; else the last step's would be, and with them no overlap."""
-    gate, copies = threading.Event(), []
+    gate, copies, looks = threading.Event(), [], LookingForward()
+
+    def forward(sequences, caches, before_layer):
+        return looks(sequences, caches, lambda layer: before_layer(layer) or gate.set())
 
     def hold_the_last_layer_of_the_second_step(stream):
         copies.append(stream)
         if len(copies) == 2 * LAYERS:
             assert gate.wait(10)
 
-    worker = start(CpuRuntime(delay=hold_the_last_layer_of_the_second_step), forward=OpensGate(gate), layer_timeout_s=5)
+    worker = start(CpuRuntime(delay=hold_the_last_layer_of_the_second_step), forward=forward, layer_timeout_s=5)
     batch = BatchRequest([task("a", [3, 4, 5], start=8)], swap_steps=[swap_in(0, 3), swap_in(1, 4)])
     result = worker.runner.run(batch)
     assert (result.tokens, result.retry, result.errors) == ({"a": 9}, {}, {})

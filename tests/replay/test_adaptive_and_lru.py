@@ -1,10 +1,6 @@
 """What the learned order finds beside LRU: never much less, and more where how blocks are used tells them apart."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +16,7 @@ from .conftest import traffic
 WARM_UP = 1500
 
 
-def stack_traffic(num_fit: int, new: float, depth: float, num_requests: int) -> Iterator[int]:
+def stack_traffic(num_fit, new, depth, num_requests):
     """Prompts by number. A share `new` is new; the others were used at most `depth` of what fits ago, each distance as
     often as any other. So LRU is the best order there is, and nothing is learned from how often blocks were used.
     """
@@ -36,7 +32,7 @@ def stack_traffic(num_fit: int, new: float, depth: float, num_requests: int) -> 
         yield prompt
 
 
-def percent_found(prompts: list[int], num_fit: int, num_blocks: int, eviction: str) -> float:
+def percent_found(prompts, num_fit, num_blocks, eviction):
     config = KVCacheConfig(num_fit * num_blocks, block_size=1, eviction_policy=eviction, max_queued_events=0)
     cache, found = CacheManager(config), 0
     for number, prompt in enumerate(prompts):
@@ -60,28 +56,26 @@ def percent_found(prompts: list[int], num_fit: int, num_blocks: int, eviction: s
         (200, 0.5, 0.97, 2, 5000),
     ],
 )
-def test_where_recency_is_best_no_more_than_three_thousandths_are_lost(
-    num_fit: int, new: float, depth: float, num_blocks: int, num_requests: int
-) -> None:
+def test_where_recency_is_best_no_more_than_three_thousandths_are_lost(num_fit, new, depth, num_blocks, num_requests):
     prompts = list(stack_traffic(num_fit, new, depth, num_requests))
     lru, adaptive = (percent_found(prompts, num_fit, num_blocks, name) for name in ("lru", "adaptive"))
     assert lru > 40
     assert adaptive > lru - 0.3
 
 
-def replayed(trace: Path, num_blocks: int, eviction: str, *, block_size: int, limit: int | None = None) -> float:
+def replayed(trace, num_blocks, eviction, *, block_size, limit=None):
     config = KVCacheConfig(num_blocks, block_size=block_size, eviction_policy=eviction, max_queued_events=0)
     replay = Replay(ReplayOptions(config, window=1))
     replay.run(read_trace(trace, limit))
     return 100 * replay.num_device_hit_tokens / replay.num_input_tokens
 
 
-def test_agents_keep_what_their_calls_repeat(tmp_path: Path) -> None:
+def test_agents_keep_what_their_calls_repeat(tmp_path):
     """38.2 % of the tokens. LRU finds 27.0 %, and 34.1 % are found where a call changes the class of older blocks."""
     assert replayed(traffic(tmp_path / "trace", "agents", 4000), 1000, "adaptive", block_size=64) > 37.5
 
 
 @pytest.mark.parametrize(("num_blocks", "least"), [(625, 5.9), (2500, 10.1), (6250, 16.2)])
-def test_real_conversations_are_served_no_worse(real_trace: Path, num_blocks: int, least: float) -> None:
+def test_real_conversations_are_served_no_worse(real_trace, num_blocks, least):
     """LRU finds 4.1, 6.1 and 15.2 % of the tokens."""
     assert replayed(real_trace, num_blocks, "adaptive", block_size=512, limit=6000) > least

@@ -1,9 +1,5 @@
 """A manager is made before profiling finds how many device blocks there are: no part of it keeps the size of then."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
@@ -11,7 +7,6 @@ from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.replay.driver import Replay, ReplayOptions
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler import cache_manager
-from fastdeploy_kvcache_v1.scheduler.cache_stats import Counters
 
 from .conftest import traffic
 
@@ -20,11 +15,11 @@ BEFORE_PROFILING = 144
 
 
 @pytest.fixture(scope="module", params=["chat", "agents"])
-def trace(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trace(request, tmp_path_factory):
     return traffic(tmp_path_factory.mktemp("traces") / "trace", request.param, 1200)
 
 
-def counters(trace: Path, device: int, host: int, made_with: int | None) -> Counters:
+def counters(trace, device, host, made_with):
     config = KVCacheConfig(device, host, max_queued_events=0)
     replay = Replay(ReplayOptions(config, window=8, admissions_per_step=1, made_with=made_with))
     replay.run(read_trace(trace))
@@ -32,9 +27,7 @@ def counters(trace: Path, device: int, host: int, made_with: int | None) -> Coun
 
 
 @pytest.mark.parametrize(("device", "host"), [(2000, 0), (2000, 3000), (1000, 4000)])
-def test_a_resized_manager_does_what_one_made_with_that_size_does(
-    monkeypatch: pytest.MonkeyPatch, trace: Path, device: int, host: int
-) -> None:
+def test_a_resized_manager_does_what_one_made_with_that_size_does(monkeypatch, trace, device, host):
     monkeypatch.setattr(cache_manager, "LEAST_WATCHED", 64)  # else these traces would all be watched whole
     expected = counters(trace, device, host, None)
     assert expected.device_hit_tokens > 0 < expected.device_lost_blocks + expected.swap_out_blocks
@@ -43,6 +36,6 @@ def test_a_resized_manager_does_what_one_made_with_that_size_does(
 
 
 @pytest.mark.parametrize("number", [0, -1, 1 << 27])
-def test_a_manager_that_cannot_be_made_is_refused(number: int) -> None:
+def test_a_manager_that_cannot_be_made_is_refused(number):
     with pytest.raises(ConfigError, match=r"made_with must be at least 1|at most"):
         ReplayOptions(KVCacheConfig(100), made_with=number)

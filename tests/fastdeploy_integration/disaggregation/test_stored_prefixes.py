@@ -9,6 +9,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import patches
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.prefill_adapter import PrefillAdapter
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation.stored_prefixes import StoredPrefixes
 from tests.fastdeploy_integration.engine.by_hand import make_adapter
+from tests.fastdeploy_integration.engine.test_storage import manager_of, storage_of
 
 from .fake_requests import request
 
@@ -27,30 +28,17 @@ class Scheduler:
         return [request(each) for each in taken]
 
 
-class Store:
-    """Holds the requests whose id begins with "s"."""
-
-    def __init__(self):
-        self.held, self.released = {}, {}
-
-    def holds(self, request_id):
-        return request_id in self.held or request_id in self.released
-
-    def waits(self, asked):
-        if asked.request_id.startswith("s"):
-            self.held[asked.request_id] = asked
-        return asked.request_id in self.held
-
-    def release(self, request_id):
-        self.released[request_id] = self.held.pop(request_id)
-
-    def take_released(self, most):
-        return [self.released.pop(each) for each in list(self.released)[:most]]
+def store():
+    """It holds the requests whose id begins with "s"; `let_go(request_id)` releases one."""
+    made, tier, _ = storage_of()
+    made.waits = lambda asked: asked.request_id.startswith("s") and made.hold(asked, "tokens")
+    made.let_go = lambda request_id: tier.startable.add(request_id) or made.release(manager_of())
+    return made
 
 
 @pytest.fixture
 def server():
-    made = SimpleNamespace(scheduler=Scheduler(), store=Store(), slept=[])
+    made = SimpleNamespace(scheduler=Scheduler(), store=store(), slept=[])
     made.prefixes = StoredPrefixes(made.scheduler, made.store, made.store.waits, made.slept.append)
 
     def get(*ids, batch=1):
@@ -68,10 +56,10 @@ def test_others_pass_one_that_waits_and_it_goes_on_when_its_prefix_is_here(serve
     assert server.slept == []
     assert server.get() == [], "and does not wait for new ones"
     assert len(server.slept) == 1
-    first = server.store.held["s1"]
+    first = server.store._held["s1"]
     assert server.get("s1") == ["s1"], "the second of one id does not wait"
-    assert server.store.held["s1"] is first
-    server.store.release("s1")
+    assert server.store._held["s1"] is first
+    server.store.let_go("s1")
     assert [server.get("c"), server.get()] == [["s1"], ["c"]]
     assert not server.store.holds("s1")
 
@@ -79,7 +67,7 @@ def test_others_pass_one_that_waits_and_it_goes_on_when_its_prefix_is_here(serve
 def test_there_are_never_more_than_seats_for_them(server):
     assert server.get("s1", "s2", "s3", batch=3) == []
     for each in ("s2", "s1", "s3"):
-        server.store.release(each)
+        server.store.let_go(each)
     assert [server.get(batch=seats) for seats in (0, 2, 2)] == [[], ["s2", "s1"], ["s3"]]
 
 
@@ -90,7 +78,7 @@ TAKEN = {"prefill": [[], ["a"], ["b"]], "without storage": [["s1"], ["a"], ["b"]
 def test_a_thread_of_a_prefill_server_takes_one_request_which_may_have_waited_for_its_stored_prefix(kind):
     """With two it could have a seat for the first, and wait for one that another thread has in the same way."""
     cache = make_adapter(20) if kind == "mixed" else make_adapter(20, kind=PrefillAdapter)
-    cache.storage = None if kind == "without storage" else Store()
+    cache.storage = None if kind == "without storage" else store()
     if cache.storage is not None:
         cache.waits_for_storage = cache.storage.waits
     scheduler = Scheduler("s1", "a", "b")
