@@ -17,14 +17,10 @@ def planned(request_id: str, table: list[int], hashes: list[bytes], first_writte
     return request
 
 
-def step(number: int, *, out: dict[int, int] | None = None, into: dict[int, int] | None = None) -> SwapStep:
-    return SwapStep.of(
-        number,
-        *(
-            CacheSwapMetadata(*kind, tuple(copies.keys()), tuple(copies.values()))
-            for kind, copies in ((EVICT, out or {}), (SWAP_IN, into or {}))
-        ),
-    )
+def step(number, *, out=(), into=()):
+    """`out` and `into`: targets by source, as dictionaries."""
+    both = (EVICT, dict(out)), (SWAP_IN, dict(into))
+    return SwapStep.of(number, *(CacheSwapMetadata(*kind, tuple(each), tuple(each.values())) for kind, each in both))
 
 
 @pytest.fixture

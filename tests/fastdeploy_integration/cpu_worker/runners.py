@@ -1,6 +1,7 @@
 """Runners with a real model, caches and copies, and what their tests share. The reference is the model alone."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,23 +24,14 @@ LONG = PROMPT[:16] + list(range(50, 66))
 """Four blocks, of which PROMPT has the first two."""
 
 
-class Messages:
-    """Takes the place of the socket to the engine."""
-
-    def __init__(self):
-        self.sent = []
-
-    def send(self, rows, *, running):
-        self.sent.append((list(rows), running))
-
-
 def start_runner(model, directory, *, host_blocks=8, copy_faults="", keep_host_memory=False, sends=True, **parts):
     config = RunnerConfig(Path(model), BLOCK, host_blocks, "float32", copy_faults, keep_host_memory)
-    sender = Messages() if sends else None
+    told = []
+    sender = SimpleNamespace(send=lambda rows, *, running: told.append((list(rows), running))) if sends else None
     runner = CpuModelRunner(config, sender, stats_directory=directory, **parts)
     runner.load_weights()
     runner.create_caches(16)
-    runner.messages = sender.sent if sends else None
+    runner.messages = told
     return runner
 
 
