@@ -102,20 +102,14 @@ TIERS = {"device": "D", "host": "H", "swap_to_host": "o", "swap_to_device": "i",
 
 
 def play(events: str, device: int, host: int = 0, policy: str = "write_back", **options: Any) -> Scene:
-    """Events separated by `;`, each a method of `Scene` and its arguments; the manager is checked after each."""
+    """A scene on a cache of this size in which `events` have happened, see `Scene.play`."""
     scene = Scene(manager(device, host, policy, **options))
-    for event in events.split(";"):
-        word, *arguments = event.split()
-        try:
-            getattr(scene, word)(*arguments)
-            scene.cache.check()
-        except AssertionError as error:
-            raise AssertionError(f"at `{event.strip()}` of `{events}`: {error}") from error
+    scene.play(events)
     return scene
 
 
 def play_law(law: str, **options: Any) -> Scene:
-    """As `play`, of sizes, `:` and events. Sizes: device blocks, `+`, host blocks, a write policy if not write back."""
+    """Of sizes, `:` and events. Sizes: device blocks, `+`, host blocks, and a write policy if it is not write back."""
     sizes, events = law.split(":")
     blocks, *policy = sizes.split()
     return play(events, *map(int, blocks.split("+")), *policy, **options)
@@ -133,6 +127,16 @@ class Scene:
         self.steps: dict[str, SwapStep] = {}
         self.load_slots = LoadSlots((), -1)
         self.lent: list[DeviceSlot] = []
+
+    def play(self, events: str) -> None:
+        """Events separated by `;`, each a method and its arguments; the manager is checked after each."""
+        for event in events.split(";"):
+            word, *arguments = event.split()
+            try:
+                getattr(self, word)(*arguments)
+                self.cache.check()
+            except AssertionError as error:
+                raise AssertionError(f"at `{event.strip()}` of `{events}`: {error}") from error
 
     # ---- requests
 

@@ -56,8 +56,7 @@ def test_events_are_kept_from_the_first_time_they_are_taken() -> None:
         ("cleared", ()),
         ("stored", (block("e"), block("ef"))),
     ]
-    scene.count("events_overflowed", "0")
-    scene.run("g")
+    scene.play("count events_overflowed 0; run g")
     assert [event.kind for event in scene.cache.take_events()] == ["stored"]
 
 
@@ -85,9 +84,7 @@ def test_too_many_named_blocks_collapse_into_a_snapshot(
 ) -> None:
     scene = play("step", 64, host, "write_through", max_queued_events=most)
     scene.cache.take_events()
-    for event in events.split("; "):
-        scene.run(event.split()[1])
-    scene.count("events_overflowed", str(overflows))
+    scene.play(f"{events}; count events_overflowed {overflows}")
     assert [event.kind for event in scene.cache.take_events()] == kinds
     assert scene.cache.take_events() == []
 

@@ -63,5 +63,4 @@ def test_a_request_of_the_line_that_reads_nothing_keeps_nothing(name: str, kept:
     scene = play("run ab; run cd", 4)
     assert limited("ab!", name).access == CacheAccess(reads=name == "r")
     scene.cache.expect([limited("ab!", name)])
-    scene.run("12")
-    scene.see("ab", kept)
+    scene.play(f"run 12; see ab {kept}")

@@ -171,8 +171,7 @@ def test_no_counter_ever_falls() -> None:
     cache, seen = scene.cache, []
     for end in (cache.release, cache.finish, cache.preempt):
         for stepped in (False, True):
-            scene.match("abc1", "r")
-            scene.grow("r", "5")
+            scene.play("match abc1 r; grow r 5")
             seen.append(cache.stats().counters)
             if stepped:
                 cache.take_swap_step()
@@ -194,8 +193,7 @@ def test_what_hosts_count_is_added_up() -> None:
     for tokens in (3, 4):
         scene.cache.count_shared_prefill(tokens)
         scene.cache.count_declined_load(2 * tokens)
-    for name, value in (("shared_prefill_requests", 2), ("shared_prefill_tokens", 7), ("declined_load_tokens", 14)):
-        scene.count(name, str(value))
+    scene.play("count shared_prefill_requests 2; count shared_prefill_tokens 7; count declined_load_tokens 14")
 
 
 def test_host_hits_are_reported_in_tokens_and_once() -> None:

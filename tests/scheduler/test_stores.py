@@ -102,26 +102,16 @@ def test_a_reset_drops_a_swap_in_that_nobody_waits_for_of_blocks_that_are_stored
     scene = play("run abc; step late; run 123456789xyz; step; see abc HHH", 12, 16, "write_through")
     cache = scene.cache
     cache.match_prefix("computes", prompt("abcd!"), max_blocks=0)
-    for event in ("grow computes 4", "step", "store late a,ab,abc", "start abc plans", "commit computes 4"):
-        word, *arguments = event.split()
-        getattr(scene, word)(*arguments)
-    cache.release("plans")
-    cache.finish("computes")
-    scene.see("abc", "iii")
-    scene.reset(how)
-    cache.check()
-    assert not cache.take_swap_step().swap_in
-    assert cache.stats().device_free_blocks == 12
-    cache.end_store("store")
+    scene.play("grow computes 4; step; store late a,ab,abc; start abc plans; commit computes 4; release plans")
+    scene.play(f"finish computes; see abc iii; reset {how}; step; into 0; count device_free_blocks 12; end")
     cache.check_idle()
-    assert cache.stats().host_free_blocks == 16
+    scene.count("host_free_blocks", "16")
 
 
 def test_a_store_of_a_step_of_long_ago_finds_nothing() -> None:
     scene = play("run ab; step late", 8, 8, "write_through")
     for number in range(300):
-        scene.run(chr(1000 + number))
-        scene.step()
+        scene.play(f"run {chr(1000 + number)}; step")
     scene.store("late", "-")
 
 
@@ -130,11 +120,7 @@ def test_a_store_of_a_part_of_a_run_lets_the_rest_leave_the_host() -> None:
     late, cache = scene.steps["late"], scene.cache
     source = cache.begin_store("store", late.step, frozenset(late.evict.target_slots[2:4]))
     assert source == StoreSource((block("abc"), block("abcd")), late.evict.target_slots[2:4])
-    scene.run("uvwxyz")
-    scene.step()
-    scene.copied("uvwxyz", "yyyynn")
-    cache.end_store("store")
-    cache.check_idle()
+    scene.play("run uvwxyz; step; copied uvwxyz yyyynn; end; idle")
 
 
 def test_a_store_on_the_device_takes_a_piece_of_a_prompt() -> None:

@@ -76,7 +76,4 @@ def test_runs_that_are_not_neighbours_in_eviction_order_stay_apart() -> None:
     top = scene.cache._tree.root.child(block("a"))
     assert top is not None
     top.hits = 0
-    scene.match("ab", "again")
-    scene.release("again")
-    scene.cache.check()
-    scene.shape("a", "b", "x")
+    scene.play("match ab again; release again; shape a b x")

@@ -69,7 +69,7 @@ class ChosenStream(CpuStream):
 
 
 class ChosenRuntime(CpuRuntime):
-    """Copies go on at each `turn`, and where something waits for them. As on a CPU: a failure is known when it happens.
+    """Copies go on where something waits for them. As on a CPU: a failure is known when it happens.
     Who waits with a time-out for what cannot go on is late at once.
     """
 
@@ -93,11 +93,6 @@ class ChosenRuntime(CpuRuntime):
     def new_stream(self, name: str) -> ChosenStream:
         self._streams = [*(stream for stream in self._streams if not stream.closed), ChosenStream(name, self)]
         return self._streams[-1]
-
-    def turn(self) -> None:
-        """Some of what was submitted happens."""
-        while self._random.random() < 0.6 and self.go_on():
-            pass
 
     def go_on(self) -> bool:
         """The next piece of work of some stream. False if no stream can go on."""
