@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -55,10 +55,8 @@ class Sockets:
     @contextmanager
     def ours(self):
         made = Ours(self.make(), self.tensors(canaries()))
-        try:
+        with closing(made.plane):
             yield made
-        finally:
-            made.plane.close()
 
     def peer(self):
         if self._shared is None:
@@ -68,10 +66,8 @@ class Sockets:
     @contextmanager
     def own_peer(self):
         made = Theirs(self.make(), self.tensors(content(3)))
-        try:
+        with closing(made.plane):
             yield made
-        finally:
-            made.plane.close()
 
     def close(self):
         if self._shared is not None:

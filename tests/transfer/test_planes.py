@@ -1,6 +1,7 @@
 """Every data plane keeps the contract; test_mooncake_plane.py asks Mooncake itself, `ipc_checks.py` a GPU."""
 
 import atexit
+from contextlib import closing
 
 import pytest
 
@@ -20,11 +21,8 @@ CHECKS = [
 
 @pytest.mark.parametrize(("kind", "check"), CHECKS, ids=[f"{kind.__name__} {check.__name__}" for kind, check in CHECKS])
 def test_the_contract_is_kept(monkeypatch, kind, check):
-    world = kind(monkeypatch)
-    try:
+    with closing(kind(monkeypatch)) as world:
         check(world)
-    finally:
-        world.close()
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Mooncake, "close"), (CudaIpc, "_close_sources")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import NamedTuple
 
@@ -90,13 +91,10 @@ def _by(compiled: CompiledOps, path: Path) -> Copy:
 
 def _on_a_queue(compiled: CompiledOps) -> Copy:
     def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
-        queue = Queue(compiled.library, "test")
-        try:
+        with closing(Queue(compiled.library, "test")) as queue:
             for to, of in zip(targets, sources, strict=True):
                 compiled.swap_cache_per_layer(to, of, runs, queue.id)
             assert queue.record().wait(-1)
-        finally:
-            queue.close()
 
     return copy
 
