@@ -30,6 +30,13 @@ SAID = ["fetching Little (0 MB, once) into {cache}", "converting Little (once)"]
 
 
 @pytest.fixture
+def cache(monkeypatch, tmp_path):
+    path = tmp_path / "cache with a space"
+    monkeypatch.setenv("FASTDEPLOY_KVCACHE_CACHE", str(path))
+    return path
+
+
+@pytest.fixture
 def index(monkeypatch, tmp_path):
     """The only place where pip looks."""
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
