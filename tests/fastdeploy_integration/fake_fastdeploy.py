@@ -1,6 +1,7 @@
 """A FAKE FastDeploy: a small package written to disk, with classes shaped like the places we patch."""
 
 import importlib
+import json
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -93,10 +94,8 @@ def write_table(
 
 
 def _assignments(section: dict[str, object]) -> str:
-    """Strings, numbers and lists look the same in TOML and in Python."""
-    return "".join(
-        f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}\n" for key, value in section.items()
-    )
+    """Strings, numbers, booleans and lists look the same in TOML and in JSON."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
 
 
 def forget(package: str) -> None:

@@ -253,12 +253,8 @@ def test_a_line_of_qwen_bailian_knows_its_parent_and_seconds(tmp_path):
         {**chat, "chat_id": 7, "parent_chat_id": 5, "timestamp": 61.114},
         {**chat, "chat_id": 8, "parent_chat_id": 5, "timestamp": 62},  # asked again in another way
     )
-    assert [(r.after, r.timestamp_ms) for r in read_trace(path)] == [
-        (None, 500),
-        (None, 1250),
-        (1, pytest.approx(61_114)),
-        (1, 62_000),
-    ]
+    expected = [(None, 500), (None, 1250), (1, pytest.approx(61_114)), (1, 62_000)]
+    assert [(r.after, r.timestamp_ms) for r in read_trace(path)] == expected
 
 
 def test_ids_of_the_real_trace_name_whole_prefixes(real_trace):

@@ -56,10 +56,8 @@ def test_an_error_is_raised_unless_there_are_tokens_that_can_be_answered(resched
 
 def test_what_is_no_output_of_a_request_is_passed_on(reschedules):
     control = {"request_id": "r", "error_code": 500, "error_message": "no"}
-    assert asyncio.run(take([control], [SimpleNamespace(error_code=500)])) == [
-        [control],
-        [SimpleNamespace(error_code=500)],
-    ]
+    others = [[control], [SimpleNamespace(error_code=500)]]
+    assert asyncio.run(take(*others)) == others
 
 
 @pytest.mark.parametrize(
