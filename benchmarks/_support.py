@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # some take what tests/ has
 RESULTS = ROOT / "benchmarks" / "results"
 TRACE = ROOT.parent / "shared/traces/mooncake_conversation.jsonl"
+MODEL = ("--model", "smollm2")
+"""For servers whose first tokens are timed: a real model. The random one computes a checksum, which costs nothing."""
 
 
 BEFORE_PROFILING = 144

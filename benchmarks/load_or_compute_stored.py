@@ -14,18 +14,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _support import ROOT, median, random_tokens, save
+from _support import MODEL, ROOT, median, random_tokens, save
 from server import metrics, send, settled_metrics
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.client import Answer
 from fastdeploy_kvcache_v1.embedded.process import running_server
 
-LENGTHS = (500, 1_000, 2_000, 4_000)
+LENGTHS = (256, 512, 1_024, 2_048)
 RATES_MB_S = (1e6, 40.0, 20.0, 10.0, 5.0)
 """The first one is no limit."""
 
-ROUNDS = 7
+ROUNDS = 5
 LEARNING = 1
 """Rounds before, in which servers learn what loading and computing cost."""
 
@@ -33,8 +33,9 @@ NEW = 1_000
 """Prompts of one rate."""
 
 SERVE = (
-    *("--num-gpu-blocks-override", "300", "--swap-space", "0.5", "--write-policy", "write_through"),
-    *("--max-model-len", "4700", "--max-num-batched-tokens", "4700"),
+    *MODEL,
+    *("--num-gpu-blocks-override", "300", "--swap-space", "2", "--write-policy", "write_through"),
+    *("--max-model-len", "2200", "--max-num-batched-tokens", "2200"),
 )
 POLICIES = {"weighs": "timeout", "loads": "wait_complete"}
 COMPUTES = "computes"

@@ -18,15 +18,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import deep_model
-from _support import median, random_tokens, save
+from _support import MODEL, median, random_tokens, save
 
 from fastdeploy_kvcache_v1.embedded.client import Answer, complete
 from fastdeploy_kvcache_v1.embedded.process import free_port, running_server
 
 PROMPT_TOKENS = 2_000
 NUM_PROMPTS = 8
-SERVE = ("--num-gpu-blocks-override", "400", "--max-num-batched-tokens", "512")
+SERVE = (*MODEL, "--num-gpu-blocks-override", "400", "--max-num-batched-tokens", "512")
 
 
 @contextmanager
@@ -83,14 +82,13 @@ def main() -> None:
         secret = Path(directory) / "secret"
         secret.write_text("the secret of this benchmark")
         secret.chmod(0o600)
-        model = ("--model", str(deep_model.write(Path(directory) / "model")))
         shared = ("--peer-secret-file", str(secret))
-        mixed = stack.enter_context(running_server([*SERVE, *model]))
-        prefill = stack.enter_context(running_server([*SERVE, *model, "--role", "prefill", *shared]))
-        decode = stack.enter_context(running_server([*SERVE, *model, "--role", "decode", *shared]))
+        mixed = stack.enter_context(running_server(SERVE))
+        prefill = stack.enter_context(running_server([*SERVE, "--role", "prefill", *shared]))
+        decode = stack.enter_context(running_server([*SERVE, "--role", "decode", *shared]))
         routed = stack.enter_context(router(prefill, decode, shared))
         measured = measure(mixed, routed)
-    save("roles", {"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "model": "24 layers", **measured})
+    save("roles", {"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "model": "SmolLM2", **measured})
 
 
 if __name__ == "__main__":

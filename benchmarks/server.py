@@ -8,27 +8,23 @@ under the same load. Ratios are medians of each prompt's own ratio.
 from __future__ import annotations
 
 import re
-import tempfile
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import deep_model
-from _support import median, percentile, random_tokens, save
+from _support import MODEL, median, percentile, random_tokens, save
 
 from fastdeploy_kvcache_v1.embedded.client import Answer, complete
 from fastdeploy_kvcache_v1.embedded.process import running_server
 from fastdeploy_kvcache_v1.metric_table import PREFIX
 
 PROMPT_TOKENS = 2_000
-NUM_PROMPTS = 12
+NUM_PROMPTS = 6
 DEVICE_BLOCKS = 80
 """Holds two and a half prompts of 2,000 tokens in blocks of 64."""
 SERVE = (
-    "--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--swap-space", "1", "--write-policy", "write_through",
+    *MODEL, "--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--swap-space", "1", "--write-policy", "write_through",
 )  # fmt: skip
 METRIC = re.compile(rf"^{PREFIX}(\w+)(?:\{{(.*)\}})? (\S+)$", re.MULTILINE)
 
@@ -117,23 +113,12 @@ def copies(costs: dict[str, float], whole_run: dict[str, float]) -> dict[str, An
     }
 
 
-def measure(model: Sequence[str]) -> dict[str, Any]:
-    with running_server([*SERVE, *model]) as url:
-        answers, costs = first_tokens(url)
-        return {**summary(answers), "copies": copies(costs, settled_metrics(url))}
-
-
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        models: dict[str, tuple[str, ...]] = {
-            "built-in model, 4 layers": (),
-            f"{deep_model.NUM_LAYERS} layers": ("--model", str(deep_model.write(Path(directory) / "model"))),
-        }
-        measured = {name: measure(flags) for name, flags in models.items()}
-    save(
-        "server",
-        {"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "device_blocks": DEVICE_BLOCKS, "models": measured},
-    )
+    with running_server(SERVE) as url:
+        answers, costs = first_tokens(url)
+        measured = {**summary(answers), "copies": copies(costs, settled_metrics(url))}
+    sizes = {"prompt_tokens": PROMPT_TOKENS, "prompts": NUM_PROMPTS, "device_blocks": DEVICE_BLOCKS}
+    save("server", {**sizes, **measured})
 
 
 if __name__ == "__main__":

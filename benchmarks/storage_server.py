@@ -2,8 +2,7 @@
 
 First tokens: a server computes prompts of several lengths and stores them, and is stopped. Another server with the same
 directory is sent these prompts, and new ones of the same lengths, in turns. The same prompts once more at the end, from
-the tiers of the second server itself. All on the built-in model, whose computation is cheap: a real one is slower to
-compute, so storage pays off earlier.
+the tiers of the second server itself.
 
 Steps: the engine core with a worker that computes nothing, with and without a storage tier, in turns. Half of its
 requests hit, every block is backed up and stored; the store answers at once.
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _support import ROOT, median, random_tokens, save
+from _support import MODEL, ROOT, median, random_tokens, save
 from server import metrics, send, settled_metrics
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
@@ -28,12 +27,12 @@ from fastdeploy_kvcache_v1.storage.settings import StorageSettings
 from tests.embedded.shadow import Harness
 from tests.storage.values import namespace
 
-LENGTHS = (256, 512, 1_000, 2_000, 4_000)
-PROMPTS = 6
+LENGTHS = (256, 512, 1_000, 2_000)
+PROMPTS = 4
 """Of each length."""
 
 NEW = 1_000_000
-SERVE = ("--num-gpu-blocks-override", "600", "--swap-space", "1", "--write-policy", "write_through")
+SERVE = (*MODEL, "--num-gpu-blocks-override", "400", "--swap-space", "2", "--write-policy", "write_through")
 STORED = 'storage_blocks_total{direction="store"}'
 
 STEP_BLOCK = 16
