@@ -47,15 +47,18 @@ class Channel:
 
 
 class Pair:
-    def __init__(self, model, directory, port=0):
+    def __init__(self, model, directory, port=0, copy_faults=""):
+        """`copy_faults` of the prefill runner, which alone has a host tier."""
         settings = TransferSettings(secret=SECRET, ping_s=0.1)
         choice, place = TransferChoice(settings, "socket", True), RankPlace(HOST, (port,), "the model")
         self.offers, self.channel = Channel(), Channel()
         self.told, self.leases = self.offers.told, self.offers.leases
         self.roles = PrefillRank(choice, place, self.offers), DecodeRank(choice, place, self.channel)
-        for name, host_blocks, role in zip(("prefill", "decode"), (8, 0), self.roles, strict=True):
+        both = {"prefill": (8, copy_faults), "decode": (0, "")}
+        for (name, (host_blocks, faults)), role in zip(both.items(), self.roles, strict=True):
             (directory / name).mkdir()
-            setattr(self, name, start_runner(model, directory / name, host_blocks=host_blocks, transfers=role))
+            made = start_runner(model, directory / name, host_blocks=host_blocks, copy_faults=faults, transfers=role)
+            setattr(self, name, made)
 
     def prefill_task(self, name="a", prompt=PROMPT, blocks=(5, 9, 2, 7), row=0, transfer=None, **chunk):
         task = prefill(row, name, prompt, blocks, **chunk)

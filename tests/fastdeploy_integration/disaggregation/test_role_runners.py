@@ -4,9 +4,11 @@ import socket
 
 import pytest
 
+from fastdeploy_kvcache_v1.errors import LayerSwapTimeoutError
 from fastdeploy_kvcache_v1.transfer.ledger import TransferTotals
-from tests.fastdeploy_integration.cpu_worker.host_tasks import PREEMPTED, other, prefill
-from tests.fastdeploy_integration.cpu_worker.runners import BLOCK, run, with_swaps
+from fastdeploy_kvcache_v1.worker.runtime import cpu
+from tests.fastdeploy_integration.cpu_worker.host_tasks import ABORT, PREEMPTED, other, prefill
+from tests.fastdeploy_integration.cpu_worker.runners import BLOCK, LONG, PROMPT, run, tokens, with_swaps
 from tests.transfer.planes import HOST
 
 
@@ -143,3 +145,27 @@ def test_a_request_that_comes_to_a_sleeping_prefill_rank_fails(pair):
     without.ic_req_data = None
     pair.prefill.insert_tasks([pair.prefill_task("a"), without])
     assert pair.told == [("a", "the prefill server sleeps")]
+
+
+def test_a_retry_leaves_blocks_alone_that_a_lease_holds(make_pair, monkeypatch):
+    """It would wait for the lease, which ends on the thread that waits, until it gives up."""
+    given_up = []
+    monkeypatch.setattr(cpu, "LayerSwapTimeoutError", lambda why: given_up.append(why) or LayerSwapTimeoutError(why))
+    pair = make_pair(copy_faults='{"fail": {"input": "all"}}')
+    runner = pair.prefill
+    for task in (
+        prefill(0, "z", LONG, [0, 1, 2, 4]),
+        with_swaps(other(ABORT, 0, "z"), 0, evict=((2,), (3,))),
+        pair.prefill_task("c", PROMPT, (0, 1, 6), start=16),
+    ):
+        runner.insert_tasks([task])
+        runner.execute(1)
+    shares = pair.prefill_task("a", LONG, (0, 1, 9, 10), row=1, start=24)
+    runner.insert_tasks([with_swaps(shares, 1, swap_in=((3,), (9,)), previous=0)])
+    runner.execute(2)
+    pair.fetch(name="c")
+    while not given_up and not any(tokens(rows[1:]) for rows, _ in runner.messages):
+        pair.turn()
+        runner.execute(2)
+        assert len(runner.messages) < 1000, pair.told
+    assert given_up == []
