@@ -269,9 +269,7 @@ def test_the_attention_store_is_tried_out_by_a_round_trip(attention_store_doctor
 
 @pytest.mark.parametrize(
     ("faults", "line"),
-    [
-        ({"match": {"error": "no route to host"}}, "the attention store cannot be used: no route to host"),
-    ],
+    [({"match": {"error": "no route to host"}}, "the attention store cannot be used: no route to host")],
 )
 def test_an_attention_store_that_does_not_work_is_a_problem(attention_store_doctor, attention_store, faults, line):
     set_faults(attention_store, **faults)

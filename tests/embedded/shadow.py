@@ -39,11 +39,7 @@ def expected_outputs(prompt: Sequence[int], count: int) -> list[int]:
 class ShadowWorker:
     """Runs batches as the real worker does: evictions, swap-ins, forward. `fails(result)` picks copies that fail."""
 
-    def __init__(
-        self,
-        config: KVCacheConfig,
-        fails: Callable[[TransferResult], bool] = lambda result: False,
-    ) -> None:
+    def __init__(self, config: KVCacheConfig, fails: Callable[[TransferResult], bool] = lambda result: False) -> None:
         self._block_size = config.block_size
         self.device: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_device_blocks)]
         self.host: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]

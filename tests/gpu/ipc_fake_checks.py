@@ -51,10 +51,7 @@ def peers_that_left_in_good_order_leave_no_fault() -> None:
 
 CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check
-    for check in (
-        a_gpu_without_peer_access_is_refused,
-        peers_that_left_in_good_order_leave_no_fault,
-    )
+    for check in (a_gpu_without_peer_access_is_refused, peers_that_left_in_good_order_leave_no_fault)
 }
 
 

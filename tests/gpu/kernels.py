@@ -30,11 +30,7 @@ def fill(array: np.ndarray, count: int, value: int) -> None:
     array.reshape(-1).view(np.uint8)[:count] = value
 
 
-TWINS: dict[str, Callable[..., None]] = {
-    "spin": lambda cycles: None,
-    "compute": lambda out, rounds: None,
-    "fill": fill,
-}
+TWINS: dict[str, Callable[..., None]] = {"spin": lambda cycles: None, "compute": lambda out, rounds: None, "fill": fill}
 
 
 @cache

@@ -290,10 +290,7 @@ def addresses_that_cannot_be_read_are_refused(world: Any) -> None:
         wrong = {
             "data plane is not cuda_ipc": [with_field(4, b"short")],
             "another machine": [with_field(1, "another boot")],
-            "outside of its GPU memory": [
-                with_field(6, [[0, beyond - 10, 11]]),
-                with_field(6, [[len(good[5]), 0, 1]]),
-            ],
+            "outside of its GPU memory": [with_field(6, [[0, beyond - 10, 11]]), with_field(6, [[len(good[5]), 0, 1]])],
             "is this process": [mine.plane.address()],
         }
         for part, addresses in wrong.items():

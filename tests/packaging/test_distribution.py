@@ -177,11 +177,7 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("switch", "statement", "loaded"),
-    [
-        ("", "", []),
-        ("0", "import fastdeploy", []),
-        ("1", "", [PACKAGE, f"{PACKAGE}.plugin", f"{PACKAGE}.switch"]),
-    ],
+    [("", "", []), ("0", "import fastdeploy", []), ("1", "", [PACKAGE, f"{PACKAGE}.plugin", f"{PACKAGE}.switch"])],
 )
 def test_a_process_loads_no_more_than_the_switch_asks_for(installed, tmp_path, switch, statement, loaded):
     """By the bootstrap file. FAKE fastdeploy: an empty module."""

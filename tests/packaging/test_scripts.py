@@ -141,10 +141,7 @@ def test_where_uv_brings_none_one_line_says_which_python_is_needed(tmp_path):
 
 def test_current_environment_is_left_alone(tmp_path, environ):
     calls = tmp_path / "calls"
-    executable(
-        tmp_path / "venv/bin/python",
-        f'#!/bin/sh\necho "$@" >>{calls}\nexec {sys.executable} "$@"\n',
-    )
+    executable(tmp_path / "venv/bin/python", f'#!/bin/sh\necho "$@" >>{calls}\nexec {sys.executable} "$@"\n')
     script = '. scripts/env.sh; fingerprint >"$VENV/.fastdeploy-kvcache-stamp"; setup_env; command -v python'
     done = run(["bash", "-c", f"cd {ROOT}; {script}"], environ)
     assert done.returncode == 0, done.stderr

@@ -18,13 +18,7 @@ from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.model.step import StepResult
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
-from fastdeploy_kvcache_v1.transfer.rank_messages import (
-    CancelFetch,
-    OpenLease,
-    StartFetch,
-    TransferNews,
-    WithdrawLease,
-)
+from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, OpenLease, StartFetch, TransferNews, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort
 
 from .clients import Request

@@ -48,11 +48,7 @@ class Updater:
         self._heartbeats = SimpleNamespace(value=[0])
         self._is_checking = False
         self._updates = host.cache_manager.updates = WeightUpdates(
-            host.cache_manager,
-            weights=self._weights,
-            tree=self._tree,
-            heartbeats=self._heartbeats,
-            copies=self._copies,
+            host.cache_manager, weights=self._weights, tree=self._tree, heartbeats=self._heartbeats, copies=self._copies
         )
         self._take, self._run = host.take, host.run
         host.take = host.run = self.loop

@@ -12,14 +12,7 @@ from fastdeploy_kvcache_v1.embedded.disaggregation.settings import Role, RoleSet
 from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.offered_prefills import OfferedPrefills
-from fastdeploy_kvcache_v1.embedded.prefill_job import (
-    PATH,
-    PROOF_HEADER,
-    PrefillAnswer,
-    PrefillJob,
-    PrefillLine,
-    proof,
-)
+from fastdeploy_kvcache_v1.embedded.prefill_job import PATH, PROOF_HEADER, PrefillAnswer, PrefillJob, PrefillLine, proof
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams

@@ -68,11 +68,7 @@ class FamilyEngine:
     ) -> None:
         """`roles`: `remote` or `offered` of the harness. `storage` is made when the engine has its memory."""
         cache = KVCacheConfig(
-            num_device_blocks,
-            num_host_blocks,
-            block_size=BLOCK,
-            write_policy=policy,
-            enable_prefix_caching=caching,
+            num_device_blocks, num_host_blocks, block_size=BLOCK, write_policy=policy, enable_prefix_caching=caching
         )
         self.harness = Harness(
             cache,

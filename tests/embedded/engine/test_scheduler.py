@@ -33,12 +33,7 @@ def test_decoding_requests_are_served_before_an_earlier_prefill():
     harness.step()
     harness.submit("shorter", [96], 5)
     batches = [tokens_of(harness.step()) for _ in range(4)]
-    assert batches == [
-        [("long", 8)],
-        [("long", 8)],
-        [("long", 6), ("short", 2)],
-        [("short", 1), ("shorter", 1)],
-    ]
+    assert batches == [[("long", 8)], [("long", 8)], [("long", 6), ("short", 2)], [("short", 1), ("shorter", 1)]]
     harness.submit("longer", range(50, 70), 1)
     assert tokens_of(harness.step()) == [("short", 1), ("shorter", 1), ("longer", 6)]
 
