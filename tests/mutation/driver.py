@@ -80,7 +80,6 @@ class Question:
     """These are asked when all others have passed."""
     matrix: bool = False
     jobs: int = 1
-    processes: bool = False
     deadline: Callable[[], bool] = lambda: False
     """Whether the time is over."""
     ended: Callable[[Verdict], None] = lambda verdict: None
@@ -114,8 +113,7 @@ class _Session:
         self._sound: dict[str, bool] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if not self._question.processes:
-            items[:] = in_process(items)
+        items[:] = in_process(items)
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         imported = self._imports.stop()
@@ -148,8 +146,6 @@ class _Session:
             self._reach.update(ended.result)
         for test in sorted(self._reach.failed):
             print(f"left out, it fails without any change: {test}", flush=True)
-        if self._reach.starts_processes:
-            print(f"left out, they start processes: {len(self._reach.starts_processes)} tests", flush=True)
 
     def _try_all(self) -> Iterator[Verdict]:
         again: list[tuple[Place, list[str]]] = []

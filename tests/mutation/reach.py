@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,6 @@ from typing import Any
 import coverage
 import pytest
 
-STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
-
 
 @dataclass
 class Reach:
@@ -23,14 +20,12 @@ class Reach:
     seconds: dict[str, float] = field(default_factory=dict)
     """Of each test that passes."""
     failed: set[str] = field(default_factory=set)
-    starts_processes: set[str] = field(default_factory=set)
     lines: dict[str, dict[int, set[str]]] = field(default_factory=partial(defaultdict, partial(defaultdict, set)))
     """Of each file: the tests that run the line. Empty text: it runs while the tests are collected."""
 
     def update(self, other: Reach) -> None:
         self.seconds.update(other.seconds)
         self.failed |= other.failed
-        self.starts_processes |= other.starts_processes
         for path, lines in other.lines.items():
             for line, tests in lines.items():
                 self.lines[path][line] |= tests
@@ -58,7 +53,7 @@ class Watched:
 
 
 class ReachPlugin:
-    """Runs `items` and notes what they reach. A test that starts a process is stopped and left out."""
+    """Runs `items` and notes what they reach."""
 
     def __init__(self, folder: Path, items: Sequence[pytest.Item]) -> None:
         self.reach = Reach()
@@ -67,7 +62,6 @@ class ReachPlugin:
         self._watched = Watched(folder)
 
     def run(self) -> Reach:
-        sys.addaudithook(self._audit)
         for item, following in zip(self._items, [*self._items[1:], None], strict=True):
             self._test = item.nodeid
             self._watched.switch(self._test)
@@ -76,9 +70,8 @@ class ReachPlugin:
         for path, lines in self._watched.stop().items():
             for line, contexts in lines.items():
                 self.reach.lines[path][line].update(*map(self._tests, contexts))
-        for test in self.reach.failed | self.reach.starts_processes:
+        for test in self.reach.failed:
             self.reach.seconds.pop(test, None)
-        self.reach.failed -= self.reach.starts_processes
         return self.reach
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -104,8 +97,3 @@ class ReachPlugin:
             return {context}
         above = context.removeprefix("below ")
         return {item.nodeid for item in self._items if item.nodeid.startswith(above)}
-
-    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
-        if event in STARTS and self._test:
-            self.reach.starts_processes.add(self._test)
-            raise RuntimeError("this test starts a process")

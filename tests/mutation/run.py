@@ -54,7 +54,6 @@ def main() -> int:
             tuple(arguments.also),
             matrix=arguments.matrix is not None,
             jobs=arguments.jobs,
-            processes=arguments.processes,
             deadline=(lambda end=end: time.monotonic() > end) if arguments.seconds != float("inf") else lambda: False,
             ended=ended,
         )
@@ -85,9 +84,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, metavar="N", help="try N places of each folder, the same ones each day")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="another sample")
     parser.add_argument("--also", nargs="+", default=[], metavar="TESTS", help="ask these where all others pass")
-    parser.add_argument(
-        "--processes", action="store_true", help="run tests that start processes, too (no child sees the change)"
-    )
     parser.add_argument(
         "--matrix", type=Path, metavar="FILE", help="run all tests that reach a place; JSON lines of who kills what"
     )
