@@ -50,14 +50,6 @@ def test_usage_mistakes_exit_with_2(capsys, argv):
     assert "usage: fastdeploy-kvcache" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["serve", "--help"], ["replay", "--help"]])
-def test_help(capsys, argv):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
-    assert caught.value.code == 0
-    assert "fastdeploy-kvcache" in capsys.readouterr().out
-
-
 def test_fastdeploy_over_the_cpu_worker_gets_every_flag_that_was_given_and_its_own(monkeypatch):
     commands = []
 
@@ -83,17 +75,6 @@ def test_embedded_is_what_serve_is_anyway(capsys):
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     assert "--embedded" not in capsys.readouterr().out
-
-
-def test_missing_extra_is_one_line_that_says_how_to_get_it(monkeypatch, capsys):
-    for name in ("serve", "http_server"):
-        monkeypatch.delitem(sys.modules, f"fastdeploy_kvcache_v1.embedded.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    status, stderr = run(capsys, *RANDOM)
-    assert status == 2
-    assert stderr == (
-        "fastdeploy-kvcache: error: serve needs the package uvicorn: pip install 'fastdeploy-kvcache-v1[embedded]'\n"
-    )
 
 
 @pytest.mark.parametrize("missing", ["fastdeploy_kvcache_v1.replay.nothing", "uvicorn.nothing", "nothing"])

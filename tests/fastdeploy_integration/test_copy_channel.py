@@ -270,10 +270,7 @@ def test_a_report_survives_the_message(failed):
         assert CopyReport.loads(report.dumps()) == report
 
 
-@pytest.mark.parametrize(
-    "message",
-    [json.dumps([VERSION + 1, 0]), "[]", "{}", "null", json.dumps([str(VERSION), 0])],
-)
+@pytest.mark.parametrize("message", [json.dumps([VERSION + 1, 0]), "[]", "{}", "null", json.dumps([str(VERSION), 0])])
 def test_a_message_of_another_version_says_so(message):
     with pytest.raises(MessageVersionError, match=f"a copy report has version .* reads version {VERSION}"):
         CopyReport.loads(message.encode())

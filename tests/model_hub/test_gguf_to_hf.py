@@ -72,7 +72,7 @@ def test_a_separate_output_matrix_is_kept(tmp_path):
 def test_tokenizer_merges_splits_digits_and_knows_its_special_tokens(directory):
     tokenizer = load_tokenizer(directory)
     assert [TOKENS[index] for index in tokenizer.encode("hello 42<|im_end|>")] == [
-        *("hell", "o", "Ġ", "4", "2", "<|im_end|>"),
+        *("hell", "o", "Ġ", "4", "2", "<|im_end|>")
     ]
     assert tokenizer.decode(tokenizer.encode("hello père 😀")) == "hello père 😀"
     added = RustTokenizer.from_file(str(directory / "tokenizer.json")).get_added_tokens_decoder().values()

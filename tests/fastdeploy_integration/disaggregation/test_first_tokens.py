@@ -170,8 +170,7 @@ def test_a_fetch_and_then_a_token_may_take_so_long():
 
 
 @pytest.mark.parametrize(
-    ("message", "reason"),
-    [("no blocks", "no blocks"), (None, "prefill could not send the blocks of r")],
+    ("message", "reason"), [("no blocks", "no blocks"), (None, "prefill could not send the blocks of r")]
 )
 def test_what_prefill_says_went_wrong_is_passed_on_or_that_it_says_nothing(message, reason):
     server = DecodeServer()

@@ -113,11 +113,9 @@ def test_a_text_that_a_crash_has_cut_is_written_anew(store):
 
 
 def remove_tree(root, what):
-    paths = {
-        "namespace": [root / namespace().digest],
-        "everything": list(root.iterdir()),
-        "the directory": [root],
-    }.get(what, [root / what])
+    paths = {"namespace": [root / namespace().digest], "everything": list(root.iterdir()), "the directory": [root]}.get(
+        what, [root / what]
+    )
     for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
