@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -106,12 +107,12 @@ class Workload:
 
 
 @cache
-def expected_of(release: str, model: Model = PLAIN) -> Workload:
+def expected_of(release: str, model: Model = PLAIN, part: Callable[[Workload], None] = Workload.run) -> Workload:
     """What FastDeploy answers as it is without us, prefix cache off: once for each release and model."""
     flags = ("--no-enable-prefix-caching", "--num-gpu-blocks-override", "256")
     options = {"manager": False, "model": model}
     with TemporaryDirectory() as directory, started(release, Path(directory), *flags, **options) as (_, client):
         workload = Workload(client)
-        workload.run()
+        part(workload)
     assert all(answer.cached_tokens == 0 for answer in workload.answers.values())
     return workload

@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.model.random_directory import write_seed
 
 from .cpu_server import ask, started, wait_until
 from .models import OTHER_WEIGHTS, PLAIN
-from .server_workload import NUM_DOCUMENTS, document, expected_of
+from .server_workload import NUM_DOCUMENTS, Workload, document, expected_of
 
 pytestmark = [pytest.mark.process, pytest.mark.fastdeploy, pytest.mark.timeout(600)]
 
@@ -30,7 +30,7 @@ REFUSED, ENDED = 304, 500
 @pytest.fixture(scope="module")
 def expected(release):
     """By seed of the weights: the answers of servers that had no other ones, and no cache."""
-    workloads = [expected_of(release, model) for model in (PLAIN, OTHER_WEIGHTS)]
+    workloads = [expected_of(release, model, Workload.documents) for model in (PLAIN, OTHER_WEIGHTS)]
     answers = [[each.answers[f"document {index} round 0"].tokens for index in DOCUMENTS] for each in workloads]
     assert answers[0] != answers[1]
     return answers
