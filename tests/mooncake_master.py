@@ -74,19 +74,10 @@ class Master:
 
     def start(self) -> None:
         """Returns when it answers. It forgets what was stored before."""
+        rpc = ("-rpc_address=127.0.0.1", f"-rpc_port={self.port}")
+        metrics = ("-metrics_host=127.0.0.1", f"-metrics_port={free_port()}")
         with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    PROGRAM,
-                    "-rpc_address=127.0.0.1",
-                    f"-rpc_port={self.port}",
-                    "-metrics_host=127.0.0.1",
-                    f"-metrics_port={free_port()}",
-                    *self._flags,
-                ],
-                stdout=log,
-                stderr=log,
-            )
+            self.process = subprocess.Popen([PROGRAM, *rpc, *metrics, *self._flags], stdout=log, stderr=log)
         deadline = time.monotonic() + LIMIT_S
         while True:
             try:

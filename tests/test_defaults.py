@@ -27,15 +27,19 @@ CHOSEN = [
 """What is given, whether there is storage, and what follows."""
 
 
-def parsed(add_arguments, *words):
+def parser_of(add_arguments):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser, parser.parse_args(words)
+    return parser
+
+
+def served(*words):
+    args = parser_of(add_serve_arguments).parse_args(words)
+    return server_config(args, load_model_config(None), free_bytes=8 * GIB)
 
 
 def test_replay_has_the_defaults_of_the_config():
-    _, args = parsed(replay.add_arguments, "trace")
-    config = replay.command.options_from(args).config
+    config = replay.command.options_from(parser_of(replay.add_arguments).parse_args(["trace"])).config
     assert [getattr(config, name) for name in SHARED] == [getattr(KVCacheConfig, name) for name in SHARED]
 
 
@@ -46,19 +50,15 @@ def test_the_write_policy_follows_from_what_is_given(given, policy):
     flags = ["--write-policy", name] if name else []
     flags += ["--write-through-threshold", str(threshold)] if threshold else []
     flags += ["--kvcache-storage-backend", "file", "--kvcache-storage-dir", "x"] if stores else []
-    _, args = parsed(add_serve_arguments, *flags)
-    assert server_config(args, load_model_config(None), free_bytes=8 * GIB).cache.write_policy is policy
+    assert served(*flags).cache.write_policy is policy
 
 
 def test_a_store_of_device_blocks_changes_nothing():
-    _, args = parsed(add_serve_arguments, "--kvcache-storage-backend", "attention_store")
-    config = server_config(args, load_model_config(None), free_bytes=8 * GIB)
-    assert config.cache.write_policy is WritePolicy.AUTO
+    assert served("--kvcache-storage-backend", "attention_store").cache.write_policy is WritePolicy.AUTO
 
 
 def test_the_embedded_server_has_the_defaults_of_the_config():
-    _, args = parsed(add_serve_arguments)
-    config = server_config(args, load_model_config(None), free_bytes=8 * GIB)
+    config = served()
     assert [getattr(config.cache, name) for name in SHARED] == [getattr(KVCacheConfig, name) for name in SHARED]
     assert config.port == DEFAULT_PORT
 
@@ -75,9 +75,7 @@ def test_fastdeploy_gets_the_defaults_of_the_config(monkeypatch):
 
 @pytest.mark.parametrize("add_arguments", [replay.add_arguments, add_serve_arguments])
 def test_flags_that_two_commands_share_have_one_help_text(add_arguments):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    helps = {action.dest: action.help for action in parser._actions}
+    helps = {action.dest: action.help for action in parser_of(add_arguments)._actions}
     for name in SHARED:
         assert helps[name].startswith(HELP[name])
 
@@ -89,9 +87,8 @@ def constants_of(path):
 
 @pytest.mark.parametrize(("constant", "module"), [(SWITCH, "switch.py"), (DEFAULT_PORT, "config.py")])
 def test_a_constant_stands_in_one_module(constant, module):
-    assert [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if constant in constants_of(path)] == [
-        module
-    ]
+    found = [path for path in PACKAGE.rglob("*.py") if constant in constants_of(path)]
+    assert found == [PACKAGE / module]
 
 
 @pytest.mark.parametrize(

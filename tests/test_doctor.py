@@ -1,8 +1,8 @@
 """The `doctor` command on FAKE FastDeploy trees, and on this machine."""
 
-import importlib.metadata
 import os
 import re
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
 
@@ -55,11 +55,6 @@ def test_bodies_are_those_of_a_tree_that_is_named(argument, capsys):
     assert "are about a tree: name it with --source DIR" in capsys.readouterr().err
 
 
-def test_bodies_that_a_tree_lacks_cannot_be_written(make_tree, capsys):
-    assert cli.main(["doctor", "--source", str(make_tree()), "--write-bodies"]) == 2
-    assert "is missing: correct the table first" in capsys.readouterr().err
-
-
 def test_a_setting_that_names_of_stored_blocks_leave_out_is_one_of_the_release(make_tree, capsys):
     files = {
         "config.py": "class ParallelConfig:\n    def __init__(self):\n        self.device_ids = ''\n",
@@ -93,19 +88,23 @@ def test_what_only_the_cpu_worker_patches_does_not_decide_about_an_installed_fas
     assert {found[f"{row.kind.value} {row.target}"] for row in activation.table_for("2.6").rows} == {None}
 
 
-def test_unknown_release(make_tree, capsys):
-    assert cli.main(["doctor", "--source", str(make_tree("3.1.4"))]) == 1
-    assert "FastDeploy 3.1 is not supported" in capsys.readouterr().out
+OWN_MANAGER = {"cache_manager/v1/__init__.py": ""}
 
 
-def test_a_fastdeploy_with_its_own_manager_is_left_alone(make_tree, capsys):
-    assert cli.main(["doctor", "--source", str(make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""}))]) == 0
-    assert "not needed" in capsys.readouterr().out
-
-
-def test_no_fastdeploy_there(tmp_path, capsys):
-    assert cli.main(["doctor", "--source", str(tmp_path)]) == 2
-    assert "holds no FastDeploy" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("tree", "flags", "status", "said"),
+    [
+        (("3.1.4",), [], 1, "FastDeploy 3.1 is not supported"),
+        (("3.1.4", OWN_MANAGER), [], 0, "not needed"),
+        ((), ["--write-bodies"], 2, "is missing: correct the table first"),
+        (None, [], 2, "holds no FastDeploy"),
+    ],
+)
+def test_what_a_tree_is(make_tree, tmp_path, capsys, tree, flags, status, said):
+    root = tmp_path if tree is None else make_tree(*tree)
+    assert cli.main(["doctor", "--source", str(root), *flags]) == status
+    printed = capsys.readouterr()
+    assert said in (printed.err if status == 2 else printed.out)
 
 
 def test_this_machine_is_described(monkeypatch):
@@ -129,12 +128,13 @@ def test_a_library_that_the_system_lacks_is_named_with_its_package(monkeypatch, 
 
 @pytest.fixture
 def storage_doctor(make_tree, tmp_path, capsys):
-    """Runs the doctor on a tree in which all is well, and on a storage directory; exit status, and that line."""
-    tree = make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""})
+    """Runs the doctor on a tree in which all is well, and on a storage: exit status, and the line about that."""
+    tree = make_tree("3.1.4", OWN_MANAGER)
 
-    def check():
-        status = cli.main(["doctor", "--source", str(tree), "--kvcache-storage-dir", str(tmp_path / "kv")])
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if "storage file" in line)
+    def check(where=f"dir={tmp_path / 'kv'}"):
+        status = cli.main(["doctor", "--source", str(tree), f"--kvcache-storage-{where}"])
+        lines = capsys.readouterr().out.splitlines()
+        _mooncake, _attention_store, line = (line for line in lines if line[6:].startswith("storage "))
         return status, line
 
     return check
@@ -180,76 +180,47 @@ def change_one(backend, stored_keys, buffers):
 
 
 REALLY_GET = FileBackend.get
+EMPTY = ["format", "tmp", "used"]
 
 
 @pytest.mark.parametrize(
-    ("method", "does", "line"),
+    ("of", "function", "does", "line", "left"),
     [
-        ("count_stored", lambda backend, some: len(some) - 1, "only the first 63 are there"),
-        ("get", lose_one, "of 64 values that were stored, 63 came back"),
-        ("get", change_one, "64 came back, and 63 unchanged"),
+        (FileBackend, "count_stored", lambda _, some: len(some) - 1, "only the first 63 are there", EMPTY),
+        (FileBackend, "get", lose_one, "of 64 values that were stored, 63 came back", EMPTY),
+        (FileBackend, "get", change_one, "64 came back, and 63 unchanged", EMPTY),
+        (FileBackend, "remove", lambda *_: None, "a value that was removed is still there", None),
+        (file_backend, "open_directory", lambda *_: None, "cannot be written to", None),
     ],
 )
 def test_a_directory_that_does_not_keep_what_it_is_given_is_a_problem(
-    storage_doctor, tmp_path, monkeypatch, method, does, line
+    storage_doctor, tmp_path, monkeypatch, of, function, does, line, left
 ):
-    monkeypatch.setattr(FileBackend, method, does)
+    monkeypatch.setattr(of, function, does)
     status, found = storage_doctor()
     assert (status, line in found) == (1, True)
-    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["format", "tmp", "used"]
-
-
-def test_a_storage_directory_that_can_only_be_read_is_a_problem(storage_doctor, monkeypatch):
-    monkeypatch.setattr(file_backend, "open_directory", lambda *_: None)
-    status, found = storage_doctor()
-    assert (status, "cannot be written to" in found) == (1, True)
-
-
-def test_values_that_cannot_be_removed_are_a_problem(storage_doctor, monkeypatch):
-    monkeypatch.setattr(FileBackend, "remove", lambda *_: None)
-    status, found = storage_doctor()
-    assert (status, "a value that was removed is still there" in found) == (1, True)
+    assert left is None or sorted(path.name for path in (tmp_path / "kv").iterdir()) == left
 
 
 @pytest.mark.process
 @needs_mooncake()
-def test_mooncake_is_tried_out_with_memory_of_others(make_tree, tmp_path, monkeypatch, capsys):
+def test_mooncake_is_tried_out_with_memory_of_others(storage_doctor, tmp_path, monkeypatch):
     master = Master(tmp_path)
     for name, value in master.environment(segment_bytes=256 << 20).items():
         monkeypatch.setenv(name, value)
-    tree = make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""})
-
-    def line():
-        status = cli.main(["doctor", "--source", str(tree), "--kvcache-storage-backend", "mooncake"])
-        lines = capsys.readouterr().out.splitlines()
-        return status, [each for each in lines if "storage mooncake: " in each][-1]
-
     try:
-        status, found = line()
+        status, found = storage_doctor("backend=mooncake")
         assert (status, found.startswith("   -"), "has no room for a trial" in found) == (0, True, True)
         give_memory(MooncakeSettings.read(os.environ), 0)
-        status, found = line()
+        status, found = storage_doctor("backend=mooncake")
         assert status == 0
         assert re.fullmatch(r"  ok  storage mooncake: 64 MiB stored at [\d,]+ MB/s and read at [\d,]+ MB/s", found)
         master.kill()
-        status, found = line()
+        status, found = storage_doctor("backend=mooncake")
         assert (status, "cannot connect to mooncake's master" in found) == (1, True)
     finally:
         take_back_memory()
         master.kill()
-
-
-@pytest.fixture
-def attention_store_doctor(make_tree, tmp_path, capsys):
-    """Exit status, and the line about the store."""
-    tree = make_tree("3.1.4", {"cache_manager/v1/__init__.py": ""})
-
-    def run():
-        status = cli.main(["doctor", "--source", str(tree), "--kvcache-storage-backend", "attention_store"])
-        lines = capsys.readouterr().out.splitlines()
-        return status, [each for each in lines if "storage attention_store: " in each][-1]
-
-    return run
 
 
 @pytest.fixture
@@ -258,26 +229,23 @@ def attention_store(tmp_path, monkeypatch):
         yield store
 
 
-def test_the_attention_store_is_tried_out_by_a_round_trip(attention_store_doctor, attention_store):
-    status, found = attention_store_doctor()
+def test_the_attention_store_is_tried_out_by_a_round_trip(storage_doctor, attention_store):
+    status, found = storage_doctor("backend=attention_store")
     assert status == 0, found
     assert re.match(r"  ok  storage attention_store: 64 MiB stored at [\d,]+ MB/s and read at [\d,]+ MB/s, from", found)
     assert num_stored(attention_store) == 32
-    assert attention_store_doctor()[0] == 0, "the next trial does not meet what the first one left"
+    assert storage_doctor("backend=attention_store")[0] == 0, "the next trial does not meet what the first one left"
     assert num_stored(attention_store) == 64
 
 
-@pytest.mark.parametrize(
-    ("faults", "line"),
-    [({"match": {"error": "no route to host"}}, "the attention store cannot be used: no route to host")],
-)
-def test_an_attention_store_that_does_not_work_is_a_problem(attention_store_doctor, attention_store, faults, line):
-    set_faults(attention_store, **faults)
-    assert attention_store_doctor() == (1, f"FAIL  storage attention_store: {line}")
+def test_an_attention_store_that_does_not_work_is_a_problem(storage_doctor, attention_store):
+    set_faults(attention_store, match={"error": "no route to host"})
+    line = "FAIL  storage attention_store: the attention store cannot be used: no route to host"
+    assert storage_doctor("backend=attention_store") == (1, line)
 
 
-def test_the_attention_store_without_its_sdk_is_one_line(attention_store_doctor):
-    status, found = attention_store_doctor()
+def test_the_attention_store_without_its_sdk_is_one_line(storage_doctor):
+    status, found = storage_doctor("backend=attention_store")
     assert (status, "needs the package attentionstore_sdk, which is not installed" in found) == (1, True)
 
 
@@ -285,24 +253,20 @@ def test_activation_by_bootstrap_file_or_by_plugin(tmp_path, monkeypatch):
     monkeypatch.delenv("ENABLE_V1_KVCACHE_MANAGER", raising=False)
     monkeypatch.delenv("FD_PLUGINS", raising=False)
     user, packages = tmp_path / "user", tmp_path / "packages"
-    for place in (user, packages):
-        place.mkdir()
+    user.mkdir()
+    packages.mkdir()
     monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(packages)])
     monkeypatch.setattr(doctor.site, "getusersitepackages", lambda: str(user))
     monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", False)
     (user / doctor.BOOTSTRAP).write_text("", encoding="utf-8")
     assert doctor._activation()[0] is False  # Python does not read that folder here
     monkeypatch.setenv("FD_PLUGINS", "other,kvcache_v1")
-    installed = importlib.metadata.EntryPoints(
-        [importlib.metadata.EntryPoint("kvcache_v1", "a:b", doctor.PLUGIN_GROUP)]
-    )
+    installed = EntryPoints([EntryPoint("kvcache_v1", "a:b", doctor.PLUGIN_GROUP)])
     monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: installed.select(group=group))
     assert doctor._activation()[0] is True
-    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints())
-    assert doctor._activation() == (
-        False,
-        "FD_PLUGINS names kvcache_v1, but its entry point is not installed: reinstall",
-    )
+    monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: EntryPoints())
+    line = "FD_PLUGINS names kvcache_v1, but its entry point is not installed: reinstall"
+    assert doctor._activation() == (False, line)
     monkeypatch.delenv("FD_PLUGINS")
     monkeypatch.setattr(doctor.site, "ENABLE_USER_SITE", True)
     assert doctor._activation()[0] is True

@@ -7,7 +7,9 @@ import os
 import random
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.trace_recorder import TraceRecorder
+from tests.e2e.server_process import wait_until
 
 BLOCK = 16
 
@@ -57,11 +60,8 @@ def test_lines_are_what_replay_reads_and_prompts_begin_alike_where_they_did(reco
     record(recorder, [7, 8, 9])
     recorder.close()
     requests = list(read_trace(path))
-    assert [(r.input_length, r.tokens_per_id, len(r.hash_ids)) for r in requests] == [
-        (50, 16, 4),
-        (70, 16, 5),
-        (3, 16, 1),
-    ]
+    assert [(r.input_length, len(r.hash_ids)) for r in requests] == [(50, 4), (70, 5), (3, 1)]
+    assert {request.tokens_per_id for request in requests} == {16}
     first, second, third = (request.hash_ids for request in requests)
     assert first[:2] == second[:2]
     assert len({*first, *second, *third}) == 4 + 5 + 1 - 2
@@ -69,13 +69,12 @@ def test_lines_are_what_replay_reads_and_prompts_begin_alike_where_they_did(reco
 
 
 @pytest.mark.parametrize("num_outputs", range(20))
-def test_outputs_are_named_as_far_as_their_kv_goes_and_the_next_turn_knows_them(tmp_path, num_outputs):
-    recorder = TraceRecorder(tmp_path / "trace.jsonl", BLOCK)
+def test_outputs_are_named_as_far_as_their_kv_goes_and_the_next_turn_knows_them(recorder, path, num_outputs):
     tokens = list(range(200))
     record(recorder, tokens[: 60 + num_outputs], prompt=60)
     record(recorder, tokens[:150])
     recorder.close()
-    turn, later = read_trace(tmp_path / "trace.jsonl")
+    turn, later = read_trace(path)
     hasher = TraceHasher(BLOCK)
     num_blocks = (60 + max(1, num_outputs) - 1) // BLOCK
     known = hasher.prompt_hashes(turn) + hasher.output_hashes(turn)
@@ -93,9 +92,7 @@ def test_names_tell_nothing_without_the_key(tmp_path):
         recorder.close()
         assert "ada" not in (tmp_path / name).read_text()
         (line,) = lines(tmp_path / name)
-        assert set(line) == {
-            "timestamp", "input_length", "output_length", "tokens_per_id", "hash_ids", "session_id",
-        }  # fmt: skip
+        assert set(line) == {"timestamp", "tokens_per_id", "hash_ids", "session_id", "input_length", "output_length"}
         ids.append({*line["hash_ids"], line["session_id"]})
     assert len(ids[0] | ids[1]) == 2 * 5
     plain = {int.from_bytes(block[:8], order) for block in hashes_of(*range(64)) for order in ("big", "little")}
@@ -144,20 +141,12 @@ def test_the_oldest_is_not_waited_for_without_end(recorder, path, monkeypatch):
     slow = recorder.arrived()
     for number in range(30):
         record(recorder, [number] * 32)
-        wait_for_lines(recorder, number + 1 - 10)
+        wait_until(lambda least=number - 9: recorder.num_lines >= least, f"{number - 9} lines")
     record(recorder, [99] * 32, ticket=slow)
     recorder.close()
     assert recorder.num_lost == 0
     firsts = [line["hash_ids"][0] for line in lines(path)]
     assert len(set(firsts)) == 31
-
-
-def wait_for_lines(recorder, number):
-    for _ in range(3_000):
-        if recorder.num_lines >= number:
-            return
-        threading.Event().wait(0.01)
-    pytest.fail(f"still {recorder.num_lines} lines, not {number}")
 
 
 class SlowDisk:
@@ -190,8 +179,7 @@ def test_a_disk_that_hangs_costs_lines_and_never_a_caller(recorder, path, monkey
     assert (recorder.num_lines, len(lines(path))) == (10, 10)
 
 
-def test_a_full_disk_ends_the_recording_with_one_line_and_whole_lines(path, monkeypatch, caplog):
-    recorder = TraceRecorder(path, BLOCK)
+def test_a_full_disk_ends_the_recording_with_one_line_and_whole_lines(recorder, path, monkeypatch, caplog):
     SlowDisk(monkeypatch, room=1_000)
     with caplog.at_level(logging.WARNING):
         for number in range(100):
@@ -215,16 +203,14 @@ def test_a_bug_costs_the_trace_and_nothing_else(recorder, path, monkeypatch, cap
     assert "ZeroDivisionError" in caplog.text
 
 
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 1_000.0
-        monkeypatch.setattr(trace_recorder.time, "monotonic", lambda: self.now)
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=1_000.0)
+    monkeypatch.setattr(trace_recorder.time, "monotonic", lambda: clock.now)
+    return clock
 
 
-def test_turns_of_a_user_follow_each_other_unless_they_overlap(path, monkeypatch):
-    clock = Clock(monkeypatch)
-    recorder = TraceRecorder(path, BLOCK)
-
+def test_turns_of_a_user_follow_each_other_unless_they_overlap(clock, recorder, path):
     def ask(begin, end, user):
         clock.now = 1_000 + begin
         ticket = recorder.arrived()
@@ -248,9 +234,7 @@ def test_turns_of_a_user_follow_each_other_unless_they_overlap(path, monkeypatch
     assert [request.after for request in read_trace(path)] == [None, None, 1, None, 3, None, 5]
 
 
-def test_an_age_moves_a_request_back(path, monkeypatch):
-    clock = Clock(monkeypatch)
-    recorder = TraceRecorder(path, BLOCK)
+def test_an_age_moves_a_request_back(clock, recorder, path):
     clock.now += 5
     record(recorder, range(20), ticket=recorder.arrived(age_s=1.5))
     record(recorder, range(20), ticket=recorder.arrived(age_s=60))
@@ -263,11 +247,8 @@ def test_many_threads_lose_nothing(recorder, path):
         for _ in range(50):
             record(recorder, [number] * 20)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
     recorder.close()
     times = [line["timestamp"] for line in lines(path)]
     assert (recorder.num_lines, recorder.num_lost, len(times)) == (400, 0, 400)

@@ -9,7 +9,7 @@ import select
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cache, partial
 
 import cupy
@@ -33,11 +33,8 @@ class TwoProcesses:
 
     @contextmanager
     def ours(self) -> Iterator[Ours]:
-        made = Ours(CudaIpcPlane(), GpuTensors(canaries()))
-        try:
-            yield made
-        finally:
-            made.plane.close()
+        with closing(CudaIpcPlane()) as plane:
+            yield Ours(plane, GpuTensors(canaries()))
 
     @cache  # noqa: B019  one for all checks: starting it takes seconds
     def peer(self) -> Peer:
@@ -45,11 +42,8 @@ class TwoProcesses:
 
     @contextmanager
     def own_peer(self) -> Iterator[Peer]:
-        peer = Peer(3)
-        try:
+        with closing(Peer(3)) as peer:
             yield peer
-        finally:
-            peer.kill()
 
 
 WORLD = TwoProcesses()

@@ -57,5 +57,5 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 if __name__ == "__main__":
     status = ipc_checks.run(CHECKS)
-    WORLD.peer().kill()
+    WORLD.peer().close()
     sys.exit(status)

@@ -105,7 +105,7 @@ class Peer:
         self.tell(*message)
         return self.hear()
 
-    def kill(self) -> None:
+    def close(self) -> None:
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):

@@ -63,12 +63,8 @@ class Machine:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
-
-
-def test_everything_passes(machine):
+def test_everything_passes(tmp_path):
+    machine = Machine(tmp_path)
     done = machine.run()
     assert done.returncode == 0, done.stdout + done.stderr
     assert "paths: kernel, staged, batch, runs\n" in done.stdout

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import cupy
@@ -94,19 +94,10 @@ class Rig:
         self.runtime.close()
 
 
-@contextmanager
-def rig(**settings: Any) -> Iterator[Rig]:
-    made = Rig(**settings)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def events_order_streams_and_tell_time() -> None:
     """Also where compute runs on a stream of somebody else, blocking or not."""
     for non_blocking in (True, False):
-        with rig(compute=cupy.cuda.Stream(non_blocking=non_blocking)) as one:
+        with closing(Rig(compute=cupy.cuda.Stream(non_blocking=non_blocking))) as one:
             other, array = one.runtime.new_stream("other"), one.tensors[0]
             before = one.runtime.compute_stream.record_event(timed=True)
             one.delay()
@@ -133,7 +124,7 @@ def layers_are_waited_for_one_by_one() -> None:
                 kernel("spin")((1,), (1,), (np.int64(DELAY_CYCLES // 10),))
         inner.run(*given)
 
-    with rig() as one:
+    with closing(Rig()) as one:
         seen = cupy.zeros((one.num_layers, 3, 16), cupy.uint8)
         cupy.cuda.Device().synchronize()
         for slot in range(3):
@@ -162,7 +153,7 @@ def layers_are_waited_for_one_by_one() -> None:
 def a_slot_is_reused_only_after_its_last_use() -> None:
     """Eviction reads, then compute or a swap-in overwrites; compute writes, then an eviction reads."""
     for overwritten in (None, SlotSet.of((0, 1))):
-        with rig() as one:
+        with closing(Rig()) as one:
             one.controller.before_compute((), (0, 1))
             one.delay()
             for slot in (0, 1):
@@ -185,7 +176,7 @@ def a_slot_is_reused_only_after_its_last_use() -> None:
 
 
 def what_does_not_fit_is_refused() -> None:
-    with rig() as one:
+    with closing(Rig()) as one:
         assert refuses(ConfigError, one.runtime.require_memory, device_bytes=1 << 60, host_bytes=0)
         assert refuses(ConfigError, one.runtime.require_memory, device_bytes=0, host_bytes=1 << 60)
         registered = one.controller.host_pool.buffer

@@ -67,10 +67,8 @@ def test_a_constructor_keeps_its_attributes():
 
 def test_a_place_is_reached_by_who_runs_a_line_of_its_statement():
     source = "def f(a):\n    if a(\n        1,\n    ):\n        return (\n            2\n        )\n"
-    assert [(mutant.was, mutant.statement) for mutant in mutants(source) if mutant.was in {"1", "2"}] == [
-        ("1", (2, 3)),
-        ("2", (5, 7)),
-    ]
+    found = [(mutant.was, mutant.statement) for mutant in mutants(source)]
+    assert [each for each in found if each[0] in {"1", "2"}] == [("1", (2, 3)), ("2", (5, 7))]
 
 
 def test_methods_have_the_names_of_their_classes():

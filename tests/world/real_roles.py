@@ -35,11 +35,7 @@ _secret.write_text("0123456789abcdef")
 os.environ["FASTDEPLOY_KVCACHE_PEER_SECRET_FILE"] = str(_secret)
 os.environ["FASTDEPLOY_KVCACHE_CPU_RUN"] = str(_secret.parent)
 
-from fastdeploy.engine.request import (  # noqa: E402
-    CompletionOutput,
-    RequestMetrics,
-    RequestOutput,
-)
+from fastdeploy.engine.request import CompletionOutput, RequestMetrics, RequestOutput  # noqa: E402
 from fastdeploy.engine.request import Request as Task  # noqa: E402
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.disaggregation import role_caches  # noqa: E402

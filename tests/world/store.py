@@ -211,9 +211,7 @@ class Store:
         error = "connection reset" if fails else None
         count = 0 if quiet_after else len(values)
         load = self._name(command)
-        return [
-            LoadDone(load, rank, count, wrong, 0, 0.01, error, quiet_after) for rank in range(self.num_ranks)
-        ]  # fmt: skip
+        return [LoadDone(load, rank, count, wrong, 0, 0.01, error, quiet_after) for rank in range(self.num_ranks)]
 
     def _answer_store(self, fails: bool, wrong: bool, _: float, space: str, command: Any) -> list[Any]:
         error = "disk full" if fails or wrong else None

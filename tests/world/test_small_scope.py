@@ -17,18 +17,8 @@ from .small_scope import SCOPES, search
 BROKEN = {
     # what is broken: how the search begins, method, its text, what it becomes
     "only the leaf is pinned": ("computed", RadixTree.match, "for run in path:", "for run in path[-1:]:"),
-    "what an open copy fills leaves the host": (
-        "both grow",
-        Residency.is_host_victim,
-        "if run.open is not None:",
-        "if False:",
-    ),
-    "readers are forgotten by a reset": (
-        "stored",
-        Residency.detach_all,
-        "(CacheLevel.HOST), *read,",
-        "(CacheLevel.HOST),",
-    ),
+    "a slot leaves that a copy fills": ("both grow", Residency.is_host_victim, "if run.open is not None:", "if False:"),
+    "a reset forgets readers": ("stored", Residency.detach_all, "(CacheLevel.HOST), *read,", "(CacheLevel.HOST),"),
     "what is on its way to the host is found": (
         "evicted",
         RadixTree._find,
