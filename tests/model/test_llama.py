@@ -20,13 +20,9 @@ from fastdeploy_kvcache_v1.model.tensors import as_array, step_tensor
 from .model_dirs import BASE, random_tensors, write_model
 from .reference import reference_logits
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 64}
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 VARIANTS = {
     "llama": {},
     "llama-mha-bias-tied": {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
@@ -34,12 +30,8 @@ VARIANTS = {
     "llama-rope-llama3": {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500.0, "head_dim": 16},
     "llama-rope-parameters": {"rope_theta": None, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 300.0}},
     "llama-one-kv-head": {"num_key_value_heads": 1},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6},
-    "qwen2-sliding-window-off": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "use_sliding_window": False,
-        "sliding_window": 32,
-    },
+    "qwen2": QWEN2 | {"tie_word_embeddings": True, "rope_theta": 1e6},
+    "qwen2-sliding-window-off": QWEN2 | {"use_sliding_window": False, "sliding_window": 32},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "attention_bias": False},
     "qwen3-bias": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8, "attention_bias": True},
 }

@@ -45,7 +45,7 @@ class Worker:
             GQACacheBackend(LAYERS, 1, 4, BLOCK, "float32"), runtime=runtime, layer_timeout_s=layer_timeout_s
         )
         caches = self.controller.initialize_kv_cache(8, 8)
-        self.progress = []
+        self.progress, self.runtime = [], runtime
         self.runner = StepRunner(
             self.forward,
             self.controller,
@@ -57,21 +57,17 @@ class Worker:
     def close(self):
         self.controller.drain()
         self.controller.free()
+        self.runtime.close()
 
 
 @pytest.fixture
-def start():
-    workers = []
-
+def start(request):
     def start_worker(runtime=None, **options):
-        runtime = runtime or CpuRuntime()
-        workers.append((Worker(runtime, **options), runtime))
-        return workers[-1][0]
+        worker = Worker(runtime or CpuRuntime(), **options)
+        request.addfinalizer(worker.close)
+        return worker
 
-    yield start_worker
-    for worker, runtime in workers:
-        worker.close()
-        runtime.close()
+    return start_worker
 
 
 def task(name, table, start=0, tokens=1, needs_logits=True):

@@ -1,5 +1,7 @@
 """Stores of every kind."""
 
+from functools import partial
+
 import pytest
 
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
@@ -49,16 +51,14 @@ def start_machine(request, connecting, tmp_path, monkeypatch):
 
     def of(store):
         if store == "attention store":
-            directory = request.getfixturevalue("sdk_store")
+            make = partial(DeviceMachine, request.getfixturevalue("sdk_store"))
         else:
-            connect = connecting(store)
+            make = partial(HostMachine, connecting(store))
             if store == "mooncake stand-in":
                 share.give_memory(SETTINGS, 0)
 
         def start(**options):
-            made = (
-                DeviceMachine(directory, **options) if store == "attention store" else HostMachine(connect, **options)
-            )
+            made = make(**options)
             request.addfinalizer(made.close)
             return made
 

@@ -39,12 +39,16 @@ class Machine:
         self.link = StorageLink(self.commands, self.results, open_backend=open_backend, lanes_per_agent=lanes_per_agent)
         self.answers = queue.SimpleQueue()
 
-    def start(self, agents, memory) -> None:
-        self.agents, self.memory = agents, memory
+    def make(self, agent, memory, **options) -> None:
+        self.agents = [agent(each, self.results, rank=rank, **options) for rank, each in enumerate(self.commands)]
+        self.memory = [memory(rank) for rank in range(len(self.commands))]
+
+    def start(self) -> None:
         while not self.link.is_connected(100):
             pass
         self.link.listen(self.answers.put)
         self.use_namespace()
+        self.fill()
 
     def ask(self, command):
         """Returns the answers of all ranks, in order of ranks."""
@@ -107,15 +111,10 @@ class HostMachine(Machine):
         self.faults, self.log = {}, []
         """By call of the backend: what happens before it. What was done with connections, in order."""
         self.reached, self.released = threading.Event(), threading.Event()
-        memory = [HostMemory(rank) for rank in range(ranks)]
-        agents = [
-            StorageAgent(address, self.results, rank=rank, open_backend=self.connect)
-            for rank, address in enumerate(self.commands)
-        ]
-        for agent, each in zip(agents, memory, strict=True):
-            agent.use(each, refilled=each.refilled.append)
-        self.start(agents, memory)
-        self.fill()
+        self.make(StorageAgent, HostMemory, open_backend=self.connect)
+        for agent, memory in zip(self.agents, self.memory, strict=True):
+            agent.use(memory, refilled=memory.refilled.append)
+        self.start()
 
     def connect(self, space):
         return Faulty(self._connect(space), self)
@@ -182,17 +181,12 @@ class DeviceMachine(Machine):
     def __init__(self, directory, ranks=1, connects=True, **options):
         self.directory, self._ranks = directory, ranks
         super().__init__(ranks, NUM_LANES, None)
-        memory = [DeviceMemory(rank) for rank in range(ranks)]
-        agents = [
-            AttentionStoreAgent(address, self.results, rank=rank, **options)
-            for rank, address in enumerate(self.commands)
-        ]
+        self.make(AttentionStoreAgent, DeviceMemory, **options)
         if connects:
-            for agent, each in zip(agents, memory, strict=True):
-                agent.use(each.caches())
+            for agent, memory in zip(self.agents, self.memory, strict=True):
+                agent.use(memory.caches())
                 agent.connect(self.namespace())
-        self.start(agents, memory)
-        self.fill()
+        self.start()
 
     def namespace(self, **changes):
         return space(**{"tensor_parallel_size": self._ranks, **changes})
@@ -236,12 +230,9 @@ class DeviceMachine(Machine):
         self.breaks(**{SDK_CALLS[what]: {"hang": True, "times": 1}})
 
     def wait_until_it_hangs(self):
-        while not any(fault.get("times") == 0 for fault in json.loads(self._faults.read_text()).values()):
+        faults = self.directory / "faults.json"
+        while not any(fault.get("times") == 0 for fault in json.loads(faults.read_text()).values()):
             time.sleep(0.01)
-
-    @property
-    def _faults(self):
-        return self.directory / "faults.json"
 
     def works(self):
         self.breaks()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.errors import KVCacheError, RemoteReadError
 from fastdeploy_kvcache_v1.transfer import network
@@ -21,14 +22,14 @@ from fastdeploy_kvcache_v1.transfer.plane import DataPlane
 Move = tuple[str, Callable[[], None]]
 
 
-class MemoryPlane(DataPlane):
+class MemoryPlane(Grants, DataPlane):
     """`tensors` are `[slots, bytes]` arrays. `looks_at_leases`: a peer refuses what is not granted, as sockets do."""
 
     looks_at_leases = True
 
     def __init__(self, name, tensors):
+        super().__init__()
         self.name, self.tensors = name, tensors
-        self.grants = Grants()
         self.is_dead = False
 
     def register(self, regions):
@@ -39,12 +40,6 @@ class MemoryPlane(DataPlane):
 
     def open(self, address, deadline):
         raise NotImplementedError
-
-    def grant(self, lease, slots):
-        self.grants.grant(lease, slots)
-
-    def revoke(self, lease):
-        self.grants.revoke(lease)
 
     def close(self):
         self.is_dead = True
@@ -148,16 +143,8 @@ class Reader:
     def _require_open(self, lease):
         if self.source.is_dead:
             raise RemoteReadError("the peer is gone")
-        if self.source.looks_at_leases and not self.source.grants.is_open(lease):
+        if self.source.looks_at_leases and not self.source.is_open(lease):
             raise RemoteReadError(f"lease {lease!r} is not open")
-
-
-class Listener:
-    def __init__(self, net, port):
-        self.net, self.port, self.num_refused = net, port, 0
-
-    def close(self):
-        self.net.listeners.pop(self.port, None)
 
 
 class Starting:
@@ -256,8 +243,9 @@ class MemoryNetwork:
         return Starting(self, target, args)
 
     def _listen(self, host, port, ours, inbox):
-        listener = Listener(self, port or 1 + max(self.listeners, default=0))
-        self.listeners[listener.port] = (listener, ours, inbox)
+        port = port or 1 + max(self.listeners, default=0)
+        listener = SimpleNamespace(port=port, num_refused=0, close=lambda: self.listeners.pop(port, None))
+        self.listeners[port] = (listener, ours, inbox)
         return listener
 
     def _greet(self, host, port, ours, inbox):
@@ -272,10 +260,8 @@ class MemoryNetwork:
             listener.num_refused += 1
             raise type(error)(f"the peer refuses: {decode(encode(Refused(str(error)))).reason}") from None
         number = len(self.links) // 2
-        near, far = (
-            Link(self, f"to prefill {number}", ours, answer, inbox),
-            Link(self, f"to decode {number}", theirs, hello, their_inbox),
-        )
+        near = Link(self, f"to prefill {number}", ours, answer, inbox)
+        far = Link(self, f"to decode {number}", theirs, hello, their_inbox)
         near.other, far.other = far, near
         self.links += [near, far]
         far.start()

@@ -122,9 +122,7 @@ class Mooncake(Sockets):
         super().__init__(monkeypatch)
         self.version = "0.3.13"
         monkeypatch.setattr(mooncake_plane.importlib.metadata, "version", lambda package: self.version)
-        monkeypatch.setattr(
-            mooncake_plane.importlib, "import_module", lambda name: SimpleNamespace(TransferEngine=Engine)
-        )
+        monkeypatch.setattr(mooncake_plane.importlib, "import_module", lambda _: SimpleNamespace(TransferEngine=Engine))
         monkeypatch.setattr(Engine, "refuses", None)
 
     def make(self):

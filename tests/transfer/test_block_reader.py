@@ -41,7 +41,7 @@ class Plane:
         self.gate, self.errors, self.is_deaf = threading.Event(), {}, False
         self.may_open = threading.Event()
         self.may_open.set()
-        self.begun = SimpleQueue()
+        self.begun, self.ends = SimpleQueue(), SimpleQueue()
 
     def open(self, address, deadline):
         self.begun.put(("open", address, round(deadline - time.monotonic())))
@@ -50,6 +50,9 @@ class Plane:
 
     def saw(self, count):
         return [self.begun.get(timeout=20) for _ in range(count)]
+
+    def ended(self, count):
+        return [(end.job.lease, end.error) for end in (self.ends.get(timeout=20) for _ in range(count))]
 
 
 OPEN = ("open", b"peer", 20)
@@ -69,33 +72,24 @@ def plane():
 
 
 @pytest.fixture
-def ends():
-    return SimpleQueue()
-
-
-@pytest.fixture
-def reader(plane, ends):
-    made = BlockReader(plane, b"peer", FAST, ends.put)
+def reader(plane):
+    made = BlockReader(plane, b"peer", FAST, plane.ends.put)
     yield made
     made.close()
 
 
-def ended(ends, count):
-    return [(end.job.lease, end.error) for end in (ends.get(timeout=20) for _ in range(count))]
-
-
-def test_jobs_are_read_in_order_over_one_source(plane, reader, ends, monkeypatch):
+def test_jobs_are_read_in_order_over_one_source(plane, reader, monkeypatch):
     """And in steps, each with a deadline of its own."""
     monkeypatch.setattr(block_reader, "STEP_BYTES", 8)
     plane.gate.set()
     for each in (job("a"), job("b", 20), job("a", 4)):
         reader.submit(each)
-    assert ended(ends, 3) == [("a", None), ("b", None), ("a", None)]
+    assert plane.ended(3) == [("a", None), ("b", None), ("a", None)]
     assert plane.saw(6) == [OPEN, read("a"), read("b"), read("b"), read("b", 4), read("a", 4)]
     assert plane.begun.empty()
 
 
-def test_a_cancel_ends_what_is_read_and_what_waits_and_leaves_other_leases_alone(plane, reader, ends):
+def test_a_cancel_ends_what_is_read_and_what_waits_and_leaves_other_leases_alone(plane, reader):
     for lease in ("a", "b", "a", "c"):
         reader.submit(job(lease))
     assert plane.saw(2) == [OPEN, read("a")]
@@ -105,13 +99,13 @@ def test_a_cancel_ends_what_is_read_and_what_waits_and_leaves_other_leases_alone
     reader.cancel("a")
     assert plane.saw(3) == ["close", OPEN, read("b")]
     plane.gate.set()
-    assert ended(ends, 1) == [("b", None)]
+    assert plane.ended(1) == [("b", None)]
     reader.submit(job("d"))
-    assert ended(ends, 1) == [("d", None)]
+    assert plane.ended(1) == [("d", None)]
     assert plane.saw(1) == [read("d")]
 
 
-def test_a_cancel_returns_when_the_read_has_stopped(plane, reader, ends):
+def test_a_cancel_returns_when_the_read_has_stopped(plane, reader):
     plane.is_deaf = True
     reader.submit(job("a"))
     assert plane.saw(2) == [OPEN, read("a")]
@@ -123,10 +117,10 @@ def test_a_cancel_returns_when_the_read_has_stopped(plane, reader, ends):
     plane.gate.set()
     thread.join(20)
     assert not thread.is_alive()
-    assert ends.empty()
+    assert plane.ends.empty()
 
 
-def test_a_job_that_is_cancelled_while_its_source_opens_is_not_read(plane, reader, ends):
+def test_a_job_that_is_cancelled_while_its_source_opens_is_not_read(plane, reader):
     plane.may_open.clear()
     reader.submit(job("a"))
     assert plane.saw(1) == [OPEN]
@@ -134,7 +128,7 @@ def test_a_job_that_is_cancelled_while_its_source_opens_is_not_read(plane, reade
     reader.submit(job("b"))
     plane.gate.set()
     plane.may_open.set()
-    assert ended(ends, 1) == [("b", None)]
+    assert plane.ended(1) == [("b", None)]
     assert plane.saw(1) == [read("b")]
 
 
@@ -142,12 +136,12 @@ def test_a_job_that_is_cancelled_while_its_source_opens_is_not_read(plane, reade
     ("error", "told"),
     [(RemoteReadError("the link broke"), "the link broke"), (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug")],
 )
-def test_a_failed_read_is_told_and_the_next_one_has_a_source_of_its_own(plane, reader, ends, error, told):
+def test_a_failed_read_is_told_and_the_next_one_has_a_source_of_its_own(plane, reader, error, told):
     plane.errors["a"] = error
     plane.gate.set()
     reader.submit(job("a"))
     reader.submit(job("b"))
-    assert ended(ends, 2) == [("a", told), ("b", None)]
+    assert plane.ended(2) == [("a", told), ("b", None)]
     assert plane.saw(5) == [OPEN, read("a"), "close", OPEN, read("b")]
 
 
@@ -166,17 +160,17 @@ def test_a_source_that_opens_while_the_reader_closes_is_closed(plane, reader):
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
-def test_close_ends_everything_and_tells_nothing(plane, reader, ends, is_reading):
+def test_close_ends_everything_and_tells_nothing(plane, reader, is_reading):
     reader.submit(job("a"))
     reader.submit(job("b"))
     assert plane.saw(2) == [OPEN, read("a")]
     if not is_reading:
         plane.gate.set()
-        assert ended(ends, 2) == [("a", None), ("b", None)]
+        assert plane.ended(2) == [("a", None), ("b", None)]
         assert plane.saw(1) == [read("b")]
     reader.close()
     reader.close()
     assert plane.saw(1) == ["close"]
     assert plane.begun.empty()
-    assert ends.empty()
+    assert plane.ends.empty()
     assert not reader._thread.is_alive()

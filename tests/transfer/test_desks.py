@@ -8,17 +8,7 @@ from fastdeploy_kvcache_v1.transfer.messages import decode as message_of
 from fastdeploy_kvcache_v1.worker.hazards import Actor
 from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 from tests.transfer.network import MemoryNetwork
-from tests.transfer.ranks import (
-    LAYERS,
-    NUM_BLOCKS,
-    DecodeRank,
-    PrefillRank,
-    Sockets,
-    both_ended,
-    geometry,
-    result_of,
-    until,
-)
+from tests.transfer.ranks import LAYERS, NUM_BLOCKS, DecodeRank, PrefillRank, Sockets, both_ended, result_of, until
 
 over_both_networks = pytest.mark.parametrize("net", [MemoryNetwork, Sockets], indirect=True)
 
@@ -39,7 +29,7 @@ def test_an_offered_request_arrives_whole_and_the_lease_ends(pair, order):
     until(both_ended(prefill, decode), prefill, decode)
     result = result_of(decode)
     assert (result.error, result.failed_slots) == (None, ())
-    assert result.num_bytes == 5 * sum(role.block_bytes for role in geometry().roles) * LAYERS
+    assert result.num_bytes == 5 * sum(tensor[0].nbytes for tensor in decode.tensors)
     assert decode.holds(target, 1, source)
     assert decode.touched() == set(target)
     assert prefill.done == [("l", "r", None)]

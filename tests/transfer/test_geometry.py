@@ -43,8 +43,6 @@ def gathered(sources, target, blocks):
 
 
 SIZES = [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2), (4, 4), (8, 2), (3, 2), (1, 8)]
-
-
 EVEN = [
     (*sizes, heads)
     for sizes in SIZES
@@ -130,18 +128,12 @@ def test_an_unequal_cache_is_refused_with_both_values(theirs, both):
 
 def test_a_forged_geometry_is_refused():
     """What a peer says about itself decides which bytes are read: it must be possible."""
-    forged = [
-        dataclasses.replace(OURS, tp_rank=2),
-        dataclasses.replace(OURS, tp_rank=-1),
-        dataclasses.replace(OURS, tp_size=3),
-        dataclasses.replace(OURS, tp_size=0),
-        dataclasses.replace(OURS, tp_size=1, tp_rank=0),
-        dataclasses.replace(OURS, roles=tuple(dataclasses.replace(each, num_heads=0) for each in OURS.roles)),
-        dataclasses.replace(OURS, roles=tuple(dataclasses.replace(each, block_bytes=1) for each in OURS.roles)),
-    ]
-    for each in forged:
+    forged = {"tp_rank": 2}, {"tp_rank": -1}, {"tp_size": 3}, {"tp_size": 0}, {"tp_size": 1, "tp_rank": 0}
+    for role in {"num_heads": 0}, {"block_bytes": 1}:
+        forged += ({"roles": tuple(dataclasses.replace(each, **role) for each in OURS.roles)},)
+    for changes in forged:
         with pytest.raises(PeerRefusedError):
-            require_compatible(OURS, each)
+            require_compatible(OURS, dataclasses.replace(OURS, **changes))
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,7 @@ def test_an_engine_that_refuses_is_refused_in_words(world, monkeypatch, refuses,
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
-        ("0.3.12.post1", None),
-        ("0.3.13", None),
-        ("0.3.13.post1", None),
-        ("0.4.0", None),
-        ("1.0", None),
+        *((version, None) for version in ("0.3.12.post1", "0.3.13", "0.3.13.post1", "0.4.0", "1.0")),
         ("0.3.12", r"0\.3\.12 says that transfers are done before"),
         ("0.3.11.post1", r"0\.3\.11\.post1 says"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, InvariantError
 from fastdeploy_kvcache_v1.worker.hazards import Actor, Hazard, HazardTable, _Use
-from fastdeploy_kvcache_v1.worker.runtime import Event
+from fastdeploy_kvcache_v1.worker.runtime.cpu import CpuEvent
 from fastdeploy_kvcache_v1.worker.slot_set import SlotSet
 from tests.night import worth_it
 
@@ -82,53 +82,32 @@ class SlotBySlot:
 IN, OUT = Actor.INPUT, Actor.OUTPUT
 
 
-class FakeEvent(Event):
-    """Done when the test says so."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self.failure: Exception | None = None
-
-    def done(self) -> bool:
-        return self.is_done
-
-    @property
-    def error(self) -> Exception | None:
-        return self.failure if self.is_done else None
-
-    def wait_done(self, timeout: float | None = None) -> bool:
-        return self.is_done
-
-    def seconds_since(self, earlier: Event) -> float:
-        return 0.0
-
-
 def test_memory_is_bounded_by_the_slots_in_use():
     table = HazardTable("device", 100_000)
     for slot in range(20_000):
-        event = FakeEvent()
+        event = CpuEvent()
         table.after(IN, event, writes=(slot,))
-        event.is_done = True
+        event.finish()
         table.check()
     assert len(table) <= 64
 
 
 def test_a_use_that_has_ended_goes_whatever_still_runs_before_it():
-    table, ended = HazardTable("device", 4), FakeEvent()
+    table, ended = HazardTable("device", 4), CpuEvent()
     for slot in (0, 1):
-        table.after(OUT, FakeEvent(), reads=(slot,))
+        table.after(OUT, CpuEvent(), reads=(slot,))
     table.after(IN, ended, writes=(2,))
-    ended.is_done = True
+    ended.finish()
     table.prune()
     assert table.num_uses == 2
 
 
 def test_clearing_refuses_while_copies_run():
-    table, event = HazardTable("device", 4), FakeEvent()
+    table, event = HazardTable("device", 4), CpuEvent()
     table.after(IN, event, writes=(1,))
     with pytest.raises(CacheStateError, match=r"device slots \[1\] are still in use"):
         table.clear()
-    event.is_done, event.failure = True, OSError("gone")
+    event.finish(OSError("gone"))
     assert table.failed(range(4)) == [1]
     table.clear()
     assert table.failed(range(4)) == []
@@ -147,7 +126,7 @@ def test_clearing_refuses_while_copies_run():
 )
 def test_check_sees_what_no_order_of_uses_leaves(uses, message):
     table = HazardTable("device", 4)
-    table._uses = [_Use(actor, FakeEvent(), reads, writes) for actor, reads, writes in uses]
+    table._uses = [_Use(actor, CpuEvent(), reads, writes) for actor, reads, writes in uses]
     with pytest.raises(InvariantError, match=message):
         table.check()
 
@@ -177,7 +156,7 @@ def slots_of(rng: random.Random, num_slots: int) -> object:
 def test_every_answer_is_that_of_the_rules_slot_by_slot(seed, num_slots):
     rng = random.Random(f"{seed} {num_slots}")
     table, model = HazardTable("device", num_slots), SlotBySlot(num_slots)
-    streams: dict[Actor, list[FakeEvent]] = {actor: [] for actor in Actor}
+    streams: dict[Actor, list[CpuEvent]] = {actor: [] for actor in Actor}
     waits_seen = failures_seen = 0
     for _ in range(STEPS):
         what, actor = rng.random(), rng.choice(list(Actor))
@@ -187,23 +166,24 @@ def test_every_answer_is_that_of_the_rules_slot_by_slot(seed, num_slots):
             assert {wait.event: wait.needs_data for wait in waits} == model.before(actor, reads, writes)
             assert all(wait.later is actor for wait in waits)
             assert not actor.is_fifo or all(wait.earlier is not actor for wait in waits)
-            event = FakeEvent()
+            event = CpuEvent()
             if rng.random() < 0.1:  # it is over before it is recorded: everything it waited for and came after is, too
-                for done in streams[actor] + [wait.event for wait in waits]:
-                    done.is_done = True
-                event.is_done, event.failure = True, rng.choice([None, OSError("gone")])
+                for earlier in {*streams[actor], *(wait.event for wait in waits)}:
+                    if not earlier.done():
+                        earlier.finish()
+                event.finish(rng.choice([None, OSError("gone")]))
             table.after(actor, event, reads=reads, writes=writes)
             model.after(actor, event, reads, writes)
             streams[actor].append(event)
             waits_seen += bool(waits)
         elif what < 0.8:
-            running = [event for event in streams[actor] if not event.is_done]
+            running = [event for event in streams[actor] if not event.done()]
             if not actor.is_fifo:
                 rng.shuffle(running)
             for event in running[: rng.randint(0, 2)]:
-                event.is_done, event.failure = True, rng.choice([None, None, ValueError("copy")])
-        elif what < 0.87 and any(not event.is_done for event in streams[actor]):  # what runs can be given up
-            event = rng.choice([event for event in streams[actor] if not event.is_done])
+                event.finish(rng.choice([None, None, ValueError("copy")]))
+        elif what < 0.87 and any(not event.done() for event in streams[actor]):  # what runs can be given up
+            event = rng.choice([event for event in streams[actor] if not event.done()])
             table.fail(writes or (), event)
             model.fail(writes or (), event)
         elif what < 0.94:
@@ -217,7 +197,7 @@ def test_every_answer_is_that_of_the_rules_slot_by_slot(seed, num_slots):
     worth_it(min(waits_seen, failures_seen) > 5)
 
 
-class CountedEvent(FakeEvent):
+class CountedEvent(CpuEvent):
     questions = 0
 
     def done(self) -> bool:

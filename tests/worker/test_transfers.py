@@ -54,22 +54,17 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
 
 
 @pytest.mark.parametrize(
-    ("overwritten", "filled", "op"),
-    [
-        (None, 4, "swap_cache_all_layers"),
-        (SlotSet(), 4, "swap_cache_per_layer"),
-        (SlotSet(), 5, "swap_cache_all_layers"),
-    ],
+    ("overwritten", "filled", "by_layer"), [(None, 4, False), (SlotSet(), 4, True), (SlotSet(), 5, False)]
 )
-def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritten, filled, op):
+def test_neighbours_on_both_sides_are_copied_at_once(rig, monkeypatch, overwritten, filled, by_layer):
     """Layer by layer where it is said what is written soon: what the same step fills is."""
     copied = []
     for name in ("swap_cache_all_layers", "swap_cache_per_layer"):
         monkeypatch.setattr(ops, name, lambda to, of, runs, *, stream=0, op=name: copied.append((op, list(runs))))
     rig.submit(evict((2, 0, 1, 4), (4, 2, 3, 5)), swap_in((0, 1), (filled, 3)), overwritten=overwritten)
     rig.controller.drain()
-    evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])]
-    evicted *= rig.layout.num_layers if op == "swap_cache_per_layer" else 1
+    op, times = ("swap_cache_per_layer", rig.layout.num_layers) if by_layer else ("swap_cache_all_layers", 1)
+    evicted = [(op, [CopyRun(0, 2, 3), CopyRun(4, 5, 1)])] * times
     swapped_in = [("swap_cache_per_layer", [CopyRun(0, filled, 1), CopyRun(1, 3, 1)])] * rig.layout.num_layers
     assert sorted(copied) == evicted + swapped_in
 
@@ -312,10 +307,6 @@ def test_a_wait_before_compute_that_takes_too_long_fails_the_swap_in(rig):
 # ---- reports
 
 
-def ended(rig):
-    return rig.controller.take_report().ended_through
-
-
 def test_a_copy_that_was_given_up_is_open_as_long_as_it_runs(rig):
     let_go = rig.runtime.hold(INPUT)
     counter = rig.submit(into=swap_in((0,), (4,)))
@@ -326,7 +317,7 @@ def test_a_copy_that_was_given_up_is_open_as_long_as_it_runs(rig):
     assert report.ended_through == 0
     let_go()
     rig.controller.drain()
-    assert ended(rig) == 1
+    assert rig.controller.take_report().ended_through == 1
 
 
 def test_a_copy_that_ends_while_the_report_is_made_is_in_the_next_one_with_its_result(rig, monkeypatch):

@@ -52,10 +52,8 @@ def test_the_index_learns_from_rank_0_what_is_there_even_while_writes_hang(machi
     server.link.send(server.storing(*BLOCKS))
     path = server.path(*BLOCKS)
     for exists in (True, False):
-        task = WriteStorageTask(
-            task_id="f", token_ids=path, start_write_block_idx=1 - exists, flush_cache_exists=exists
-        )
-        server.link.send(task)
+        flush = {"start_write_block_idx": 1 - exists, "flush_cache_exists": exists}
+        server.link.send(WriteStorageTask(task_id="f", token_ids=path, **flush))
         assert server.answer() == FlushDone("f", 0, 0, seconds=pytest.approx(0, abs=LIMIT_S))
     pod = "default_pod_mixed_0"
     assert (server.directory / "index.jsonl").read_text().splitlines() == [
@@ -171,8 +169,7 @@ def test_memory_that_the_sdk_may_still_touch_stays_until_it_does_not(machine, mo
         slept.append(seconds)
         assert seconds == 0 or is_quiet.wait(LIMIT_S)
 
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr(agent_module, "time", clock)
+    monkeypatch.setattr(agent_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     server = machine()
     (agent,) = server.agents
     server.breaks(read={"times": 1, **fault})

@@ -1,19 +1,12 @@
 """What storage may not take for filled. When it touches a slot at all, the world and test_tier show."""
 
-from fastdeploy_kvcache_v1.metadata import (
-    EVICT,
-    NO_SWAP_IN,
-    CacheSwapMetadata,
-    SwapStep,
-    TransferReport,
-    TransferResult,
-)
+from fastdeploy_kvcache_v1.metadata import EVICT, CacheSwapMetadata, SwapStep, TransferReport, TransferResult
 from fastdeploy_kvcache_v1.storage.engine.open_copies import OpenCopies
 
 
 def step(number, out):
     """Host slots that are filled."""
-    return SwapStep.of(number, CacheSwapMetadata(*EVICT, tuple(range(len(out))), tuple(out)), NO_SWAP_IN)
+    return SwapStep(number, (CacheSwapMetadata(*EVICT, tuple(range(len(out))), tuple(out)),))
 
 
 def ended(through, *failed):

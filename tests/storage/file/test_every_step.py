@@ -90,9 +90,8 @@ class BrokenDisk:
     def _open(self, file: Any, mode: str = "r", *given: Any, opener: Any = None, **options: Any) -> Any:
         """Files that `os.open` opens, and whose bytes `os.write` writes."""
         raw = _File(file, mode.replace("b", ""), opener=opener or (lambda path, flags: os.open(path, flags, 0o666)))
-        return (
-            raw if "b" in mode else io.TextIOWrapper(io.BufferedWriter(raw) if mode == "w" else io.BufferedReader(raw))
-        )
+        buffered = io.BufferedWriter if mode == "w" else io.BufferedReader
+        return raw if "b" in mode else io.TextIOWrapper(buffered(raw))
 
     def _meet(self, name: str, call: Callable[..., Any], given: tuple[Any, ...]) -> None:
         fault = self.fault

@@ -219,17 +219,9 @@ def test_a_path_that_breaks_the_context_ends_the_worker_in_words(core, monkeypat
 
 
 @pytest.mark.parametrize(
+    # allocations that work: of the staging memory, then one to try each path
     ("room", "live"),
-    [
-        # allocations that work: of the staging memory, then one to try each path
-        (0, "runs"),
-        (1, "runs"),
-        (2, "kernel runs"),
-        (3, "kernel staged runs"),
-        (4, "kernel staged batch runs"),
-        (5, "kernel staged batch runs"),
-        (6, "kernel staged batch runs"),
-    ],
+    [*enumerate(["runs", "runs", "kernel runs", "kernel staged runs", *["kernel staged batch runs"] * 3])],
 )
 def test_a_path_lives_only_if_it_was_tried_wherever_memory_ends(core, caplog, room, live):
     allocate, left = core.gpu.cuMemAlloc, iter(range(room))
@@ -250,11 +242,9 @@ def test_a_path_lives_only_if_it_was_tried_wherever_memory_ends(core, caplog, ro
 @pytest.mark.parametrize(
     ("choice", "live"),
     [
-        ("kernel", "kernel"),
-        ("batch", "batch"),
+        *((path, path) for path in ("kernel", "batch", "cupy")),
         ("-kernel, -staged", "batch runs"),
         ("-batch", "kernel staged runs"),
-        ("cupy", "cupy"),
     ],
 )
 def test_a_path_is_forced_or_forbidden(core, monkeypatch, choice, live):
@@ -278,9 +268,7 @@ UNKNOWN = f"the driver's release is unknown, and some hang in it: {landing.CHOIC
 @pytest.mark.parametrize(
     ("release", "reason"),
     [
-        ("580.159.04", HANGS),
-        ("580.159.03", HANGS),
-        ("580.159", HANGS),
+        *((release, HANGS) for release in ("580.159.04", "580.159.03", "580.159")),
         ("", UNKNOWN),
         *((release, None) for release in ("580.15.01", "580.160.01", "580.1590.01", "580.65.06")),
     ],

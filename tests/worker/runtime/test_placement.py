@@ -124,9 +124,7 @@ def bound(monkeypatch, caplog):
     caplog.set_level(logging.WARNING)
     asked, host_alloc = [], ops.host_alloc
     monkeypatch.setattr(placement, "numa_nodes", lambda: NODES)
-    monkeypatch.setattr(
-        ops, "host_alloc", lambda nbytes, *, numa_node=-1: asked.append(numa_node) or host_alloc(nbytes)
-    )
+    monkeypatch.setattr(ops, "host_alloc", lambda size, *, numa_node=-1: asked.append(numa_node) or host_alloc(size))
     return asked
 
 
