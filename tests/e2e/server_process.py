@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -94,21 +93,11 @@ class CommandProcess:
 class ServerProcess(CommandProcess):
     """`serve` on a free port, with a temporary directory of its own; without `--model`, the random one."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *flags: str,
-        environment: dict[str, str] | None = None,
-        max_files: int | None = None,
-        wrapper: Sequence[str] = (),
-    ) -> None:
-        """`max_files`: descriptors that the server may have at most. `wrapper`: a command that becomes the server."""
+    def __init__(self, directory: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
         # Not below `directory`: its name would be too long for unix sockets.
         self.temp_dir = Path(tempfile.mkdtemp(prefix="kv-"))
-        command = [*wrapper, *SERVE, "--model", "random", "--port", "0", *flags]
+        command = [*SERVE, "--model", "random", "--port", "0", *flags]
         super().__init__(directory, command, {"TMPDIR": str(self.temp_dir), **(environment or {})})
-        if max_files is not None:
-            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (max_files, max_files))
         self._descendants: dict[int, psutil.Process] = {}
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> str:
@@ -186,15 +175,9 @@ class ServerProcess(CommandProcess):
 
 
 @contextmanager
-def started(
-    directory: Path,
-    *flags: str,
-    environment: dict[str, str] | None = None,
-    max_files: int | None = None,
-    wrapper: Sequence[str] = (),
-) -> Iterator[ServerProcess]:
+def started(directory: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[ServerProcess]:
     """A ready server; killed at the end if it still runs."""
-    server = ServerProcess(directory, *flags, environment=environment, max_files=max_files, wrapper=wrapper)
+    server = ServerProcess(directory, *flags, environment=environment)
     try:
         server.wait_ready()
         yield server

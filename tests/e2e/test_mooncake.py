@@ -7,24 +7,13 @@ import psutil
 import pytest
 
 from tests.e2e.server_process import refusal, started, wait_until
-from tests.e2e.test_storage import CACHED, SIZE, ask, assert_they_share, end, wait_stored
+from tests.e2e.test_storage import CACHED, ask, assert_they_share, end, flags, wait_stored
 from tests.fault_proxy import Fault, FaultProxy
 from tests.mooncake_master import Master, needs_mooncake
 from tests.mooncake_peer import PeerProxies, needs_compiler
 from tests.mooncake_peer import environment as behind_proxies
 
 pytestmark = [pytest.mark.process, needs_mooncake()]
-
-
-def flags(**changes):
-    settings = {
-        "--swap-space": "0.02",
-        "--write-policy": "write_through",
-        "--kvcache-storage-backend": "mooncake",
-        "--storage-prefetch": "wait_complete",
-        **changes,
-    }
-    return [*SIZE, *(word for pair in settings.items() for word in pair)]
 
 
 @pytest.fixture
@@ -38,15 +27,15 @@ def master(tmp_path):
 def start(tmp_path, master):
     """A server on the master, as a context."""
 
-    def started_server(name, address=None, variables=None, **changes):
+    def started_server(name, *others, address=None, variables=None):
         environment = {**master.environment(address), **(variables or {})}
-        return started(tmp_path / name, *flags(**changes), environment=environment)
+        return started(tmp_path / name, *flags("mooncake", *others), environment=environment)
 
     return started_server
 
 
 def test_two_servers_share_what_they_compute_and_one_with_another_dtype_does_not(start):
-    with start("one") as one, start("two") as two, start("other", **{"--cache-dtype": "bfloat16"}) as three:
+    with start("one") as one, start("two") as two, start("other", "--cache-dtype", "bfloat16") as three:
         assert_they_share(one, two)
         assert one.metrics()["storage_blocks_total{direction=load}"] == CACHED / 16
         assert ask(three)[1] == 0
@@ -85,7 +74,7 @@ def test_a_failing_master_costs_hits_and_no_token(start, master):
     """Behind a proxy that hangs and resets; frozen; killed while blocks are loaded: the same tokens, and an end."""
     prompts = map(prompt, itertools.count())
     proxy = FaultProxy(master.port)
-    with start("one") as one, start("two", proxy.address, **{"--storage-prefetch": "timeout"}) as two:
+    with start("one") as one, start("two", "--storage-prefetch", "timeout", address=proxy.address) as two:
         known = {number: ask(one, prompt(1000 + number))[0] for number in range(5)}
         wait_stored(one, 5 * CACHED // 16)
         shared(one, two, prompts)
@@ -145,4 +134,4 @@ def test_a_failing_peer_costs_hits_and_no_token(tmp_path, start, master):
 
 def test_a_setting_that_is_missing_is_one_line_at_the_start(capsys, monkeypatch):
     monkeypatch.setenv("MOONCAKE_MASTER_SERVER_ADDR", "")
-    assert "mooncake needs metadata_server" in refusal(capsys, *flags())
+    assert "mooncake needs metadata_server" in refusal(capsys, *flags("mooncake"))

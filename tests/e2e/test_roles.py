@@ -1,6 +1,7 @@
 """Prefill and decode on different servers: the tokens of a mixed one, and nothing left behind."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
@@ -9,8 +10,6 @@ from tests.e2e.server_process import started
 from tests.e2e.workload import run_workload
 
 ROOMY = ("--block-size", "8", "--max-num-seqs", "12", "--max-num-batched-tokens", "256")
-
-
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
@@ -20,14 +19,22 @@ def expected(tmp_path_factory):
         return run_workload(client)
 
 
+@contextmanager
+def answering(expected, directory, *flags, **options):
+    """A cluster that has answered so, and has nothing left in the end."""
+    with cluster(directory, *ROOMY, *flags, **options) as servers:
+        with servers.router.client() as client:
+            assert run_workload(client) == expected
+        yield servers
+        servers.assert_idle()
+        servers.stop()
+
+
 @pytest.mark.smoke
 def test_tokens_are_those_of_a_mixed_server(tmp_path, expected):
     """Conversations, streamed and not, twelve at a time."""
-    with cluster(tmp_path, *ROOMY) as servers:
-        with servers.router.client() as client:
-            assert run_workload(client) == expected
-        servers.assert_idle()
-        servers.stop()
+    with answering(expected, tmp_path):
+        pass
 
 
 @pytest.mark.parametrize(("num_prefill_ranks", "num_decode_ranks"), [(2, 1), (2, 4)])
@@ -36,38 +43,20 @@ def test_servers_with_other_numbers_of_ranks_read_the_heads_that_each_needs(
 ):
     sizes = {"prefill": num_prefill_ranks, "decode": num_decode_ranks}
     role_flags = {role: ("--tensor-parallel-size", str(size)) for role, size in sizes.items()}
-    with cluster(tmp_path, *ROOMY, role_flags=role_flags) as servers:
-        with servers.router.client() as client:
-            assert run_workload(client) == expected
+    with answering(expected, tmp_path, role_flags=role_flags) as servers:
         assert servers.total("decode", "prompts_recomputed_total") == 0
         assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") > 10
-        servers.assert_idle()
-        servers.stop()
 
 
 def test_what_both_servers_store_is_found_after_a_restart(tmp_path, expected):
-    store = (
-        "--swap-space",
-        "0.2",
-        "--kvcache-storage-backend",
-        "file",
-        "--kvcache-storage-dir",
-        str(tmp_path / "store"),
-    )
-    flags = (*ROOMY, *store, "--storage-prefetch", "wait_complete")
-    with cluster(tmp_path / "first", *flags) as servers:
-        with servers.router.client() as client:
-            assert run_workload(client) == expected
-        servers.assert_idle()
-        servers.stop()
-    with cluster(tmp_path / "second", *flags) as servers:
-        with servers.router.client() as client:
-            assert run_workload(client) == expected
+    store = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", str(tmp_path / "store"))
+    flags = (*store, "--swap-space", "0.2", "--storage-prefetch", "wait_complete")
+    with answering(expected, tmp_path / "first", *flags):
+        pass
+    with answering(expected, tmp_path / "second", *flags) as servers:
         loaded = "storage_blocks_total{direction=load}"
         assert servers.total("decode", loaded) > 10
         assert servers.total("prefill", loaded) > 0
-        servers.assert_idle()
-        servers.stop()
 
 
 def test_copies_that_fail_on_one_rank_of_the_prefill_server_change_no_token(tmp_path, expected):
@@ -76,11 +65,7 @@ def test_copies_that_fail_on_one_rank_of_the_prefill_server_change_no_token(tmp_
     short = ("--swap-space", "0.02", "--num-gpu-blocks-override", "120", "--write-policy", "write_through")
     role_flags = dict.fromkeys(("prefill", "decode"), (*short, "--tensor-parallel-size", "2"))
     environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": json.dumps(faults)}
-    with cluster(tmp_path, *ROOMY, role_flags=role_flags, environment=environment) as servers:
-        with servers.router.client() as client:
-            assert run_workload(client) == expected
+    with answering(expected, tmp_path, role_flags=role_flags, environment=environment) as servers:
         failures = [f"transfer_failures_total{{direction={direction},rank=1}}" for direction in ("in", "out")]
         assert sum(servers.total("prefill", name) for name in failures) > 0
         assert servers.total("decode", "transfers_ended_total{outcome=arrived,side=decode}") > 0
-        servers.assert_idle()
-        servers.stop()

@@ -35,16 +35,14 @@ def num_values(directory):
     return sum(1 for _ in stored_files(directory))
 
 
-def flags(directory, **changes):
-    settings = {
-        "--swap-space": "0.02",
-        "--write-policy": "write_through",
-        "--kvcache-storage-backend": "file",
-        "--kvcache-storage-dir": str(directory),
-        "--storage-prefetch": "wait_complete",
-        **changes,
-    }
-    return [*SIZE, *(word for pair in settings.items() for word in pair)]
+def flags(backend, *others):
+    """The last one of a kind counts."""
+    waits = ("--kvcache-storage-backend", backend, "--storage-prefetch", "wait_complete")
+    return [*SIZE, "--swap-space", "0.02", "--write-policy", "write_through", *waits, *others]
+
+
+def file_flags(directory):
+    return flags("file", "--kvcache-storage-dir", str(directory))
 
 
 def ask(server, prompt=PROMPT, count=8):
@@ -77,15 +75,12 @@ def end(server):
     server.assert_nothing_left()
 
 
+ON_DEVICE = ("--swap-space", "0", "--write-policy", "auto")
 STORES = {
     # backend: its flags, and the environment of its servers
-    "file": lambda path: (flags(path), {}),
-    "attention_store": lambda path: ([*SIZE, *ATTENTION_STORE], environment(path)),
+    "file": lambda path: (file_flags(path), {}),
+    "attention_store": lambda path: (flags("attention_store", *ON_DEVICE), environment(path)),
 }
-ATTENTION_STORE = (
-    *("--kvcache-storage-backend", "attention_store", "--storage-prefetch", "wait_complete"),
-    *("--swap-space", "0"),
-)
 
 
 @pytest.mark.parametrize("backend", STORES)
@@ -157,7 +152,7 @@ def test_servers_that_are_killed_while_they_store_leave_a_directory_that_works(t
     """
     directory, rng = tmp_path / "kv", random.Random(11)
     for number in (0, 2):
-        with started(tmp_path / f"server-{number}", *flags(directory)) as server, ThreadPoolExecutor() as pool:
+        with started(tmp_path / f"server-{number}", *file_flags(directory)) as server, ThreadPoolExecutor() as pool:
             ask(server, prompt(number))
             wait_stored(server)
             before = num_values(directory)
@@ -168,7 +163,7 @@ def test_servers_that_are_killed_while_they_store_leave_a_directory_that_works(t
             server.wait_exit()
             answer.exception()
     assert cli.main(["storage", "verify", "--kvcache-storage-dir", str(directory)]) == 0, capsys.readouterr().out
-    with started(tmp_path / "last", *flags(directory)) as server:
+    with started(tmp_path / "last", *file_flags(directory)) as server:
         found = [ask(server, prompt(number)) for number in range(4)]
         assert [cached for _, cached in found[::2]] == [CACHED] * 2, "stored before its server was killed"
         assert cli.main(["storage", "clear", "--kvcache-storage-dir", str(directory)]) == 0

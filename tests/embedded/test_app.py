@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.embedded.request_fields import IGNORED, REFUSED, Chat
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
 from tests.embedded.random_text import BOS
-from tests.embedded.served import error_of, events_of, running
+from tests.embedded.served import chunks_of, error_of, running
 from tests.embedded.shadow import expected_outputs
 
 
@@ -40,9 +40,7 @@ def test_streamed_completion_equals_the_plain_one(server):
     plain = server.complete(prompt="hello").json()
     response = server.complete(prompt="hello", stream=True, stream_options={"include_usage": True})
     assert response.headers["content-type"].startswith("text/event-stream")
-    *events, done = events_of(response)
-    assert done == "[DONE]"
-    chunks = [json.loads(event) for event in events]
+    chunks = chunks_of(response)
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 8
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == plain["choices"][0]["text"]
@@ -52,22 +50,15 @@ def test_streamed_completion_equals_the_plain_one(server):
 
 def test_chat(server):
     messages = [{"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]}]
-    response = server.client.post("/v1/chat/completions", json={"messages": messages, "max_completion_tokens": 5})
-    body = response.json()
+    body = server.chat(messages=messages, max_tokens=None, max_completion_tokens=5).json()
     prompt = load_tokenizer(None).apply_chat_template([{"role": "user", "content": "hello"}])
     assert body["object"] == "chat.completion"
-    assert body["choices"][0]["message"] == {
-        "role": "assistant",
-        "content": bytes(expected_outputs(prompt, 5)).decode(),
-    }
-    response = server.client.post(
-        "/v1/chat/completions", json={"messages": messages, "max_tokens": 5, "stream": True, "model": "tiny"}
-    )
-    *events, done = events_of(response)
-    assert done == "[DONE]"
-    deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+    text = bytes(expected_outputs(prompt, 5)).decode()
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": text}
+    chunks = chunks_of(server.chat(messages=messages, max_tokens=5, stream=True, model="tiny"))
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert deltas[0] == {"role": "assistant", "content": ""}
-    assert "".join(delta.get("content", "") for delta in deltas) == body["choices"][0]["message"]["content"]
+    assert "".join(delta.get("content", "") for delta in deltas) == text
 
 
 def test_chat_without_limit_runs_to_the_limit_of_the_model(server):
@@ -110,31 +101,29 @@ def test_models(server):
         ({"prompt": "x", "seed": 2**64}, "seed", "less than or equal to"),
         ({"prompt": "x", "stop": ["a", ""]}, "stop.1", "at least 1 character"),
         ({"prompt": "x", "stop": 7}, "stop", "valid list"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "Field required"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "image_url must be a data URL",
+        ),
+        ({"messages": [{"role": "martian", "content": "x"}]}, "messages", "unknown message role 'martian'"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
+            "messages.0",
+            "tool_calls is not supported",
+        ),
     ],
 )
-def test_bad_completions_are_one_clear_line(server, body, param, message):
-    response = server.client.post("/v1/completions", json=body)
+def test_bad_requests_are_one_clear_line(server, body, param, message):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    response = server.client.post(path, json=body)
     assert response.status_code == 400
     error = error_of(response)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert message in error["message"]
     assert server.complete(prompt="hello").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "at least 1 item"),
-        ([{"role": "user"}], "Field required"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url must be a data URL"),
-        ([{"role": "martian", "content": "x"}], "unknown message role 'martian'"),
-        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], "tool_calls is not supported"),
-    ],
-)
-def test_bad_chats_are_one_clear_line(server, messages, message):
-    response = server.client.post("/v1/chat/completions", json={"messages": messages})
-    assert response.status_code == 400
-    assert message in error_of(response)["message"]
 
 
 @pytest.mark.parametrize(
@@ -221,15 +210,20 @@ def test_metrics(server):
         assert f"fastdeploy:kvcache_v1_{line}" in text.splitlines()
 
 
-def test_bug_in_the_engine_ends_requests_instead_of_hanging_them(server, monkeypatch, caplog):
+class PanicError(BaseException):
+    """As the tokenizer's Rust raises it: no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), PanicError("here")])
+def test_whatever_a_step_raises_ends_the_requests_and_hangs_none(server, monkeypatch, caplog, error):
     def broken():
-        raise ZeroDivisionError("a bug")
+        raise error
 
     monkeypatch.setattr(server.engine.core, "step", broken)
-    response = server.complete(prompt="hello")
-    assert response.status_code == 503
-    assert "ZeroDivisionError" in error_of(response)["message"]
-    assert server.wait_fatal()
+    for _ in range(2):
+        response = server.complete(prompt="hello")
+        assert (response.status_code, error_of(response)["message"]) == (503, f"internal error: {error!r}")
+    assert server.wait_fatal() == [f"internal error: {error!r}"]
     assert "Traceback" in caplog.text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image as Pillow
@@ -115,12 +116,8 @@ def test_images_count_as_tokens():
     assert "too long for --max-model-len 200" in refusal(chat(*[part(encoded(noise(side, side)))] * 4))
 
 
-class Blind:
-    image_token = None
-
-
 def test_a_model_that_sees_none_says_so():
-    assert "this model sees no images" in refusal(chat(part("data:")), Blind())
+    assert "this model sees no images" in refusal(chat(part("data:")), SimpleNamespace(image_token=None))
 
 
 def test_a_text_beside_images_holds_no_placeholder():

@@ -10,11 +10,7 @@ from fastdeploy_kvcache_v1.model.config import ChecksumConfig, load_model_config
 from fastdeploy_kvcache_v1.model.reproducible import default_threads
 
 BLOCK_BYTES = 4 * 2 * 4 * 64 * 16 * 4  # layers, key and value, heads, tokens, head dim, float32
-
-
 STORAGE = ("--kvcache-storage-backend", "file", "--kvcache-storage-dir", "kv")
-
-
 ATTENTION_STORE = ("--kvcache-storage-backend", "attention_store")
 
 
@@ -42,13 +38,11 @@ def test_defaults():
 def test_storage_is_a_directory_for_ten_gib_that_requests_wait_for_a_while():
     assert configure().storage is None
     storage = configure(*STORAGE).storage
-    assert storage is not None
     assert (str(storage.directory), storage.capacity_bytes, storage.prefetch.value) == ("kv", 10 * GIB, "timeout")
 
 
 def test_storage_in_the_memory_of_many_machines_shares_the_host_tier_and_has_no_directory():
     storage = configure("--kvcache-storage-backend", "mooncake").storage
-    assert storage is not None
     assert (storage.backend, storage.directory, storage.needs_shared_memory) == ("mooncake", None, True)
     assert not configure(*STORAGE).storage.needs_shared_memory
     with pytest.raises(ConfigError, match="--kvcache-storage-dir needs --kvcache-storage-backend file"):
@@ -65,7 +59,6 @@ def test_ranks_of_a_latent_cache_have_whole_blocks_each():
 
 def test_the_attention_store_needs_no_host_tier():
     config = configure(*ATTENTION_STORE, "--swap-space", "0")
-    assert config.storage is not None
     assert config.storage.uses_device_tier
     assert config.cache.num_host_blocks == 0
     assert config.cache.max_queued_events == 0
@@ -74,12 +67,9 @@ def test_the_attention_store_needs_no_host_tier():
 def test_only_to_flush_its_index_is_fastdeploys_variable(monkeypatch):
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
     config = configure(*ATTENTION_STORE)
-    assert config.storage is not None
     assert config.storage.flush_only
     assert config.cache.max_queued_events > 0, "its index follows cache events"
-    storage = configure(*STORAGE).storage
-    assert storage is not None
-    assert not storage.flush_only
+    assert not configure(*STORAGE).storage.flush_only
     monkeypatch.setenv("FD_AS_ONLY_FLUSH", "yes")
     with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH must be 0 or 1, got 'yes'"):
         configure(*ATTENTION_STORE)

@@ -17,19 +17,9 @@ DECIDES = {
     "tensor_parallel_size": ("--tensor-parallel-size", "2"),
 }
 DOES_NOT = {
-    "served_model_name",
-    "host",
-    "port",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "log_level",
-    "worker_timeout",
-    "checks_model_name",
+    *("served_model_name", "host", "port", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "log_level"),
+    *("worker_timeout", "checks_model_name", "storage", "record_trace", "role"),
     "threads",  # `configure_reproducible_math`
-    "storage",
-    "record_trace",
-    "role",
 }
 
 

@@ -177,53 +177,26 @@ def test_a_long_text_does_not_hold_up_other_threads(tokenizers):
 # ---- what a client sees of the tokens, and when
 
 
-def pieces(text, data):
-    return [text.push(byte) for byte in data]
-
-
-def test_text_without_stops_is_released_at_once():
-    assert pieces(byte_stream(), b"abc") == ["a", "b", "c"]
-
-
-def test_incomplete_characters_are_held_back():
-    assert pieces(byte_stream(), "aé".encode()) == ["a", "", "é"]
-
-
-def test_flush_replaces_what_never_became_a_character():
-    text = byte_stream()
-    assert pieces(text, b"a\xc3") == ["a", ""]
-    assert text.flush() == "\N{REPLACEMENT CHARACTER}"
-
-
 @pytest.mark.parametrize(
-    ("stops", "data", "shown", "stopped"),
+    ("stops", "data", "shown", "flushed", "stopped"),
     [
-        (["END"], b"abEND", ["a", "b", "", "", ""], True),
-        (["END"], b"abENd", ["a", "b", "", "", "ENd"], False),
-        (["END"], b"EEND", ["", "E", "", ""], True),
-        (["aab"], b"aaab", ["", "", "a", ""], True),
-        (["xyz", "y"], b"axy", ["a", "", "x"], True),
-        (["b", "abc"], b"ab", ["", "a"], True),
+        ([], b"abc", ["a", "b", "c"], "", False),
+        ([], "aé".encode(), ["a", "", "é"], "", False),  # an incomplete character is held back
+        ([], b"a\xc3", ["a", ""], "\N{REPLACEMENT CHARACTER}", False),  # it never became one
+        (["END"], b"abEND", ["a", "b", "", "", ""], "", True),
+        (["END"], b"abENd", ["a", "b", "", "", "ENd"], "", False),
+        (["END"], b"EEND", ["", "E", "", ""], "", True),
+        (["aab"], b"aaab", ["", "", "a", ""], "", True),
+        (["xyz", "y"], b"axy", ["a", "", "x"], "", True),
+        (["b", "abc"], b"ab", ["", "a"], "", True),
+        (["END"], b"aEN", ["a", "", ""], "EN", False),  # the beginning of a stop string
+        (["a\N{REPLACEMENT CHARACTER}"], b"xa\xc3", ["x", "", ""], "", True),  # the flush completes it
     ],
 )
-def test_stop_strings(stops, data, shown, stopped):
+def test_what_is_shown_at_once_and_at_the_end(stops, data, shown, flushed, stopped):
     text = byte_stream(stops)
-    assert pieces(text, data) == shown
-    assert text.stopped == stopped
-
-
-def test_flush_releases_a_beginning_of_a_stop_string():
-    text = byte_stream(["END"])
-    assert pieces(text, b"aEN") == ["a", "", ""]
-    assert text.flush() == "EN"
-    assert not text.stopped
-
-
-def test_flush_can_complete_a_stop_string():
-    text = byte_stream(["a\N{REPLACEMENT CHARACTER}"])
-    assert pieces(text, b"xa\xc3") == ["x", "", ""]
-    assert text.flush() == ""
-    assert text.stopped
+    assert [text.push(byte) for byte in data] == shown
+    assert (text.flush(), text.stopped) == (flushed, stopped)
 
 
 def test_stops_are_ignored_until_they_may_count():

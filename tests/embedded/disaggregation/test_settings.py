@@ -71,17 +71,16 @@ def test_what_cannot_work_is_said(flags, message):
 
 def test_a_secret_that_others_can_read_or_guess_is_refused(tmp_path):
     path = tmp_path / "secret"
-    path.write_text(SECRET)
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_secret(path)
-    path.chmod(0o600)
-    path.write_text("short")
-    with pytest.raises(ConfigError, match="give at least 16"):
-        read_secret(path)
-    path.write_text("x" * 5000)
-    with pytest.raises(ConfigError, match="is that the right file"):
-        read_secret(path)
+    rows = (
+        (SECRET, 0o644, "chmod 600"),
+        ("short", 0o600, "give at least 16"),
+        ("x" * 5000, 0o600, "is that the right file"),
+    )
+    for text, mode, message in rows:
+        path.write_text(text)
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=message):
+            read_secret(path)
 
 
 def test_servers_that_start_together_make_one_secret(tmp_path, monkeypatch):

@@ -14,16 +14,13 @@ LENGTH = 40
 
 
 @pytest.fixture
-def engine():
-    opened = []
-
+def engine(request):
     def make(*, mtp=True, **options):
-        opened.append(FamilyEngine("gqa", mtp=mtp, **options))
-        return opened[-1]
+        made = FamilyEngine("gqa", mtp=mtp, **options)
+        request.addfinalizer(made.close)
+        return made
 
-    yield make
-    for each in opened:
-        each.close()
+    return make
 
 
 @cache
@@ -93,8 +90,6 @@ def test_a_guess_pushes_nobody_out():
     assert (first.num_computed, second.num_computed, harness.num_preemptions) == (7, 7, 0)
     first.drafts = second.drafts = (65,)
     planned = harness.scheduler.schedule()
-    assert [(item.generation.request_id, item.num_tokens, item.drafts) for item in planned] == [
-        ("a", 1, ()),
-        ("b", 1, ()),
-    ]
+    found = [(each.generation.request_id, each.num_tokens, each.drafts) for each in planned]
+    assert found == [("a", 1, ()), ("b", 1, ())]
     assert harness.num_preemptions == 0

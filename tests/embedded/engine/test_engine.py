@@ -3,8 +3,6 @@
 import asyncio
 import threading
 
-import pytest
-
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.app import RequestStream
 from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
@@ -61,28 +59,6 @@ def test_actions_that_arrive_during_a_turn_wait_until_after_its_step(monkeypatch
     engine.close()
     assert order[:8] == ["asked", "step"] * 4
     assert fatal == []
-
-
-class PanicError(BaseException):
-    """As the tokenizer's Rust raises it: no `Exception`."""
-
-
-@pytest.mark.parametrize("error", [KeyError, PanicError])
-def test_whatever_a_step_raises_ends_the_requests_and_hangs_none(monkeypatch, error):
-    engine, fatal = make_engine()
-
-    def broken():
-        raise error("here")
-
-    monkeypatch.setattr(engine.core, "step", broken)
-    engine.start()
-    try:
-        closed = engine.call(lambda core: core.closed)
-        assert closed.result(10) is None
-        assert engine.call(lambda core: core.closed.status).result(10) == 503
-    finally:
-        engine.close()
-    assert fatal == [f"internal error: {error('here')!r}"]
 
 
 def test_output_after_the_end_of_the_event_loop_is_dropped():

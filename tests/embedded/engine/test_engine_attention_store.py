@@ -81,7 +81,6 @@ def test_a_store_that_hangs_lets_a_request_that_needs_all_slots_fail_in_time():
     assert recorder.events == []
     server.clock.now += server.core.seconds_to_next_deadline() + 60.1
     server.send()
-    assert recorder.failure is not None
     assert recorder.failure.status == 500
     server.settle()
 

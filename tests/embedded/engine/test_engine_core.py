@@ -25,7 +25,6 @@ def test_second_request_is_served_from_the_cache_and_says_so():
         recorder = harness.submit(name, prompt, 2)
         harness.run()
         usage = recorder.deltas[-1].usage
-        assert usage is not None
         assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (18, 2, cached)
 
 

@@ -17,7 +17,6 @@ def test_request_is_given_up_after_too_many_failed_copies():
         batch = harness.sent.pop()
         assert batch.requests[0].start == 0
         harness.core.on_step_result(StepResult(retry={"a": "the copy was torn"}))
-    assert recorder.failure is not None
     assert recorder.failure.status == 500
     assert "the copy was torn" in recorder.failure.message
     harness.run()

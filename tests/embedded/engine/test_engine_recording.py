@@ -12,9 +12,14 @@ from tests.embedded.shadow import Harness, random_requests, small
 
 @pytest.fixture
 def recorded(tmp_path):
-    """A recorder for the core of a harness, and what it wrote."""
+    """A harness whose core records, and what was written."""
     path = tmp_path / "trace.jsonl"
     recorder = TraceRecorder(path, block_size=4)
+
+    def make(max_num_seqs):
+        harness = Harness(small(), max_num_seqs=max_num_seqs, max_num_batched_tokens=16)
+        harness.core.recorder = recorder
+        return harness
 
     def lines():
         recorder.close()
@@ -22,14 +27,13 @@ def recorded(tmp_path):
         found = [json.loads(line) for line in path.read_text().splitlines()]
         return [(line["input_length"], line["output_length"]) for line in found]
 
-    yield recorder, lines
+    yield make, lines
     recorder.close()
 
 
 def test_preempted_requests_stand_once_and_in_the_order_of_arrival(recorded):
-    recorder, lines = recorded
-    harness = Harness(small(), max_num_seqs=6, max_num_batched_tokens=16)
-    harness.core.recorder = recorder
+    make, lines = recorded
+    harness = make(6)
     requests = random_requests(3, 60)
     rng, waiting = random.Random(1), list(requests)
     while waiting or not harness.core.is_idle:
@@ -42,9 +46,8 @@ def test_preempted_requests_stand_once_and_in_the_order_of_arrival(recorded):
 
 
 def test_an_aborted_request_stands_with_what_it_had_and_one_that_waited_does_not(recorded):
-    recorder, lines = recorded
-    harness = Harness(small(), max_num_seqs=1, max_num_batched_tokens=16)
-    harness.core.recorder = recorder
+    make, lines = recorded
+    harness = make(1)
     running = harness.submit("running", [1, 2, 3, 4, 5], 20)
     harness.submit("waiting", [9, 8, 7], 4)
     harness.submit("after", [6, 6], 2)
@@ -58,9 +61,8 @@ def test_an_aborted_request_stands_with_what_it_had_and_one_that_waited_does_not
 
 
 def test_the_end_of_the_server_loses_no_line(recorded):
-    recorder, lines = recorded
-    harness = Harness(small(), max_num_seqs=4, max_num_batched_tokens=16)
-    harness.core.recorder = recorder
+    make, lines = recorded
+    harness = make(4)
     for name in "ab":
         harness.submit(name, [1, 2, 3, 4, 5], 20)
     for _ in range(3):

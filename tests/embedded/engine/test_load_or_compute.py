@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, positions
+from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime
 from tests.embedded.shadow import Harness, expected_outputs
 
 BLOCK = 8
@@ -30,9 +30,7 @@ class TimedHarness(Harness):
         config = KVCacheConfig(70, 400, BLOCK, write_policy=WritePolicy.WRITE_THROUGH)
         clock = {"clock": lambda: self.now, "num_ranks": len(speeds)}
         super().__init__(config, max_num_batched_tokens=256, **clock, **options)
-        self.position_s = 0.0
-        self.copy_s, self.token_s, self.now, self.num_prompts = copy_s, 1.0, 0.0, 0
-        self.speeds = speeds
+        self.copy_s, self.token_s, self.now, self.num_prompts, self.speeds = copy_s, 1.0, 0.0, 0, speeds
 
     def step(self):
         self.core.step()
@@ -41,9 +39,6 @@ class TimedHarness(Harness):
         batch = self.sent.pop()
         result = self.worker.run(batch)
         compute_s = sum(len(task.token_ids) for task in batch.requests) * self.token_s
-        compute_s += self.position_s * sum(
-            positions(task.start, task.start + len(task.token_ids)) for task in batch.requests
-        )
         answers = [self.answer(result, compute_s * compute, copy) for copy, compute in self.speeds]
         self.now += STEP_S + max(seconds for seconds, _ in answers)
         for rank, (_, answer) in enumerate(answers):
@@ -84,11 +79,6 @@ class TimedHarness(Harness):
         self.num_prompts += 1
         self.serve([1000 + self.num_prompts] * 555)
 
-    def learn(self):
-        for _ in range(2):
-            self.serve(range(100))
-            self.push_out()
-
     @property
     def num_declined(self):
         return self.manager.stats().counters.declined_load_tokens
@@ -120,7 +110,9 @@ def test_a_step_that_loads_says_what_computing_costs_where_one_rank_waits_for_it
 
 def test_what_waits_for_room_declines_nothing():
     harness = TimedHarness(100.0, max_num_seqs=1)
-    harness.learn()
+    for _ in range(2):
+        harness.serve(range(100))
+        harness.push_out()
     harness.serve(range(500, 601))
     harness.push_out()
     before = harness.num_declined

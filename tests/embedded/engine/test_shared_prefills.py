@@ -70,17 +70,10 @@ def test_what_a_reset_makes_unfindable_is_not_waited_for():
 # ---- the place of one that waits
 
 
-def test_a_follower_keeps_its_seat_and_others_pass_where_there_is_one_for_both():
-    harness = make(max_num_seqs=3, max_num_batched_tokens=64)
-    for name, first in (("leader", 0), ("follower", 0), ("other", 50), ("late", 70)):
-        harness.submit(name, range(first, first + 9), 5)
-    assert tokens_of(harness.step()) == [("leader", 9), ("other", 9)]
-    assert tokens_of(harness.step()) == [("leader", 1), ("other", 1), ("follower", 1)]
-
-
-def test_a_follower_keeps_its_room():
+@pytest.mark.parametrize(("blocks", "seats"), [(200, 3), (12, 8)], ids=["seat", "room"])
+def test_a_follower_keeps_its_seat_and_its_room_and_others_pass_where_there_is_one_for_both(blocks, seats):
     """12 blocks: 4 for the leader, 2 that the follower does not share with it, 4 for the other."""
-    harness = make(12, max_num_batched_tokens=64)
+    harness = make(blocks, max_num_seqs=seats, max_num_batched_tokens=64)
     for name, first in (("leader", 0), ("follower", 0), ("other", 50), ("late", 70)):
         harness.submit(name, range(first, first + 9), 5)
     assert tokens_of(harness.step()) == [("leader", 9), ("other", 9)]

@@ -6,6 +6,7 @@ Each case first has the right answer from the tier that it spoils afterwards.
 import random
 import tempfile
 from collections import deque
+from functools import partial
 
 import numpy as np
 import pytest
@@ -182,17 +183,14 @@ class LeavesOut:
 
 
 @pytest.fixture
-def leave_out():
-    replaced = []
-
+def leave_out(request):
     def install(how):
         for op, run in (("swap_cache_per_layer", how.one_layer), ("swap_cache_all_layers", how.all_layers)):
-            replaced.append((op, ops.install(op, "cpu", Implementation("leaves out", run))))
+            before = ops.install(op, "cpu", Implementation("leaves out", run))
+            request.addfinalizer(partial(ops.install, op, "cpu", before))
         return how
 
-    yield install
-    for op, implementation in reversed(replaced):
-        ops.install(op, "cpu", implementation)
+    return install
 
 
 @pytest.mark.parametrize("is_in", [True, False], ids=["to the device", "to the host"])

@@ -27,25 +27,17 @@ def test_copy_that_does_not_end_is_told_while_steps_go_on():
     assert answers == [None, None, f"{stuck} 2 s", f"{stuck} 3 s"]
 
 
-@pytest.mark.parametrize(
-    "life",
-    [
-        lambda second: (NOTHING, None),
-        lambda second: (Progress(computed=second), 1),
-        lambda second: (NOTHING, second),
-        lambda second: (Progress(copies_ended=second, oldest_copy=5), None),
-        lambda second: (Progress(copies_ended=3), None),
-        lambda second: (Progress(waits_for_ranks=True), 1),
-    ],
-    ids=[
-        "idle",
-        "one long step of many layers",
-        "many short steps",
-        "many slow copies",
-        "copies long ended",
-        "others compute",
-    ],
-)
+LIVES = {
+    "idle": lambda second: (NOTHING, None),
+    "one long step of many layers": lambda second: (Progress(computed=second), 1),
+    "many short steps": lambda second: (NOTHING, second),
+    "many slow copies": lambda second: (Progress(copies_ended=second, oldest_copy=5), None),
+    "copies long ended": lambda second: (Progress(copies_ended=3), None),
+    "others compute": lambda second: (Progress(waits_for_ranks=True), 1),
+}
+
+
+@pytest.mark.parametrize("life", LIVES.values(), ids=LIVES)
 def test_whoever_gets_on_is_never_stuck(life):
     watchdog = Watchdog(2.0)
     for second in range(100):
