@@ -80,6 +80,15 @@ def as_cuda(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], k
     return wrapped(*args, **kwargs)
 
 
+def model_config(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Wraps the reading of a model's configuration. A real model computes, and caches, in float32 whatever its weights
+    are of: here the engine and the worker count the same bytes of a block.
+    """
+    wrapped(*args, **kwargs)
+    if not getattr(instance, "checksum_model", False):  # which every cache dtype suits
+        instance.dtype = "float32"
+
+
 def make_get_worker(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces the choice of a worker class by platform."""
 

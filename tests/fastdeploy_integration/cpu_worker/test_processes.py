@@ -49,6 +49,13 @@ def test_an_unknown_command_is_an_error():
         hooks.cpu_worker_command("python worker.py")
 
 
+@pytest.mark.parametrize(("fields", "dtype"), [({}, "float32"), ({"checksum_model": True}, "bfloat16")])
+def test_engine_and_worker_take_a_real_model_to_be_of_float32(fields, dtype):
+    config = SimpleNamespace(dtype="bfloat16")
+    hooks.model_config(lambda args: vars(config).update(args), config, (fields,), {})
+    assert config.dtype == dtype
+
+
 @pytest.fixture
 def channel(tmp_path):
     receiver = TokenReceiver(tmp_path / "s")
