@@ -117,9 +117,10 @@ def test_a_failing_peer_costs_hits_and_no_token(tmp_path, start, master):
         assert len(peer) >= 2, "it has ports for data and for questions"
         shared(one, two, prompts)
         for number, fault in enumerate((Fault.SLOW, Fault.FLIP, Fault.HANG, Fault.RESET)):
-            known, met = stored_by(one, prompt(100 + number)), peer.faults_met
+            tokens = prompt(number)[::-1]  # however many of the others were tried, nobody has stored it
+            known, met = stored_by(one, tokens), peer.faults_met
             peer.set_fault(fault)
-            assert ask(two, prompt(100 + number))[0] == known, fault
+            assert ask(two, tokens)[0] == known, fault
             assert peer.faults_met > met, fault
             peer.set_fault(Fault.NONE)
             shared(one, two, prompts)

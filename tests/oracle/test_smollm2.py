@@ -54,9 +54,7 @@ def test_chats_become_the_same_tokens(tokenizer, name):
         with pytest.raises(ConfigError, match="chat template rejects these messages"):
             tokenizer.apply_chat_template(chat["messages"])
     else:
-        ids = tokenizer.apply_chat_template(chat["messages"])
-        assert tokenizer.render(chat["messages"]) == chat["text"]
-        assert ids == chat["ids"]
+        assert tokenizer.apply_chat_template(chat["messages"]) == chat["ids"]
 
 
 @pytest.mark.parametrize("case", ORACLE["texts"], ids=lambda case: repr(case["text"][:20]))
