@@ -49,6 +49,13 @@ def test_an_unknown_command_is_an_error():
         hooks.cpu_worker_command("python worker.py")
 
 
+def test_to_what_asks_for_cuda_the_platform_has_it_and_is_itself_otherwise():
+    names = {"current_platform": SimpleNamespace(is_cuda=lambda: False, name="cpu")}
+    exec("def ask(): return current_platform.is_cuda(), current_platform.name", names)
+    for _ in range(2):
+        assert hooks.as_cuda(names["ask"], None, (), {}) == (True, "cpu")
+
+
 @pytest.mark.parametrize(("fields", "dtype"), [({}, "float32"), ({"checksum_model": True}, "bfloat16")])
 def test_engine_and_worker_take_a_real_model_to_be_of_float32(fields, dtype):
     config = SimpleNamespace(dtype="bfloat16")
