@@ -18,7 +18,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path.parent} is not a usable model directory: {path.name} is missing or not a regular file")
     try:
         values = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError, RecursionError) as error:  # msgspec's are values
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
     return {name: value for name, value in values.items() if value is not None}
 
@@ -27,5 +27,5 @@ def converted(values: dict[str, Any], kind: type[T], source: Path) -> T:
     """The fields of the struct `kind` out of `values` of the file `source`. Raises `ModelError` for a wrong one."""
     try:
         return msgspec.convert(values, type=kind)
-    except ValueError as error:
+    except msgspec.MsgspecError as error:
         raise ModelError(f"{source}: {error}") from None
