@@ -59,7 +59,7 @@ HELP = {
     "write_policy": f"when a block gets its host copy: {WritePolicy.choices()} (default: auto; with storage: "
     "write_through; with --write-through-threshold: write_through_selective)",
     "write_through_threshold": "hits after which write_through_selective copies a block (default: 2)",
-    "eviction_policy": "which block the cache gives up first: adaptive, hyperbolic, lrfu, or lru",
+    "eviction_policy": "which block the cache gives up first: adaptive, or lru",
 }
 """Help texts of flags, by field of `KVCacheConfig`."""
 

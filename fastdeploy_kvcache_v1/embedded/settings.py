@@ -11,7 +11,7 @@ from ..config import DEFAULT_PORT, HELP, KVCacheConfig, WritePolicy
 from ..errors import ConfigError
 from ..model.config import FAMILIES, ChecksumConfig, ModelConfig
 from ..model.reproducible import default_threads
-from ..scheduler.policies.tables import EVICTION_POLICIES
+from ..scheduler.policies.tables import known_eviction_policy
 from ..storage.settings import HELP as STORAGE_HELP
 from ..storage.settings import StorageSettings, takes_host_blocks
 from ..units import GIB
@@ -256,9 +256,7 @@ def _check_role(role: RoleSettings, values: argparse.Namespace, storage: Storage
 
 def _cache_config(values: argparse.Namespace, model: ModelConfig, free_bytes: int) -> KVCacheConfig:
     stores = takes_host_blocks(values.kvcache_storage_backend)
-    if values.eviction_policy not in EVICTION_POLICIES:
-        choices = ", ".join(EVICTION_POLICIES)
-        raise ConfigError(f"unknown eviction policy {values.eviction_policy!r}: choose one of {choices}")
+    known_eviction_policy(values.eviction_policy)
     policy = WritePolicy.chosen(values.write_policy, values.write_through_threshold, stores=stores)
     if values.write_through_threshold is None:
         values.write_through_threshold = KVCacheConfig.write_through_threshold

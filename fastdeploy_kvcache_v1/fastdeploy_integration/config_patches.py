@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
 import os
@@ -72,7 +73,13 @@ def _init_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs)
 
 def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwargs) -> Any:
     """Wraps `EngineArgs.add_cli_args`: the choices of --write-policy, and the flags that FastDeploy does not have."""
-    from ..scheduler.policies.tables import EVICTION_POLICIES  # workers, who parse nothing, do without it
+    from ..scheduler.policies.tables import known_eviction_policy  # workers, who parse nothing, do without it
+
+    def eviction_policy(name: str) -> str:
+        try:
+            return known_eviction_policy(name)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     parser = wrapped(*args, **kwargs)
     policy = parser._option_string_actions["--write-policy"]
@@ -82,7 +89,7 @@ def add_cli_arguments(wrapped: Wrapped, instance: Any, args: Args, kwargs: Kwarg
     parser.add_argument("--write-through-threshold", type=int, help=HELP["write_through_threshold"])
     parser.add_argument(
         "--eviction-policy",
-        choices=tuple(EVICTION_POLICIES),
+        type=eviction_policy,
         default=KVCacheConfig.eviction_policy,
         help=f"{HELP['eviction_policy']} (%(default)s)",
     )

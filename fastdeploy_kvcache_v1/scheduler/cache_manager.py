@@ -74,7 +74,7 @@ class CacheManager:
         self._residency = Residency(
             self._device_pool,
             self._host_pool,
-            eviction_policy(config.device_order, "device", self._history),
+            eviction_policy(config.device_order, self._history),
             host_policy(config, backup, self._history, lambda: self._device_pool.size),
             self._events,
         )

@@ -72,6 +72,19 @@ def test_what_is_worth_less_than_what_it_would_push_out_is_not_copied(monkeypatc
     cache.check_idle()
 
 
+def test_candidates_come_in_the_order_of_worth_where_prompts_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReuseHistory, "worth", lambda history, run: 2**run.kind / (1 + history.now - run.last_use))
+    cache, dice, kinds = manager(40, eviction_policy="adaptive"), random.Random(1), set()
+    for number in range(200):
+        text = "".join(dice.choices("abcde", (12, 6, 3, 2, 1), k=dice.randint(1, 6)))
+        run(cache, text + "!", str(number))
+        candidates = cache._residency.device_order.candidates()
+        worths = [(cache._history.worth(each), each.last_use) for each in candidates]
+        assert worths == sorted(worths)
+        kinds |= {each.kind for each in cache._tree.runs()}
+    assert len(kinds) == 5
+
+
 def test_only_the_last_tier_goes_by_worth() -> None:
     assert config("adaptive").device_order == "adaptive"
     two = config("adaptive", host=4)

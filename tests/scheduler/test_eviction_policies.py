@@ -1,18 +1,15 @@
-"""What every order of eviction keeps, how one is chosen for a tier, and the orders that follow from a worth."""
+"""What every order of eviction keeps, and how one is chosen for a tier."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from math import log2
 
 import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.policies.tables import BACKUP_POLICIES, EVICTION_POLICIES
-from fastdeploy_kvcache_v1.scheduler.run import Run
+from fastdeploy_kvcache_v1.scheduler.policies.tables import BACKUP_POLICIES, EVICTION_POLICIES, REMOVED
 
 from .conftest import OTHER_POLICIES
 from .scenario import cached, manager, on_host, play, run
@@ -54,9 +51,9 @@ def test_whatever_waited_for_others_or_for_a_request_can_leave_in_the_end(order:
 
 
 @pytest.mark.parametrize("order", ALL)
-def test_the_gauge_says_whether_the_order_is_that_of_recency(order: str) -> None:
+def test_the_gauge_says_that_recency_rules_until_something_is_learned(order: str) -> None:
     for host in (0, 4):
-        assert manager(4, host, eviction_policy=order).stats().recency_rules is (order in ("lru", "adaptive"))
+        assert manager(4, host, eviction_policy=order).stats().recency_rules
 
 
 def test_each_tier_has_its_own_policy() -> None:
@@ -78,39 +75,15 @@ def test_each_tier_has_its_own_policy() -> None:
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_an_unknown_eviction_policy_is_refused_with_the_choices(tier: str) -> None:
     config = KVCacheConfig(4, 4, **{f"{tier}_eviction": "oldest"})  # type: ignore[arg-type]
-    choices = "adaptive, lru, hyperbolic, lrfu"
-    with pytest.raises(ConfigError, match=f"'oldest' of the {tier} tier: choose one of {choices}"):
+    with pytest.raises(ConfigError, match="unknown eviction policy 'oldest': choose one of adaptive, lru"):
         CacheManager(config)
+
+
+@pytest.mark.parametrize("removed", REMOVED)
+def test_a_removed_eviction_policy_is_refused_with_what_replaced_it(removed: str) -> None:
+    with pytest.raises(ConfigError, match=f"^eviction policy '{removed}' was removed: use adaptive or lru$"):
+        CacheManager(KVCacheConfig(4, eviction_policy=removed))
 
 
 def test_every_write_policy_has_a_backup_policy() -> None:
     assert list(BACKUP_POLICIES) == list(WritePolicy)
-
-
-# ---- orders by a worth
-
-USES = (1, 2, 3, 5, 9)
-"""By class: the fewest, with the one that computed the block."""
-
-WORTH: dict[str, Callable[[int, int, int], float]] = {
-    # order: its worth, of a block's uses, requests since the last one, and the age at which LRU would give it up
-    "hyperbolic": lambda uses, age, lru_age: uses / (1 + age),
-    "lrfu": lambda uses, age, lru_age: log2(uses) * lru_age / 2 - age,
-}
-
-
-@pytest.mark.parametrize("order", WORTH)
-def test_candidates_come_in_the_order_of_worth_where_prompts_share_prefixes(order: str) -> None:
-    cache, dice = manager(40, eviction_policy=order), random.Random(1)
-
-    def worth(each: Run) -> tuple[float, int]:
-        return WORTH[order](USES[each.kind], cache._history.now - each.last_use, cache._history.lru_age), each.last_use
-
-    kinds = set()
-    for number in range(200):
-        text = "".join(dice.choices("abcde", (12, 6, 3, 2, 1), k=dice.randint(1, 6)))
-        run(cache, text + "!", str(number))
-        worths = [worth(each) for each in cache._residency.device_order.candidates()]
-        assert worths == sorted(worths)
-        kinds |= {each.kind for each in cache._tree.runs()}
-    assert len(kinds) == len(USES)

@@ -202,7 +202,7 @@ def real(world: Any, rng: random.Random, *, backend: str = "") -> None:
     manager = make_manager(
         device, host, rng.choice(list(WritePolicy)).value, threshold=rng.randrange(1, 4),
         block_size=block_size, seats=seats, max_tokens=budget, caching=bool(backend) or rng.random() < 0.8,
-        order=rng.choice(["adaptive", "hyperbolic", "lrfu", "lru"]), whole_items=rng.random() < 0.5,
+        order=rng.choice(["adaptive", "adaptive", "lru", "lru"]), whole_items=rng.random() < 0.5,
     )  # fmt: skip
     cache, reports = manager.cache_manager, Reports(world)
     cache.reports = reports

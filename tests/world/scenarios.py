@@ -39,7 +39,7 @@ def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "
     host = world.size("host", rng.choice([8, 20, 60] if backend == "file" else [0, 8, 20, 60]), 0)
     ranks, guess = world.size("ranks", rng.choice([1, 1, 2])), rng.randrange(1, 2 * device)
     policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
-    order = rng.choice(["adaptive", "hyperbolic", "lrfu", "lru"])
+    order = rng.choice(["adaptive", "adaptive", "lru", "lru"])
     seats, budget, shared = rng.randrange(2, 7), rng.choice([8, 24, 64]), rng.choice([0, block_size, 256])
     reports = Reports(world)
     config = KVCacheConfig(

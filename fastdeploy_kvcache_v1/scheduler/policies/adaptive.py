@@ -2,37 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from heapq import merge
 from itertools import islice
+from operator import itemgetter
 
+from ..places import Link
 from ..reuse.history import ReuseHistory
+from ..reuse.rates import NUM_CLASSES
 from ..run import Run
-from .by_worth import ByWorth
+from ..run_queue import RunQueue
+from .eviction import EvictionPolicy
 
 LOOKED_AT = 8
 """Runs at the young end of a queue."""
 
 
-class Adaptive(ByWorth):
-    """Worth is what `ReuseHistory` has learned; while recency rules (see `Judge`), all are worth the same.
+class Adaptive(EvictionPolicy):
+    """A queue for each class of runs, by how often their blocks were used, in the order of the last use. The next to
+    leave is the oldest of one of them: of the least worth, or, of equal ones, simply the oldest. Where blocks come back
+    after a while, as when the same documents are gone through again and again, the youngest leaves.
 
-    Where blocks come back after a while, as when the same documents are gone through again and again, the youngest
-    leaves.
+    Worth is what `ReuseHistory` has learned; while recency rules (see `Judge`), all are worth the same. What the
+    waiting line will hit leaves after everything else: its worth is known, not guessed.
     """
 
+    learns = True
+
     def __init__(self, history: ReuseHistory) -> None:
-        super().__init__(history, history.worth)
+        self._history = history
+        self._queues = [RunQueue() for _ in range(NUM_CLASSES)]
+        self._ends = [queue.end for queue in self._queues]
+        self._expected = RunQueue()
+        self._deferred = [RunQueue() for _ in range(NUM_CLASSES)]
 
     @property
     def recency_rules(self) -> bool:
         return not self._history.rules
 
+    def worth(self, run: Run) -> float:
+        return self._history.worth(run)
+
+    def entered(self, place: Link) -> None:
+        run = place.run
+        if not run.pins:
+            if run.last_use < 0:  # it was loaded, because a request wants it
+                run.last_use = self._history.now
+            self.used(place)
+
+    def used(self, place: Link) -> None:
+        self._queues[place.run.kind].touch(place)
+
+    released = used
+
+    def expected(self, place: Link) -> None:
+        self._expected.touch(place)
+
+    def nothing_expected(self) -> None:
+        while (place := self._expected.pop_oldest()) is not None:
+            self.used(place)
+
+    def unblocked(self, place: Link) -> None:
+        self._queues[place.run.kind].put_oldest(place)
+
+    cut = staticmethod(RunQueue.insert_after)
+    passed_over = joined = removed = staticmethod(RunQueue.discard)
+
+    def deferred(self, place: Link) -> None:
+        self._deferred[place.run.kind].touch(place)
+
+    def step_taken(self) -> None:
+        for queue, deferred in zip(self._queues, self._deferred, strict=True):
+            queue.put_back(deferred)
+
+    def candidates(self) -> Iterator[Run]:
+        first = self._first()
+        if first is not None:
+            yield first  # mostly nobody asks for a second one
+            lines = [((self.worth(run), run.last_use, run) for run in queue) for queue in self._queues]
+            for _, _, run in merge(*lines, key=itemgetter(0, 1)):
+                if run is not first:
+                    yield run
+        yield from self._expected
+
     def _first(self) -> Run | None:
-        first = super()._first()
+        worth = self._history.worth
+        first, least, last_use = None, 0.0, 0
+        for end in self._ends:
+            link = end.younger
+            if link is not end:
+                assert link is not None
+                run = link.run
+                value = worth(run)
+                if first is None or value < least or (value == least and run.last_use < last_use):
+                    first, least, last_use = run, value, run.last_use
         if first is not None:
             for kind in self._history.ripening:
                 end = self._ends[kind]
                 young = None if end.younger is end else self._youngest_leaf(kind)
-                if young is not None and self._worth(young) < self._worth(first):
+                if young is not None and worth(young) < worth(first):
                     first = young
         return first
 
@@ -42,3 +110,6 @@ class Adaptive(ByWorth):
             if not run.pins and not run.has_children:
                 return run
         return None
+
+    def queues(self) -> Sequence[RunQueue]:
+        return (*self._queues, self._expected, *self._deferred)

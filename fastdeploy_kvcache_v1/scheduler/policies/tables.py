@@ -12,8 +12,6 @@ from .auto import Auto
 from .backup import BackupPolicy
 from .doubles_first import DoublesFirst
 from .eviction import EvictionPolicy
-from .hyperbolic import Hyperbolic
-from .lrfu import Lrfu
 from .lru import LeastRecentlyUsed
 from .write_back import WriteBack
 from .write_through import WriteThrough
@@ -22,9 +20,10 @@ from .write_through_selective import WriteThroughSelective
 EVICTION_POLICIES: dict[str, Callable[[ReuseHistory], EvictionPolicy]] = {
     "adaptive": Adaptive,
     "lru": lambda history: LeastRecentlyUsed(),
-    "hyperbolic": Hyperbolic,
-    "lrfu": Lrfu,
 }
+REMOVED = ("hyperbolic", "lrfu")
+"""Eviction policies of earlier versions."""
+
 BACKUP_POLICIES: dict[WritePolicy, Callable[[KVCacheConfig], BackupPolicy]] = {
     WritePolicy.AUTO: Auto,
     WritePolicy.WRITE_THROUGH: WriteThrough,
@@ -38,20 +37,25 @@ saves by giving that up is paid with many.
 """
 
 
-def eviction_policy(name: str, tier: str, history: ReuseHistory) -> EvictionPolicy:
-    """A new policy for `tier`. Raises `ConfigError` naming the choices."""
-    try:
-        return EVICTION_POLICIES[name](history)
-    except KeyError:
-        choices = ", ".join(EVICTION_POLICIES)
-        raise ConfigError(f"unknown eviction policy {name!r} of the {tier} tier: choose one of {choices}") from None
+def known_eviction_policy(name: str) -> str:
+    """`name`. Raises `ConfigError` naming the choices."""
+    if name in REMOVED:
+        raise ConfigError(f"eviction policy {name!r} was removed: use adaptive or lru")
+    if name not in EVICTION_POLICIES:
+        raise ConfigError(f"unknown eviction policy {name!r}: choose one of {', '.join(EVICTION_POLICIES)}")
+    return name
+
+
+def eviction_policy(name: str, history: ReuseHistory) -> EvictionPolicy:
+    """A new one. Raises `ConfigError` naming the choices."""
+    return EVICTION_POLICIES[known_eviction_policy(name)](history)
 
 
 def host_policy(
     config: KVCacheConfig, backup: BackupPolicy, history: ReuseHistory, num_device_blocks: Callable[[], int]
 ) -> EvictionPolicy:
     """The one of the host tier, for that of backups. Raises `ConfigError` naming the choices."""
-    order = eviction_policy(config.host_order, "host", history)
+    order = eviction_policy(config.host_order, history)
     if not backup.saves_at_eviction:
         return order  # a double that is given up would be lost when it leaves the device
     return DoublesFirst(order, lambda: config.num_host_blocks <= SHORT_HOST * num_device_blocks())

@@ -61,7 +61,7 @@ def test_engine_args_get_our_fields_and_a_decode_server_has_prefix_caching_where
         assert (made.splitwise_role, made.enable_prefix_caching) == ("decode", expected)
 
 
-def test_command_line():
+def test_command_line(capsys):
     parser = argparse.ArgumentParser()
     parser.add_argument("--write-policy", choices=["write_through"], default="write_through")
     config_patches.add_cli_arguments(lambda given: given, None, (parser,), {})
@@ -69,6 +69,9 @@ def test_command_line():
     words = "--write-policy write_back --write-through-threshold 7 --kvcache-storage-dir d --kvcache-storage-gib 1.5"
     chosen = parser.parse_args([*words.split(), "--storage-prefetch", "best_effort", "--eviction-policy", "lru"])
     assert list(vars(chosen).values()) == ["write_back", 7, "lru", "d", 1.5, "best_effort"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--eviction-policy", "hyperbolic"])
+    assert "eviction policy 'hyperbolic' was removed: use adaptive or lru" in capsys.readouterr().err
 
 
 def cache_config(**given):
