@@ -60,7 +60,7 @@ def test_fastdeploy_over_the_cpu_worker_gets_every_flag_that_was_given_and_its_o
     monkeypatch.setattr(command.os, "execv", execute)
     given = ["--model", "/m", "--swap-space", "2.0", "--no-enable-prefix-caching", "--tp", "2"]
     with pytest.raises(SystemExit):
-        cli.main(["serve", "--fastdeploy-cpu", "--worker-timeout", "9", "--threads", "2", *given])
+        cli.main(["serve", "--fastdeploy-cpu", "--threads", "2", *given])
     assert commands == [[sys.executable, "-m", command.CPU_SERVER, *given]]
 
 

@@ -18,9 +18,6 @@ from .settings import add_serve_arguments, own_flags, server_config
 
 __all__ = ["add_arguments", "embedded_model", "fastdeploy_cpu_model", "run"]
 
-COPY_FAULTS_VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
-"""Test hook, see `copy_faults.py`."""
-
 CPU_SERVER = "fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker"
 
 RANDOM_WORD = "random"
@@ -28,9 +25,8 @@ SMOLLM2_WORD = "smollm2"
 """Words rather than directories; `./random` and `./smollm2` are directories."""
 
 EPILOG = """\
-Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, or was stuck for --worker-timeout seconds, after
-every open request was answered with 503 and the reason (run the server under a supervisor that restarts it); 2 for a
-wrong setting or model.
+Exit status: 0 after SIGINT or SIGTERM; 1 when the worker process died, after every open request was answered with 503
+and the reason (run the server under a supervisor that restarts it); 2 for a wrong setting or model.
 
 Beside the OpenAI endpoints, /health and /metrics, POST /reset_prefix_cache forgets every cached block, and GET
 /debug/check proves the invariants of the cache and, when idle, that nothing leaked. The request fields are those of
@@ -60,7 +56,7 @@ def run(args: argparse.Namespace, extra: Sequence[str]) -> int:
         args, load_model_config(model_path, args.model_family, mtp=args.mtp), free_bytes=free_host_memory()
     )
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    return serve(config, load_tokenizer(model_path), copy_faults=os.environ.get(COPY_FAULTS_VARIABLE, ""))
+    return serve(config, load_tokenizer(model_path))
 
 
 def _exec_fastdeploy(args: argparse.Namespace, extra: Sequence[str]) -> NoReturn:

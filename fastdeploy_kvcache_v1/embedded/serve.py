@@ -73,8 +73,8 @@ class NotedSignals:
         self._noted = True
 
 
-def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") -> int:
-    """Serve until SIGINT or SIGTERM: 0. Returns 1 when the worker died or was stuck: run it under a supervisor.
+def serve(config: ServerConfig, tokenizer: Tokenizer) -> int:
+    """Serve until SIGINT or SIGTERM: 0. Returns 1 when the worker died: run it under a supervisor.
 
     Main thread only. Raises `KVCacheError` when the port is taken or the worker does not start; nothing is left behind.
     """
@@ -85,9 +85,7 @@ def serve(config: ServerConfig, tokenizer: Tokenizer, *, copy_faults: str = "") 
             recorder = TraceRecorder(config.record_trace, config.cache.block_size)
             stack.callback(recorder.close)
         try:
-            worker = ProcessWorkerClient(
-                config, namespace=namespace, copy_faults=copy_faults, stop_requested=signals.noted
-            )
+            worker = ProcessWorkerClient(config, namespace=namespace, stop_requested=signals.noted)
         except StartInterruptedError:
             return EXIT_OK
         stack.callback(worker.close)

@@ -48,8 +48,6 @@ class ServerConfig:
     cache_dtype: str = "float32"
     threads: int = default_threads()
     """Of each worker process."""
-    worker_timeout: float = 120.0
-    """Seconds; 0 sets no limit."""
     log_level: str = "warning"
     storage: StorageSettings | None = None
     record_trace: Path | None = None
@@ -177,12 +175,6 @@ def _add_own_flags(parser: argparse.ArgumentParser) -> None:
         "element type of the random model's cache: float32, float16, bfloat16 or block_wise_fp8",
         metavar="DTYPE",
     )
-    add(
-        "--worker-timeout",
-        "the server ends when its worker computes no layer, or ends no copy, for this time; 0 sets no limit",
-        type=float,
-        metavar="SECONDS",
-    )
     add("--threads", "threads that compute; the output does not depend on it", type=int, metavar="N")
     add(
         "--record-trace",
@@ -240,8 +232,6 @@ def _check_ranges(values: argparse.Namespace) -> None:
         raise ConfigError(f"--port must be at most 65535, got {values.port}")
     if values.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"--log-level must be debug, info, warning or error, got {values.log_level!r}")
-    if not 0 <= values.worker_timeout < float("inf"):
-        raise ConfigError(f"--worker-timeout must be 0 or a number of seconds, got {values.worker_timeout:g}")
 
 
 def _check_role(role: RoleSettings, values: argparse.Namespace, storage: StorageSettings | None) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,22 +42,14 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        rank: int,
-        peers: Sequence[Connection] = (),
-        *,
-        size: int = 1,
-        timeout_s: float | None = None,
-        on_wait: Callable[[bool], None] = lambda waits: None,
+        self, rank: int, peers: Sequence[Connection] = (), *, size: int = 1, timeout_s: float | None = None
     ) -> None:
         """`peers` of rank 0 are the connections to ranks 1, 2, ...; of another rank the one to rank 0. It owns them.
 
-        A rank that sends nothing for `timeout_s` counts as lost; None sets no limit. `on_wait` is told when this rank
-        begins and ends to wait for others.
+        A rank that sends nothing for `timeout_s` counts as lost; None sets no limit.
         """
         self.rank, self.size = rank, size
         self._peers = list(peers)
-        self._on_wait = on_wait
         self._timeout_s = timeout_s
         self._round = 0
 
@@ -92,17 +84,13 @@ class Ranks:
 
     def _exchange(self, kind: int, part: Any) -> list[Any]:
         """One round. The parts of all ranks; raises where one of them is a failure."""
-        self._on_wait(True)
-        try:
-            if self.rank == 0:
-                parts = [(kind, part), *(self._receive(peer, rank) for rank, peer in enumerate(self._peers, 1))]
-                for rank, peer in enumerate(self._peers, 1):
-                    self._send(peer, rank, parts)
-            else:
-                self._send(self._peers[0], 0, (kind, part))
-                parts = self._receive(self._peers[0], 0)
-        finally:
-            self._on_wait(False)
+        if self.rank == 0:
+            parts = [(kind, part), *(self._receive(peer, rank) for rank, peer in enumerate(self._peers, 1))]
+            for rank, peer in enumerate(self._peers, 1):
+                self._send(peer, rank, parts)
+        else:
+            self._send(self._peers[0], 0, (kind, part))
+            parts = self._receive(self._peers[0], 0)
         self._round += 1
         rank, (worst, reason) = max(enumerate(parts), key=lambda each: (each[1][0], -each[0]))
         if worst != DATA:
@@ -134,15 +122,7 @@ ONE_RANK = Ranks(0)
 """A model that is not split."""
 
 
-def join_ranks(
-    path: Path,
-    rank: int,
-    size: int,
-    *,
-    connect_timeout_s: float,
-    timeout_s: float | None,
-    on_wait: Callable[[bool], None] = lambda waits: None,
-) -> Ranks:
+def join_ranks(path: Path, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float | None) -> Ranks:
     """Meet the other ranks at the Unix socket `path`, in a directory that only this user can enter; rank 0 makes it.
 
     `ONE_RANK` for a group of one. Raises `RankLostError` for ranks that do not come within `connect_timeout_s`.
@@ -151,7 +131,7 @@ def join_ranks(
         return ONE_RANK
     deadline = time.monotonic() + connect_timeout_s
     peers = _accept(path, size, deadline) if rank == 0 else [_connect(path, rank, size, deadline)]
-    return Ranks(rank, peers, size=size, timeout_s=timeout_s, on_wait=on_wait)
+    return Ranks(rank, peers, size=size, timeout_s=timeout_s)
 
 
 def _accept(path: Path, size: int, deadline: float) -> list[Connection]:

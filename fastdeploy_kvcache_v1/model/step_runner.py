@@ -88,13 +88,11 @@ class StepRunner:
         caches: list[Any],
         *,
         block_size: int,
-        on_progress: Callable[[], None] = lambda: None,
         guess: Guess | None = None,
         transfers: Transfers | None = None,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        """`forward` and `guess` of a `Model`. `on_progress` is called when a batch was taken, when its copies were
-        submitted, before each layer is computed, and when all of it is done.
+        """`forward` and `guess` of a `Model`.
 
         `transfers` of a server with a role. Every rank of `ranks` runs the same batches; each has its own part of the
         same model.
@@ -104,7 +102,6 @@ class StepRunner:
         self._controller = controller
         self._caches = caches
         self._block_size = block_size
-        self._on_progress = on_progress
         self._transfers = transfers
         self._ranks = ranks
 
@@ -117,11 +114,9 @@ class StepRunner:
         """Raises only when the copies of the batch could not be submitted: the caches are then unusable. And
         `RankGroupError` when the ranks cannot go on together.
         """
-        self._on_progress()
         counter: LayerDoneCounter | None = None
         for step in batch.swap_steps:
             counter = self._controller.submit_swap_tasks(step)
-            self._on_progress()  # they may be held up from the start
         # Behind the copies: slots that are to be filled from outside may still be copied out.
         if self._transfers is not None:
             self._transfers.handle(batch.transfers, step=batch.swap_steps[-1].step if batch.swap_steps else None)
@@ -130,7 +125,6 @@ class StepRunner:
         if self._transfers is not None:
             dropped = result.retry.keys() | result.errors.keys()
             self._transfers.end_pass([each.request_id for each in batch.requests if each.request_id not in dropped])
-        self._on_progress()
         return replace(result, report=self.take_report())
 
     def take_report(self) -> TransferReport:
@@ -192,7 +186,6 @@ class StepRunner:
                 self._transfers.layer_begins(layer)
             if counter is not None:
                 counter.wait_for_layer(layer)
-            self._on_progress()
 
         if self._transfers is not None:
             self._transfers.begin_pass([(task.request_id, task.start + len(task.token_ids)) for task in tasks])

@@ -32,7 +32,7 @@ def test_defaults():
     assert config.cache.write_policy.value == "auto"
     assert config.cache.num_host_blocks == GIB // BLOCK_BYTES
     assert config.cache.num_device_blocks == GIB // 2 // BLOCK_BYTES
-    assert (config.worker_timeout, config.threads) == (120, default_threads())
+    assert config.threads == default_threads()
 
 
 def test_storage_is_a_directory_for_ten_gib_that_requests_wait_for_a_while():
@@ -85,8 +85,7 @@ def test_sizes():
     assert config.cache.num_host_blocks == GIB // 2 // BLOCK_BYTES
     assert config.cache.num_device_blocks == 7
     assert config.max_model_len == 100
-    config = configure("--worker-timeout", "0", "--threads", "3")
-    assert (config.worker_timeout, config.threads) == (0, 3)
+    assert configure("--threads", "3").threads == 3
 
 
 def test_cache_dtype_decides_the_block_size():
@@ -126,8 +125,6 @@ def test_model_name_comes_from_the_directory(tmp_path):
         (["--port", "-1"], "--port must be at least 0, got -1"),
         (["--cache-dtype", "int3"], "unsupported cache dtype 'int3'"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--worker-timeout", "-1"], "--worker-timeout must be 0 or a number of seconds, got -1"),
-        (["--worker-timeout", "inf"], "--worker-timeout must be 0 or a number of seconds, got inf"),
         (["--kvcache-storage-backend", "tape"], "unknown storage backend 'tape': choose one of file"),
         (
             ["--kvcache-storage-backend", "file"],

@@ -23,7 +23,7 @@ from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
 from ..settings import ServerConfig
 from .messages import TransferEnd, WorkerLaunch, storage_addresses
-from .rank_process import POLL_MS, STOP_TIMEOUT_S, Answer, RankProcess
+from .rank_process import POLL_S, STOP_TIMEOUT_S, Answer, RankProcess
 
 __all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError"]
 
@@ -38,7 +38,7 @@ class StartInterruptedError(Exception):
 
 
 class ProcessWorkerClient:
-    """The engine's end of spawned worker processes and two ZeroMQ sockets to each in a private directory.
+    """The engine's end of spawned worker processes.
 
     Construct and `close` on the main thread: the workers die with the thread that started them.
     """
@@ -48,14 +48,10 @@ class ProcessWorkerClient:
         config: ServerConfig,
         *,
         namespace: Namespace | None = None,
-        copy_faults: str = "",
         stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         """Starts all ranks and returns when they can take batches. `namespace` of their blocks, where a store or
         another server has some.
-
-        A worker that makes no progress for `config.worker_timeout` although there is something to do counts as dead,
-        and is killed. Until they are ready, only `stop_requested` ends the wait.
 
         Raises `ConfigError` when one refuses its settings or model, `WorkerDiedError` when it ends for another reason,
         `StartInterruptedError` soon after `stop_requested` became true.
@@ -65,7 +61,6 @@ class ProcessWorkerClient:
         self._is_dead = threading.Lock()
         """Held once the end of one rank was told: what becomes of the others follows from it."""
         self._directory = _private_directory()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.storage: StorageLink | None = None
         """To the workers' storage agents, if there is storage."""
         self.ops: dict[str, str] = {}
@@ -81,19 +76,18 @@ class ProcessWorkerClient:
                 launch = WorkerLaunch(
                     config=config,
                     namespace=namespace,
-                    copy_faults=copy_faults,
                     rank=rank,
                     directory=self._directory,
                     parent_pid=os.getpid(),
                 )
-                self._ranks.append(RankProcess(self._context, launch, on_poll=self._require_start))
+                self._ranks.append(RankProcess(launch, on_poll=self._require_start))
             self._wait_until_ready()
         except BaseException:
             self.close()
             raise
 
     @property
-    def pids(self) -> list[int | None]:
+    def pids(self) -> list[int]:
         """By rank."""
         return [rank.pid for rank in self._ranks]
 
@@ -118,22 +112,18 @@ class ProcessWorkerClient:
             rank.close(deadline)
         if self.storage is not None:
             self.storage.close()
-        self._context.destroy(linger=0)
         self._remove_directory()
 
     def _wait_until_ready(self) -> None:
-        for rank in self._ranks:
-            rank.wait_connected()
-        while self.storage is not None and not self.storage.is_connected(POLL_MS):
+        while self.storage is not None and not self.storage.is_connected(round(POLL_S * 1000)):
             self._require_start()
-        # The names have served: from here on not even a SIGKILL leaves files behind.
-        self._remove_directory()
         for rank in self._ranks:
             ready = rank.wait_ready()
             self.ops = ready.ops
             if ready.transfer is not None:
                 self.transfer_ends.append(ready.transfer)
             self.copy_paths.append(ready.paths)
+        self._remove_directory()  # its names have served: from here on not even a SIGKILL leaves files behind
 
     def _require_start(self) -> None:
         """The ranks wait for each other: one that ends would keep the others from starting."""

@@ -1,9 +1,8 @@
-"""What crosses between the engine process and a worker process. Plain picklable data.
+"""What crosses between the engine process and a worker process, over one pipe. Plain picklable data.
 
-A `WorkerLaunch` on its standard input. Then, engine to worker: one `BatchRequest` per step, or `None` to stop. Worker
-to engine: `WorkerConnected`, then `WorkerReady` or `WorkerFailed`, then one `StepResult` per batch, `Progress`
-meanwhile, `TransferReport`s for copies that end between two steps, and with a role `TransferNews` of leases and fetches
-that ended.
+Engine to worker: a `WorkerLaunch`, then one `BatchRequest` per step, or `None` to stop. Worker to engine: `WorkerReady`
+or `WorkerFailed`, then one `StepResult` per batch, `TransferReport`s for copies that end between two steps, and with a
+role `TransferNews` of leases and fetches that ended.
 """
 
 from __future__ import annotations
@@ -24,30 +23,15 @@ class WorkerLaunch:
     config: ServerConfig
     namespace: Namespace | None = None
     """Of its blocks, where a store or another server has some."""
-    copy_faults: str = ""
-    """Test hook, see `copy_faults.py`."""
     rank: int = 0
     directory: Path
-    """Where the sockets are, until every rank has connected."""
+    """Where ranks and storage agents meet, until every rank is ready."""
     parent_pid: int = 0
-
-    @property
-    def tasks_address(self) -> str:
-        return f"ipc://{self.directory / f'tasks{self.rank}'}"
-
-    @property
-    def results_address(self) -> str:
-        return f"ipc://{self.directory / f'results{self.rank}'}"
 
 
 def storage_addresses(directory: Path, rank: int) -> tuple[str, str]:
     """Commands for one rank's storage agent, and the answers of all."""
     return f"ipc://{directory / f'storage-commands{rank}'}", f"ipc://{directory / 'storage-results'}"
-
-
-@dataclass(frozen=True)
-class WorkerConnected:
-    """Both sockets are connected: their names are not needed any more."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +48,6 @@ class TransferEnd:
 class WorkerReady:
     """The model is loaded and both tiers are allocated."""
 
-    pid: int
     ops: dict[str, str] = field(default_factory=dict)
     """Name of the implementation behind every copy op, as `ops.live()` says."""
     paths: tuple[CopyPath, ...] = ()

@@ -1,7 +1,7 @@
 """The worker process: model, caches and copies. `python -m fastdeploy_kvcache_v1.embedded.worker.process`.
 
-Reads a pickled `WorkerLaunch` from its standard input, which only the engine process holds. Stops on the engine's
-`None`, dies with the engine process, and ignores SIGINT and SIGTERM: the engine decides when it ends.
+Its argument is the number of the pipe's file descriptor. It stops on the engine's `None`, dies with the engine process,
+and ignores SIGINT and SIGTERM: the engine decides when it ends.
 """
 
 from __future__ import annotations
@@ -9,14 +9,11 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import pickle
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from functools import partial
+from multiprocessing.connection import Connection
 
-import zmq
 from msgspec.structs import replace
 
 from ...batch_request import BatchRequest
@@ -29,24 +26,16 @@ from ...storage.lane_agent import LaneAgent
 from ...transfer.rank_transfers import RankTransfers
 from ...worker import ops
 from ...worker.cache_controller import CacheController
-from ...worker.runtime.copy_faults import make_runtime
-from .liveness import ProgressTeller
-from .messages import (
-    TransferEnd,
-    WorkerConnected,
-    WorkerFailed,
-    WorkerLaunch,
-    WorkerReady,
-    storage_addresses,
-)
+from ...worker.runtime.copy_faults import VARIABLE, make_runtime
+from .messages import TransferEnd, WorkerFailed, WorkerLaunch, WorkerReady, storage_addresses
 from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
 
 logger = logging.getLogger(__name__)
 
-OPEN_COPIES_POLL_MS = 5
-OPEN_TRANSFERS_POLL_MS = 1
+OPEN_COPIES_POLL_S = 0.005
+OPEN_TRANSFERS_POLL_S = 0.001
 """A fetch takes several turns, and its request waits for each."""
-IDLE_TRANSFERS_POLL_MS = 100
+IDLE_TRANSFERS_POLL_S = 0.1
 DRAIN_TIMEOUT_S = 5.0
 
 RANKS_CONNECT_TIMEOUT_S = 300.0
@@ -61,45 +50,29 @@ END_OF_GROUP_S = 10.0
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    launch: WorkerLaunch = pickle.load(sys.stdin.buffer)
+    link: Connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(link.fileno(), False)
+    launch = link.recv()
+    assert isinstance(launch, WorkerLaunch)
     die_with_parent(launch.parent_pid)
     logging.basicConfig(
         level=launch.config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s worker{launch.rank or ''} %(name)s: %(message)s",
     )
-    context = zmq.Context()
-    tasks = context.socket(zmq.PULL)
-    results = context.socket(zmq.PUSH)
-    try:
-        tasks.connect(launch.tasks_address)
-        results.connect(launch.results_address)
-        agent = make_agent(launch.config.storage, storage_addresses(launch.directory, launch.rank), launch.rank)
-        teller = ProgressTeller(partial(_send, results))
-        ranks = join_ranks(
-            launch.directory / "ranks",
-            launch.rank,
-            launch.config.tensor_parallel_size,
-            connect_timeout_s=RANKS_CONNECT_TIMEOUT_S,
-            # A rank that waits for a stuck one is not stuck itself, and must not be told of first.
-            timeout_s=2 * launch.config.worker_timeout or None,
-            on_wait=teller.set_waits,
-        )
-        _send(results, WorkerConnected())
-        return _serve(launch, teller, ranks, tasks, results, agent)
-    finally:
-        context.destroy(linger=1000)
+    agent = make_agent(launch.config.storage, storage_addresses(launch.directory, launch.rank), launch.rank)
+    ranks = join_ranks(
+        launch.directory / "ranks",
+        launch.rank,
+        launch.config.tensor_parallel_size,
+        connect_timeout_s=RANKS_CONNECT_TIMEOUT_S,
+        timeout_s=None,
+    )
+    return _serve(launch, link, ranks, agent)
 
 
-def _serve(
-    launch: WorkerLaunch,
-    teller: ProgressTeller,
-    ranks: Ranks,
-    tasks: zmq.Socket[bytes],
-    results: zmq.Socket[bytes],
-    agent: LaneAgent | None,
-) -> int:
+def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgent | None) -> int:
     try:
-        runner, controller, transfers = _build(launch, teller, ranks)
+        runner, controller, transfers = _build(launch, ranks)
         if agent is not None:
             give_memory(agent, controller, launch.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
@@ -107,16 +80,16 @@ def _serve(
         if not isinstance(error, KVCacheError):
             logger.exception("the worker cannot start")
         message = str(error) if is_user_error else f"the worker cannot start: {error!r}"
-        _send(results, WorkerFailed(" ".join(message.split()), is_user_error))
+        link.send(WorkerFailed(" ".join(message.split()), is_user_error))
         return 1
     end = None if transfers is None else TransferEnd(transfers.port, transfers.plane_address, transfers.geometry)
-    _send(results, WorkerReady(os.getpid(), ops.live(), ops.copy_paths("cpu"), end))
+    link.send(WorkerReady(ops.live(), ops.copy_paths("cpu"), end))
     try:
-        _loop(runner, tasks, results, lambda: _show_copies(controller, teller), transfers)
+        _loop(runner, link, transfers)
         controller.drain(DRAIN_TIMEOUT_S)
     except RankGroupError as error:
         logger.error("rank %d cannot go on: %s", launch.rank, error)
-        tasks.poll(int(END_OF_GROUP_S * 1000))
+        link.poll(END_OF_GROUP_S)
         return 1
     finally:
         if transfers is not None:
@@ -126,9 +99,7 @@ def _serve(
     return 0
 
 
-def _build(
-    launch: WorkerLaunch, teller: ProgressTeller, ranks: Ranks
-) -> tuple[StepRunner, CacheController, RankTransfers | None]:
+def _build(launch: WorkerLaunch, ranks: Ranks) -> tuple[StepRunner, CacheController, RankTransfers | None]:
     config = launch.config
     configure_reproducible_math(config.threads)
     warnings.filterwarnings("ignore", "No ccache found", UserWarning)  # paddle at import; nothing here compiles
@@ -140,7 +111,7 @@ def _build(
     computing = load_model(config.model_path, model, backend.layout, ranks)
     controller = CacheController(
         backend,
-        runtime=make_runtime(launch.copy_faults, ranks.rank),
+        runtime=make_runtime(os.environ.get(VARIABLE, ""), ranks.rank),
         rank=ranks.rank,
         host_trailer_bytes=host_trailer_bytes(config.storage),
         host_is_shared=config.storage is not None and config.storage.needs_shared_memory,
@@ -158,16 +129,11 @@ def _build(
             num_ranks=ranks.size,
         )
 
-    def on_progress() -> None:
-        teller.advance()
-        _show_copies(controller, teller)
-
     runner = StepRunner(
         computing.forward,
         controller,
         caches,
         block_size=block_size,
-        on_progress=on_progress,
         guess=computing.guess,
         transfers=transfers,
         ranks=ranks,
@@ -185,57 +151,29 @@ def _import_paddle() -> None:
         raise ConfigError(f"paddle cannot be loaded ({error}): apt-get install libgomp1") from None
 
 
-def _loop(
-    runner: StepRunner,
-    tasks: zmq.Socket[bytes],
-    results: zmq.Socket[bytes],
-    show_copies: Callable[[], bool],
-    transfers: RankTransfers | None = None,
-) -> None:
-    """Answer batches until the engine says `None`; between them, tell it how open copies, leases and fetches ended.
-
-    `show_copies` is called as long as it says that one runs: one that was given up runs on unreported.
-    """
+def _loop(runner: StepRunner, link: Connection, transfers: RankTransfers | None = None) -> None:
+    """Answer batches until the engine says `None`; between them, tell it how open copies, leases and fetches ended."""
     while True:
-        busy = show_copies() or runner.has_open_copies
-        if not tasks.poll(_patience_ms(busy, transfers)):
-            _tell_transfers(transfers, results)
-            report = runner.take_report()
-            if report.transfers:
-                _send(results, report)
-            continue
-        batch: BatchRequest | None = pickle.loads(tasks.recv())
-        if batch is None:
-            return
-        _send(results, runner.run(batch))
-        _tell_transfers(transfers, results)
+        if link.poll(_patience_s(runner.has_open_copies, transfers)):
+            batch: BatchRequest | None = link.recv()
+            if batch is None:
+                return
+            link.send(runner.run(batch))
+        elif (report := runner.take_report()).transfers:
+            link.send(report)
+        if transfers is not None:
+            transfers.turn()
+            if news := transfers.take_news():
+                link.send(news)
 
 
-def _patience_ms(copies: bool, transfers: RankTransfers | None) -> int | None:
+def _patience_s(copies: bool, transfers: RankTransfers | None) -> float | None:
     """How long to wait for the next batch at a stretch; None for ever."""
     if transfers is None:
-        return OPEN_COPIES_POLL_MS if copies else None
+        return OPEN_COPIES_POLL_S if copies else None
     if transfers.is_busy:
-        return OPEN_TRANSFERS_POLL_MS
-    return OPEN_COPIES_POLL_MS if copies else IDLE_TRANSFERS_POLL_MS
-
-
-def _tell_transfers(transfers: RankTransfers | None, results: zmq.Socket[bytes]) -> None:
-    if transfers is None:
-        return
-    transfers.turn()
-    if news := transfers.take_news():
-        _send(results, news)
-
-
-def _show_copies(controller: CacheController, teller: ProgressTeller) -> bool:
-    progress = controller.copy_progress()
-    teller.set_copies(progress.ended, progress.oldest)
-    return progress.oldest >= 0
-
-
-def _send(socket: zmq.Socket[bytes], message: object) -> None:
-    socket.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        return OPEN_TRANSFERS_POLL_S
+    return OPEN_COPIES_POLL_S if copies else IDLE_TRANSFERS_POLL_S
 
 
 if __name__ == "__main__":

@@ -1,111 +1,89 @@
-"""RankProcess: one worker process, its two sockets, and the thread that listens to it and watches it."""
+"""RankProcess: one worker process, the pipe to it, and the thread that reads its answers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
-
-import zmq
+from typing import Any
 
 from ...batch_request import BatchRequest
 from ...errors import ConfigError, WorkerDiedError
 from ...metadata import TransferReport
 from ...model.step import StepResult
 from ...transfer.rank_messages import TransferNews
-from .liveness import Progress, Watchdog
-from .messages import WorkerConnected, WorkerFailed, WorkerLaunch, WorkerReady
+from .messages import WorkerFailed, WorkerLaunch, WorkerReady
 
-__all__ = ["POLL_MS", "STOP_TIMEOUT_S", "Answer", "RankProcess"]
+__all__ = ["POLL_S", "STOP_TIMEOUT_S", "Answer", "RankProcess"]
 
 Answer = StepResult | TransferReport | TransferNews
 
-FirstMessage = TypeVar("FirstMessage", WorkerConnected, WorkerReady)
-
 logger = logging.getLogger(__name__)
 
-POLL_MS = 100
+POLL_S = 0.1
 STOP_TIMEOUT_S = 2.0
 
 
 class RankProcess:
-    """Started by its constructor; then `wait_connected`, `wait_ready`, `listen`, and in the end `close`.
+    """Started by its constructor; then `wait_ready`, `listen`, and in the end `close`.
 
     Main thread, but for `send`: the process dies with the thread that started it.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        launch: WorkerLaunch,
-        *,
-        on_poll: Callable[[], None],
-    ) -> None:
-        """`on_poll` is called again and again while a start is waited for; what it raises ends the wait. Raises
-        `ConfigError` when the directory of `launch` cannot be used.
-        """
-        self._launch = launch
+    def __init__(self, launch: WorkerLaunch, *, on_poll: Callable[[], None]) -> None:
+        """`on_poll` is called again and again while a start is waited for; what it raises ends the wait."""
+        self._rank = launch.rank
+        is_alone = launch.config.tensor_parallel_size == 1
+        self._name = "the worker process" if is_alone else f"the worker process of rank {launch.rank}"
         self._on_poll = on_poll
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_ready = False
-        self._watchdog = Watchdog(launch.config.worker_timeout)
-        self._num_sent = self._num_answered = 0
-        self._progress = Progress()
-        self._tasks = _bind(context, zmq.PUSH, launch.tasks_address)
-        self._results = _bind(context, zmq.PULL, launch.results_address)
-        self._process: subprocess.Popen[bytes] | None = _spawn(launch)
+        self._link, theirs = Pipe()
+        with theirs:
+            self._process = _spawn(theirs)
+        self._send(launch)
 
     @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def wait_connected(self) -> None:
-        """Both sockets have a peer. The worker connects first and loads its model then. Raises as `wait_ready`."""
-        self._expect(WorkerConnected)
-        while not self._tasks.poll(POLL_MS, zmq.POLLOUT):
-            self._on_poll()
+    def pid(self) -> int:
+        return self._process.pid
 
     def wait_ready(self) -> WorkerReady:
         """Raises as `require_running`."""
-        message = self._expect(WorkerReady)
+        while not self._link.poll(POLL_S):
+            self._on_poll()
+        message = self._first_message()
+        assert isinstance(message, WorkerReady), f"unexpected message {message!r} from a starting worker"
         self._is_ready = True
         return message
 
     def require_running(self) -> None:
         """Raises `ConfigError` when it refused its settings or model, `WorkerDiedError` when it ended otherwise."""
-        assert self._process is not None
-        if self._process.poll() is None:
-            return
-        while self._results.poll(POLL_MS):  # its last words count first
-            _raise_failure(pickle.loads(self._results.recv()))
-        raise WorkerDiedError(f"{self._name} {_describe_exit(self._process.returncode)} while starting")
+        if not self._is_ready and self._process.poll() is not None:
+            self._first_message()
 
     def listen(self, on_message: Callable[[Answer], None], on_death: Callable[[str], None]) -> None:
         """As `ProcessWorkerClient.listen`, for this rank."""
         assert self._thread is None, "listen once"
-        name = f"worker{self._launch.rank}"
-        self._thread = threading.Thread(target=self._listen, args=(on_message, on_death), name=name, daemon=True)
+        arguments = (on_message, on_death)
+        self._thread = threading.Thread(target=self._listen, args=arguments, name=f"worker{self._rank}", daemon=True)
         self._thread.start()
 
     def send(self, batch: BatchRequest) -> None:
-        self._num_sent += 1
         self._send(batch)
 
     def request_stop(self) -> None:
         """It ends once it has answered what it was sent, and what is told of its end is expected."""
         self._closing.set()
-        if self._process is None:
-            return
         if self._is_ready:
             self._send(None)
         else:
@@ -115,108 +93,63 @@ class RankProcess:
         """After `request_stop`: the process has ended, and the thread. It is killed at `deadline`, in seconds of
         `time.monotonic`. Idempotent.
         """
-        process, self._process = self._process, None
-        if process is not None:
-            _wait_or_kill(process, deadline)
+        _wait_or_kill(self._process, deadline)
         if self._thread is not None:
             self._thread.join(STOP_TIMEOUT_S)  # a process that not even SIGKILL ends must not keep us
+        self._link.close()
 
-    def _expect(self, kind: type[FirstMessage]) -> FirstMessage:
-        message: object = None
-        while message is None or isinstance(message, Progress):
-            if self._results.poll(POLL_MS):
-                message = pickle.loads(self._results.recv())
-            else:
-                self._on_poll()
-        _raise_failure(message)
-        assert isinstance(message, kind), f"unexpected message {message!r} from a starting worker"
+    def _first_message(self) -> Any:
+        try:
+            message = self._link.recv()
+        except (EOFError, OSError):
+            raise WorkerDiedError(f"{self._name} {_describe_exit(self._process.wait())} while starting") from None
+        if isinstance(message, WorkerFailed):
+            raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
         return message
 
-    @property
-    def _name(self) -> str:
-        is_alone = self._launch.config.tensor_parallel_size == 1
-        return "the worker process" if is_alone else f"the worker process of rank {self._launch.rank}"
-
-    def _send(self, message: BatchRequest | None) -> None:
-        # EAGAIN: the worker is not connected any more, and the watcher tells the engine.
-        with contextlib.suppress(zmq.Again, zmq.ContextTerminated):
-            self._tasks.send(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), zmq.NOBLOCK)
+    def _send(self, message: object) -> None:
+        with contextlib.suppress(OSError):  # it has ended, or this end is closed; `_listen` tells of it
+            self._link.send(message)
 
     def _listen(self, on_message: Callable[[Answer], None], on_death: Callable[[str], None]) -> None:
-        process = self._process
-        if process is None:
-            return
-        reason = ""
         try:
-            while not self._closing.is_set() and not reason:
-                if self._results.poll(POLL_MS):
-                    self._take(pickle.loads(self._results.recv()), on_message)
-                elif process.poll() is not None:
-                    reason = _describe_exit(process.returncode)
-                if not reason and (stuck := self._stuck()):
-                    reason = f"is stuck: {stuck}"
-                    process.kill()
+            while True:
+                on_message(self._link.recv())
+        except (EOFError, OSError):
+            pass  # it has ended
         except Exception:  # the edge of the thread: without answers every request would hang
             logger.exception("an answer of the worker cannot be read, killing it")
-            process.kill()
-            reason = _describe_exit(process.wait())
-        if reason and not self._closing.is_set():
-            on_death(f"{self._name} {process.pid} {reason}")
-
-    def _take(self, message: Answer | Progress, on_message: Callable[[Answer], None]) -> None:
-        if isinstance(message, Progress):
-            self._progress = message
-        else:
-            self._num_answered += isinstance(message, StepResult)
-            on_message(message)
-
-    def _stuck(self) -> str | None:
-        step = self._num_sent if self._num_sent > self._num_answered else None
-        return self._watchdog.look(time.monotonic(), self._progress, step=step)
+            self._process.kill()
+        status = _wait_or_kill(self._process, time.monotonic() + STOP_TIMEOUT_S)
+        if not self._closing.is_set():
+            on_death(f"{self._name} {self.pid} {_describe_exit(status)}")
 
 
-def _raise_failure(message: object) -> None:
-    if isinstance(message, WorkerFailed):
-        raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
-
-
-def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = context.socket(kind)
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        directory = Path(address.removeprefix("ipc://")).parent
-        raise ConfigError(f"cannot make a socket in {directory}: {error}") from None
-    return socket
-
-
-def _spawn(launch: WorkerLaunch) -> subprocess.Popen[bytes]:
+def _spawn(link: Connection) -> subprocess.Popen[bytes]:
     package_root = str(Path(__file__).resolve().parents[3])
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.process"],
-        stdin=subprocess.PIPE,
+    return subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.process", str(link.fileno())],
+        stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
+        pass_fds=(link.fileno(),),
         env=environment,
         start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
     )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-        stdin.write(pickle.dumps(launch))
-    return process
 
 
-def _wait_or_kill(process: subprocess.Popen[bytes], deadline: float) -> None:
+def _wait_or_kill(process: subprocess.Popen[bytes], deadline: float) -> int:
+    """Its exit status."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(max(deadline - time.monotonic(), 0))
-        return
+        return process.wait(max(deadline - time.monotonic(), 0))
     logger.warning("worker process %d does not stop, killing it", process.pid)
     process.kill()
     try:
-        process.wait(STOP_TIMEOUT_S)
+        return process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         logger.error("worker process %d does not end even when killed, leaving it behind", process.pid)
+        return -signal.SIGKILL
 
 
 def _describe_exit(status: int) -> str:

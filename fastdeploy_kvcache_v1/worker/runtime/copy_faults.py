@@ -19,6 +19,8 @@ from typing import Any
 from ...errors import ConfigError
 from . import CpuRuntime
 
+VARIABLE = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
+
 
 class InjectedCopyError(RuntimeError):
     """A copy that was asked to fail."""
@@ -71,5 +73,5 @@ def make_runtime(faults: str, rank: int = 0) -> CpuRuntime:
         return CpuRuntime(delay=delay) if rank in ranks else CpuRuntime()
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"FASTDEPLOY_KVCACHE_COPY_FAULTS is not a valid description of copy faults: {error}"
+            f"{VARIABLE} is not a valid description of copy faults: {error}"
         ) from None

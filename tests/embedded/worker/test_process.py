@@ -1,6 +1,5 @@
 """The worker's loop between two batches."""
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,14 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.worker import process
 from fastdeploy_kvcache_v1.embedded.worker.messages import WorkerLaunch
-from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_MS, _build, _loop
+from fastdeploy_kvcache_v1.embedded.worker.process import OPEN_COPIES_POLL_S, _build, _loop
 from fastdeploy_kvcache_v1.errors import ConfigError, ModelError
 from fastdeploy_kvcache_v1.metadata import TransferReport
 from fastdeploy_kvcache_v1.model.ranks import ONE_RANK
 
 
 class Idle:
-    """A runner without reports, and a socket over which nothing comes until a wait without end: then the stop."""
+    """A runner without reports, and a pipe over which nothing comes until a wait without end: then the stop."""
 
     has_open_copies = False
 
@@ -31,14 +30,7 @@ class Idle:
         return timeout is None
 
     def recv(self):
-        return pickle.dumps(None)
-
-
-def test_copies_that_were_given_up_are_watched_until_they_end():
-    """Else the engine would take one that ended unseen for one that never ends."""
-    idle, running = Idle(), [True, True, False]
-    _loop(idle, idle, idle, lambda: running.pop(0))
-    assert idle.waits == [OPEN_COPIES_POLL_MS, OPEN_COPIES_POLL_MS, None]
+        return None
 
 
 def test_ended_copies_are_waited_for_until_they_are_reported():
@@ -51,8 +43,8 @@ def test_ended_copies_are_waited_for_until_they_are_reported():
         return TransferReport()
 
     idle.take_report = take_report
-    _loop(idle, idle, idle, lambda: False)
-    assert idle.waits == [OPEN_COPIES_POLL_MS, OPEN_COPIES_POLL_MS, None]
+    _loop(idle, idle)
+    assert idle.waits == [OPEN_COPIES_POLL_S, OPEN_COPIES_POLL_S, None]
 
 
 def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_server(monkeypatch):
@@ -64,7 +56,7 @@ def test_the_model_is_loaded_for_the_longest_sequence_and_the_threads_of_the_ser
     monkeypatch.setattr(process, "configure_reproducible_math", asked.append)
     config = ServerConfig(cache=KVCacheConfig(8), max_model_len=77, threads=3)
     with pytest.raises(ModelError, match="loaded for 77"):
-        _build(WorkerLaunch(config=config, directory=Path()), teller=None, ranks=ONE_RANK)
+        _build(WorkerLaunch(config=config, directory=Path()), ranks=ONE_RANK)
     assert asked == [3]
 
 
