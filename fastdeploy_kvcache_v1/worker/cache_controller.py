@@ -17,7 +17,6 @@ from .ops import LayerRows
 from .runtime import Event, Runtime
 from .slot_set import SlotSet
 from .transfer_manager import CacheTransferManager
-from .transfer_record import CopyProgress
 
 __all__ = ["CacheController"]
 
@@ -236,10 +235,6 @@ class CacheController:
     def take_report(self) -> TransferReport:
         """As `take_results`, how long compute stood still for copies since the last report, and how far copies are."""
         return self._transfers.take_report(self._last_step)
-
-    def copy_progress(self) -> CopyProgress:
-        """To tell slow copies from one that never ends."""
-        return self._transfers.progress()
 
     @property
     def num_unreported_copies(self) -> int:

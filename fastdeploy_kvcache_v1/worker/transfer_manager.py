@@ -18,7 +18,7 @@ from .layer_waits import LayerWaits
 from .ops import CopyRuns, LayerRows
 from .runtime import Event, Runtime, Stream
 from .slot_set import SlotSet
-from .transfer_record import CopyProgress, Transfer
+from .transfer_record import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,6 @@ class CacheTransferManager:
         self._refilled: deque[tuple[CacheLevel, Sequence[int]]] = deque()
         """Device slots that were filled from outside since the tables were last asked."""
         self._meter = WaitMeter()
-        self._num_submitted = 0
         self._filled = self.after_compute((), None)
         """End of the fill of the tensors, which the compute stream may still be at: a write of every device slot."""
 
@@ -169,7 +168,6 @@ class CacheTransferManager:
         self._tiers[metadata.target].hazards.after(actor, finished, writes=slots[1])
         transfer = Transfer(step, metadata, len(metadata) * self._block_bytes, started, finished)
         self._unreported.append(transfer)
-        self._num_submitted += 1
         return transfer
 
     # ---- compute
@@ -283,11 +281,6 @@ class CacheTransferManager:
             logger.warning("swap-in of step %d given up: %s", transfer.step, reason)
             transfer.given_up = reason
             self._tiers[transfer.metadata.target].hazards.fail(transfer.metadata.target_slots, transfer.finished)
-
-    def progress(self) -> CopyProgress:
-        """O(copies that run or were not reported)."""
-        running = [transfer.step for transfer in (*self._stale, *self._unreported) if not transfer.finished.done()]
-        return CopyProgress(self._num_submitted - len(running), min(running, default=-1))
 
     @property
     def num_unreported(self) -> int:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ..metadata import CacheSwapMetadata, TransferResult
 from .runtime import Event
 from .runtime.base import describe
 
-__all__ = ["CopyProgress", "Transfer"]
+__all__ = ["Transfer"]
 
 
 class Transfer:
@@ -42,12 +40,3 @@ class Transfer:
             target_slots=() if error is None else tuple(self.metadata.target_slots),
             error=error,
         )
-
-
-class CopyProgress(NamedTuple):
-    """How far the copies are, whether they were reported or not."""
-
-    ended: int
-    """Copies that ended since the start, well or not."""
-    oldest: int
-    """Step of the oldest one that still runs, given up or not; -1 for none."""

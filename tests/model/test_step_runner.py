@@ -144,11 +144,8 @@ def test_late_swap_in_drops_the_request_and_the_next_step_goes_on(start):
         assert [each.target_slots for each in result.report.transfers] == [(3,)]
         assert worker.runner.run(BatchRequest([task("next", [6])])).tokens == {"next": 1}
         assert not worker.runner.has_open_copies
-        assert worker.controller.copy_progress() == (0, 0), "it was given up and reported, and runs all the same"
     finally:
         gate.set()
-    worker.controller.drain()
-    assert worker.controller.copy_progress() == (1, -1)
 
 
 def test_pass_that_fails_for_everybody_is_not_repeated(start, monkeypatch):

@@ -48,7 +48,6 @@ def test_a_round_trip_over_the_host(cpu_ops, trailer_bytes):
     assert rig.controller.take_results() == []
     assert rig.controller.num_unreported_copies == 0
     assert min(first.seconds, second.seconds) > 0
-    assert rig.controller.copy_progress() == (2, -1)
     assert all((pool.slot(slot)[block:] == 100 + slot).all() for slot in range(rig.num_host))
     rig.close()
 
@@ -86,7 +85,7 @@ def test_a_slow_copy_does_not_delay_an_unrelated_one_the_other_way(rig, slow, fi
     while rig.runtime.go_on():
         pass
     assert outcomes(rig) == done
-    assert rig.controller.copy_progress() == (2, 2), "what runs has not ended"
+    assert rig.controller.num_unreported_copies == 1, "what runs has not ended"
     let_go()
 
 
@@ -129,7 +128,6 @@ def test_a_pass_writes_each_layer_as_soon_as_the_eviction_has_read_it():
     rig.controller.drain()
     assert rig.holds_all(1, 10)
     assert rig.holds_all(0, 20)
-    assert rig.controller.copy_progress().ended == 2
     rig.close()
 
 

@@ -1,17 +1,16 @@
 """Test hook: make the worker's copies slow or failing, as real links are now and then.
 
 The environment variable `FASTDEPLOY_KVCACHE_COPY_FAULTS` of the server holds JSON such as
-`{"seed": 1, "max_delay_ms": 5, "delay_ms": {"input": 20}, "fail": {"input": [0, 9], "output": "all"}, "hang":
-{"output": [3]}}`: every copy first sleeps a random time, and the time of its stream; the named calls on a stream,
-counted from 0, fail, or never end. Streams are `input` (swap-in, a call per layer) and `output` (swap-out). With
-`"ranks": [1]` all this happens to these tensor-parallel ranks only.
+`{"seed": 1, "max_delay_ms": 5, "delay_ms": {"input": 20}, "fail": {"input": [0, 9], "output": "all"}}`:
+every copy first sleeps a random time, and the time of its stream; the named calls on a stream, counted from 0, fail.
+Streams are `input` (swap-in, a call per layer) and `output` (swap-out). With `"ranks": [1]` all this happens to these
+tensor-parallel ranks only.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import threading
 import time
 from collections import Counter
 from typing import Any
@@ -36,12 +35,10 @@ class CopyFaults:
         max_delay_ms: float = 0.0,
         delay_ms: dict[str, float] | None = None,
         fail: dict[str, Any] | None = None,
-        hang: dict[str, Any] | None = None,
     ) -> None:
         self._max_delay_s = max_delay_ms / 1000
         self._delay_ms = delay_ms or {}
         self._fail = fail or {}
-        self._hang = hang or {}
         self._random = random.Random(seed)
         self._calls: Counter[str] = Counter()
 
@@ -52,14 +49,9 @@ class CopyFaults:
         if self._max_delay_s:
             time.sleep(self._random.uniform(0.0, self._max_delay_s))
         time.sleep(self._delay_ms.get(stream, 0.0) / 1000)
-        if _names(self._hang.get(stream, ()), call):
-            threading.Event().wait()
-        if _names(self._fail.get(stream, ()), call):
+        failing = self._fail.get(stream, ())
+        if failing == "all" or call in failing:
             raise InjectedCopyError(f"injected failure of call {call} on stream {stream}")
-
-
-def _names(calls: Any, call: int) -> bool:
-    return calls == "all" or call in calls
 
 
 def make_runtime(faults: str, rank: int = 0) -> CpuRuntime:
@@ -72,6 +64,4 @@ def make_runtime(faults: str, rank: int = 0) -> CpuRuntime:
         delay = CopyFaults(**options)
         return CpuRuntime(delay=delay) if rank in ranks else CpuRuntime()
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{VARIABLE} is not a valid description of copy faults: {error}"
-        ) from None
+        raise ConfigError(f"{VARIABLE} is not a valid description of copy faults: {error}") from None
