@@ -190,7 +190,6 @@ TABLE: tuple[Metric, ...] = (
         resumed_hit_tokens="Tokens that preempted requests found again when they resumed",
         shared_prefill_requests="Requests that waited while another one computed a prefix of theirs",
         shared_prefill_tokens="Tokens that these requests did not compute because they waited",
-        declined_load_tokens="Tokens on the host that were computed, because that was sooner than loading them",
         device_evicted_blocks="Blocks that left the device tier",
         device_lost_blocks="Blocks that left the device tier without a host copy",
         host_evicted_blocks="Blocks that left the host tier",

@@ -1,4 +1,4 @@
-"""What swap-ins and prefills took, as the worker measures it and `LoadCosts` weighs it."""
+"""What prefills took, as the worker measures it and `PrefillCosts` learns from it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,6 @@ from typing import NamedTuple
 def positions(start: int, end: int) -> float:
     """What attention costs more behind a longer context: tokens `[start, end)` times the tokens before them."""
     return (end * end - start * start) / 2
-
-
-class LoadTime(NamedTuple):
-    """A swap-in that went well."""
-
-    num_blocks: int
-    seconds: float
 
 
 class PrefillTime(NamedTuple):
@@ -33,13 +26,3 @@ class PrefillTime(NamedTuple):
         """A pass that computed tokens `[start, end)` of each prompt."""
         chunks = list(chunks)
         return cls(sum(end - start for start, end in chunks), sum(positions(*chunk) for chunk in chunks), seconds)
-
-
-class Timings(NamedTuple):
-    """What was measured since the last news, oldest first."""
-
-    loads: tuple[LoadTime, ...] = ()
-    prefills: tuple[PrefillTime, ...] = ()
-
-
-NO_TIMINGS = Timings()

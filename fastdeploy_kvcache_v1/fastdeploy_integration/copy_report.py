@@ -15,9 +15,9 @@ from pathlib import Path
 from ..copy_totals import CopyTotals, RankCopies
 from ..errors import MessageVersionError
 from ..metadata import CacheLevel, CopyPath, PassProgress, TransferResult
-from ..timings import NO_TIMINGS, LoadTime, PrefillTime, Timings
+from ..timings import PrefillTime
 
-VERSION = 5
+VERSION = 6
 """Counts the changes of the message."""
 
 MAX_SOCKET_PATH = 107
@@ -47,8 +47,8 @@ class CopyReport:
     """Copies of this step and earlier ones may have failed without being in any report: there were too many."""
     passes: PassProgress | None = None
     """The latest news of forward passes; None where nobody asks for them."""
-    timings: Timings = NO_TIMINGS
-    """Measured since the last report that was sent."""
+    prefills: tuple[PrefillTime, ...] = ()
+    """Passes that were measured since the last report that was sent."""
     paths: tuple[CopyPath, ...] = ()
     """The ways in which the worker copies, and those that it does without."""
 
@@ -60,7 +60,7 @@ class CopyReport:
         ]
         totals = astuple(copies.swap_in), astuple(copies.swap_out), copies.exposed_wait_s
         steps = self.ended_through, self.unlisted_through, self.passes
-        content = (VERSION, self.rank, self.worker, self.number, *totals, failed, *steps, self.timings, self.paths)
+        content = (VERSION, self.rank, self.worker, self.number, *totals, failed, *steps, self.prefills, self.paths)
         return json.dumps(content).encode()
 
     @classmethod
@@ -71,14 +71,15 @@ class CopyReport:
         if version != VERSION:
             raise MessageVersionError("copy report", found=version, expected=VERSION)
         try:
-            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted, passed, timings, paths = (
+            _, rank, worker, number, swap_in, swap_out, waited, failed, ended, unlisted, passed, prefills, paths = (
                 content
             )
             copies = RankCopies(CopyTotals(*swap_in), CopyTotals(*swap_out), float(waited))
             failures = tuple(_failure(*each) for each in failed)
             passes = None if passed is None else _passes(*passed)
             steps = int(ended), int(unlisted), passes
-            return cls(int(rank), str(worker), int(number), copies, failures, *steps, _timings(*timings), _paths(paths))
+            measured = tuple(_prefill(*each) for each in prefills)
+            return cls(int(rank), str(worker), int(number), copies, failures, *steps, measured, _paths(paths))
         except TypeError as error:
             raise ValueError(f"a copy report has fields of the wrong kind: {error}") from None
 
@@ -96,11 +97,8 @@ def _paths(paths: list[list[str]]) -> tuple[CopyPath, ...]:
     return tuple(CopyPath(*map(str, each)) for each in paths)
 
 
-def _timings(loads: list[tuple[int, float]], prefills: list[tuple[int, float, float]]) -> Timings:
-    return Timings(
-        tuple(LoadTime(int(blocks), float(seconds)) for blocks, seconds in loads),
-        tuple(PrefillTime(int(tokens), float(before), float(seconds)) for tokens, before, seconds in prefills),
-    )
+def _prefill(num_tokens: int, num_positions: float, seconds: float) -> PrefillTime:
+    return PrefillTime(int(num_tokens), float(num_positions), float(seconds))
 
 
 def socket_path(queue_port: int, name: str = "copies") -> Path:

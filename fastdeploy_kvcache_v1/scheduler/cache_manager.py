@@ -163,11 +163,6 @@ class CacheManager:
             self._counters.shared_prefill_requests += 1
             self._counters.shared_prefill_tokens += num_tokens
 
-    def count_declined_load(self, num_tokens: int) -> None:
-        """A request is admitted that computes `num_tokens` tokens although they are on the host: that is sooner."""
-        with self._lock:
-            self._counters.declined_load_tokens += num_tokens
-
     def expect(self, line: Sequence[BlockHashes]) -> None:
         """Requests that wait to be matched, the next one first: what they would hit now leaves its tier last.
 

@@ -31,8 +31,6 @@ class Counters:
     """Admissions of requests that waited while another one computed a prefix of theirs."""
     shared_prefill_tokens: int = 0
     """Tokens that they found cached, beyond those of before the wait."""
-    declined_load_tokens: int = 0
-    """Tokens on the host that admitted requests compute, because that is sooner than a swap-in."""
     device_evicted_blocks: int = 0
     """Blocks whose device copy was given up to make room (with or without a host copy)."""
     device_lost_blocks: int = 0

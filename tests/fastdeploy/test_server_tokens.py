@@ -175,23 +175,6 @@ def test_the_smallest_device_tier_and_a_restart(release, tmp_path):
     assert outputs[0][:6] == outputs[0][6:]
 
 
-def test_what_is_slower_to_load_than_to_compute_is_computed(release, expected, tmp_path):
-    """Each layer of a swap-in is held up for two seconds, which is worth more than 400 tokens of a tiny model."""
-    flags = ("--num-gpu-blocks-override", "16", *HOST_TIER)
-    environment = {"FASTDEPLOY_KVCACHE_COPY_FAULTS": '{"delay_ms": {"input": 2000}}'}
-    with started(release, tmp_path, *flags, environment=environment) as (server, client):
-        workload = Workload(client)
-        workload.documents()
-        workload.assert_tokens_of(expected)
-        copies = server.worker_copies()
-        num_repeats = 2 * NUM_DOCUMENTS
-        assert 0 < copies.swap_in.blocks < 6 * num_repeats / 2
-        wait_until(lambda: server.metrics()["declined_load_tokens_total"] > 0, "the metrics")
-        declined = server.metrics()["declined_load_tokens_total"] / BLOCK_SIZE
-        cached = workload.cached_tokens() / BLOCK_SIZE
-        assert copies.swap_in.blocks <= cached <= 6 * num_repeats - declined
-
-
 @pytest.mark.parametrize(("ranks", "failing"), [(1, 0), (2, 0), (2, 1)])
 def test_failing_copies_cost_time_but_no_token(release, expected, tmp_path, ranks, failing):
     """Some swap-ins of one rank fail: their sequences are computed again, over the blocks that did not arrive."""

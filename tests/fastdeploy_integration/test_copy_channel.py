@@ -25,7 +25,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import (
     CopyReporter,
 )
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, CopyPath, PassProgress, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
+from fastdeploy_kvcache_v1.timings import PrefillTime
 
 LIMIT_S = 30.0
 
@@ -105,26 +105,20 @@ def test_the_first_step_tells_how_the_worker_copies(channel):
     assert (report.number, report.paths) == (1, paths), "two reports: the first, and the copy's"
 
 
-def test_what_copies_in_and_prefills_took_arrives_once_and_by_rank(channel):
-    def brought(step, error=None):
-        return TransferResult(step, *SWAP_IN, step, 0, step / 10, () if error is None else (1,), error)
-
+def test_what_prefills_took_arrives_once_and_by_rank(channel):
     prefills = tuple(PrefillTime(100 + each, 7.0, 0.5) for each in range(MAX_UNTOLD_TIMES + 5))
     reports, reporter, other = channel.reports(), channel.reporter(rank=0), channel.reporter(rank=1)
     for prefill in prefills:
         reporter.tell(TransferReport(prefills=(prefill,)))  # these wait for a copy
-    reporter.tell(TransferReport((brought(1), brought(2, "injected"), *copied(3).transfers)))
-    reporter.tell(TransferReport((brought(4),)))
-    other.tell(TransferReport((brought(5),), prefills=prefills))
+    reporter.tell(copied(1))
+    reporter.tell(copied(2))
+    other.tell(TransferReport(copied(3).transfers, prefills=prefills))
     wait_for(lambda: [each.number for each in reports.latest()] in ([1, 0], [0, 1]), "three reports")
     latest = prefills[-MAX_UNTOLD_TIMES:]
-    assert reports.take().timings == {
-        0: Timings((LoadTime(1, 0.1), LoadTime(4, 0.4)), latest),
-        1: Timings((LoadTime(5, 0.5),), latest),
-    }
+    assert reports.take().prefills == {0: latest, 1: latest}
     other.tell(copied(6))
     wait_for(lambda: [each.number for each in reports.latest() if each.rank] == [1], "another report")
-    assert reports.take().timings == {}, "each once"
+    assert reports.take().prefills == {}, "each once"
 
 
 # ---- who ends and starts again
@@ -263,10 +257,10 @@ FAILED = (
 
 @pytest.mark.parametrize("failed", [(), FAILED])
 def test_a_report_survives_the_message(failed):
-    timings = Timings((LoadTime(7, 0.1), LoadTime(1, 1e-5)), (PrefillTime(100, 5000.5, 0.3),))
+    prefills = PrefillTime(100, 5000.5, 0.3), PrefillTime(64, 1.0, 1e-5)
     for passes in (None, PassProgress(8, 12345.678901234567), PassProgress(-1, 0.1, True)):
         paths = CopyPath("in", "kernel"), CopyPath("out", "batch", "it hangs")
-        report = CopyReport(3, "17-1", 12, COPIES, failed, 8, 2, passes, timings, paths)
+        report = CopyReport(3, "17-1", 12, COPIES, failed, 8, 2, passes, prefills, paths)
         assert CopyReport.loads(report.dumps()) == report
 
 
@@ -277,7 +271,7 @@ def test_a_message_of_another_version_says_so(message):
 
 
 FIELDS = {"rank": 0, "worker": "w", "number": 0, "swap_in": [0] * 4, "swap_out": [0] * 4, "waited": 0}
-FIELDS |= {"failed": [], "ended": -1, "unlisted": -1, "passes": None, "timings": [[], []], "paths": []}
+FIELDS |= {"failed": [], "ended": -1, "unlisted": -1, "passes": None, "prefills": [], "paths": []}
 
 
 def message(**changed):
@@ -301,9 +295,9 @@ def message(**changed):
         message(ended="x"),
         message(passes=[0, "x", True]),
         message(passes=7),
-        message(timings=7),
-        message(timings=[[[1, "x"]], []]),
-        message(timings=[[], [[1, 2]]]),
+        message(prefills=7),
+        message(prefills=[[1, "x", 1]]),
+        message(prefills=[[1, 2]]),
         message(paths=[["in"]]),
     ],
 )

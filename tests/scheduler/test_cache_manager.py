@@ -192,8 +192,7 @@ def test_what_hosts_count_is_added_up() -> None:
     scene = play("step", 4)
     for tokens in (3, 4):
         scene.cache.count_shared_prefill(tokens)
-        scene.cache.count_declined_load(2 * tokens)
-    scene.play("count shared_prefill_requests 2; count shared_prefill_tokens 7; count declined_load_tokens 14")
+    scene.play("count shared_prefill_requests 2; count shared_prefill_tokens 7")
 
 
 def test_host_hits_are_reported_in_tokens_and_once() -> None:

@@ -105,8 +105,8 @@ class Gauges:
 class EngineCache(patches.EnginePrefixCache):
     """As FastDeploy's engine has it, without a configuration of FastDeploy's and without sockets."""
 
-    def __init__(self, config: KVCacheConfig, *, budget: int, reports: Any) -> None:
-        PrefixCacheAdapter.__init__(self, config, gauges=Gauges(), whole_items=True, max_batched_tokens=budget)
+    def __init__(self, config: KVCacheConfig, *, reports: Any) -> None:
+        PrefixCacheAdapter.__init__(self, config, gauges=Gauges(), whole_items=True)
         self.publisher: Any = SimpleNamespace(publish=lambda: None, publish_now=lambda: None)
         self.transit, self.followers = Transit(self), Followers(self)
         self.held_back = HeldBack(lambda request_id: self.storage is not None and self.storage.holds(request_id))

@@ -7,8 +7,7 @@ from collections import deque
 from typing import Any
 
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import NO_NEWS, CopyNews
-from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferReport
-from fastdeploy_kvcache_v1.timings import LoadTime, Timings
+from fastdeploy_kvcache_v1.metadata import TransferReport
 
 
 class Reports:
@@ -41,10 +40,5 @@ class Reports:
         failed = [each for _, report in arrived for each in report.transfers if not each.ok]
         through = {rank: report.ended_through for rank, report in arrived}
         passes = {rank: report.passes for rank, report in arrived if report.passes is not None}
-        timings = {rank: Timings(_loads(report), tuple(report.prefills)) for rank, report in arrived}
-        return CopyNews(tuple(failed), through, -1, passes, timings)
-
-
-def _loads(report: TransferReport) -> tuple[LoadTime, ...]:
-    brought = (each for each in report.transfers if each.ok and each.target is CacheLevel.DEVICE)
-    return tuple(LoadTime(each.num_blocks, each.seconds) for each in brought)
+        prefills = {rank: report.prefills for rank, report in arrived}
+        return CopyNews(tuple(failed), through, -1, passes, prefills)

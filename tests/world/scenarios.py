@@ -45,7 +45,7 @@ def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "
     config = KVCacheConfig(
         min(guess, device), host, block_size, policy, threshold, eviction_policy=order, shared_prefill_tokens=shared
     )
-    cache = EngineCache(config, budget=budget, reports=reports)
+    cache = EngineCache(config, reports=reports)
     cache.update_cache_config(SimpleNamespace(total_block_num=device))
     sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
     memories = [RankMemory(on_device=backend == "attention_store") if backend else None for _ in range(ranks)]

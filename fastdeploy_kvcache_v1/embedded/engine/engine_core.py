@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, field
 
 from ...batch_request import BatchRequest
 from ...copy_totals import RankCopies
-from ...metadata import CacheLevel, TransferReport
+from ...metadata import TransferReport
 from ...model.step import StepResult, StepTask
 from ...scheduler.cache_manager import CacheManager
+from ...scheduler.costs import PrefillCosts
 from ...storage.engine.link import Answer
 from ...storage.engine.tier import StorageTier
-from ...timings import LoadTime, PrefillTime
+from ...timings import PrefillTime
 from ...trace_recorder import TraceRecorder
 from ...transfer.rank_messages import TransferNews
 from ..prefill_job import PrefillAnswer
@@ -87,9 +88,10 @@ class EngineCore:
             is_remote=lambda generation, num_matched: remote is not None and remote.wants(generation, num_matched),
         )
         self._send = send
+        self.prefill_costs = PrefillCosts()
         self.storage = storage
         if storage is not None:
-            storage.weigh(self.scheduler.load_costs.seconds_saved)
+            storage.weigh(self.prefill_costs.seconds)
         self.recorder = recorder
         self.peers = PeerRequests(manager, self.scheduler, remote=remote, offered=offered)
         self._lookahead = manager.config.lookahead_requests
@@ -255,7 +257,7 @@ class EngineCore:
             return
         prompts = [(item.generation.num_computed, item.num_tokens) for item in plan if item.num_tokens > 1]
         chunks = [(start, start + count) for start, count in prompts]
-        self.scheduler.load_costs.computed(PrefillTime.of(chunks, seconds))
+        self.prefill_costs.computed(PrefillTime.of(chunks, seconds))
 
     def on_report(self, report: TransferReport, rank: int = 0) -> None:
         """Take the outcome of a rank's copies that ended between two steps."""
@@ -302,9 +304,7 @@ class EngineCore:
         self.counters.copies[rank].add(report)
         affected: dict[str, str] = {}
         for result in self._answers.take_report(rank, report).transfers:
-            if result.ok and result.target is CacheLevel.DEVICE:
-                self.scheduler.load_costs.loaded(LoadTime(result.num_blocks, result.seconds))
-            elif not result.ok:
+            if not result.ok:
                 reason = f"copy of {result.num_blocks} blocks to the {result.target.value} tier failed: {result.error}"
                 logger.warning("step %d: %s", result.step, reason)
                 affected.update(dict.fromkeys(self.manager.transfer_failed(result), reason))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from ...metadata import DeviceSlot, MatchResult, NoSpace
 from ...scheduler.cache_manager import CacheManager
-from ...scheduler.load_costs import LoadCosts
 from ...scheduler.open_prefills import OpenPrefills
 from .generation import Generation, State
 
@@ -83,10 +82,6 @@ class Scheduler:
         self._num_arrivals = 0
         self._plan: dict[str, Scheduled] = {}
         self._budget = 0
-        self.load_costs = LoadCosts(block_size)
-        """The engine tells it what steps and copies took."""
-        self._num_loading = 0
-        """Tokens that this step loads."""
         self._prefills = OpenPrefills(block_size, manager.config.shared_prefill_tokens)
         self._following: dict[int, int] = {}
         """Requests that wait for blocks of this step, by arrival: blocks that they will want besides."""
@@ -204,7 +199,6 @@ class Scheduler:
 
     def _admit_waiting(self) -> None:
         self._following.clear()
-        self._num_loading = 0
         self._prefills.begin()
         for planned in self._plan.values() if self._waiting else ():
             self._announce(planned)
@@ -219,39 +213,19 @@ class Scheduler:
         """
         if self._num_seats_taken >= self._max_num_seqs or not self._budget:
             return False
-        match, num_declined = self._match(generation)
+        match = self._manager.match_prefix(generation.request_id, generation.hasher, resumed=generation.has_computed)
         if self._is_remote(generation, match.num_tokens):
             has_turn = self._admit_remote(generation, match, num_owed)
         else:
             has_turn = self._follow(generation, match, num_owed) or self._admit(generation, match, num_owed)
         if generation.state is State.WAITING:
             self._manager.release(generation.request_id)
-        else:
-            self._manager.count_declined_load(num_declined * self._block_size)
         return has_turn
 
     def _leave_line(self, generation: Generation) -> None:
         at = bisect_left(self._waiting, generation.arrival, key=BY_ARRIVAL)
         assert self._waiting[at : at + 1] == [generation], f"request {generation.request_id} does not wait"
         del self._waiting[at]
-
-    def _match(self, generation: Generation) -> tuple[MatchResult, int]:
-        """What it starts from, and how many blocks behind that are on the host and computed sooner than loaded."""
-        request_id, hasher, resumed = generation.request_id, generation.hasher, generation.has_computed
-        match = self._manager.match_prefix(request_id, hasher, resumed=resumed)
-        num_declined = match.num_host_blocks - self.load_costs.blocks_to_load(
-            match.num_host_blocks,
-            match.num_device_blocks * self._block_size,
-            generation.num_tokens,
-            budget=self._budget,
-            num_planned=self._max_num_batched_tokens - self._budget,
-            num_loading=self._num_loading,
-        )
-        if num_declined:
-            self._manager.release(request_id)
-            most = match.num_blocks - num_declined
-            match = self._manager.match_prefix(request_id, hasher, max_blocks=most, resumed=resumed)
-        return match, num_declined
 
     def _follow(self, generation: Generation, match: MatchResult, num_owed: int) -> bool:
         others = (each.hasher for each in self._waiting if each is not generation)
@@ -300,7 +274,6 @@ class Scheduler:
         if isinstance(outcome, NoSpace):
             return False
         assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
-        self._num_loading += outcome.num_host_tokens
         self._leave_line(generation)
         generation.num_computed = match.num_tokens
         generation.block_table = self._manager.block_table(generation.request_id)

@@ -23,12 +23,12 @@ from ...config import KVCacheConfig
 from ...errors import BlockPoolError, CacheStateError, InvariantError
 from ...metadata import DeviceSlot, MatchResult, NoSpace, SwapStep, TransferResult
 from ...scheduler.cache_manager import CacheManager
-from ...timings import Timings
+from ...scheduler.costs import PrefillCosts
+from ...timings import PrefillTime
 from ..transport import RunningRow, SwapOutbox
 from .hit_rates import HitRates, match_metrics
 from .kept_hashes import KeptHashes
 from .lent_ids import LentIds
-from .load_choice import LoadChoice
 from .open_batch import OpenBatch
 from .pool_gauges import PoolGauges
 from .record import Record
@@ -44,7 +44,6 @@ class PrefixCacheAdapter:
     """Thread-safe. `gauges` has FastDeploy's metric objects as attributes; they follow once per batch.
 
     `whole_items` says that FastDeploy never computes part of an image: see `start_of_cut_item`.
-    `max_batched_tokens`: of one batch, None for any number.
     """
 
     numbers_batches = False
@@ -54,9 +53,7 @@ class PrefixCacheAdapter:
     gpu_cache_lock: Any = None
     """FastDeploy sets it: its lock between engine and transfer process. Unused here."""
 
-    def __init__(
-        self, config: KVCacheConfig, *, gauges: Any, whole_items: bool = False, max_batched_tokens: int | None = None
-    ) -> None:
+    def __init__(self, config: KVCacheConfig, *, gauges: Any, whole_items: bool = False) -> None:
         self.manager = CacheManager(config)
         self.hit_rates = HitRates()
         self.num_cpu_blocks = config.num_host_blocks
@@ -72,10 +69,10 @@ class PrefixCacheAdapter:
         self._lock = threading.RLock()
         self._records: dict[str, Record] = {}
         self._batch = OpenBatch(config.block_size, config.shared_prefill_tokens)
-        self._load_choice = LoadChoice(self._batch, config.block_size, max_batched_tokens)
+        self._prefill_costs = PrefillCosts()
         self._lent = LentIds(self.manager)
         self._kept = KeptHashes()
-        self._waiting = WaitingRequests(self.manager, self._batch, self._kept, self._load_choice, config.block_size)
+        self._waiting = WaitingRequests(self.manager, self._batch, self._kept, config.block_size)
         self._outbox = SwapOutbox()
         self._has_news = False
         self._pool_gauges = PoolGauges(self.manager, gauges)
@@ -200,33 +197,31 @@ class PrefixCacheAdapter:
             return None
         self._forget(task.request_id)
         tokens = self._kept.take(task) or TaskTokens(task, self._block_size)
-        match, num_declined = self._match(task, tokens)
+        match = self._match(task, tokens)
         allocation = self.manager.allocate(task.request_id, match.num_tokens)
         if isinstance(allocation, NoSpace):
             self.manager.release(task.request_id)
             self._kept.keep(tokens)
             return allocation
         table = self.manager.block_table(task.request_id)
-        self._records[task.request_id] = Record(tokens, len(table), num_declined * self._block_size)
+        self._records[task.request_id] = Record(tokens, len(table))
         host = match.num_host_blocks * self._block_size
         self._batch.match(task, num_loading_tokens=host)
         if tokens.access.reads:
             self.hit_rates.count(tokens.num_tokens, device=match.num_tokens - host, host=host)
         return match, table
 
-    def _match(self, task: Any, tokens: TaskTokens) -> tuple[MatchResult, int]:
-        """What it starts from, and how many blocks behind that are computed although the host has them."""
+    def _match(self, task: Any, tokens: TaskTokens) -> MatchResult:
+        """What it starts from."""
         resumed = task.status.name == "PREEMPTED"
         match = self.manager.match_prefix(task.request_id, tokens, resumed=resumed)
-        most = self._load_choice.blocks_to_use(match, tokens.num_tokens)
-        num_declined = match.num_blocks - most
         if self._whole_items and tokens.hashes and has_items(task):
-            most = start_of_cut_item(multimodal_items(task), most * self._block_size, self._block_size)
-            most //= self._block_size
-        if most < match.num_blocks:
-            self.manager.release(task.request_id)
-            match = self.manager.match_prefix(task.request_id, tokens, max_blocks=most, resumed=resumed)
-        return match, num_declined
+            start = start_of_cut_item(multimodal_items(task), match.num_tokens, self._block_size)
+            most = start // self._block_size
+            if most < match.num_blocks:
+                self.manager.release(task.request_id)
+                match = self.manager.match_prefix(task.request_id, tokens, max_blocks=most, resumed=resumed)
+        return match
 
     def _give_up(self, task: Any) -> None:
         """Undo what `_admit` had done when it failed."""
@@ -248,13 +243,10 @@ class PrefixCacheAdapter:
             self._hand_over(task, record, min(num_computed_tokens, record.tokens.num_tokens - 1) // self._block_size)
             num_tokens = 0 if record.has_hole else record.num_owned * self._block_size
             uncommitted = self.manager.uncommitted(task.request_id, num_tokens)
-            self._batch.compute(task.request_id, uncommitted, task.prefill_end_index - task.prefill_start_index)
+            self._batch.compute(task.request_id, uncommitted)
 
     def _count_start(self, record: Record) -> None:
         """The request may be scheduled for the first time."""
-        if record.declined_tokens:
-            self.manager.count_declined_load(record.declined_tokens)
-            record.declined_tokens = 0
         if record.tokens.tokens_before_wait is not None:
             found = record.num_owned * self._block_size - record.tokens.tokens_before_wait
             self.manager.count_shared_prefill(max(0, found))
@@ -401,10 +393,10 @@ class PrefixCacheAdapter:
         """Requests that use host blocks of which no batch has brought a copy."""
         assert not request_ids, f"requests {request_ids} wait for host blocks between two batches"
 
-    def measured(self, timings: Mapping[int, Timings]) -> None:
-        """What ranks say that copies and passes took: it decides what is loaded from the host."""
+    def measured(self, prefills: Mapping[int, Sequence[PrefillTime]]) -> None:
+        """What ranks say that passes took: it decides who waits for a store."""
         with self._lock:
-            self._load_choice.measured(timings)
+            self._prefill_costs.computed_by_rank(prefills)
 
     def _roll_back_unscheduled(self) -> None:
         """2.6 without chunked prefill may stop after a match and keep it. Before it matches the request again, it asks
@@ -422,7 +414,7 @@ class PrefixCacheAdapter:
     def use_storage(self, storage: EngineStorage) -> None:
         """It has the lock of this adapter."""
         with self._lock:
-            storage.tier.weigh(self._load_choice.costs.seconds_saved)
+            storage.tier.weigh(self._prefill_costs.seconds)
             self.storage = storage
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:

@@ -9,7 +9,7 @@ import shutil
 import stat
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import zmq
 
 from ...errors import ConfigError, MessageVersionError
 from ...metadata import PassProgress, TransferResult
-from ...timings import LoadTime, PrefillTime, Timings
+from ...timings import PrefillTime
 from ..copy_report import CopyReport
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ MAX_FAILURES = 256
 """Failed copies that wait for the schedule loop. It can do without older ones: docs/fastdeploy.md."""
 
 MAX_TIMES = 256
-"""Of loads and of prefills of a rank that wait for the schedule loop. The latest say most."""
+"""Passes of a rank that wait for the schedule loop. The latest say most."""
 
 POLL_MS = 200
 """How soon the thread sees that it has to end."""
@@ -48,26 +48,11 @@ class CopyNews(NamedTuple):
     """Copies of this step and earlier ones may have failed without being in `failed`, now or before."""
     passes: Mapping[int, PassProgress] = {}  # never written
     """By rank, as `ended_through`."""
-    timings: Mapping[int, Timings] = {}  # never written
+    prefills: Mapping[int, Sequence[PrefillTime]] = {}  # never written
     """By rank, as `ended_through`: a batch waits for the slowest."""
 
 
 NO_NEWS = CopyNews()
-
-
-class _Times:
-    """The latest of what one rank measured."""
-
-    def __init__(self) -> None:
-        self._loads: deque[LoadTime] = deque(maxlen=MAX_TIMES)
-        self._prefills: deque[PrefillTime] = deque(maxlen=MAX_TIMES)
-
-    def add(self, timings: Timings) -> None:
-        self._loads.extend(timings.loads)
-        self._prefills.extend(timings.prefills)
-
-    def taken(self) -> Timings:
-        return Timings(tuple(self._loads), tuple(self._prefills))
 
 
 class CopyReports:
@@ -95,7 +80,7 @@ class CopyReports:
         self._ended_through: dict[int, int] = {}
         self._unlisted_through = -1
         self._passes: dict[int, PassProgress] = {}
-        self._times: defaultdict[int, _Times] = defaultdict(_Times)
+        self._prefills: defaultdict[int, deque[PrefillTime]] = defaultdict(lambda: deque(maxlen=MAX_TIMES))
         self._has_news = False
         self._closing = threading.Event()
         make_private(path.parent)
@@ -124,10 +109,10 @@ class CopyReports:
         if not self._has_news:
             return NO_NEWS
         with self._lock:
-            timings = {rank: each.taken() for rank, each in self._times.items()}
-            news = CopyNews(tuple(self._failed), self._ended_through, self._unlisted_through, self._passes, timings)
+            prefills = {rank: tuple(each) for rank, each in self._prefills.items()}
+            news = CopyNews(tuple(self._failed), self._ended_through, self._unlisted_through, self._passes, prefills)
             self._failed.clear()
-            self._times.clear()
+            self._prefills.clear()
             self._ended_through, self._passes = {}, {}
             self._has_news = False
             return news
@@ -164,8 +149,8 @@ class CopyReports:
             self._ended_through[report.rank] = report.ended_through
             if report.passes is not None:
                 self._passes[report.rank] = report.passes
-            if any(report.timings):
-                self._times[report.rank].add(report.timings)
+            if report.prefills:
+                self._prefills[report.rank].extend(report.prefills)
             self._has_news = True
 
 

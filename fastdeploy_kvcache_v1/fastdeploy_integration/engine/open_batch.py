@@ -20,19 +20,12 @@ class OpenBatch:
     def __init__(self, block_size: int, worth_tokens: int) -> None:
         """See `OpenPrefills`."""
         self.prefills = OpenPrefills(block_size, worth_tokens)
-        self.num_tokens = 0
-        """Of prompts, that the batch computes."""
         self._loading: dict[str, int] = {}
         self._matched: dict[str, Any] = {}
         self._computed: dict[str, None] = {}
 
-    @property
-    def num_loading_tokens(self) -> int:
-        """That come from the host for the requests of the batch. O(requests)."""
-        return sum(self._loading.values())
-
     def num_loading_tokens_of(self, request_id: str) -> int:
-        """As `num_loading_tokens`, for one of them."""
+        """That come from the host for a request of the batch."""
         return self._loading.get(request_id, 0)
 
     def match(self, task: Any, *, num_loading_tokens: int = 0) -> None:
@@ -41,9 +34,8 @@ class OpenBatch:
         if num_loading_tokens:
             self._loading[task.request_id] = num_loading_tokens
 
-    def compute(self, request_id: str, hashes: Sequence[BlockHash], num_tokens: int) -> None:
-        """The batch computes `num_tokens` tokens of this request; these blocks among them can be matched then."""
-        self.num_tokens += num_tokens
+    def compute(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
+        """The batch computes tokens of this request; these blocks among them can be matched then."""
         self.prefills.compute(request_id, hashes)
         self._matched.pop(request_id, None)
         self._computed[request_id] = None
@@ -74,7 +66,6 @@ class OpenBatch:
 
     def _begin(self) -> None:
         self.prefills.begin()
-        self.num_tokens = 0
         self._loading.clear()
         self._computed.clear()
 

@@ -82,7 +82,6 @@ class EnginePrefixCache(PrefixCacheAdapter):
             ),
             gauges=main_process_metrics,
             whole_items=bool(cache.disable_chunked_mm_input),
-            max_batched_tokens=int(config.scheduler_config.max_num_batched_tokens),
         )
         self.publisher = CacheMetricsPublisher(self, overlay.active())
         if trace := os.environ.get(RECORD_VARIABLE):
@@ -217,7 +216,7 @@ class EnginePrefixCache(PrefixCacheAdapter):
             return
         if failed := [result for result in news.failed if result.target is CacheLevel.HOST]:
             self.host_copies_failed(failed)
-        self.measured(news.timings)
+        self.measured(news.prefills)
         if self.storage is not None:
             self.storage.copies_reported(news)
 

@@ -8,12 +8,10 @@ from .task_tokens import TaskTokens
 class Record:
     """Belongs to one request object, not to an id: ids come from clients. The adapter's lock covers it."""
 
-    __slots__ = ("declined_tokens", "has_hole", "is_scheduled", "num_computed", "num_owned", "tokens")
+    __slots__ = ("has_hole", "is_scheduled", "num_computed", "num_owned", "tokens")
 
-    def __init__(self, tokens: TaskTokens, num_owned: int, declined_tokens: int = 0) -> None:
+    def __init__(self, tokens: TaskTokens, num_owned: int) -> None:
         self.tokens = tokens
-        self.declined_tokens = declined_tokens
-        """On the host, and computed because that is sooner; counted once the request is scheduled."""
         self.num_owned = num_owned
         """Leading entries of its block table that the manager holds."""
         self.num_computed = num_owned

@@ -8,7 +8,6 @@ from typing import Any
 
 from ...scheduler.cache_manager import CacheManager
 from .kept_hashes import KeptHashes
-from .load_choice import LoadChoice
 from .open_batch import OpenBatch
 from .task_tokens import TaskTokens, has_items
 
@@ -19,13 +18,10 @@ class WaitingRequests:
     Not thread-safe: the adapter's lock covers it.
     """
 
-    def __init__(
-        self, manager: CacheManager, batch: OpenBatch, kept: KeptHashes, load_choice: LoadChoice, block_size: int
-    ) -> None:
+    def __init__(self, manager: CacheManager, batch: OpenBatch, kept: KeptHashes, block_size: int) -> None:
         self._manager = manager
         self._batch = batch
         self._kept = kept
-        self._load_choice = load_choice
         self._block_size = block_size
 
     def expect(self, line: Sequence[Any]) -> None:
@@ -55,12 +51,8 @@ class WaitingRequests:
         return tokens.num_tokens - self._num_usable_blocks(tokens) * self._block_size
 
     def _num_usable_blocks(self, tokens: TaskTokens) -> int:
-        """Blocks that a request would start behind now: what is computed sooner than loaded is as good as not there."""
-        if not tokens.access.reads:
-            return 0
-        num_cached = self._manager.count_cached(tokens.hashes)
-        num_on_device = min(num_cached, self._manager.count_on_device(tokens.hashes))
-        return self._load_choice.blocks_worth_using(num_cached, num_on_device, tokens.num_tokens)
+        """Blocks that a request would start behind now."""
+        return self._manager.count_cached(tokens.hashes) if tokens.access.reads else 0
 
     def _tokens_of(self, task: Any) -> TaskTokens:
         """Of a request without images: its hashes are kept for its match."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import zmq
 
 from ...copy_totals import RankCopies
-from ...metadata import CacheLevel, CopyPath, PassProgress, TransferReport, TransferResult
-from ...timings import LoadTime, PrefillTime, Timings
+from ...metadata import CopyPath, PassProgress, TransferReport, TransferResult
+from ...timings import PrefillTime
 from ..copy_report import CopyReport
 
 MAX_UNSENT_REPORTS = 64
@@ -23,7 +23,7 @@ MAX_UNTOLD_FAILURES = 64
 """Failed copies that wait for a report that can be sent. The engine can do without older ones: docs/fastdeploy.md."""
 
 MAX_UNTOLD_TIMES = 32
-"""Of either kind. The latest say most."""
+"""Passes. The latest say most."""
 
 
 class CopyReporter:
@@ -43,7 +43,6 @@ class CopyReporter:
         self._number = 0
         self._copies = RankCopies()
         self._untold: deque[TransferResult] = deque()
-        self._loads: deque[LoadTime] = deque(maxlen=MAX_UNTOLD_TIMES)
         self._prefills: deque[PrefillTime] = deque(maxlen=MAX_UNTOLD_TIMES)
         self._unlisted_through = -1
         self._ended_through = -1
@@ -63,21 +62,18 @@ class CopyReporter:
         self._passes = report.passes or self._passes
         self._ended_through = max(self._ended_through, report.ended_through)
         self._untold.extend(result for result in report.transfers if not result.ok)
-        brought = (each for each in report.transfers if each.ok and each.target is CacheLevel.DEVICE)
-        self._loads.extend(LoadTime(each.num_blocks, each.seconds) for each in brought)
         while len(self._untold) > MAX_UNTOLD_FAILURES:
             self._unlisted_through = max(self._unlisted_through, self._untold.popleft().step)
         if self._socket is None:
             self._socket = self._connect()
         steps = self._ended_through, self._unlisted_through, self._passes
-        timings = Timings(tuple(self._loads), tuple(self._prefills))
-        untold = tuple(self._untold), *steps, timings
+        untold = tuple(self._untold), *steps, tuple(self._prefills)
         message = CopyReport(self._rank, self._worker, self._number, self._copies, *untold, self._paths()).dumps()
         self._number += 1
         with contextlib.suppress(zmq.Again):  # no room: the engine counts the gap in the numbers
             self._socket.send(message, zmq.NOBLOCK)
-            for told in (self._untold, self._loads, self._prefills):
-                told.clear()
+            self._untold.clear()
+            self._prefills.clear()
 
     def _connect(self) -> zmq.Socket[bytes]:
         self._context = zmq.Context()

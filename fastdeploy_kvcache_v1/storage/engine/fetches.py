@@ -56,7 +56,7 @@ class Fetches:
         self._target = target
         self._query_breaker, self._load_breaker = Breaker(clock), Breaker(clock)
         self._counters = counters
-        self.costs = StoreCosts(manager.config.block_size, target.level)
+        self.costs = StoreCosts(manager.config.block_size)
         self._clock = clock
         self._block_size = manager.config.block_size
         self._most_blocks = max(min(PIECE_BLOCKS, target.num_blocks), target.num_blocks // 4)
@@ -157,7 +157,7 @@ class Fetches:
         earlier = itertools.takewhile(lambda other: other is not fetch, self._fetches.values())
         num_ahead = under_way + sum(other.num_left for other in earlier)
         has_asked = fetch.end is not None
-        if self.costs.is_worth_waiting(begin, end, fetch.num_tokens, num_ahead=num_ahead, has_asked=has_asked):
+        if self.costs.is_worth_waiting(begin, end, num_ahead=num_ahead, has_asked=has_asked):
             return
         fetch.is_trial = self.costs.declined()
         fetch.is_declined = not fetch.is_trial

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...metadata import CacheLevel
-from ...scheduler.link_costs import PROBE_EVERY, LinkCosts
-from ...scheduler.load_costs import FEWEST_TOKENS
+from ...scheduler.costs import FEWEST_TOKENS, PROBE_EVERY, LinkCosts
 
-__all__ = ["PIECE_BLOCKS", "SecondsSaved", "StoreCosts"]
+__all__ = ["PIECE_BLOCKS", "ComputeSeconds", "StoreCosts"]
 
 PIECE_BLOCKS = 32
 """Loaded as one: what has arrived when a request starts is used, in such pieces."""
@@ -16,8 +14,8 @@ PIECE_BLOCKS = 32
 KEPT_SHARE = 0.8
 """Of what questions took before, at each answer that took longer."""
 
-SecondsSaved = Callable[[int, int, int, CacheLevel], float | None]
-"""What having blocks in a tier saves a request: `LoadCosts.seconds_saved`."""
+ComputeSeconds = Callable[[int, int], float | None]
+"""What computing tokens `[start, end)` of a prompt takes: `PrefillCosts.seconds`."""
 
 
 class StoreCosts:
@@ -28,15 +26,13 @@ class StoreCosts:
     Not thread-safe.
     """
 
-    def __init__(self, block_size: int, level: CacheLevel) -> None:
-        """`level`: the tier that loads fill."""
+    def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._level = level
         self._loads = LinkCosts()
         self._question_s: float | None = None
         self._num_unweighed = 0
         """Requests so far of which nobody knows what they save."""
-        self.seconds_saved: SecondsSaved = lambda num_blocks, start, end, level: None
+        self.compute_s: ComputeSeconds = lambda start, end: None
 
     def asked(self, seconds: float) -> None:
         """A question was answered well. An answer that was fast is believed at once."""
@@ -47,9 +43,9 @@ class StoreCosts:
         """A piece has arrived as a whole, on every rank."""
         self._loads.measured(num_blocks, seconds)
 
-    def is_worth_waiting(self, begin: int, end: int, num_tokens: int, *, num_ahead: int, has_asked: bool) -> bool:
-        """For blocks `[begin, end)` of a prompt of `num_tokens` tokens, behind `num_ahead` blocks for others?"""
-        saved_s = self.seconds_saved(end - begin, begin * self._block_size, num_tokens, self._level)
+    def is_worth_waiting(self, begin: int, end: int, *, num_ahead: int, has_asked: bool) -> bool:
+        """For blocks `[begin, end)` of a prompt, behind `num_ahead` blocks for others?"""
+        saved_s = self.compute_s(begin * self._block_size, end * self._block_size)
         if saved_s is None or not self._loads.is_known:
             return True
         question_s = 0.0 if has_asked else self._question_s or 0.0
@@ -61,7 +57,7 @@ class StoreCosts:
         computed, to learn what that costs. Mostly 0, and always once it is known: but where whole prompts are stored,
         what is left of them is too short to tell.
         """
-        if self.seconds_saved(1, 0, self._block_size, self._level) is not None:
+        if self.compute_s(0, self._block_size) is not None:
             return 0
         self._num_unweighed += 1
         if self._num_unweighed % PROBE_EVERY:

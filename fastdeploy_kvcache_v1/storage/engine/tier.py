@@ -15,7 +15,7 @@ from .fetches import Fetches
 from .link import Answer, Link
 from .open_copies import OpenCopies
 from .open_passes import OpenPasses, Passes
-from .store_costs import SecondsSaved
+from .store_costs import ComputeSeconds
 from .store_side import StoreSide
 from .stores import Stores
 from .target import HostTarget, Target
@@ -67,9 +67,9 @@ class StorageTier:
         if namespace is not None:
             self.use_namespace(namespace)
 
-    def weigh(self, seconds_saved: SecondsSaved) -> None:
+    def weigh(self, compute_s: ComputeSeconds) -> None:
         """From here on requests do not wait for what is sooner computed than loaded. Before, all wait."""
-        self._fetches.costs.seconds_saved = seconds_saved
+        self._fetches.costs.compute_s = compute_s
 
     def _make_target(self) -> Target:
         return HostTarget(self._manager, self._link, self._copies)

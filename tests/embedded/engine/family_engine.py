@@ -78,8 +78,6 @@ class FamilyEngine:
             storage=None if storage is None else lambda manager, worker: storage(manager, self),
             **(roles or {}),
         )
-        # Whether a load pays is a matter of time; here each is made.
-        self.harness.scheduler.load_costs.blocks_to_load = lambda num_host_blocks, *args, **options: num_host_blocks
         self.runtimes = list(runtimes) or [CpuRuntime() for _ in range(size)]
         config = model_of(family, mtp=mtp)
         backend = config.shard(size).cache_backend(block_size=BLOCK, dtype=FAMILIES[family][1])

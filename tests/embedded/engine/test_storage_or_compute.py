@@ -16,7 +16,7 @@ def server_with(load_s, compute_s=1.0, **options):
         server.store.seconds_per_block = load_s
         costs.loaded(32, 32 * load_s)
     if compute_s is not None:
-        server.harness.scheduler.load_costs.computed(PrefillTime(100, 0.0, 100 * compute_s))
+        server.harness.core.prefill_costs.computed(PrefillTime(100, 0.0, 100 * compute_s))
     return server
 
 

@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCacheAdapter
-from fastdeploy_kvcache_v1.scheduler.load_costs import FEWEST_TOKENS
 from fastdeploy_kvcache_v1.storage.settings import Prefetch
-from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
 from tests.world.clients import Request
 from tests.world.fastdeploy_host import Control, EngineCache, FastDeployHost, Kind, Status, Task
 from tests.world.quiet import UIDS, Quiet
@@ -85,7 +83,7 @@ class Server(Quiet):
         self, device=40, host=0, *, release=26, seats=6, budget=24, backend="", prefetch="wait_complete", **settings
     ):
         super().__init__(4)
-        cache = EngineCache(KVCacheConfig(device, host, 4, **settings), budget=budget, reports=self.reports)
+        cache = EngineCache(KVCacheConfig(device, host, 4, **settings), reports=self.reports)
         memories = [RankMemory(on_device=backend == "attention_store") if backend else None]
         worker = make_worker(self, self.reports, memories, blocks=device, host_blocks=host, block_size=4)
         self.host = FastDeployHost(self, cache, worker, release=release, seats=seats, budget=budget)
@@ -103,8 +101,3 @@ class Server(Quiet):
             cached.append(task.prefill_start_index)
             self.run_dry()
         return cached
-
-    def measured(self, copy_s, compute_s=1.0):
-        """Seconds for each token."""
-        load, prefill = LoadTime(100, 400 * copy_s), PrefillTime(FEWEST_TOKENS, 0.0, FEWEST_TOKENS * compute_s)
-        self.cache.measured({0: Timings((load,) * 50, (prefill,) * 50)})

@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.copy_reports import Cop
 from fastdeploy_kvcache_v1.fastdeploy_integration.storage_channel import SESSION_VARIABLE
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.copy_reporter import CopyReporter
 from fastdeploy_kvcache_v1.metadata import EVICT, SWAP_IN, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime, Timings
+from fastdeploy_kvcache_v1.timings import PrefillTime
 from fastdeploy_kvcache_v1.trace_recorder import VARIABLE as RECORD_VARIABLE
 from tests.fastdeploy_integration.test_copy_channel import wait_for
 
@@ -43,12 +43,11 @@ def test_an_engine_with_a_host_tier_hears_its_workers(fake_fastdeploy):
     wait_for(manager.reports.latest, "the report")
     told, measured = [], manager.measured
     manager.manager.transfer_failed = lambda result: told.append((result.step, *result.target_slots)) or ()
-    manager.measured = lambda timings: (told.append(timings), measured(timings))
+    manager.measured = lambda prefills: (told.append(prefills), measured(prefills))
     for _ in range(2):
         schedule(manager)
-    assert told == [(0, 3), {1: Timings((LoadTime(3, 7.0),), (prefill,))}], "once; other copies are the worker's affair"
-    costs = manager._load_choice.costs
-    assert costs.blocks_worth_loading(100, 0, 401, budget=512) == 1, "2.33 s per block, 4 s to compute all"
+    assert told == [(0, 3), {1: (prefill,)}], "once; other copies are the worker's affair"
+    assert manager._prefill_costs.seconds(0, 400) == 4.0
     reporter.close()
 
 
@@ -124,7 +123,7 @@ class Storage:
 def store(fake_fastdeploy, monkeypatch):
     """FAKE parts of a store. Returns the tier, and the settings that workers are told."""
     fake_fastdeploy.environment_variables, fake_fastdeploy.FD_ATTENTION_BACKEND = {}, "APPEND_ATTN"
-    made = SimpleNamespace(tier=SimpleNamespace(weigh=lambda seconds_saved: None), exported=[])
+    made = SimpleNamespace(tier=SimpleNamespace(weigh=lambda compute_s: None), exported=[])
     parts = {
         "make_link": lambda chosen, commands, results: (commands, results),
         "make_tier": lambda *_, **__: made.tier,
@@ -198,15 +197,15 @@ def test_a_store_that_does_not_work_now_is_left_for_later_and_one_that_cannot_is
 def test_failed_host_copies_are_told_to_the_cache_before_news_reach_the_store(store, monkeypatch):
     manager = stored(monkeypatch)
     copies = [TransferResult(0, *kind, 1, 0, 0.0, (3,), "injected") for kind in (EVICT, SWAP_IN)]
-    news = CopyNews(tuple(copies), {0: 0}, timings={0: Timings()})
+    news = CopyNews(tuple(copies), {0: 0}, prefills={0: ()})
     told = manager.storage.told
     manager.host_copies_failed = lambda failed: told.append(("failed", failed))
-    manager.measured = lambda timings: told.append(("measured", timings))
+    manager.measured = lambda prefills: told.append(("measured", prefills))
     manager.reports.close()
     manager.reports = SimpleNamespace(take=lambda: news)
     told.clear()
     manager.take_reports()
-    assert told == [("failed", copies[:1]), ("measured", {0: Timings()}), ("copies_reported", news)]
+    assert told == [("failed", copies[:1]), ("measured", {0: ()}), ("copies_reported", news)]
 
 
 @pytest.mark.parametrize("by", ["reset", "clear_data"])

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
+from fastdeploy_kvcache_v1.scheduler.costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.engine.store_costs import PIECE_BLOCKS, StoreCosts
 
 BLOCK = 16
-END = 10 * BLOCK + 1
 
 
 def costs_of(per_block_s: float | None, saved_s: float | None, latency_s: float = 0.0) -> StoreCosts:
     """Measured, where it is not None: loads of any size, and what a request saves for each block."""
-    costs = StoreCosts(BLOCK, CacheLevel.HOST)
+    costs = StoreCosts(BLOCK)
     if saved_s is not None:
-        costs.seconds_saved = lambda num_blocks, start, end, level: num_blocks * saved_s
+        costs.compute_s = lambda start, end: (end - start) / BLOCK * saved_s
     for count in (1, PIECE_BLOCKS) * 20 if per_block_s is not None else ():
         assert per_block_s is not None
         costs.loaded(count, latency_s + count * per_block_s)
@@ -24,7 +22,7 @@ def costs_of(per_block_s: float | None, saved_s: float | None, latency_s: float 
 
 
 def waits(costs: StoreCosts, num_blocks: int, num_ahead: int = 0, *, has_asked: bool = True) -> bool:
-    return costs.is_worth_waiting(0, num_blocks, END, num_ahead=num_ahead, has_asked=has_asked)
+    return costs.is_worth_waiting(0, num_blocks, num_ahead=num_ahead, has_asked=has_asked)
 
 
 def test_all_wait_until_both_are_measured() -> None:
@@ -66,12 +64,12 @@ def test_the_question_counts_until_it_is_answered() -> None:
     assert waits(costs, 10, has_asked=False), "one slow answer is not"
 
 
-def test_what_computing_costs_is_asked_for_the_missing_blocks_and_their_tier() -> None:
+def test_what_computing_costs_is_asked_for_the_missing_blocks() -> None:
     asked = []
-    costs = StoreCosts(BLOCK, CacheLevel.DEVICE)
-    costs.seconds_saved = lambda *question: asked.append(question)  # type: ignore[func-returns-value]
-    assert costs.is_worth_waiting(3, 10, END, num_ahead=0, has_asked=True)
-    assert asked == [(7, 3 * BLOCK, END, CacheLevel.DEVICE)]
+    costs = StoreCosts(BLOCK)
+    costs.compute_s = lambda *question: asked.append(question)  # type: ignore[func-returns-value]
+    assert costs.is_worth_waiting(3, 10, num_ahead=0, has_asked=True)
+    assert asked == [(3 * BLOCK, 10 * BLOCK)]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheAccess, TransferReport, TransferResult
-from fastdeploy_kvcache_v1.scheduler.link_costs import PROBE_EVERY
+from fastdeploy_kvcache_v1.scheduler.costs import PROBE_EVERY
 from fastdeploy_kvcache_v1.storage.attention_store.tasks import MatchTask
 from fastdeploy_kvcache_v1.storage.engine import stores
 from fastdeploy_kvcache_v1.storage.engine.fetches import SILENCE_S, TOUCH_EVERY_S
@@ -293,7 +293,7 @@ def test_a_request_does_not_wait_for_what_is_sooner_computed_and_one_tries_now_a
 
     def waits(saved_s):
         """Whether a request does that saves so much for each of its 10 blocks."""
-        made.tier.weigh(lambda num_blocks, start, end, level: num_blocks * saved_s)
+        made.tier.weigh(lambda start, end: (end - start) / made.manager.config.block_size * saved_s)
         text = chr(9000 + next(asked)) * 11
         made.arrive(text, text, 10)
         is_waiting = not made.tier.may_start(text)

@@ -1,4 +1,4 @@
-"""A swap-in never loses to computing, on a virtual clock: a step takes as long as its copies or its compute."""
+"""What computing costs, as the engine measures it: a step takes as long as its copies or its compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.timings import LoadTime, PrefillTime
 from tests.embedded.shadow import Harness, expected_outputs
 
 BLOCK = 8
@@ -66,22 +65,10 @@ class TimedHarness(Harness):
         assert recorder.tokens == expected_outputs(prompt, 1)
         return self.now - began
 
-    def cache_on_host(self, *prompts):
-        for prompt in prompts:
-            self.serve(prompt)
-        self.push_out()
-        for _ in range(100):  # rates that are known exactly
-            self.scheduler.load_costs.loaded(LoadTime(10, 10 * BLOCK * self.copy_s))
-            self.scheduler.load_costs.computed(PrefillTime(100, 0.0, 100.0))
-
     def push_out(self):
         """Whatever is on the device leaves it; all of it is on the host by then."""
         self.num_prompts += 1
         self.serve([1000 + self.num_prompts] * 555)
-
-    @property
-    def num_declined(self):
-        return self.manager.stats().counters.declined_load_tokens
 
 
 def test_a_step_that_loads_says_nothing_of_computing_where_ranks_wait_for_each_other():
@@ -89,12 +76,12 @@ def test_a_step_that_loads_says_nothing_of_computing_where_ranks_wait_for_each_o
     harness = TimedHarness(1.0, speeds=((0.01, 1.0), (1.0, 0.1)))
     harness.serve(range(200))
     harness.push_out()
-    before = harness.scheduler.load_costs.seconds_saved(10, 0, 200, CacheLevel.DEVICE)
+    before = harness.core.prefill_costs.seconds(0, 80)
     for _ in range(3):
         harness.serve([*range(200), *range(900, 964)])
         harness.push_out()
     assert harness.manager.stats().counters.host_hit_tokens >= 600
-    assert harness.scheduler.load_costs.seconds_saved(10, 0, 200, CacheLevel.DEVICE) == pytest.approx(before, rel=0.1)
+    assert harness.core.prefill_costs.seconds(0, 80) == pytest.approx(before, rel=0.1)
 
 
 def test_a_step_that_loads_says_what_computing_costs_where_one_rank_waits_for_its_own_copies():
@@ -102,70 +89,19 @@ def test_a_step_that_loads_says_what_computing_costs_where_one_rank_waits_for_it
     harness.serve(range(200))
     harness.push_out()
     harness.token_s = 3.0
-    before = harness.scheduler.load_costs.seconds_saved(10, 0, 200, CacheLevel.DEVICE)
+    before = harness.core.prefill_costs.seconds(0, 80)
     harness.serve([*range(200), *range(900, 964)])
     assert harness.manager.stats().counters.host_hit_tokens == 200
-    assert harness.scheduler.load_costs.seconds_saved(10, 0, 200, CacheLevel.DEVICE) > 1.2 * before
-
-
-def test_what_waits_for_room_declines_nothing():
-    harness = TimedHarness(100.0, max_num_seqs=1)
-    for _ in range(2):
-        harness.serve(range(100))
-        harness.push_out()
-    harness.serve(range(500, 601))
-    harness.push_out()
-    before = harness.num_declined
-    harness.submit("long", range(2000, 2300), 9)
-    harness.step()
-    harness.submit("waiting", range(500, 601), 1)
-    for _ in range(5):
-        harness.step()
-    assert harness.num_declined == before
-    harness.run()
-    assert harness.num_declined > before
-
-
-def test_what_the_batch_computes_for_others_hides_a_copy():
-    """65 s for the second prompt alone, of which a copy of 128 s hides half."""
-    harness = TimedHarness(2.0)
-    known = [*range(500, 564)]
-    harness.cache_on_host(known)
-    harness.submit("first", range(3000, 3100), 1)
-    harness.submit("second", [*known, 0], 1)
-    assert [len(step.swap_in) for step in harness.step().swap_steps] == [64 // BLOCK]
-
-
-def test_what_the_batch_loads_for_others_delays_a_copy():
-    """Each loads 64 tokens in 122 s, while it computes 64, or computes all in 128 s. Together it is 243 s or 192 s."""
-    harness = TimedHarness(1.9)
-    prompts = [[*range(first, first + 128)] for first in (500, 700)]
-    harness.cache_on_host(*(prompt[:65] for prompt in prompts))
-    for name, prompt in zip("ab", prompts, strict=True):
-        harness.submit(name, prompt, 1)
-    (step,) = harness.step().swap_steps
-    assert 64 // BLOCK < len(step.swap_in) < 128 // BLOCK
-    harness.run()
+    assert harness.core.prefill_costs.seconds(0, 80) > 1.2 * before
 
 
 def test_steps_that_only_decode_say_nothing_of_prompts():
     """70 one-token prompts are as good as decoding: they take an hour each here."""
     harness = TimedHarness(2.0, max_num_seqs=70)
-    harness.cache_on_host(range(200))
+    harness.serve(range(200))
+    before = harness.core.prefill_costs.seconds(0, 80)
     harness.token_s = 3600.0
     for index in range(70):
         harness.submit(f"short {index}", [index], 1)
     harness.run()
-    assert harness.scheduler.load_costs.blocks_to_load(200 // BLOCK, 0, 201, budget=256) < 200 // BLOCK
-
-
-def test_what_is_on_the_device_hides_no_copy():
-    """81 tokens are left: one block comes in 48 s, while 73 of them are computed."""
-    harness = TimedHarness(6.0)
-    prompt = [*range(500, 981)]
-    harness.serve(prompt)
-    harness.push_out()
-    harness.serve(prompt[:401])
-    host_hits = harness.manager.stats().counters.host_hit_tokens
-    harness.serve(prompt)
-    assert harness.manager.stats().counters.host_hit_tokens - host_hits == BLOCK
+    assert harness.core.prefill_costs.seconds(0, 80) == before
