@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 from ...errors import ConfigError
@@ -26,29 +28,6 @@ _WORKER_COMMAND = re.compile(
     re.DOTALL,
 )
 _SIZE = re.compile(r"--tensor_parallel_size (\d+)")
-
-
-class CudaPlatform:
-    """FastDeploy's platform object, but for one answer."""
-
-    def __init__(self, platform: Any) -> None:
-        self._platform = platform
-
-    def is_cuda(self) -> bool:
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._platform, name)
-
-
-class WorkerLauncher:
-    """The module `subprocess`, but for `Popen`, which starts our worker instead of FastDeploy's."""
-
-    def Popen(self, command: str, **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(cpu_worker_command(command), **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(subprocess, name)
 
 
 def cpu_worker_command(command: str) -> str:
@@ -74,9 +53,9 @@ def cpu_worker_command(command: str) -> str:
 
 def as_cuda(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wraps what switches features off on a platform that is not CUDA."""
-    names = wrapped.__globals__
-    if not isinstance(names["current_platform"], CudaPlatform):
-        names["current_platform"] = CudaPlatform(names["current_platform"])
+    platform = copy(wrapped.__globals__["current_platform"])  # itself but for one answer
+    platform.is_cuda = lambda: True
+    wrapped.__globals__["current_platform"] = platform
     return wrapped(*args, **kwargs)
 
 
@@ -103,10 +82,14 @@ def make_get_worker(original: Callable[..., Any]) -> Callable[..., Any]:
 def start_worker_service(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Wraps the start of the worker process."""
+    """Wraps the start of the worker process: ours, instead of FastDeploy's."""
+
+    def start(command: str, **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(cpu_worker_command(command), **options)
+
     activation.require_complete(Where.ENGINE)
     names = wrapped.__globals__
-    names["subprocess"] = WorkerLauncher()
+    names["subprocess"] = SimpleNamespace(**{**vars(subprocess), "Popen": start})
     try:
         return wrapped(*args, **kwargs)
     finally:

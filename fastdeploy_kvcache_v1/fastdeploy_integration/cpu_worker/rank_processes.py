@@ -25,7 +25,7 @@ def run_ranks(command: Sequence[str], size: int, log_directory: Path) -> int:
     """Run `command` once for each rank, until one ends; the others are killed then. The first one's exit status, 1 if
     it was 0 or a signal: no rank ends by itself. What they print goes to `workerlog.N`; they share standard error.
     """
-    ports = free_ports(HOST, size + 1)
+    ports = free_ports(HOST, *[0] * (size + 1))
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(size):

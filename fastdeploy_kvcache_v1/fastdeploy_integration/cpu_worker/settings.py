@@ -7,6 +7,7 @@ import importlib.util
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def parse(words: Sequence[str]) -> Settings:
     parser = argparse.ArgumentParser(prog="fastdeploy-kvcache serve --fastdeploy-cpu", allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--engine-worker-queue-port", type=int)
-    parser.add_argument("--cache-queue-port", type=int)
+    parser.add_argument("--engine-worker-queue-port", type=int, default=0)
+    parser.add_argument("--cache-queue-port", type=int, default=0)
     parser.add_argument("--model")
     parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", type=int, default=1)
     parser.add_argument("--log-dir", type=Path)
@@ -69,14 +70,14 @@ def parse(words: Sequence[str]) -> Settings:
         raise ConfigError(f"--tensor-parallel-size must be at least 1, got {args.tensor_parallel_size}")
     if args.start_timeout <= 0:
         raise ConfigError(f"--start-timeout must be positive, got {args.start_timeout}")
-    free = free_ports(args.host, 3)
-    port = args.port or free[0]
-    _require_free(args.host, port)
+    port, queue_port, cache_queue_port = free_ports(
+        args.host, args.port, args.engine_worker_queue_port, args.cache_queue_port
+    )
     return Settings(
         host=args.host,
         port=port,
-        queue_port=args.engine_worker_queue_port or free[1],
-        cache_queue_port=args.cache_queue_port or free[2],
+        queue_port=queue_port,
+        cache_queue_port=cache_queue_port,
         log_directory=_log_directory(args.log_dir, port),
         start_timeout_s=args.start_timeout,
         model=args.model,
@@ -110,24 +111,16 @@ def _log_directory(given: Path | None, port: int) -> Path:
     return path.resolve()
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Different ones, free now."""
-    sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((host, 0))
-        return [each.getsockname()[1] for each in sockets]
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from None
-    finally:
-        for each in sockets:
-            each.close()
-
-
-def _require_free(host: str, port: int) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+def free_ports(host: str, *wanted: int) -> list[int]:
+    """These, and a different one for each 0; all of them are free now. Raises `ConfigError`."""
+    with ExitStack() as stack:
+        ports = []
+        for port in wanted:
+            probe = stack.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except (OSError, OverflowError) as error:
+                raise ConfigError(f"cannot listen on {host}:{port}: {error}") from None
+            ports.append(probe.getsockname()[1])
+        return ports

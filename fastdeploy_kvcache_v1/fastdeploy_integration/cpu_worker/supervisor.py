@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import select
 import signal
@@ -17,14 +16,15 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from ...errors import ConfigError, KVCacheError
+import httpx
+
+from ...errors import KVCacheError
 from ...extras import needed_by
 from ...model.config import load_model_config
 from ...orphan import end_process
 from ...switch import SWITCH
 from ..engine.weight_updates import CLEARED as WEIGHTS_CLEARED
 from . import LOG_DIRECTORY, RUN_DIRECTORY, SIGNALS
-from .failure_cause import failure_cause
 from .leftovers import SHARED_MEMORY, adopt_orphans, end_processes, living_processes, remove_files
 from .settings import Settings, parse
 
@@ -39,9 +39,13 @@ GRACE_S = 10.0
 """How long the server may take to end by itself before it is killed."""
 
 EXIT_OK, EXIT_FAILED, EXIT_WRONG_SETTING = range(3)
-MAX_SOCKET_PATH = 100
 PROMETHEUS = "prometheus"
+OUTPUT = "api_server.out"
+LOGS = ("launch_worker.log", "workerlog.0", OUTPUT)
+"""Files that may tell why the server ended: its exit status is 0 even then."""
 LOG_TAIL = 15
+TRACKER = "resource_tracker"
+"""Of Python: of a rank that was killed it has two lines to say of each signal, last of all."""
 
 
 class CommandEnded(Exception):
@@ -65,7 +69,7 @@ def supervise(settings: Settings) -> int:
     Raises `ConfigError` when the server's directories cannot be made, or the model not be split.
     """
     adopt_orphans()
-    run_directory = _make_run_directory()
+    run_directory = Path(tempfile.mkdtemp(prefix="fd-cpu-"))
     settings.log_directory.mkdir(parents=True, exist_ok=True)
     try:
         return _serve(settings, run_directory)
@@ -88,8 +92,8 @@ def _serve(settings: Settings, run_directory: Path) -> int:
     model = settings.model or str(write_random_directory(run_directory / "random-model"))
     if settings.tensor_parallel_size > 1:
         load_model_config(Path(model)).shard(settings.tensor_parallel_size)  # the workers would say so after a minute
-    output = settings.log_directory / "api_server.out"
-    with output.open("wb") as file:
+    (run_directory / PROMETHEUS).mkdir()
+    with (settings.log_directory / OUTPUT).open("wb") as file:
         server = subprocess.Popen(
             _command(settings, model),
             stdin=subprocess.DEVNULL,
@@ -107,10 +111,12 @@ def _serve(settings: Settings, run_directory: Path) -> int:
             reason = _watch(settings, server)
     finally:
         end_process(server, GRACE_S)
-    if (cause := failure_cause(settings.log_directory)) is not None:
-        reason = f"{reason}: {cause}"
     print(f"fastdeploy-kvcache: error: {reason}; the logs are in {settings.log_directory}", file=sys.stderr)
-    print(_tail(output), file=sys.stderr)
+    for path in (settings.log_directory / name for name in LOGS):
+        if path.exists():
+            with path.open(encoding="utf-8", errors="replace") as file:
+                lines = (line.rstrip() for line in file if TRACKER not in line)
+                print(f"--- {path.name}", *deque(lines, LOG_TAIL), sep="\n", file=sys.stderr)
     return EXIT_FAILED
 
 
@@ -185,14 +191,10 @@ def _watch(settings: Settings, server: subprocess.Popen[bytes]) -> str:
 
 
 def _is_healthy(settings: Settings) -> bool:
-    connection = http.client.HTTPConnection(settings.host, settings.port, timeout=HEALTH_TIMEOUT_S)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
+        return httpx.get(f"{settings.url}/health", timeout=HEALTH_TIMEOUT_S, trust_env=False).is_success
+    except httpx.HTTPError:
         return False
-    finally:
-        connection.close()
 
 
 def _are_weights_cleared(settings: Settings) -> bool:
@@ -202,22 +204,6 @@ def _are_weights_cleared(settings: Settings) -> bool:
     except OSError:
         return False
     return int.from_bytes(status[:4], sys.byteorder, signed=True) == WEIGHTS_CLEARED
-
-
-def _make_run_directory() -> Path:
-    """Its path must leave room for unix sockets below it."""
-    for parent in (None, "/tmp"):
-        path = Path(tempfile.mkdtemp(prefix="fd-cpu-", dir=parent))
-        if len(str(path)) <= MAX_SOCKET_PATH - len("/tokens0"):
-            (path / PROMETHEUS).mkdir()
-            return path
-        path.rmdir()
-    raise ConfigError("the temporary directory's path is too long for unix sockets: set TMPDIR to a shorter one")
-
-
-def _tail(path: Path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return "".join(deque(file, LOG_TAIL)).rstrip()
 
 
 if __name__ == "__main__":

@@ -3,20 +3,22 @@
     x[0]   1 running, -1 no row is left, -2 no message (receiver only)
     x[1]   number of rows
     x[2:]  the token of each row, see `batch_rows`
-All int64. The engine makes the socket; a full one holds the worker back.
+All int64. The engine makes the socket, before it sends a task; a full one holds the worker back.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from . import run_directory
 
 RUNNING = 1
 ALL_STOPPED = -1
@@ -25,7 +27,6 @@ NO_MESSAGE = -2
 RECEIVE_TIMEOUT_S = 0.2
 """How long a blocking read waits: FastDeploy asks again."""
 
-CONNECT_TIMEOUT_S = 60.0
 MAX_BYTES = 1 << 16
 
 
@@ -37,27 +38,13 @@ class TokenSender:
     """The worker's end. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path = str(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-
-    def connect(self) -> None:
-        """Wait for the engine's end; raises `OSError` when it does not come up."""
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while True:
-            try:
-                return self._socket.connect(str(self._path))
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
 
     def send(self, rows: Sequence[int], *, running: bool) -> None:
         """Blocks while the engine is behind. Raises `OSError` when it is gone."""
         message = np.array([RUNNING if running else ALL_STOPPED, len(rows), *rows], dtype=np.int64)
-        self._socket.send(message.tobytes())
-
-    def close(self) -> None:
-        self._socket.close()
+        self._socket.sendto(message.tobytes(), self._path)
 
 
 class TokenReceiver:
@@ -76,21 +63,16 @@ class TokenReceiver:
         except (TimeoutError, BlockingIOError):
             return None
 
-    def close(self) -> None:
-        self._socket.close()
 
-
-_receivers: dict[tuple[int, int], TokenReceiver] = {}
+@cache
+def _receiver(pid: int, rank: int) -> TokenReceiver:
+    """Of this process."""
+    return TokenReceiver(channel_path(run_directory(), rank))
 
 
 def get_output(tensor: Any, rank: int, wait: bool) -> None:
     """FastDeploy's op: fills `tensor`, int64 `[rows + 2, 1]`."""
-    key = (os.getpid(), rank)
-    if key not in _receivers:
-        from . import run_directory
-
-        _receivers[key] = TokenReceiver(channel_path(run_directory(), rank))
-    message = _receivers[key].receive(wait=wait)
+    message = _receiver(os.getpid(), rank).receive(wait=wait)
     values = np.full(tensor.shape, NO_MESSAGE, dtype=np.int64)
     if message is not None:
         values[: len(message), 0] = message

@@ -51,10 +51,7 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             connect_timeout_s=RANKS_TIMEOUT_S,
             timeout_s=RANKS_TIMEOUT_S,
         )
-        sender = None
-        if ranks.rank == 0:
-            sender = TokenSender(channel_path(run_directory(), self.local_rank))
-            sender.connect()
+        sender = TokenSender(channel_path(run_directory(), self.local_rank)) if ranks.rank == 0 else None
         config = RunnerConfig(
             model_path=Path(self.model_config.model),
             block_size=self.cache_config.block_size,

@@ -67,10 +67,9 @@ def test_engine_and_worker_take_a_real_model_to_be_of_float32(fields, dtype):
 def channel(tmp_path):
     receiver = TokenReceiver(tmp_path / "s")
     sender = TokenSender(tmp_path / "s")
-    sender.connect()
     yield sender, receiver
-    sender.close()
-    receiver.close()
+    sender._socket.close()
+    receiver._socket.close()
 
 
 def test_tokens_cross_the_channel(channel):
@@ -206,7 +205,7 @@ def test_nothing_is_left_when_the_server_ends_or_the_command(monkeypatch, tmp_pa
     held, told = os.pipe()
     monkeypatch.setattr(supervisor.sys, "stdin", held)
     monkeypatch.setattr(supervisor, "_serve", serve)
-    monkeypatch.setattr(supervisor, "_make_run_directory", lambda: run.mkdir() or run)
+    monkeypatch.setattr(supervisor.tempfile, "mkdtemp", lambda prefix: run.mkdir() or str(run))
     monkeypatch.setattr(supervisor, "adopt_orphans", lambda: events.append("adopted"))
     monkeypatch.setattr(supervisor, "end_processes", lambda: events.append("ended"))
     chosen = SimpleNamespace(log_directory=tmp_path / "log", port=1, queue_port=2, cache_queue_port=3)
@@ -377,7 +376,9 @@ def test_a_server_is_announced_when_it_has_settled_and_ended_when_it_is_not_well
     monkeypatch.setattr(supervisor, "_wait_ready", lambda *_: events.append("healthy"))
     monkeypatch.setattr(supervisor, "wait_settled", lambda count: events.append(("settled", capsys.readouterr().out)))
     monkeypatch.setattr(supervisor, "_watch", lambda *_: "enough")
-    monkeypatch.setattr(supervisor, "failure_cause", lambda logs: "MemoryError")
+    warned = b"  warnings.warn('resource_tracker')\n" * 20
+    (tmp_path / "workerlog.0").write_bytes(b"x\n" * 20 + b"\xff MemoryError\n" + warned)
+    said = "--- workerlog.0\n" + "x\n" * 14 + "\ufffd MemoryError\n--- api_server.out\n"
     chosen = SimpleNamespace(
         log_directory=tmp_path, uses_our_manager=ours, url="http://x", tensor_parallel_size=1, model="/m", host="h",
         port=5, queue_port=6, cache_queue_port=7, passed_on=("--swap-space", "1"),
@@ -386,7 +387,7 @@ def test_a_server_is_announced_when_it_has_settled_and_ended_when_it_is_not_well
     assert events == ["healthy", ("settled", "")]
     out, error = capsys.readouterr()
     assert ("this package's cache manager: http://x" in out) == ours
-    assert f"error: enough: MemoryError; the logs are in {tmp_path}" in error
+    assert error == f"fastdeploy-kvcache: error: enough; the logs are in {tmp_path}\n{said}"
     assert (server.told, server.is_reaped) == (told, True)
     ((command,), process) = started[0]
     assert " ".join(command[2:]) == (
