@@ -9,9 +9,13 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # some take what tests/ has
@@ -25,6 +29,13 @@ BEFORE_PROFILING = 144
 """Device blocks of a manager when FastDeploy makes it, for batches of 8,192 tokens and eight requests at once. It is
 resized when profiling has found how many there are; so are those that are measured.
 """
+
+
+def made_small(config: KVCacheConfig) -> CacheManager:
+    """A manager of `config` that was made so, and resized."""
+    manager = CacheManager(replace(config, num_device_blocks=BEFORE_PROFILING))
+    manager.resize_device_pool(config.num_device_blocks)
+    return manager
 
 
 def machine() -> dict[str, Any]:

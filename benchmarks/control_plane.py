@@ -16,12 +16,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from _support import BEFORE_PROFILING, median, need_trace, percentile, save
+from _support import made_small, median, need_trace, percentile, save
 from naive import NaiveCache
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import BlockHash, NoSpace
-from fastdeploy_kvcache_v1.replay.driver import manager_made_with
 from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
 from fastdeploy_kvcache_v1.replay.trace import read_trace
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
@@ -68,8 +67,7 @@ class Managed:
         policy: str = "write_back",
         eviction: str = KVCacheConfig.eviction_policy,
     ) -> None:
-        self.manager = manager_made_with(
-            BEFORE_PROFILING,
+        self.manager = made_small(
             KVCacheConfig(
                 num_device,
                 num_host,
@@ -171,15 +169,17 @@ MEMORY_PROGRAM = """
 import gc, json, sys, tracemalloc
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
 from fastdeploy_kvcache_v1.config import KVCacheConfig
-from fastdeploy_kvcache_v1.replay.driver import manager_made_with
-from fastdeploy_kvcache_v1.replay.trace import TraceHasher, read_trace
-trace, made_with, device, host = sys.argv[1], *map(int, sys.argv[2:])
+from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
+from fastdeploy_kvcache_v1.replay.trace import read_trace
+sys.path.insert(0, sys.argv[1])
+from _support import made_small
+trace, device, host = sys.argv[2], *map(int, sys.argv[3:])
 hasher = TraceHasher(64)
 requests = [(r.line, r) for r in read_trace(trace, 4000)]
 for _, r in requests: hasher.prompt_hashes(r)
 tracemalloc.start()
 before = tracemalloc.get_traced_memory()[0]
-manager = manager_made_with(made_with, KVCacheConfig(device, host, write_policy="write_back", max_queued_events=0))
+manager = made_small(KVCacheConfig(device, host, write_policy="write_back", max_queued_events=0))
 for line, r in requests:
     sequence = GivenHashes(hasher.prompt_hashes(r), r.input_length)
     manager.match_prefix(str(line), sequence)
@@ -200,8 +200,8 @@ def memory() -> dict[str, object]:
     """Everything a full manager holds on to, the hashes themselves included, per cached block (tracemalloc)."""
     rows = {}
     for name, device, host in (("one tier", 100_000, 0), ("two tiers", DEVICE_BLOCKS, HOST_BLOCKS)):
-        sizes = [str(number) for number in (BEFORE_PROFILING, device, host)]
-        command = [sys.executable, "-c", MEMORY_PROGRAM, str(need_trace()), *sizes]
+        given = [str(each) for each in (Path(__file__).parent, need_trace(), device, host)]
+        command = [sys.executable, "-c", MEMORY_PROGRAM, *given]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         row = json.loads(done.stdout)
         rows[name] = {**row, "bytes_per_block": row["bytes"] / row["cached_blocks"]}

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 
-from _support import BEFORE_PROFILING, median, save
+from _support import made_small, median, save
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import BlockHash, CacheLevel, NoSpace, TransferResult
-from fastdeploy_kvcache_v1.replay.driver import manager_made_with
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher, GivenHashes
 
@@ -27,8 +26,7 @@ PIECE = 32
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back") -> CacheManager:
-    return manager_made_with(
-        BEFORE_PROFILING,
+    return made_small(
         KVCacheConfig(device, host, block_size=1, write_policy=WritePolicy(policy), max_queued_events=0),
     )
 
@@ -235,7 +233,7 @@ def hash_prompt(tokens: int) -> Seconds:
 
 def long_prompt(tokens: int) -> Seconds:
     """Match, allocate and release of a cached prompt, blocks of 64 tokens."""
-    cache = manager_made_with(BEFORE_PROFILING, KVCacheConfig(tokens // 64 + 2, max_queued_events=0))
+    cache = made_small(KVCacheConfig(tokens // 64 + 2, max_queued_events=0))
     sequence = GivenHashes(blocks(tokens // 64), tokens + 1)
     play(cache, sequence)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from ..errors import ConfigError
 from .driver import Replay, ReplayedRequest, ReplayOptions
@@ -35,7 +35,7 @@ class ClosedLoop(Replay):
         self._ends: list[tuple[float, int, ReplayedRequest]] = []
         """Likewise, of the open requests."""
 
-    def run(self, requests: Iterator[TraceRequest]) -> None:
+    def run(self, requests: Iterable[TraceRequest]) -> None:
         """As `Replay.run`. Raises `ConfigError` for a trace in which no line follows another."""
         self._take_trace(requests)
         while self._arrivals or self._line or self._open:
@@ -48,7 +48,7 @@ class ClosedLoop(Replay):
         self._run_step([])
         self.manager.check_idle()
 
-    def _take_trace(self, requests: Iterator[TraceRequest]) -> None:
+    def _take_trace(self, requests: Iterable[TraceRequest]) -> None:
         lines = set()
         for request in requests:
             lines.add(request.line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from tqdm import tqdm
@@ -34,11 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{tier}-blocks", type=counts, default=counts(default), metavar="N", help=f"{text} ({default})"
         )
-    made_with = (
-        "make the manager with N device blocks, and resize it before the first request, as FastDeploy does when "
-        "profiling has found its size (made with its size)"
-    )
-    number("--made-with", None, made_with, metavar="N")
     parser.add_argument("--write-policy", metavar="POLICY", help=HELP["write_policy"])
     number("--write-through-threshold", None, HELP["write_through_threshold"], metavar="HITS")
     number("--eviction-policy", KVCacheConfig.eviction_policy, HELP["eviction_policy"], str, metavar="NAME")
@@ -76,7 +70,7 @@ def options_from(args: argparse.Namespace) -> ReplayOptions:
         eviction_policy=args.eviction_policy,
         max_queued_events=0,
     )
-    return ReplayOptions(config, made_with=args.made_with, **{name: getattr(args, name) for name in SHOWN_OPTIONS})
+    return ReplayOptions(config, **{name: getattr(args, name) for name in SHOWN_OPTIONS})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,16 +79,11 @@ def run(args: argparse.Namespace) -> int:
     options = options_from(args)
     requests = read_trace(args.trace, args.limit, tokens_per_id=args.tokens_per_id)
     if args.compare:
-        comparison = Comparison(list(requests), options, *policies(args.policies))
+        comparison = Comparison(requests, options, *policies(args.policies))
         capacities = [Capacity(device, host) for device in args.device_blocks for host in args.host_blocks]
         result, shown = comparison.run(capacities), comparison_table
     else:
-        # tqdm switches itself off when stderr is not a terminal, and then the lines need no counting.
-        total = (args.limit or count_lines(args.trace)) if sys.stderr.isatty() else None
-        result, shown = (
-            play(options, iter(tqdm(requests, total=total, unit="request", disable=None, leave=False))),
-            table,
-        )
+        result, shown = play(options, tqdm(requests, unit="request", disable=None, leave=False)), table
     print(json.dumps(result, indent=2) if args.json else shown(result))
     return 0
 
@@ -116,11 +105,3 @@ def _refuse(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} takes several numbers with --compare only, got {','.join(map(str, sizes))}")
     if args.policies is not None:
         raise ConfigError("--policies needs --compare: otherwise use --write-policy and --eviction-policy")
-
-
-def count_lines(trace: Path) -> int | None:
-    """Lines of a regular file; None for anything else, and for what `read_trace` will complain about."""
-    if not trace.is_file():
-        return None
-    with open(trace, "rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))

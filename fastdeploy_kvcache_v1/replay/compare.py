@@ -72,7 +72,7 @@ class Comparison:
         def played(options: ReplayOptions, device: int, host: int, write: WritePolicy, eviction: str) -> dict[str, Any]:
             config = replace(options.config, num_device_blocks=device, num_host_blocks=host)
             config = replace(config, write_policy=write, eviction_policy=eviction)
-            result = play(replace(options, config=config), iter(self._requests))
+            result = play(replace(options, config=config), self._requests)
             bar.update()
             return result
 

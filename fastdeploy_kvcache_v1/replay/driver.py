@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING
 
 from ..config import KVCacheConfig
 from ..errors import ConfigError, InvariantError
@@ -16,10 +15,8 @@ from ..metadata import NoSpace
 from ..scheduler.cache_manager import CacheManager
 from ..scheduler.cache_utils import GivenHashes
 from .hashes import TraceHasher
+from .shadow import ShadowDataPlane, ShadowRequest
 from .trace import TraceRequest
-
-if TYPE_CHECKING:
-    from .shadow import ShadowDataPlane, ShadowRequest
 
 STEPS_BETWEEN_CHECKS = 1000
 
@@ -49,11 +46,6 @@ class ReplayOptions:
     step_ms: float = 30.0
     """Simulated milliseconds that a step takes in a closed loop: one output token of every open request."""
 
-    made_with: int | None = None
-    """Device blocks with which the manager is made, to be resized before the first request; None: with its own.
-    FastDeploy makes it before profiling finds how many there are.
-    """
-
     max_input_tokens: int | None = None
     """Longer prompts are refused; None: those that no empty device tier holds."""
 
@@ -63,11 +55,7 @@ class ReplayOptions:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if not 0 < self.step_ms < float("inf"):
             raise ConfigError(f"step_ms must be more than 0, got {self.step_ms}")
-        made_with = self.config.num_device_blocks if self.made_with is None else self.made_with
-        if made_with < 1:
-            raise ConfigError(f"made_with must be at least 1, got {made_with}")
-        num_device_blocks = max(self.config.num_device_blocks, made_with)
-        for tier, num_blocks in (("device", num_device_blocks), ("host", self.config.num_host_blocks)):
+        for tier, num_blocks in (("device", self.config.num_device_blocks), ("host", self.config.num_host_blocks)):
             if num_blocks > MAX_BLOCKS:
                 raise ConfigError(f"a replay has room for {MAX_BLOCKS} {tier} blocks at most, got {num_blocks}")
 
@@ -94,7 +82,7 @@ class Replay:
 
     def __init__(self, options: ReplayOptions) -> None:
         self.options = options
-        self.manager = manager_made_with(options.made_with, options.config)
+        self.manager = CacheManager(options.config)
         self.hasher = TraceHasher(options.config.block_size)
         self.request_seconds = array("d")
         """match + allocate + commit + finish of each finished request."""
@@ -109,20 +97,17 @@ class Replay:
         """Requests that a server of this size refuses."""
         self.num_outputs_cut = 0
         """Requests that finished without output blocks: no empty tier holds them, or no request could make room."""
-        self.shadow: ShadowDataPlane | None = None
-        if options.verify:
-            from .shadow import ShadowDataPlane
-
-            self.shadow = ShadowDataPlane(options.config.num_device_blocks, options.config.num_host_blocks)
+        sizes = options.config.num_device_blocks, options.config.num_host_blocks
+        self.shadow = ShadowDataPlane(*sizes) if options.verify else None
         self._trace: Iterator[TraceRequest] = iter(())
         self._line: deque[ReplayedRequest] = deque()
         """Requests that wait, the next one first; none only at the end of the trace."""
         self._open: OrderedDict[str, ReplayedRequest] = OrderedDict()
         self._generating: list[ReplayedRequest] = []
 
-    def run(self, requests: Iterator[TraceRequest]) -> None:
+    def run(self, requests: Iterable[TraceRequest]) -> None:
         """Play all `requests`, finish them, and check the manager: `InvariantError` if anything is wrong or leaked."""
-        self._trace = requests
+        self._trace = iter(requests)
         self._let_arrive()
         while self._line or self._generating:
             num_finished = len(self.request_seconds)
@@ -193,7 +178,7 @@ class Replay:
         self.num_device_hit_tokens += allocation.num_device_tokens
         self.num_host_hit_tokens += allocation.num_host_tokens
         if self.shadow is not None:
-            opened.shadow = self.shadow.new_request(opened.request_id)
+            opened.shadow = ShadowRequest(opened.request_id)
             opened.shadow.plan(self.manager.block_table(opened.request_id), opened.sequence.hashes, match.num_blocks)
         return True
 
@@ -265,12 +250,3 @@ class Replay:
         self.request_seconds.append(opened.seconds + perf_counter() - begin)
         if self.shadow is not None:
             self.shadow.finish(opened.request_id)
-
-
-def manager_made_with(num_device_blocks: int | None, config: KVCacheConfig) -> CacheManager:
-    """A manager as `config` wants it, made with another number of device blocks and resized; None: with its own."""
-    if num_device_blocks is None:
-        return CacheManager(config)
-    manager = CacheManager(replace(config, num_device_blocks=num_device_blocks))
-    manager.resize_device_pool(config.num_device_blocks)
-    return manager

@@ -17,26 +17,20 @@ class TraceHasher:
 
     An id names its tokens *and* everything before them, so in a well-formed trace it always has the same parent id.
     Where one does not (Qwen-Bailian's name the tokens alone), it means the same tokens after another prefix, which is
-    another block: the digest is chained over the parent's, so the two never match. `num_reparented_ids` counts them.
+    another block: the digest is chained over the parent's, so the two never match.
 
     One SHA-256 per id. Blocks of an id that stands for several share its digest and differ in an index; a block of
     several ids has the digest of the last one. Equal hashes mean an equal prefix, as with `cache_utils.BlockHasher`.
     """
 
     def __init__(self, block_size: int) -> None:
-        self.num_reparented_ids = 0
         self._block_size = block_size
-        self._parents: dict[int, int] = {}
 
     def prompt_hashes(self, request: TraceRequest) -> list[BlockHash]:
         """One hash per full block of the prompt, in prompt order. What no id names has a name of its own.
 
         Raises `ConfigError` unless the block size divides `tokens_per_id`, or is a multiple of it.
         """
-        parent = -1
-        for hash_id in request.hash_ids:
-            self.num_reparented_ids += self._parents.setdefault(hash_id, parent) != parent
-            parent = hash_id
         return self._hashes(request, request.input_length)
 
     def output_hashes(self, request: TraceRequest) -> list[BlockHash]:
@@ -81,6 +75,6 @@ def _chain(ids: Sequence[int]) -> list[bytes]:
     """A digest per id, of it and all before it."""
     digests, digest = list[bytes](), bytes(32)
     for hash_id in ids:
-        digest = sha256(digest + hash_id.to_bytes(8, "little")).digest()
+        digest = sha256(digest + hash_id.to_bytes(max(8, -(-hash_id.bit_length() // 8)), "little")).digest()
         digests.append(digest)
     return digests

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ from .trace import TraceRequest
 SHOWN_OPTIONS = ("window", "admissions_per_step", "waiting", "outputs", "verify", "closed_loop", "step_ms")
 
 
-def play(options: ReplayOptions, requests: Iterator[TraceRequest]) -> dict[str, Any]:
+def play(options: ReplayOptions, requests: Iterable[TraceRequest]) -> dict[str, Any]:
     """The `summary` of a run over all `requests`. Raises `InvariantError` for a manager found wrong."""
     replay = ClosedLoop(options) if options.closed_loop else Replay(options)
     begin = perf_counter()
@@ -36,7 +36,6 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
         "options": {
             "block_size": config.block_size,
             "device_blocks": config.num_device_blocks,
-            "made_with": replay.options.made_with,
             "host_blocks": config.num_host_blocks,
             "write_policy": config.write_policy.value,
             "write_through_threshold": config.write_through_threshold,
@@ -46,7 +45,6 @@ def summary(replay: Replay, seconds: float) -> dict[str, Any]:
         "requests": len(times),
         "requests_too_long": replay.num_too_long,
         "outputs_cut": replay.num_outputs_cut,
-        "reparented_hash_ids": replay.hasher.num_reparented_ids,
         "input_tokens": replay.num_input_tokens,
         "hit_rate": {**hit, "total": hit["device"] + hit["host"]},
         "steps": replay.num_steps,
@@ -92,8 +90,6 @@ def table(result: dict[str, Any]) -> str:
         rows.insert(-3, ("simulated time", f"{result['simulated_seconds']:,.1f} s"))
     if result["requests_too_long"]:
         rows.insert(1, ("refused", f"{result['requests_too_long']:,} longer than the device tier"))
-    if result["reparented_hash_ids"]:
-        rows.insert(1, ("odd hash ids", f"{result['reparented_hash_ids']:,} seen after different prefixes"))
     if result["verified_blocks"] is not None:
         rows.insert(-1, ("verified", f"{result['verified_blocks']:,} block reads held the right content"))
     width = max(len(name) for name, _ in rows)

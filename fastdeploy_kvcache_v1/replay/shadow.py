@@ -66,10 +66,6 @@ class ShadowDataPlane:
         self._next_step: int | None = None
         self.num_checked_blocks = 0
 
-    def new_request(self, request_id: str) -> ShadowRequest:
-        """A request to `plan` and to pass to `run_step` among its members."""
-        return ShadowRequest(request_id)
-
     def run_step(self, step: SwapStep, members: Sequence[ShadowRequest]) -> None:
         """Apply `step`, then one forward pass of `members` (in any order: they run together)."""
         if self._next_step is not None and step.step != self._next_step:

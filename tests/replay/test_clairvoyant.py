@@ -14,7 +14,14 @@ from fastdeploy_kvcache_v1.replay.trace import TraceRequest, read_trace
 def request(line: int, *ids: int, more: int = 0, outputs: tuple[int, ...] = ()) -> TraceRequest:
     """Blocks of 64 tokens, one id each, and some tokens more without an id; outputs fill their blocks."""
     output_length = 64 * len(outputs) + 1 - more
-    return TraceRequest(line, 0, 64 * len(ids) + more, output_length, ids, 64, output_hash_ids=outputs)
+    return TraceRequest(
+        line=line,
+        input_length=64 * len(ids) + more,
+        output_length=output_length,
+        hash_ids=ids,
+        tokens_per_id=64,
+        output_hash_ids=outputs,
+    )
 
 
 def random_requests(seed: int, count: int, *, outputs: bool) -> list[TraceRequest]:

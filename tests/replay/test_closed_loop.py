@@ -14,7 +14,16 @@ STEP_MS = 10.0
 
 
 def turn(line: int, at: float, *ids: int, out: int = 5, after: int | None = None, delay: float | None = None):
-    return TraceRequest(line, at, 64 * len(ids), out, ids, 64, after, delay)
+    return TraceRequest(
+        line=line,
+        timestamp_ms=at,
+        input_length=64 * len(ids),
+        output_length=out,
+        hash_ids=ids,
+        tokens_per_id=64,
+        after=after,
+        delay_ms=delay,
+    )
 
 
 class Watched(ClosedLoop):

@@ -11,12 +11,21 @@ from fastdeploy_kvcache_v1.errors import ConfigError, TraceError
 from fastdeploy_kvcache_v1.replay.hashes import TraceHasher
 from fastdeploy_kvcache_v1.replay.trace import TraceRequest, read_trace
 
+from .conftest import follow_one_prefix_each
+
 GOOD = {"timestamp": 0, "input_length": 2000, "output_length": 10, "hash_ids": [0, 1, 2, 3]}
 
 
 def request(*ids, input_length=None, line=1, output_length=0, tokens_per_id=512, output_hash_ids=()):
     length = input_length or tokens_per_id * len(ids)
-    return TraceRequest(line, 0, length, output_length, ids, tokens_per_id, output_hash_ids=output_hash_ids)
+    return TraceRequest(
+        line=line,
+        input_length=length,
+        output_length=output_length,
+        hash_ids=ids,
+        tokens_per_id=tokens_per_id,
+        output_hash_ids=output_hash_ids,
+    )
 
 
 def write(tmp_path, *lines: object):
@@ -32,7 +41,7 @@ def test_requests_come_in_order_with_their_line_numbers(tmp_path):
 
 def test_limit_reads_no_further(tmp_path):
     path = write(tmp_path, GOOD, GOOD, b"broken")
-    assert len(list(read_trace(path, limit=2))) == 2
+    assert len(read_trace(path, limit=2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -45,8 +54,6 @@ def test_limit_reads_no_further(tmp_path):
         ({**GOOD, "input_length": 0}, "Expected `int` >= 1 - at `$.input_length`"),
         ({**GOOD, "output_length": 2**31}, "Expected `int` <= 2147483647 - at `$.output_length`"),
         ({**GOOD, "input_length": 10**4000}, "$.input_length"),
-        ({**GOOD, "hash_ids": [10**4000, 1, 2, 3]}, "a hash id must be below 2**64"),
-        (b" " * ((16 << 20) + 1), "the line is longer than 16 MiB"),
         ({**GOOD, "input_length": 2000.5}, "$.input_length"),
         ({**GOOD, "output_length": -1}, "$.output_length"),
         ({**GOOD, "output_length": True}, "$.output_length"),
@@ -55,8 +62,6 @@ def test_limit_reads_no_further(tmp_path):
         (b'{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "JSON is malformed"),
         ({**GOOD, "hash_ids": 3}, "$.hash_ids"),
         ({**GOOD, "hash_ids": [0, -1]}, "$.hash_ids[1]"),
-        ({**GOOD, "hash_ids": [0, 1, 2, 2**64]}, "a hash id must be below 2**64"),
-        ({**GOOD, "output_hash_ids": [2**64]}, "a hash id must be below 2**64"),
         (
             {**GOOD, "hash_ids": [0]},
             "2000 input tokens and 1 hash ids do not fit 512 tokens per id: another size needs",
@@ -76,10 +81,8 @@ def test_limit_reads_no_further(tmp_path):
 )
 def test_broken_line_is_named_by_file_and_number(tmp_path, line, words):
     path = write(tmp_path, GOOD, GOOD, line, GOOD)
-    requests = read_trace(path)
-    assert [next(requests).line, next(requests).line] == [1, 2]
     with pytest.raises(TraceError) as raised:
-        next(requests)
+        read_trace(path)
     message = str(raised.value)
     assert message.startswith(f"{path}:3: ")
     assert words in message
@@ -87,10 +90,9 @@ def test_broken_line_is_named_by_file_and_number(tmp_path, line, words):
     assert len(message) < 500
 
 
-def test_line_of_the_longest_length_is_read(tmp_path):
-    line = json.dumps(GOOD).encode()
-    path = write(tmp_path, line + b" " * ((16 << 20) - len(line) - 1), GOOD)
-    assert [r.line for r in read_trace(path)] == [1, 2]
+def test_fields_that_are_not_of_the_format_do_not_matter(tmp_path):
+    path = write(tmp_path, {**GOOD, "line": "x", "after": 7, "type": []}, GOOD)
+    assert [(r.line, r.after) for r in read_trace(path)] == [(1, None), (2, None)]
 
 
 @pytest.mark.parametrize("make", ["missing", "directory", "empty"])
@@ -101,7 +103,7 @@ def test_unreadable_trace_is_named(tmp_path, make):
     elif make == "empty":
         path.write_text("\n")
     with pytest.raises(TraceError, match=r"trace\.jsonl"):
-        list(read_trace(path))
+        read_trace(path)
 
 
 def test_block_hashes_cover_the_full_blocks_only():
@@ -124,12 +126,10 @@ def test_hashes_are_equal_exactly_for_equal_prefixes(block_size):
 
 
 @pytest.mark.parametrize(("block_size", "tokens_per_id"), [(64, 512), (16, 16)])
-def test_an_id_after_another_prefix_is_another_block_and_counted(block_size, tokens_per_id):
+def test_an_id_after_another_prefix_is_another_block(block_size, tokens_per_id):
     hasher = TraceHasher(block_size)
     below_one = hasher.prompt_hashes(request(1, 7, 8, tokens_per_id=tokens_per_id))
-    assert hasher.num_reparented_ids == 0
     below_two = hasher.prompt_hashes(request(2, 7, 8, tokens_per_id=tokens_per_id))
-    assert hasher.num_reparented_ids == 1
     assert not set(below_one) & set(below_two)
 
 
@@ -174,7 +174,12 @@ def test_a_later_turn_hits_the_outputs_that_a_trace_names(block_size):
     known = hasher.prompt_hashes(turn) + hasher.output_hashes(turn)
     assert len(known) == len(set(known)) == 400 // block_size
     assert hasher.prompt_hashes(later)[: 384 // block_size] == known[: 384 // block_size]
-    assert hasher.num_reparented_ids == 0
+
+
+def test_ids_may_be_of_any_size():
+    """Those of 64 bits are hashes; what is beyond them differs too."""
+    hasher = TraceHasher(512)
+    assert len({hasher.prompt_hashes(request(number))[0] for number in (1, 2**64 - 1, 2**64, 10**4000)}) == 4
 
 
 def lines(*shapes: tuple[int, int], **more: object) -> list[dict]:
@@ -194,17 +199,13 @@ def lines(*shapes: tuple[int, int], **more: object) -> list[dict]:
     ],
 )
 def test_the_size_of_an_id_is_that_of_mooncake_or_bailian_if_all_lines_fit(tmp_path, shapes, tokens):
-    read = list(read_trace(write(tmp_path, *lines(*shapes))))
+    read = read_trace(write(tmp_path, *lines(*shapes)))
     assert [(r.input_length, r.tokens_per_id) for r in read] == [(length, tokens) for length, _ in shapes]
 
 
-def test_no_line_is_given_away_before_the_size_is_known(tmp_path):
-    requests = read_trace(write(tmp_path, *lines((3, 1), (6, 1), (2000, 4)), b"broken"))
-    assert [next(requests).tokens_per_id for _ in range(3)] == [512] * 3
-    with pytest.raises(TraceError, match=":4: JSON is malformed"):
-        next(requests)
+def test_outputs_are_checked_when_the_size_is_known(tmp_path):
     with pytest.raises(TraceError, match=r":1: 1 output tokens after 3 need 1 output_hash_ids"):
-        next(read_trace(write(tmp_path, *lines((3, 1), output_hash_ids=[1, 2]), *lines((2000, 4)))))
+        read_trace(write(tmp_path, *lines((3, 1), output_hash_ids=[1, 2]), *lines((2000, 4))))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def test_no_line_is_given_away_before_the_size_is_known(tmp_path):
 )
 def test_a_size_that_does_not_fit_every_line_is_no_size(tmp_path, shapes, given, words):
     with pytest.raises(TraceError, match=words):
-        list(read_trace(write(tmp_path, *lines(*shapes)), tokens_per_id=given))
+        read_trace(write(tmp_path, *lines(*shapes)), tokens_per_id=given)
 
 
 def test_a_given_size_decides_and_so_does_one_that_a_line_states(tmp_path):
@@ -229,7 +230,7 @@ def test_a_given_size_decides_and_so_does_one_that_a_line_states(tmp_path):
     later = lines((3, 1)) + lines((5, 1), tokens_per_id=16)
     assert [r.tokens_per_id for r in read_trace(write(tmp_path, *later))] == [16, 16]
     with pytest.raises(ConfigError, match="--tokens-per-id must be at least 1, got 0"):
-        list(read_trace(write(tmp_path, *stated), tokens_per_id=0))
+        read_trace(write(tmp_path, *stated), tokens_per_id=0)
 
 
 def test_turns_of_a_session_know_the_line_before(tmp_path):
@@ -259,9 +260,10 @@ def test_a_line_of_qwen_bailian_knows_its_parent_and_seconds(tmp_path):
 
 def test_ids_of_the_real_trace_name_whole_prefixes(real_trace):
     hasher = TraceHasher(512)
-    lengths = [len(hasher.prompt_hashes(request)) for request in read_trace(real_trace)]
-    assert len(lengths) == 12_031
-    assert hasher.num_reparented_ids == 0
+    requests = read_trace(real_trace)
+    assert sum(len(hasher.prompt_hashes(request)) > 0 for request in requests) > 12_000
+    assert len(requests) == 12_031
+    assert follow_one_prefix_each(requests)
 
 
 # ---- the sample trace that the tour's commands use
@@ -276,7 +278,7 @@ def test_the_sample_trace_is_what_its_generator_writes():
 
 
 def test_conversations_of_the_sample_trace_return():
-    requests = list(read_trace(sample_trace.PATH))
+    requests = read_trace(sample_trace.PATH)
     assert len(requests) == sample_trace.REQUESTS
     seen, repeated = set(), 0
     for request in requests:
