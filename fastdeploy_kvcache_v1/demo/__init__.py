@@ -27,13 +27,12 @@ def run(args: argparse.Namespace) -> int:
 
     Raises `ConfigError`, `ModelFetchError`, `WorkerDiedError`.
     """
-    from .stage import embedded_server, fastdeploy_server, show
+    from .stage import demo_server, show
 
     for path in filter(None, (args.page, args.picture)):
         _require_writable(path)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends what was started, as Ctrl-C does
-    server = embedded_server(args.model) if args.fastdeploy is None else fastdeploy_server(args.fastdeploy, args.model)
-    return show(server, args.page, args.picture)
+    return show(demo_server(args.model, args.fastdeploy), args.page, args.picture)
 
 
 def _require_writable(path: Path) -> None:

