@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
@@ -34,23 +33,15 @@ TRY_QUESTION = "What is the capital of France?"
 
 
 class HttpServer(uvicorn.Server):
-    """Prints one ready line to standard output once it listens. `run` returns after a signal or `stop`."""
+    """Ends after a signal that `handle_exit` was told of, also one that came before `run_app`. Main thread."""
 
-    def __init__(
-        self,
-        app: FastAPI,
-        config: ServerConfig,
-        engine: Engine,
-        *,
-        chats: bool = False,
-        stop_requested: Callable[[], bool],
-    ) -> None:
-        """`chats`: the model is made for chats. `stop_requested` tells of a signal that came before `run` took over the
-        handlers.
-        """
+    _engine: Engine
+    _ready: str
+
+    def __init__(self) -> None:
         super().__init__(
             uvicorn.Config(
-                app,
+                "the one of run_app",
                 log_config=None,
                 access_log=False,  # ours has the ids of requests
                 lifespan="off",
@@ -59,10 +50,11 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=FORCE_S,
             )
         )
-        self._server_config = config
-        self._engine = engine
-        self._chats = chats
-        self._stop_requested = stop_requested
+
+    def run_app(self, app: FastAPI, engine: Engine, listener: socket.socket, ready: str) -> None:
+        """Prints the line `ready` to standard output once it listens. Returns after a signal or `stop`."""
+        self.config.app, self._engine, self._ready = app, engine, ready
+        self.run(sockets=[listener])
 
     def stop(self) -> None:
         """End as after a signal. Any thread."""
@@ -70,11 +62,8 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        assert sockets, "the server is given its socket"
-        if self._stop_requested():
-            asyncio.get_running_loop().call_soon(self.stop)
-            return
-        print(ready_line(self._server_config, sockets[0].getsockname(), chats=self._chats), flush=True)
+        if not self.should_exit:
+            print(self._ready, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         refuse = asyncio.get_running_loop().call_later(GRACE_S, self._engine.refuse, "the server is shutting down")

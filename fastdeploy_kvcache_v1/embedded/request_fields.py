@@ -1,7 +1,6 @@
 """Request bodies of the OpenAI-compatible API, with FastDeploy's extensions.
 
-Together the fields of the bodies, `REFUSED` and `IGNORED` are all request fields of FastDeploy 2.5 and 2.6 and of
-OpenAI's API. docs/embedded-server.md lists them for clients.
+Unknown fields are ignored, as are those of FastDeploy that change no token here; docs/embedded-server.md lists all.
 """
 
 from __future__ import annotations
@@ -47,22 +46,6 @@ _REFUSED_BY_ADVICE: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 REFUSED = {name: (neutral, advice) for advice, names in _REFUSED_BY_ADVICE.items() for name, neutral in names.items()}
 """Fields that would change the answer: values that ask for nothing (null always does), and what a client can do."""
-
-IGNORED = frozenset(
-    {
-        "request_id",
-        "trace_context",
-        "collect_metrics",
-        "max_streaming_response_tokens",
-        "include_draft_logprobs",
-        "include_logprobs_decode_token",
-        "temp_scaled_logprobs",
-        "top_p_normalized_logprobs",
-        "mm_hashes",
-        "video_fps",
-    }
-)
-"""Fields of FastDeploy that change no token here. Unknown fields are ignored as well."""
 
 
 class StreamOptions(BaseModel):

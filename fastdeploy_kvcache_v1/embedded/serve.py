@@ -8,8 +8,6 @@ import signal
 import socket
 import threading
 from contextlib import ExitStack
-from types import FrameType
-from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError, StorageError
@@ -29,7 +27,7 @@ from .engine.engine import Engine
 from .engine.engine_core import EngineCore
 from .engine.offered_prefills import OfferedPrefills
 from .engine.remote_prefills import RemotePrefills
-from .http_server import HttpServer
+from .http_server import HttpServer, ready_line
 from .metrics import Metrics
 from .requests import RequestReader
 from .settings import ServerConfig
@@ -45,47 +43,24 @@ EXIT_OK = 0
 EXIT_WORKER_DIED = 1
 
 
-class NotedSignals:
-    """Notes SIGINT and SIGTERM while it is entered; code that can end in order looks at `noted`. Main thread only.
-
-    An exception from a signal handler would be simpler, but it strikes anywhere: between the creation of
-    a ZeroMQ socket and its registration it makes the context wait without end for that socket.
-    """
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self) -> None:
-        self._noted = False
-        self._before: list[Any] = []
-
-    def noted(self) -> bool:
-        return self._noted
-
-    def __enter__(self) -> NotedSignals:
-        self._before = [signal.signal(number, self._note) for number in self.NUMBERS]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in zip(self.NUMBERS, self._before, strict=True):
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = True
-
-
 def serve(config: ServerConfig, tokenizer: Tokenizer) -> int:
     """Serve until SIGINT or SIGTERM: 0. Returns 1 when the worker died: run it under a supervisor.
 
     Main thread only. Raises `KVCacheError` when the port is taken or the worker does not start; nothing is left behind.
     """
-    with NotedSignals() as signals, _listening_socket(config.host, config.port) as listener, ExitStack() as stack:
+    http = HttpServer()
+    with ExitStack() as stack:
+        # Handlers that raised would strike anywhere; this one is asked where the server can end in order.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            stack.callback(signal.signal, number, signal.signal(number, http.handle_exit))
+        listener = stack.enter_context(_listening_socket(config.host, config.port))
         namespace = _checked_namespace(config)
         recorder = None
         if config.record_trace is not None:
             recorder = TraceRecorder(config.record_trace, config.cache.block_size)
             stack.callback(recorder.close)
         try:
-            worker = ProcessWorkerClient(config, namespace=namespace, stop_requested=signals.noted)
+            worker = ProcessWorkerClient(config, namespace=namespace, stop_requested=lambda: http.should_exit)
         except StartInterruptedError:
             return EXIT_OK
         stack.callback(worker.close)
@@ -94,7 +69,7 @@ def serve(config: ServerConfig, tokenizer: Tokenizer) -> int:
             asker = PrefillClient(config.role.transfer)
             stack.callback(asker.close)
         core = _make_core(config, worker, namespace, recorder, asker)
-        return _serve(config, tokenizer, worker, core, asker, listener, signals)
+        return _serve(config, tokenizer, worker, core, asker, listener, http)
 
 
 def _serve(
@@ -104,7 +79,7 @@ def _serve(
     core: EngineCore,
     asker: PrefillClient | None,
     listener: socket.socket,
-    signals: NotedSignals,
+    http: HttpServer,
 ) -> int:
     failed = threading.Event()
 
@@ -119,21 +94,18 @@ def _serve(
     engine = Engine(core, worker, on_fatal=on_fatal)
     app = create_app(config, engine, RequestReader(config, tokenizer), metrics)
     if config.role is not None:
-        add_role_routes(app, config, config.role, engine, tokenizer, worker.transfer_ends)
+        add_role_routes(app, config, config.role, engine, tokenizer, worker.rank_infos)
     _warn_of_open_address(listener)
     ops.warn_of_slow_copies()
     chats = tokenizer.has_template and not config.is_random_model
-    http = HttpServer(app, config, engine, chats=chats, stop_requested=signals.noted)
     engine.start()
     if worker.storage is not None:
         worker.storage.listen(engine.on_storage)
     if asker is not None:
         asker.start(engine.on_prefill_answer)
     try:
-        http.run(sockets=[listener])
+        http.run_app(app, engine, listener, ready_line(config, listener.getsockname(), chats=chats))
     finally:
-        if asker is not None:
-            asker.close()
         engine.close()
     return EXIT_WORKER_DIED if failed.is_set() else EXIT_OK
 
@@ -151,7 +123,7 @@ def _make_core(
     if config.storage is not None and worker.storage is not None and namespace is not None:
         storage = make_tier(manager, config.storage, namespace, worker.storage)
     if role is not None and asker is not None:
-        addresses = [PeerPort(role.address.host, end.port) for end in worker.transfer_ends if end.port is not None]
+        addresses = [PeerPort(role.address.host, end.port) for end in worker.rank_infos if end.port is not None]
         vocab_size = config.model.vocab_size
         remote = RemotePrefills(
             asker, addresses, role.transfer, block_size=config.cache.block_size, vocab_size=vocab_size

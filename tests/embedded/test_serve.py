@@ -5,36 +5,45 @@ import os
 import shlex
 import signal
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from fastapi import FastAPI
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig
+from fastdeploy_kvcache_v1.embedded import serve
 from fastdeploy_kvcache_v1.embedded.http_server import HttpServer, ready_line
-from fastdeploy_kvcache_v1.embedded.serve import NotedSignals, _warn_of_open_address
+from fastdeploy_kvcache_v1.embedded.serve import _warn_of_open_address
 from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
+from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
+from fastdeploy_kvcache_v1.embedded.worker.client import StartInterruptedError
 
 CONFIG = ServerConfig(cache=KVCacheConfig(8))
 
 
-@pytest.mark.parametrize("number", NotedSignals.NUMBERS)
-def test_signals_are_noted_and_raise_nothing(number):
-    before = signal.getsignal(number)
-    with NotedSignals() as signals:
-        assert not signals.noted()
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_server_listens_raises_nothing_and_ends_it_without_a_ready_line(
+    monkeypatch, capsys, number
+):
+    """Handlers are those of before afterwards."""
+    before, refusals = signal.getsignal(number), []
+
+    def make_worker(config, *, namespace, stop_requested):
+        assert not stop_requested()
         for _ in range(2):
             os.kill(os.getpid(), number)
-        assert signals.noted()
+        assert stop_requested()
+        raise StartInterruptedError
+
+    monkeypatch.setattr(serve, "ProcessWorkerClient", make_worker)
+    assert serve.serve(replace(CONFIG, port=0), load_tokenizer(None)) == 0
     assert signal.getsignal(number) is before
-
-
-def test_signal_before_the_server_took_over_ends_it_without_a_ready_line(capsys):
+    http = HttpServer()
+    http.stop()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        refusals = []
-        engine = SimpleNamespace(refuse=refusals.append)
-        HttpServer(FastAPI(), CONFIG, engine, stop_requested=lambda: True).run(sockets=[listener])
+        http.run_app(FastAPI(), SimpleNamespace(refuse=refusals.append), listener, "ready")
     assert capsys.readouterr().out == ""
     assert refusals == []
 

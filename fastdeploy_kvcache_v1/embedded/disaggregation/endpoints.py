@@ -6,7 +6,7 @@ While it computes, it says that it lives.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -24,7 +24,6 @@ from ..engine.generation import Generation, GenerationRequest
 from ..prefill_job import PATH, PROOF_HEADER, PrefillAnswer, PrefillJob, PrefillLine, proves
 from ..settings import ServerConfig
 from ..text import Tokenizer
-from ..worker.messages import TransferEnd
 from .settings import Role, RoleSettings
 
 __all__ = ["add_role_routes"]
@@ -39,10 +38,9 @@ def add_role_routes(
     role: RoleSettings,
     engine: Engine,
     tokenizer: Tokenizer,
-    ends: Sequence[TransferEnd],
+    ranks: list[RankInfo],
 ) -> None:
-    """Of a server with a role, whose workers are at `ends`. The tokenizer is for the generation, nobody sees text."""
-    ranks = [RankInfo(end.port, end.plane_address, end.geometry) for end in ends]
+    """Of a server with a role, whose workers are `ranks`. The tokenizer is for the generation, nobody sees text."""
     info = RoleInfo(role.role.value, role.plane, role.address.host, ranks)
 
     @app.get(ROLE_PATH)

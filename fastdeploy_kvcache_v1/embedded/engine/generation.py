@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from ...scheduler.cache_utils import BlockHasher
 
 if TYPE_CHECKING:
-    from ...metadata import DeviceSlot
     from ...model.sampler import SamplingParams
     from ...model.vision import PlacedImage
     from ...trace_recorder import Ticket
@@ -105,8 +104,6 @@ class Generation:
     """Its stored prefix was asked for."""
     has_computed: bool = False
     """It ran before: what it finds in the cache after a preemption is its own work too."""
-    block_table: list[DeviceSlot] = field(default_factory=list)
-    """While it runs: a copy of the cache manager's, kept up to date by what allocations add."""
     cached_tokens: int | None = None
     """Prompt tokens that were never computed for this request; None before it was first admitted."""
     tokens_before_wait: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...metadata import DeviceSlot
 from ...transfer.ledger import LeaseLedger
 from ...transfer.offer_desk import LeaseEnd
 from ...transfer.rank_messages import OpenLease, TransferCommand, WithdrawLease
@@ -29,14 +30,14 @@ class OfferedPrefills:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self.ledger
 
-    def open(self, generation: Generation) -> None:
+    def open(self, generation: Generation, block_table: list[DeviceSlot]) -> None:
         """It is admitted with slots for its whole prompt, and has not been computed."""
         peers = generation.request.offered_to
         assert peers, f"request {generation.request_id} is offered to nobody"
         self.ledger.open(generation.request_id)
         num_tokens = len(generation.request.prompt_ids)
-        slots = tuple(generation.block_table)
-        self._commands.append(OpenLease(generation.request_id, generation.request_id, slots, num_tokens, peers))
+        name, slots = generation.request_id, tuple(block_table)
+        self._commands.append(OpenLease(name, name, slots, num_tokens, peers))
 
     def withdraw(self, request_id: str, reason: str) -> None:
         """Does nothing without an open lease."""

@@ -56,12 +56,12 @@ class PeerRequests:
         """After every `Scheduler.schedule`."""
         for generation in self._scheduler.newly_fetching:
             assert self.remote is not None, "no server computes prompts for this one"
-            self.remote.begin(generation)
+            self.remote.begin(generation, self._manager.block_table(generation.request_id))
         for item in plan:
             generation = item.generation
             if generation.request.offered_to and not self.knows(generation.request_id):
                 assert self.offered is not None, "this server offers no blocks"
-                self.offered.open(generation)
+                self.offered.open(generation, item.block_table)
 
     def take_commands(self) -> list[TransferCommand]:
         """For the worker, with the next batch."""

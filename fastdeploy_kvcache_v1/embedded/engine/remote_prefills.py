@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...errors import CacheStateError
+from ...metadata import DeviceSlot
 from ...transfer.fetch import FetchResult
 from ...transfer.ledger import FetchEnd, FetchLedger, FetchOutcome
 from ...transfer.rank_messages import CancelFetch, StartFetch, TransferCommand
@@ -105,8 +106,8 @@ class RemotePrefills:
             self.counters.prompts_declined += 1
         return is_worth_it
 
-    def begin(self, generation: Generation) -> None:
-        """It is admitted: its block table holds the whole prompt, the first `num_computed` tokens of it valid."""
+    def begin(self, generation: Generation, block_table: list[DeviceSlot]) -> None:
+        """It is admitted: `block_table` holds the whole prompt, the first `num_computed` tokens of it valid."""
         url, name = generation.prefill_url, generation.request_id
         assert url is not None, f"request {name} has no prefill server"
         generation.prefill_url = None  # it is asked once
@@ -114,7 +115,7 @@ class RemotePrefills:
         self.ledger.grant(name, LAST_RESORT * self._settings.wait_s)
         self.ledger.start(name)
         self._open[name] = _Prefill(generation, generation.num_computed)
-        self._commands.append(StartFetch(name, tuple(generation.block_table[first:]), first))
+        self._commands.append(StartFetch(name, tuple(block_table[first:]), first))
         self._asker.ask(url, self._job(generation))
 
     def answered(self, request_id: str, answer: PrefillAnswer | str) -> PrefillAnswer | None:

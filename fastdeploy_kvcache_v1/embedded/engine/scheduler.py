@@ -192,7 +192,6 @@ class Scheduler:
                 drafts = ()
                 outcome = self._manager.allocate(generation.request_id, end)
             if not isinstance(outcome, NoSpace):
-                generation.block_table += outcome.new_blocks
                 self._add_to_plan(generation, num_tokens, drafts)
                 return
             self.preempt(self._running[-1])
@@ -276,7 +275,6 @@ class Scheduler:
         assert outcome.num_cached_tokens == match.num_tokens, "an admitted request gets all that was matched"
         self._leave_line(generation)
         generation.num_computed = match.num_tokens
-        generation.block_table = self._manager.block_table(generation.request_id)
         return True
 
     @property
@@ -319,7 +317,7 @@ class Scheduler:
         return -(-num_tokens // self._block_size)
 
     def _add_to_plan(self, generation: Generation, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
-        planned = Scheduled(generation, num_tokens, list(generation.block_table), drafts)
+        planned = Scheduled(generation, num_tokens, self._manager.block_table(generation.request_id), drafts)
         self._plan[generation.request_id] = planned
         self._budget -= num_tokens + len(drafts)
         return planned

@@ -21,8 +21,9 @@ from ...storage.backends import make_link
 from ...storage.engine.link import StorageLink
 from ...storage.namespace import Namespace
 from ...storage.settings import StorageSettings
+from ...transfer.role_info import RankInfo
 from ..settings import ServerConfig
-from .messages import TransferEnd, WorkerLaunch, storage_addresses
+from .messages import WorkerLaunch, storage_addresses
 from .rank_process import POLL_S, STOP_TIMEOUT_S, Answer, RankProcess
 
 __all__ = ["STOP_TIMEOUT_S", "ProcessWorkerClient", "StartInterruptedError"]
@@ -53,8 +54,9 @@ class ProcessWorkerClient:
         """Starts all ranks and returns when they can take batches. `namespace` of their blocks, where a store or
         another server has some.
 
-        Raises `ConfigError` when one refuses its settings or model, `WorkerDiedError` when it ends for another reason,
-        `StartInterruptedError` soon after `stop_requested` became true.
+        Raises `ConfigError`, `ModelError` or `StorageError` when one refuses its settings, model or store,
+        `WorkerDiedError` when it ends for another reason, `StartInterruptedError` soon after `stop_requested` became
+        true.
         """
         self._stop_requested = stop_requested
         self._ranks: list[RankProcess] = []
@@ -67,7 +69,7 @@ class ProcessWorkerClient:
         """Name of the implementation behind every copy op of the workers."""
         self.copy_paths: list[tuple[CopyPath, ...]] = []
         """How each rank copies."""
-        self.transfer_ends: list[TransferEnd] = []
+        self.rank_infos: list[RankInfo] = []
         """Where other servers reach each rank, with a role."""
         try:
             if config.storage is not None:
@@ -121,7 +123,7 @@ class ProcessWorkerClient:
             ready = rank.wait_ready()
             self.ops = ready.ops
             if ready.transfer is not None:
-                self.transfer_ends.append(ready.transfer)
+                self.rank_infos.append(ready.transfer)
             self.copy_paths.append(ready.paths)
         self._remove_directory()  # its names have served: from here on not even a SIGKILL leaves files behind
 

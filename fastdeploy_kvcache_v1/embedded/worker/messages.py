@@ -1,8 +1,8 @@
 """What crosses between the engine process and a worker process, over one pipe. Plain picklable data.
 
 Engine to worker: a `WorkerLaunch`, then one `BatchRequest` per step, or `None` to stop. Worker to engine: `WorkerReady`
-or `WorkerFailed`, then one `StepResult` per batch, `TransferReport`s for copies that end between two steps, and with a
-role `TransferNews` of leases and fetches that ended.
+or the `KVCacheError` why it does not start, then one `StepResult` per batch, `TransferReport`s for copies that end
+between two steps, and with a role `TransferNews` of leases and fetches that ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ...metadata import CopyPath
 from ...storage.namespace import Namespace
-from ...transfer.geometry import Geometry
+from ...transfer.role_info import RankInfo
 from ..settings import ServerConfig
 
 
@@ -35,16 +35,6 @@ def storage_addresses(directory: Path, rank: int) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class TransferEnd:
-    """Where other servers reach a worker, and what they find there."""
-
-    port: int | None
-    """For prefill servers; None where the role is prefill."""
-    plane_address: bytes
-    geometry: Geometry
-
-
-@dataclass(frozen=True)
 class WorkerReady:
     """The model is loaded and both tiers are allocated."""
 
@@ -52,15 +42,5 @@ class WorkerReady:
     """Name of the implementation behind every copy op, as `ops.live()` says."""
     paths: tuple[CopyPath, ...] = ()
     """How it copies, as `ops.copy_paths()` says."""
-    transfer: TransferEnd | None = None
-    """Of a server with a role."""
-
-
-@dataclass(frozen=True)
-class WorkerFailed:
-    """The worker cannot start and exits after this message."""
-
-    message: str
-    """One line."""
-    is_user_error: bool
-    """True for a wrong setting or model directory, False for a bug."""
+    transfer: RankInfo | None = None
+    """Where other servers reach it, with a role."""

@@ -17,17 +17,18 @@ from multiprocessing.connection import Connection
 from msgspec.structs import replace
 
 from ...batch_request import BatchRequest
-from ...errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError
+from ...errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError, WorkerDiedError
 from ...model import configure_reproducible_math, load_model
 from ...model.ranks import Ranks, join_ranks
 from ...model.step_runner import StepRunner
 from ...orphan import die_with_parent
 from ...storage.lane_agent import LaneAgent
 from ...transfer.rank_transfers import RankTransfers
+from ...transfer.role_info import RankInfo
 from ...worker import ops
 from ...worker.cache_controller import CacheController
 from ...worker.runtime.copy_faults import VARIABLE, make_runtime
-from .messages import TransferEnd, WorkerFailed, WorkerLaunch, WorkerReady, storage_addresses
+from .messages import WorkerLaunch, WorkerReady, storage_addresses
 from .outside import digest_of, give_memory, host_trailer_bytes, make_agent, make_transfers
 
 logger = logging.getLogger(__name__)
@@ -76,14 +77,13 @@ def _serve(launch: WorkerLaunch, link: Connection, ranks: Ranks, agent: LaneAgen
         if agent is not None:
             give_memory(agent, controller, launch.namespace)
     except Exception as error:  # the edge of the process: the engine process reports it
-        is_user_error = isinstance(error, ConfigError | ModelError | StorageError)
         if not isinstance(error, KVCacheError):
             logger.exception("the worker cannot start")
-        message = str(error) if is_user_error else f"the worker cannot start: {error!r}"
-        link.send(WorkerFailed(" ".join(message.split()), is_user_error))
+        is_user_error = isinstance(error, ConfigError | ModelError | StorageError)
+        link.send(error if is_user_error else WorkerDiedError(f"the worker cannot start: {error!r}"))
         return 1
-    end = None if transfers is None else TransferEnd(transfers.port, transfers.plane_address, transfers.geometry)
-    link.send(WorkerReady(ops.live(), ops.copy_paths("cpu"), end))
+    info = None if transfers is None else RankInfo(transfers.port, transfers.plane_address, transfers.geometry)
+    link.send(WorkerReady(ops.live(), ops.copy_paths("cpu"), info))
     try:
         _loop(runner, link, transfers)
         controller.drain(DRAIN_TIMEOUT_S)

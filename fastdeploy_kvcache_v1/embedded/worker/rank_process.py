@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ...batch_request import BatchRequest
-from ...errors import ConfigError, WorkerDiedError
+from ...errors import KVCacheError, WorkerDiedError
 from ...metadata import TransferReport
 from ...model.step import StepResult
 from ...transfer.rank_messages import TransferNews
-from .messages import WorkerFailed, WorkerLaunch, WorkerReady
+from .messages import WorkerLaunch, WorkerReady
 
 __all__ = ["POLL_S", "STOP_TIMEOUT_S", "Answer", "RankProcess"]
 
@@ -67,7 +67,7 @@ class RankProcess:
         return message
 
     def require_running(self) -> None:
-        """Raises `ConfigError` when it refused its settings or model, `WorkerDiedError` when it ended otherwise."""
+        """Raises the `KVCacheError` why it did not start, `WorkerDiedError` when it ended without one."""
         if not self._is_ready and self._process.poll() is not None:
             self._first_message()
 
@@ -103,8 +103,8 @@ class RankProcess:
             message = self._link.recv()
         except (EOFError, OSError):
             raise WorkerDiedError(f"{self._name} {_describe_exit(self._process.wait())} while starting") from None
-        if isinstance(message, WorkerFailed):
-            raise (ConfigError if message.is_user_error else WorkerDiedError)(message.message)
+        if isinstance(message, KVCacheError):
+            raise message
         return message
 
     def _send(self, message: object) -> None:
