@@ -290,9 +290,9 @@ class CacheManager:
         """
         with self._lock:
             self._tree.sweep(SWEPT_PER_STEP)
-            self._requests.count_hits()
+            self._requests.count_admitted()
             step = self._tiering.take_step(self._requests.step)
-            self._requests.close_step()
+            self._requests.step += 1  # what the step computes can be committed from now on
             return step
 
     @property
@@ -308,15 +308,11 @@ class CacheManager:
         committing what was computed on top of such a block. O(requests + blocks copied in
         that step), but O(cache) for a step of long ago, see `told_copies.py`.
         """
-        failed = frozenset(result.target_slots)
-        if not failed:
+        if not result.target_slots:
             return []
         with self._lock:
-            self._counters.failed_transfer_blocks += len(failed)
-            lost = self._tiering.forget_failed(result)
-            on_device = result.target is CacheLevel.DEVICE
-            unfilled = frozenset(DeviceSlot(slot) for slot in failed if on_device)
-            return self._requests.drop_lost(lost, unfilled)
+            self._counters.failed_transfer_blocks += len(result.target_slots)
+            return self._requests.drop_lost(self._tiering.forget_failed(result))
 
     # ---- administration
 

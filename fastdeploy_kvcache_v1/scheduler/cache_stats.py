@@ -10,9 +10,7 @@ class Counters:
     """Counts since start that never fall. Units are in the names: tokens, blocks, or events."""
 
     requests_admitted: int = 0
-    """Requests whose first allocation was scheduled: counted, with their tokens below, when the step after that is
-    taken or when they end. One that lost a swap-in until then was not served, and counts when it is admitted again.
-    """
+    """Requests whose first allocation was scheduled: counted, with their tokens below, when its step is taken."""
     requests_resumed: int = 0
     """Requests that ran before, were preempted and are admitted again; they are in no number of admitted ones."""
     requests_finished: int = 0
@@ -24,7 +22,7 @@ class Counters:
     """Tokens of admitted requests at admission."""
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
-    """Tokens that a swap-in brought; one that failed brought none."""
+    """Tokens whose swap-in was planned; `failed_transfer_blocks` says what it did not bring."""
     resumed_hit_tokens: int = 0
     """Tokens that resumed requests found in either tier: mostly their own work."""
     shared_prefill_requests: int = 0

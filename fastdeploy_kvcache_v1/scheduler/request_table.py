@@ -13,7 +13,6 @@ from ..errors import CacheStateError, UnknownRequestError
 from ..metadata import Allocation, BlockHash, BlockHashes, CacheLevel, DeviceSlot, MatchedSpan, MatchResult, NoSpace
 from .cache_stats import Counters
 from .invariants import expect
-from .open_step import OpenStep
 from .radix_tree import RadixTree
 from .request_state import RequestState
 from .reuse.history import ReuseHistory
@@ -40,7 +39,10 @@ class RequestTable:
         self._counters = counters
         self._history = history
         self._requests: dict[str, RequestState] = {}
-        self._step = OpenStep(counters)
+        self.step = 0
+        """Number of the step that is being decided."""
+        self._admitted: dict[str, RequestState] = {}
+        """By this step: they may be rolled back, and count when it is taken or when they end."""
         self._epoch = 0
         """How often the cache was reset: what a request of an earlier epoch computes is never found."""
 
@@ -79,7 +81,7 @@ class RequestTable:
         slots = self._tiering.allocate_device(max(0, num_blocks - request.num_blocks))
         if isinstance(slots, NoSpace):
             return slots
-        request.grow(slots, num_tokens, self._step.number)
+        request.grow(slots, num_tokens, self.step)
         return Allocation(slots, 0, 0)
 
     def _admit(self, request: RequestState, num_blocks: int, num_tokens: int) -> Allocation | NoSpace:
@@ -92,14 +94,14 @@ class RequestTable:
             return slots
         self._tiering.swap_in(path, slots[:num_swap_in])
         slots = slots[num_swap_in:] if num_swap_in else slots
-        request.grow(slots, num_tokens, self._step.number)
+        request.grow(slots, num_tokens, self.step)
         request.admit(num_swap_in * self._block_size, self._block_size)
-        self._step.admit(request)
+        self._admitted[request.request_id] = request
         return Allocation(slots, request.num_device_tokens, request.num_host_tokens)
 
     def commit(self, request_id: str, num_computed_tokens: int) -> None:
         request = self[request_id]
-        end = request.committable_blocks(num_computed_tokens, self._block_size, open_step=self._step.number)
+        end = request.committable_blocks(num_computed_tokens, self._block_size, open_step=self.step)
         first = request.num_cached
         if end <= first or not self._may_cache(request):
             return
@@ -123,7 +125,8 @@ class RequestTable:
     def end(self, request_id: str) -> None:
         """Its own slots are free again; its path is pinned once less, and the most recently used one."""
         request = self[request_id]
-        self._step.end(request_id)
+        if self._admitted.pop(request_id, None) is not None:
+            self._count(request)
         self._remove(request, touch=True)
 
     def roll_back(self, request_id: str) -> None:
@@ -132,7 +135,7 @@ class RequestTable:
             raise CacheStateError(f"request {request_id} has computed blocks: finish or preempt it instead")
         if request.admitted:
             self._counters.requests_rolled_back += 1
-            if not self._step.take_back(request_id):
+            if self._admitted.pop(request_id, None) is None:  # its step is taken: it counts nevertheless
                 self.end(request_id)
                 return
         self._remove(request, touch=False)
@@ -147,32 +150,34 @@ class RequestTable:
 
     # ---- all requests
 
-    @property
-    def step(self) -> int:
-        """Number of the step that is being decided."""
-        return self._step.number
-
-    def count_hits(self) -> None:
-        """The step that is being decided is complete: what it admits is served from the cache, whatever comes.
+    def count_admitted(self) -> None:
+        """The step that is being decided is complete: what it admits is served from the cache.
 
         Requests that resume find their own work again, which says nothing about what others will look for; those that
         read nothing look for nothing. What a reset or a failed copy made unfindable meanwhile is not hit any more.
         """
-        for request in self._step.admitted:
+        for request in self._admitted.values():
+            self._count(request)
             if not request.resumed and not request.leaf.detached and request.sequence.access.reads:
                 self._tiering.hit(request.leaf)
                 if self._history is not None:
                     request.watched = self._history.arrived(request.sequence.hashes, request.num_cached)
 
-    def close_step(self) -> None:
-        """The worker has been told of the step: what it computes counts from now on."""
-        self._step.close()
+        self._admitted.clear()
 
-    def drop_lost(self, lost: Set[Run], unfilled: Set[DeviceSlot]) -> list[str]:
-        """Admitted requests that use a run of `lost`; matches that were not admitted yet simply become empty.
+    def _count(self, request: RequestState) -> None:
+        counters = self._counters
+        if request.resumed:
+            counters.requests_resumed += 1
+            counters.resumed_hit_tokens += request.num_device_tokens + request.num_host_tokens
+            return
+        counters.requests_admitted += 1
+        counters.query_tokens += request.num_query_tokens
+        counters.device_hit_tokens += request.num_device_tokens
+        counters.host_hit_tokens += request.num_host_tokens
 
-        `unfilled` slots got nothing: what was to be served from them is no hit.
-        """
+    def drop_lost(self, lost: Set[Run]) -> list[str]:
+        """Admitted requests that use a run of `lost`; matches that were not admitted yet simply become empty."""
         affected = []
         for request_id, request in self._requests.items():
             if request.leaf not in lost:
@@ -181,7 +186,6 @@ class RequestTable:
                 affected.append(request_id)
             else:
                 self._forget_match(request)
-        self._step.void(affected, unfilled)
         return affected
 
     def end_all(self) -> None:
@@ -220,7 +224,7 @@ class RequestTable:
             expect(run.pins == pins[run], f"manager: a run is pinned {run.pins} times by {pins[run]} requests")
         for request_id, request in self._requests.items():
             request.check(paths[request_id])
-        expect(self._requests.keys() >= self._step.named_requests(), "manager: a request lives on")
+        expect(self._requests.keys() >= self._admitted.keys(), "manager: a request lives on")
 
     def check_none(self) -> None:
         expect(not self._requests, f"manager: requests never ended: {', '.join(list(self._requests)[:8])}")

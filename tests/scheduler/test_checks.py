@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -87,7 +86,7 @@ DAMAGES: dict[str, Damage] = {
     "r owns slots of blocks that it does not have": lambda cache: request(cache).duplicates.update(
         {3: request(cache).tail.pop()}
     ),
-    "a request lives on": lambda cache: cache._requests._step.admit(replace(request(cache), request_id="gone")),
+    "a request lives on": lambda cache: cache._requests._admitted.update(gone=request(cache)),
     "a run is pinned 3 times by 2 requests": lambda cache: setattr(top(cache), "pins", 3),
     # The slots
     "device pool: a slot has two owners": lambda cache: request(cache).tail.append(request(cache).tail[-1]),

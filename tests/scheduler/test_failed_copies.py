@@ -81,13 +81,10 @@ def test_a_planned_swap_in_whose_source_was_never_filled_is_lost() -> None:
     scene = play("run abc; start 123; step late; commit 123 3; finish 123; start abc r", 3, 6)
     cache, late = scene.cache, scene.steps["late"]
     cache.take_events()
-    before = cache.stats().counters
     assert fail(cache, late, CacheLevel.HOST, late.evict.target_slots) == ["r"]
     (event,) = cache.take_events()  # its device copy had never been announced
     assert (event.kind, event.level, event.hashes[-1]) == ("removed", CacheLevel.HOST, BlockHash(b"abc"))
     cache.preempt("r")
-    counters = cache.stats().counters
-    assert (counters.requests_admitted, counters.host_hit_tokens) == (before.requests_admitted, before.host_hit_tokens)
     scene.play("step; into 0; see abc -; idle")
 
 
