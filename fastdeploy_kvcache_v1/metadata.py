@@ -23,11 +23,9 @@ __all__ = [
     "Allocation",
     "BlockHash",
     "BlockHashes",
-    "BlockNode",
     "CacheAccess",
     "CacheEvent",
     "CacheLevel",
-    "CacheStatus",
     "CacheSwapMetadata",
     "CopyKind",
     "CopyPath",
@@ -60,43 +58,6 @@ class CacheLevel(enum.Enum):
     DEVICE = "device"
     HOST = "host"
     STORAGE = "storage"
-
-
-class CacheStatus(enum.Enum):
-    """Where a block is. Always derived from its slots and its open transfer, never stored."""
-
-    DEVICE = "device"
-    HOST = "host"
-    SWAP_TO_HOST = "swap_to_host"
-    SWAP_TO_DEVICE = "swap_to_device"
-    LOADING_FROM_STORAGE = "loading_from_storage"
-    DELETING = "deleting"
-
-
-class BlockNode(NamedTuple):
-    """Read-only view of one cached block, valid for the moment it was taken."""
-
-    hash: BlockHash
-    device_slot: DeviceSlot | None
-    host_slot: HostSlot | None
-    open_transfer: CacheLevel | None = None
-    """Tier that a copy is filling of which the worker has not been told yet (once told, order is guaranteed)."""
-    detached: bool = False
-    """True when the block can no longer be found and only waits for its last user."""
-    hits: int = 0
-    pins: int = 0
-
-    @property
-    def status(self) -> CacheStatus:
-        if self.detached:
-            return CacheStatus.DELETING
-        if self.open_transfer is CacheLevel.HOST:
-            return CacheStatus.SWAP_TO_HOST
-        if self.open_transfer is CacheLevel.DEVICE:
-            if self.host_slot is None:
-                return CacheStatus.LOADING_FROM_STORAGE
-            return CacheStatus.SWAP_TO_DEVICE
-        return CacheStatus.HOST if self.device_slot is None else CacheStatus.DEVICE
 
 
 class CacheAccess(NamedTuple):

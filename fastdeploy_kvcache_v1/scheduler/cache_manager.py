@@ -24,7 +24,6 @@ from ..metadata import (
     Allocation,
     BlockHash,
     BlockHashes,
-    BlockNode,
     CacheEvent,
     CacheLevel,
     DeviceSlot,
@@ -374,11 +373,10 @@ class CacheManager:
         with self._lock:
             return self._tree.count_on_device(hashes)
 
-    def nodes(self, request_id: str) -> tuple[BlockNode, ...]:
-        """The cached blocks the request uses, in prompt order. Raises `UnknownRequestError`."""
+    def num_cached(self, request_id: str) -> int:
+        """How many blocks at the start of the request's table are cached ones. Raises `UnknownRequestError`."""
         with self._lock:
-            path = self._requests[request_id].leaf.path()
-            return tuple(node for run in path for node in run.nodes())
+            return self._requests[request_id].num_cached
 
     def num_blocks(self, request_id: str) -> int:
         """Length of the request's block table; 0 before it is admitted. Raises `UnknownRequestError`."""

@@ -3,7 +3,7 @@
 The prefix tree is made of runs, not of single blocks. All blocks of a run are in the same tiers, pinned by the same
 requests and hit equally often; when that would stop being true, the run is split first. Chained hashes make this
 cheap: two runs agree up to their last block if and only if their last hashes agree. So pinning, ordering and evicting
-cost O(runs), while `BlockNode` stays the view of a single block.
+cost O(runs).
 
 What is known of each block lies in *cells*, a list with three entries per block: hash, device slot, host slot. A run
 is the range `[start, end)` of blocks of such a list. A run that is cut shares the list with its upper part; every block
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from ..metadata import BlockHash, BlockNode, CacheLevel, DeviceSlot, HostSlot
+from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .places import HostCopy, Link
 
 Cells = list[Any]
@@ -154,19 +154,6 @@ class Run(Link):
     def ends_its_cells(self) -> bool:
         """Can blocks be appended to it, or its blocks be taken off the list?"""
         return WIDTH * self.end == len(self.cells)
-
-    def nodes(self) -> Iterator[BlockNode]:
-        for index in range(WIDTH * self.start, WIDTH * self.end, WIDTH):
-            block, device, host = self.cells[index : index + WIDTH]
-            yield BlockNode(
-                block,
-                device if self.on_device else None,
-                None if self.host is None else host,
-                self.open,
-                self.detached,
-                self.hits,
-                self.pins,
-            )
 
     def common_blocks(self, hashes: Sequence[BlockHash], start: int, count: int) -> int:
         """How many of its first `count` blocks equal `hashes[start:]`, knowing the first does. O(log count)."""

@@ -23,6 +23,7 @@ from fastdeploy_kvcache_v1.metadata import (
 )
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import GivenHashes
+from fastdeploy_kvcache_v1.scheduler.run import Run
 
 
 def manager(device: int, host: int = 0, policy: str = "write_back", **options: Any) -> CacheManager:
@@ -73,12 +74,17 @@ def run(cache: CacheManager, text: str, name: str = "") -> SwapStep:
     return step
 
 
+def runs_of(cache: CacheManager, name: str) -> list[Run]:
+    """Of the cached blocks that a request uses."""
+    return cache._requests[name].leaf.path()
+
+
 def cached(cache: CacheManager, text: str) -> list[str]:
     """Tier of each block of the longest cached prefix."""
     cache.match_prefix("probe", prompt(text + "!"))
-    nodes = cache.nodes("probe")
+    found = ["device" if run.on_device else "host" for run in runs_of(cache, "probe") for _ in run.hashes]
     cache.release("probe")
-    return [node.status.value for node in nodes]
+    return found
 
 
 def fail(cache: CacheManager, step: SwapStep, target: CacheLevel, slots: Iterable[int]) -> list[str]:
@@ -90,15 +96,23 @@ def fail(cache: CacheManager, step: SwapStep, target: CacheLevel, slots: Iterabl
 def on_host(cache: CacheManager, text: str) -> list[bool]:
     """Which blocks of `text`, all of them cached, have a host copy."""
     cache.match_prefix("probe", prompt(text + "!"))
-    nodes = cache.nodes("probe")
+    has_copy = [run.host is not None for run in runs_of(cache, "probe") for _ in run.hashes]
     cache.release("probe")
-    assert len(nodes) == len(text)
-    return [node.host_slot is not None for node in nodes]
+    assert len(has_copy) == len(text)
+    return has_copy
 
 
 # ---- scenarios in words
 
-TIERS = {"device": "D", "host": "H", "swap_to_host": "o", "swap_to_device": "i", "deleting": "x"}
+
+def tiers(run: Run) -> str:
+    """A letter for each block: on the device (D), on the host only (H), on its way there (o), or from there (i), or
+    forgotten (x).
+    """
+    if run.detached:
+        return "x" * run.length
+    on_its_way = {CacheLevel.HOST: "o", CacheLevel.DEVICE: "i", None: ""}[run.open]
+    return (on_its_way or ("D" if run.on_device else "H")) * run.length
 
 
 def play(events: str, device: int, host: int = 0, policy: str = "write_back", **options: Any) -> Scene:
@@ -268,15 +282,17 @@ class Scene:
         """Of what `step` copied to the host these blocks are read, named with commas; `-` for none."""
         copied = self.steps[step]
         source = self.cache.begin_store(name, copied.step, frozenset(copied.evict.target_slots))
-        self._reads(source, "host_slot", blocks)
+        self._reads(source, "host_slots", blocks)
 
     def store_on_device(self, text: str, first: str, blocks: str, name: str = "store") -> None:
-        self._reads(self.cache.begin_device_store(name, prompt(text).hashes, int(first)), "device_slot", blocks)
+        self._reads(self.cache.begin_device_store(name, prompt(text).hashes, int(first)), "device_slots", blocks)
 
     def _reads(self, source: StoreSource, place: str, blocks: str) -> None:
         found = ",".join(name.decode() for name in source.hashes) or "-"
         assert found == blocks, found
-        slots = {node.hash: getattr(node, place) for run in self.cache._tree.runs() for node in run.nodes()}
+        slots = {}
+        for each in self.cache._tree.runs():
+            slots.update(zip(each.hashes, getattr(each, place), strict=False))  # it may be in the other tier only
         assert [slots[name] for name in source.hashes] == list(source.slots)
 
     def end(self, name: str = "store") -> None:
@@ -302,18 +318,18 @@ class Scene:
 
     # ---- what is to be seen
 
-    def see(self, text: str, tiers: str) -> None:
-        """What a match finds, a letter for each block, see `TIERS`; `-` for nothing."""
+    def see(self, text: str, letters: str) -> None:
+        """What a match finds, a letter for each block, see `tiers`; `-` for nothing."""
         self.match(text, "probe")
         try:
-            self.uses("probe", tiers)
+            self.uses("probe", letters)
         finally:
             self.release("probe")
 
-    def uses(self, name: str, tiers: str) -> None:
+    def uses(self, name: str, letters: str) -> None:
         """As `see`, of the blocks that a request has now."""
-        found = "".join(TIERS[node.status.value] for node in self.cache.nodes(name)) or "-"
-        assert found == tiers, found
+        found = "".join(map(tiers, runs_of(self.cache, name))) or "-"
+        assert found == letters, found
 
     def copied(self, text: str, copies: str) -> None:
         """Whether each block of `text` has a host copy: `y` or `n`."""

@@ -16,9 +16,7 @@ from fastdeploy_kvcache_v1.metadata import (
     NO_SWAP_IN,
     SWAP_IN,
     BlockHash,
-    BlockNode,
     CacheLevel,
-    CacheStatus,
     CacheSwapMetadata,
     SwapStep,
 )
@@ -60,22 +58,6 @@ def test_a_batch_without_copies_and_requests_is_empty() -> None:
     assert not BatchRequest()
     assert BatchRequest(["r"])
     assert BatchRequest(swap_steps=[SwapStep(1, (OUT,))])
-
-
-def test_status_is_derived() -> None:
-    def status(
-        device: int | None, host: int | None, transfer: CacheLevel | None = None, detached: bool = False
-    ) -> CacheStatus:
-        return BlockNode(BlockHash(b""), device, host, transfer, detached).status  # type: ignore[arg-type]
-
-    assert status(1, None) is CacheStatus.DEVICE
-    assert status(1, 1) is CacheStatus.DEVICE
-    assert status(None, 1) is CacheStatus.HOST
-    assert status(1, 1, CacheLevel.HOST) is CacheStatus.SWAP_TO_HOST
-    assert status(None, 1, CacheLevel.HOST) is CacheStatus.SWAP_TO_HOST
-    assert status(1, 1, CacheLevel.DEVICE) is CacheStatus.SWAP_TO_DEVICE
-    assert status(1, None, CacheLevel.DEVICE) is CacheStatus.LOADING_FROM_STORAGE
-    assert status(1, 1, None, True) is CacheStatus.DELETING
 
 
 def test_swap_metadata_needs_a_target_per_source() -> None:

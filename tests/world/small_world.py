@@ -122,7 +122,7 @@ class World:
 
     def _allocate(self, name: str, count: int) -> None:
         life = self.lives[name]
-        found = len(self.manager.nodes(name))
+        found = self.manager.num_cached(name)
         if isinstance(self.manager.allocate(name, max(count, found)), NoSpace):
             return
         if not life.is_admitted:

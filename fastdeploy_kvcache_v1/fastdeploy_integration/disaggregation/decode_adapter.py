@@ -124,7 +124,7 @@ class DecodeAdapter(PrefixCacheAdapter):
             if match is None or req_id is None or not match.is_here or match.request.request_id != req_id:
                 return super().allocate_gpu_blocks(num_blocks, req_id)
             # What was found may be lost since: a batch that was lost empties the cache.
-            num_found = len(self.manager.nodes(req_id))
+            num_found = self.manager.num_cached(req_id)
             admitted = self.manager.allocate(req_id, num_found * self._block_size)
             if isinstance(admitted, NoSpace):
                 raise CacheStateError(f"{req_id}: no room for {admitted.needed} blocks of the host tier")

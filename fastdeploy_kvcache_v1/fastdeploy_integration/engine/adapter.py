@@ -467,7 +467,7 @@ class PrefixCacheAdapter:
             for request_id, record in self._records.items():
                 if record.num_owned != self.manager.num_blocks(request_id):
                     raise InvariantError(f"adapter: request {request_id} has another table in the manager")
-                if len(self.manager.nodes(request_id)) > record.num_computed:
+                if self.manager.num_cached(request_id) > record.num_computed:
                     raise InvariantError(f"adapter: blocks of request {request_id} are cached that no batch computes")
 
     # ---- FastDeploy's own calls for storage: blocks are stored as they reach the host tier, or by `_tell_ended`
