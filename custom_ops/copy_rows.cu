@@ -5,8 +5,8 @@
 // Rows are cut into pieces that a warp has in flight at once. Accesses leave the caches to the model: nothing is
 // allocated in L1, and what passes through L2 leaves it first.
 //
-// Its PTX travels with the package (scripts/ptx renews it), Paddle's operators (paddle_ops.cu) launch it from here, and
-// as plain C++ it runs on a CPU, for tests.
+// Its PTX travels with the package (`custom_ops/build.py ptx` renews it), Paddle's operators (paddle_ops.cu) launch it
+// from here, and as plain C++ it runs on a CPU, for tests.
 #include <cstdint>
 
 #ifdef __CUDACC__

@@ -370,14 +370,15 @@ def _ops() -> tuple[bool | None, str]:
 
 
 def _paddle_operators() -> tuple[bool | None, str]:
-    """Without them the same core copies, called by ctypes: so no failure."""
+    """Copies need them only where the user asks for them: so no failure."""
     from .worker.ops import paddle_ops
 
     try:
         paddle_ops.load()
     except (ImportError, KVCacheError) as error:
-        return None, f"not live: {error}"
-    return None, f"live with FastDeploy on a GPU, built for Paddle {paddle_ops.installed_paddle()}"
+        return None, f"not there: {error}"
+    tensors = "on a GPU, used with FASTDEPLOY_KVCACHE_OPS=paddle" if paddle_ops.copies_on_gpu() else "on a CPU only"
+    return None, f"built for Paddle {paddle_ops.installed_paddle()}, tensors {tensors}"
 
 
 def _copy_paths() -> tuple[bool | None, str]:

@@ -174,7 +174,7 @@ def test_a_failed_installation_is_tried_again(tmp_path, environ):
     assert not (tmp_path / "venv/.fastdeploy-kvcache-stamp").exists()
 
 
-@pytest.mark.parametrize("source", ["pyproject.toml", "locks/dev.txt", "locks/uv.txt", "custom_ops/core/copy.cc"])
+@pytest.mark.parametrize("source", ["pyproject.toml", "locks/dev.txt", "locks/uv.txt", "custom_ops/copy_rows.c"])
 def test_what_the_environment_is_made_from_is_noticed(tmp_path, environ, source):
     copy = tmp_path / "checkout"
     for part in ("scripts", "custom_ops", "locks"):

@@ -41,7 +41,6 @@ __all__ = [
     "swap_cache_all_layers",
     "swap_cache_per_layer",
     "tensor_rows",
-    "use_paddle",
     "warn_of_slow_copies",
 ]
 
@@ -121,27 +120,6 @@ def install(op: str, platform: str, implementation: Implementation) -> Implement
     return previous
 
 
-def use_paddle() -> str:
-    """Let the ops between device and host go through Paddle's operators, where these were built against the very Paddle
-    that runs; the core copies either way. Returns what is live and, where it is the core by ctypes, why."""
-    from . import paddle_ops
-
-    if COMPILED is None or live()["swap_cache_per_layer.cuda"] not in _OF_THE_CORE:
-        return "not used: the compiled core is not live for CUDA"
-    try:
-        operators = paddle_ops.PaddleOps(COMPILED)
-    except (ImportError, ConfigError) as error:
-        logger.info("copies go to the core by ctypes, not through Paddle's operators: %s", error)
-        return f"not used: {error}"
-    install("swap_cache_per_layer", "cuda", Implementation("paddle", operators.swap_cache_per_layer))
-    install("swap_cache_all_layers", "cuda", Implementation("paddle", operators.swap_cache_all_layers))
-    logger.info("copies go through Paddle's operators, built for %s", paddle_ops.installed_paddle())
-    return f"live, built for {paddle_ops.installed_paddle()}"
-
-
-_OF_THE_CORE = {"compiled", "paddle"}
-"""Implementations behind which the compiled core copies."""
-
 _landed: Landing | None = None
 
 
@@ -160,7 +138,7 @@ def land(cupy: Any, device: int, host: HostBuffer) -> Landing:
 
 def _land(cupy: Any, device: int, host: HostBuffer) -> Landing:
     choice = landing.read_choice()
-    if COMPILED is not None and live()["swap_cache_per_layer.cuda"] in _OF_THE_CORE:
+    if COMPILED is not None and live()["swap_cache_per_layer.cuda"] == "compiled":
         return landing.land(COMPILED, cupy, device, host, choice)
     if choice.forced not in (None, landing.CUPY):
         raise ConfigError(f"{landing.CHOICE}={choice.forced} needs the compiled core: run scripts/build_ops.sh")

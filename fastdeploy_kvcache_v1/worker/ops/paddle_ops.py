@@ -1,43 +1,32 @@
-"""The copies as Paddle operators, for hosts that hold Paddle tensors. Registered at the first call, with Paddle.
+"""FastDeploy's swap operators for Paddle, and the worker's copies by them. Registered at the first call, with Paddle.
 
-`caches` are tensors `[num_blocks, ...]`, contiguous, without gradient, all in GPU or all in CPU memory, of any dtype:
-the roles of one layer, or the flat list of all layers. They are changed in place and must live until the copy is done.
-`stream` is a raw CUDA stream for GPU tensors, 0 for Paddle's current one; for CPU tensors the id of a queue of the
-core, or 0, the calling thread.
-A call raises the same errors as the other ops, before a byte moves.
+The operators have upstream's names, arguments and meaning:
+
+    swap_cache_per_layer, swap_cache_per_layer_async (cache_gpu, cache_cpu_ptr, max_block_num_cpu,
+        swap_block_ids_gpu, swap_block_ids_cpu, rank, mode)
+    swap_cache_all_layers (cache_gpu_tensors, cache_cpu_ptrs, the rest the same)
+
+Cache tensors are `[num_blocks, ...]`, of any dtype, contiguous and without gradient, and are changed in place; a host
+buffer holds `max_block_num_cpu` blocks of the same size, one behind the other. `mode` 0 copies to the host, 1 to the
+device. Tensors on a GPU are copied on Paddle's current stream, from and to page-locked memory, and only
+`swap_cache_per_layer_async` does not wait for it: both sides must outlive its copy. `rank` is for upstream's callers,
+the tensors know their GPU. Tensors on a CPU have been copied on return. Who raises has copied nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import chain
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import CacheStateError, ConfigError
-from .compiled import CompiledOps
-from .rows import BlockRows, CopyRun, LayerRows
+from .rows import BlockRows, CopyRuns, LayerRows
 
 LIBRARY = Path(__file__).with_name("_paddle_ops.so")
 
-OPERATORS = (
-    "swap_cache_per_layer",
-    "swap_cache_per_layer_async",
-    "swap_cache_all_layers",
-    "swap_cache_rows",
-    "cuda_host_alloc",
-    "cuda_host_free",
-)
-
-
-class HostBlocks(NamedTuple):
-    """A block-major host pool."""
-
-    address: int
-    num_blocks: int
-    block_bytes: int
-    """Bytes of one block, all layers and roles: the distance between two blocks."""
+OPERATORS = ("swap_cache_per_layer", "swap_cache_per_layer_async", "swap_cache_all_layers")
 
 
 def load(library: Path = LIBRARY) -> None:
@@ -54,14 +43,14 @@ def load(library: Path = LIBRARY) -> None:
     if not library.exists():
         raise ConfigError(f"{library.name} is not built: run scripts/build_ops.sh (docs/native-ops.md)")
     try:
-        built = ctypes.CDLL(
-            str(library)
-        )  # says in one line what does not fit; Paddle would blame the CUDA installation
-        require_same_paddle(library, _version_built_for(built), installed_paddle())
+        # Says in one line what does not fit, where Paddle would blame the CUDA installation.
+        built = ctypes.CDLL(str(library))
+        built.kvcache_paddle.restype = ctypes.c_char_p
+        require_same_paddle(library, built.kvcache_paddle().decode(), installed_paddle())
         core.load_op_meta_info_and_register_op(str(library))
-    except (OSError, RuntimeError) as error:
+    except (AttributeError, OSError, RuntimeError) as error:
         raise ConfigError(f"{library.name} does not fit this Paddle: {_first_line(error)}") from None
-    _registered_here.append(library)
+    _registered_here.append(built)
 
 
 def installed_paddle() -> str:
@@ -80,16 +69,101 @@ def require_same_paddle(library: Path, built_for: str, installed: str) -> None:
         )
 
 
-def _version_built_for(library: ctypes.CDLL) -> str:
+def copies_on_gpu() -> bool:
+    """Whether they were built with nvcc, for tensors on a GPU, too. After `load`."""
+    return bool(_registered_here[0].kvcache_copies_on_gpu())
+
+
+def run(operator: str, caches: Any, *arguments: Any) -> None:
+    """Call an operator with upstream's arguments; `caches` is a tensor, or for all layers a list. Raises as `load`, and
+    `CacheStateError`."""
+    load()
+    import paddle
+
+    tensors = caches if isinstance(caches, list) else [caches]
+    # Paddle ends the process over an empty list, and hands an operator a contiguous copy of a tensor that is not, so
+    # that what is written there is lost.
+    if not tensors or not all(tensor.is_contiguous() and tensor.stop_gradient for tensor in tensors):
+        raise CacheStateError("a swap needs cache tensors that are contiguous and without gradient")
     try:
-        version = library.kvswap_paddle_version
-    except AttributeError:
-        return ""
-    version.restype, version.argtypes = ctypes.c_char_p, []
-    return str(version().decode())
+        paddle._C_ops._run_custom_op(operator, caches, *arguments)
+    except OSError as error:  # how an operator's own checks come out
+        raise CacheStateError(_first_line(error)) from None
 
 
-_registered_here: list[Path] = []
+class PaddleCopies:
+    """The worker's copies between the tensors of its device tier and its host pool. Thread-safe on a CPU; on a GPU one
+    thread submits at a time, because Paddle's current stream is that of the process.
+
+    The operators know dense host buffers, and blocks of the pool are a pitch apart: a block's number is counted in rows
+    there. Raises `ConfigError` where a pitch is not a number of rows (scales or trailers make it so), or where the
+    operators were not built for such tensors.
+    """
+
+    def __init__(self, device_layers: Sequence[LayerRows], host_layers: Sequence[LayerRows]) -> None:
+        load()
+        self._layers = [
+            [_Role.of(device, host, layer) for device, host in zip(*rows, strict=True)]
+            for layer, rows in enumerate(zip(device_layers, host_layers, strict=True))
+        ]
+        if device_layers[0].on_gpu and not copies_on_gpu():
+            raise ConfigError(
+                f"{LIBRARY.name} was built without nvcc, for a CPU: run scripts/build_ops.sh paddle with it"
+            )
+
+    def layer(self, stream: Any, layer: int, runs: CopyRuns, *, to_device: bool) -> None:
+        """Copy the blocks of `runs` of one layer, all roles: enqueued on `stream` on a GPU, else done on return."""
+        self._copy(stream, self._layers[layer], runs, to_device)
+
+    def all_layers(self, stream: Any, runs: CopyRuns, *, to_device: bool) -> None:
+        """As `layer`, for every layer. Upstream's operator for all layers would wait for the stream."""
+        self._copy(stream, [role for layer in self._layers for role in layer], runs, to_device)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _copy(self, stream: Any, roles: Sequence[_Role], runs: CopyRuns, to_device: bool) -> None:
+        device, host = (runs.targets, runs.sources) if to_device else (runs.sources, runs.targets)
+        with _current_stream(roles[0].cache, stream):
+            for role in roles:
+                numbers = (host * role.rows_per_block).tolist()
+                arguments = (role.address, role.max_blocks, device.tolist(), numbers, 0, int(to_device))
+                run("swap_cache_per_layer_async", role.cache, *arguments)
+
+
+class _Role(NamedTuple):
+    """One cache tensor and its rows in the pool."""
+
+    cache: Any
+    address: int
+    rows_per_block: int
+    max_blocks: int
+
+    @classmethod
+    def of(cls, device: BlockRows, host: BlockRows, layer: int) -> _Role:
+        if host.pitch % host.row_bytes:
+            raise ConfigError(
+                f"Paddle's operators need host blocks of whole rows, and one of {host.pitch} bytes has rows of "
+                f"{host.row_bytes} in layer {layer}: unset FASTDEPLOY_KVCACHE_OPS"
+            )
+        rows = host.pitch // host.row_bytes
+        return cls(device.owner, host.address, rows, (host.num_rows - 1) * rows + 1)
+
+
+def _current_stream(cache: Any, stream: Any) -> AbstractContextManager[object]:
+    """Makes `stream` Paddle's current one, which is the process's, on the GPU of `cache`."""
+    if not cache.place.is_gpu_place():
+        return nullcontext()
+    import paddle
+
+    device = paddle.CUDAPlace(cache.place.gpu_device_id())
+    guard: AbstractContextManager[object] = paddle.device.stream_guard(
+        paddle.device.get_stream_from_external(stream.handle, device)
+    )
+    return guard
+
+
+_registered_here: list[ctypes.CDLL] = []
 
 
 def _is_registered(core: Any, name: str) -> bool:
@@ -102,128 +176,3 @@ def _is_registered(core: Any, name: str) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
-
-
-def _run(name: str, *arguments: object) -> None:
-    load()
-    import paddle
-
-    try:
-        paddle._C_ops._run_custom_op(name, *arguments)
-    except OSError as error:  # how an operator's own checks come out
-        raise CacheStateError(_first_line(error)) from None
-
-
-class PaddleOps:
-    """The ops as Paddle operators, with the arguments of `CompiledOps`. The device side's rows are owned by tensors.
-
-    Raises `ConfigError` where the operators are not built, or for another Paddle. Thread-safe as the core is.
-    """
-
-    def __init__(self, compiled: CompiledOps) -> None:
-        load()
-        self._compiled = compiled
-
-    def swap_cache_per_layer(
-        self, targets: LayerRows, sources: LayerRows, runs: Sequence[CopyRun], stream: int
-    ) -> None:
-        self._copy(targets, sources, runs, stream)
-
-    def swap_cache_all_layers(
-        self, targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: Sequence[CopyRun], stream: int
-    ) -> None:
-        self._copy(list(chain.from_iterable(targets)), list(chain.from_iterable(sources)), runs, stream)
-
-    def _copy(
-        self, targets: Sequence[BlockRows], sources: Sequence[BlockRows], runs: Sequence[CopyRun], stream: int
-    ) -> None:
-        to_device = _is_tensor(targets[0].owner)
-        device, host = (targets, sources) if to_device else (sources, targets)
-        rows = [number for row in host for number in (row.address, row.num_rows, row.row_bytes, row.pitch)]
-        plan = self._compiled.plan(runs)
-        _run("swap_cache_rows", _in_place([row.owner for row in device]), rows, plan.handle.value, to_device, stream)
-
-
-def _is_tensor(owner: Any) -> bool:
-    return hasattr(owner, "stop_gradient")  # NumPy arrays, the other owners of rows, have none
-
-
-def _in_place(caches: Sequence[Any]) -> list[Any]:
-    """Paddle hands an operator a contiguous copy of a tensor that is not, and what is written there is lost."""
-    if not caches or not all(cache.is_contiguous() and cache.stop_gradient for cache in caches):
-        raise CacheStateError("a copy needs cache tensors that are contiguous and without gradient")
-    return list(caches)
-
-
-def _stream(caches: Sequence[Any], stream: int) -> int:
-    if stream or not caches or not caches[0].place.is_gpu_place():
-        return stream
-    import paddle
-
-    return int(paddle.device.cuda.current_stream().cuda_stream)
-
-
-def swap_cache_per_layer(
-    caches: Sequence[Any],
-    host: HostBlocks,
-    offset: int,
-    device_slots: Sequence[int],
-    host_slots: Sequence[int],
-    *,
-    to_device: bool,
-    stream: int = 0,
-) -> None:
-    """Copy one layer, whose rows start `offset` bytes into a host block. Done on return."""
-    _run(
-        "swap_cache_per_layer",
-        _in_place(caches),
-        *host,
-        offset,
-        list(device_slots),
-        list(host_slots),
-        to_device,
-        _stream(caches, stream),
-    )
-
-
-def swap_cache_per_layer_async(
-    caches: Sequence[Any],
-    host: HostBlocks,
-    offset: int,
-    device_slots: Sequence[int],
-    host_slots: Sequence[int],
-    *,
-    to_device: bool,
-    stream: int,
-) -> None:
-    """As `swap_cache_per_layer`, but only enqueued on `stream`."""
-    slots = (list(device_slots), list(host_slots))
-    _run("swap_cache_per_layer_async", _in_place(caches), *host, offset, *slots, to_device, _stream(caches, stream))
-
-
-def swap_cache_all_layers(
-    caches: Sequence[Any],
-    host: HostBlocks,
-    device_slots: Sequence[int],
-    host_slots: Sequence[int],
-    *,
-    to_device: bool = False,
-    stream: int = 0,
-) -> None:
-    """Enqueue the copy of all layers on `stream`; done on return with stream 0 on the CPU."""
-    slots = (list(device_slots), list(host_slots))
-    _run("swap_cache_all_layers", _in_place(caches), *host, *slots, to_device, _stream(caches, stream))
-
-
-def cuda_host_alloc(nbytes: int) -> Any:
-    """Page-locked host memory, plain pages where there is no CUDA driver: an int64 tensor `[1]` with the address."""
-    import paddle
-
-    address = paddle.to_tensor([0], dtype="int64", place=paddle.CPUPlace())
-    _run("cuda_host_alloc", address, nbytes)
-    return address
-
-
-def cuda_host_free(address: Any) -> None:
-    """Give a buffer of `cuda_host_alloc` back; its tensor holds 0 afterwards. Raises the second time."""
-    _run("cuda_host_free", address)

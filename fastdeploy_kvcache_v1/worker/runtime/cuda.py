@@ -197,7 +197,6 @@ class CudaRuntime(Runtime):
             import paddle
 
             compute_handle = int(paddle.device.cuda.current_stream().cuda_stream)
-            ops.use_paddle()
         self._compute = CudaComputeStream(cupy, "compute", _ForeignStream(cupy, compute_handle))
         self._streams: list[CudaStream] = []
 

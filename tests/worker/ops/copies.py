@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 
-from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, cupy_copies, numpy_twin, paddle_ops
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, CopyRuns, LayerRows, cupy_copies, numpy_twin
 from fastdeploy_kvcache_v1.worker.ops.compiled import CompiledOps, Path
 from fastdeploy_kvcache_v1.worker.ops.queues import Queue
-from fastdeploy_kvcache_v1.worker.ops.rows import tensor_rows
 from tests.gpu.stand_in.in_process import COMPUTE, PythonDriver
 from tests.worker.ops.native import require_core
 
@@ -55,9 +52,11 @@ class Memory:
         device_slots: int = 6,
         host_slots: int = 6,
         shift: int = 0,
+        trailer: int = 0,
     ) -> None:
+        """`shift` bytes before the first tensor, `trailer` bytes behind the rows of each host block."""
         self._shapes = [(device_slots, width) for _layer in range(layers) for width in widths]
-        self._shapes.append((host_slots, layers * sum(widths)))
+        self._shapes.append((host_slots, layers * sum(widths) + trailer))
         self._num_roles, self._first = len(widths), GAP + shift
         size = self._first + sum(rows * width + GAP for rows, width in self._shapes)
         self.bytes = rng.integers(0, 256, size, dtype=np.uint8)
@@ -99,30 +98,6 @@ def _on_a_queue(compiled: CompiledOps) -> Copy:
     return copy
 
 
-def _by_paddle(compiled: CompiledOps) -> Copy:
-    """As the worker calls the operators inside FastDeploy. The side whose rows are dense is the device's; Paddle has
-    tensors of its own there, which are brought back.
-    """
-
-    def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
-        import paddle
-
-        to_device = targets[0][0].is_dense
-        device, host = (targets, sources) if to_device else (sources, targets)
-        made = [
-            LayerRows(
-                tensor_rows(paddle.to_tensor(rows.array), num_rows=rows.num_rows, row_bytes=rows.row_bytes)
-                for rows in layer
-            )
-            for layer in device
-        ]
-        paddle_ops.PaddleOps(compiled).swap_cache_all_layers(*((made, host) if to_device else (host, made)), runs, 0)
-        for rows, copied in zip(chain(*device), chain(*made), strict=True):
-            rows.array[:] = copied.owner.numpy()
-
-    return copy
-
-
 def by_cupy(gpu: PythonDriver) -> Copy:
     def copy(targets: Sequence[LayerRows], sources: Sequence[LayerRows], runs: CopyRuns) -> None:
         def on_gpu(layers: Sequence[LayerRows]) -> list[LayerRows]:
@@ -139,15 +114,10 @@ def path(name: str) -> Copy:
     if name == "numpy":
         return lambda targets, sources, runs: numpy_twin.swap_cache_all_layers(targets, sources, runs, 0)
     compiled = require_core()
-    if name.startswith("paddle"):
-        pytest.importorskip("paddle")
-        if not paddle_ops.LIBRARY.exists():
-            pytest.skip("the Paddle operators are not built: scripts/build_ops.sh")
-        return _by_paddle(compiled)
     return _on_a_queue(compiled) if name == "queue" else _by(compiled, Path[name.upper()])
 
 
 CHECK_NOTHING = ("numpy", "cupy")
 """Their callers do."""
 
-PATHS = (*CHECK_NOTHING, "auto", "memcpy", "stream", "queue", "paddle")
+PATHS = (*CHECK_NOTHING, "auto", "memcpy", "stream", "queue")

@@ -37,6 +37,13 @@ def compiler() -> list[str]:
         pytest.skip(str(error))
 
 
+def c_compiler() -> list[str]:
+    try:
+        return build.cc()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+
+
 def cuda_compiler() -> str:
     try:
         return build.nvcc()

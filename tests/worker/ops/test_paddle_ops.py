@@ -1,160 +1,207 @@
-"""What is special about the Paddle operators: dtypes, in place, streams, page-locked memory, which Paddle they fit."""
+"""FastDeploy's swap operators on tensors of a CPU, which Paddle they fit, and the worker's copies by them."""
 
 from __future__ import annotations
 
-import threading
+from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fastdeploy_kvcache_v1.errors import CacheStateError, ConfigError
-from fastdeploy_kvcache_v1.worker import ops
-from fastdeploy_kvcache_v1.worker.ops import paddle_ops
-from fastdeploy_kvcache_v1.worker.ops.queues import Queue
-from tests.worker.conftest import installed
+from fastdeploy_kvcache_v1.worker.ops import BlockRows, LayerRows, paddle_ops, plan_runs, tensor_rows
+from tests.worker.ops.copies import Memory
 
 paddle = pytest.importorskip("paddle")
 
 if not paddle_ops.LIBRARY.exists():
     pytest.skip("the Paddle operators are not built: scripts/build_ops.sh", allow_module_level=True)
 
-BLOCKS, NUMBERS = 5, 24
-LIMIT_NS = 20_000_000_000
+BLOCKS, HOST_BLOCKS, SHAPE = 6, 9, (2, 3, 4)
+TO_HOST, TO_DEVICE = 0, 1
+DTYPES = ("bfloat16", "float16", "float32", "uint8", "float8_e4m3fn", "float8_e5m2")
+IDS = {
+    "one block": ([3], [7]),
+    "all in one run": ([1, 2, 3, 4], [4, 5, 6, 7]),
+    "runs and single ones": ([4, 5, 0, 2], [0, 1, 8, 2]),
+    "backwards": ([5, 4, 3], [1, 2, 3]),
+    "none": ([], []),
+}
 
 
-def make_caches(dtype: str, count: int) -> list[paddle.Tensor]:
-    numbers = np.arange(BLOCKS * NUMBERS).reshape(BLOCKS, 2, 3, NUMBERS // 6) % 100
-    return [paddle.to_tensor(numbers + 1 + i, dtype="float32").cast(dtype) for i in range(count)]
+def random_cache(rng: np.random.Generator, dtype: str) -> paddle.Tensor:
+    return paddle.to_tensor(rng.integers(0, 100, (BLOCKS, *SHAPE)), dtype="float32").cast(dtype)
 
 
-def values(tensor: paddle.Tensor) -> np.ndarray:
-    return tensor.cast("float32").numpy()
+def content(cache: paddle.Tensor) -> np.ndarray:
+    """Its bytes, uint8 `[blocks, bytes]`."""
+    return tensor_rows(cache, num_rows=BLOCKS, row_bytes=cache.element_size() * 24).array
 
 
-class Pool:
-    def __init__(self, block_bytes: int) -> None:
-        self.array = np.full((7, block_bytes), 0xAA, np.uint8)
-        self.host = paddle_ops.HostBlocks(self.array.ctypes.data, 7, block_bytes)
+@pytest.mark.parametrize("ids", IDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", [TO_HOST, TO_DEVICE])
+@pytest.mark.parametrize("operator", paddle_ops.OPERATORS)
+def test_the_named_blocks_are_copied_in_place_and_no_other(operator, mode, dtype, ids):
+    rng = np.random.default_rng(7)
+    count = 3 if operator == "swap_cache_all_layers" else 1
+    caches = [random_cache(rng, dtype) for _ in range(count)]
+    hosts = [rng.integers(0, 256, (HOST_BLOCKS, content(cache).shape[1]), np.uint8) for cache in caches]
+    on_device, on_host = IDS[ids]
+    expected = [(content(cache).copy(), host.copy()) for cache, host in zip(caches, hosts, strict=True)]
+    for device, host in expected:
+        if mode == TO_HOST:
+            host[on_host] = device[on_device]
+        else:
+            device[on_device] = host[on_host]
+    addresses = [host.ctypes.data for host in hosts]
+    places = [cache.data_ptr() for cache in caches]
+    first = (caches, addresses) if count > 1 else (caches[0], addresses[0])
+    paddle_ops.run(operator, *first, HOST_BLOCKS, on_device, on_host, 0, mode)
+    for cache, host, (device_after, host_after) in zip(caches, hosts, expected, strict=True):
+        assert (content(cache) == device_after).all()
+        assert (host == host_after).all()
+    assert [cache.data_ptr() for cache in caches] == places
 
 
-@pytest.fixture
-def queue():
-    queue = Queue(ops.COMPILED.library, "paddle")
-    yield queue
-    queue.close()
+def test_names_and_attributes_are_upstreams():
+    paddle_ops.load()
+    from paddle.base.framework import OpProtoHolder
+    from paddle.utils.cpp_extension.extension_utils import parse_op_info
+
+    OpProtoHolder.instance().update_op_proto(list(paddle_ops.OPERATORS))
+    blocks = ["max_block_num_cpu", "swap_block_ids_gpu", "swap_block_ids_cpu", "rank", "mode"]
+    for operator in paddle_ops.OPERATORS:
+        inputs, attributes, outputs = parse_op_info(operator)[:3]
+        if operator == "swap_cache_all_layers":
+            assert (inputs, attributes) == (["cache_gpu_tensors@VECTOR"], ["cache_cpu_ptrs", *blocks])
+            assert outputs == ["cache_dst_outs@VECTOR"]
+        else:
+            assert (inputs, outputs, attributes) == (["cache_gpu"], ["cache_dst_out"], ["cache_cpu_ptr", *blocks])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "uint8", "float8_e4m3fn", "float8_e5m2"])
-@pytest.mark.parametrize("is_queued", [False, True])
-def test_a_round_trip_in_place(queue, dtype, is_queued):
-    """Two layers of two roles out at once, back layer by layer, into the same tensors."""
-    caches, handle = make_caches(dtype, 4), queue.id if is_queued else 0
-    row = NUMBERS * caches[0].element_size()
-    pool = Pool(4 * row)
-    originals, addresses = [values(cache) for cache in caches], [cache.data_ptr() for cache in caches]
-
-    paddle_ops.swap_cache_all_layers(caches, pool.host, [1, 2, 4], [6, 0, 3], stream=handle)
-    for layer, swap in enumerate((paddle_ops.swap_cache_per_layer, paddle_ops.swap_cache_per_layer_async)):
-        pair = caches[2 * layer : 2 * layer + 2]
-        swap(pair, pool.host, 2 * row * layer, [0, 3], [6, 3], to_device=True, stream=handle)
-    assert queue.record().wait(LIMIT_NS)
-    for cache, original in zip(caches, originals, strict=True):
-        expected = original.copy()
-        expected[[0, 3]] = original[[1, 4]]
-        assert (values(cache) == expected).all()
-    assert [cache.data_ptr() for cache in caches] == addresses
-    assert (pool.array[[1, 2, 4, 5]] == 0xAA).all()
+REFUSED = [
+    # what is different, message
+    ({"on_device": [0, BLOCKS]}, r"swap_block_ids_gpu must be in \[0, 6\), got 6"),
+    ({"on_device": [-1, 0]}, r"swap_block_ids_gpu must be in \[0, 6\), got -1"),
+    ({"on_host": [0, HOST_BLOCKS]}, r"swap_block_ids_cpu must be in \[0, 9\), got 9"),
+    ({"on_host": [0, -2]}, r"swap_block_ids_cpu must be in \[0, 9\), got -2"),
+    ({"on_host": [0]}, "as many blocks on both sides, got 2 and 1"),
+    ({"on_host": [4, 4], "mode": TO_HOST}, "block 4 is written twice"),
+    ({"on_device": [4, 4], "mode": TO_DEVICE}, "block 4 is written twice"),
+    ({"mode": 2}, "mode must be 0, to the host, or 1, to the device, got 2"),
+    ({"host_blocks": 1 << 31}, "too many blocks"),
+    ({"address": 0}, "address of the host memory"),
+]
 
 
-def test_an_asynchronous_copy_keeps_its_tensors_and_its_place_in_the_queue(queue):
-    caches = make_caches("float32", 1)
-    pool, gate = Pool(NUMBERS * 4), threading.Event()
-    queue.call(gate.wait)
-    expected = caches[0].numpy()[2].tobytes()
-    paddle_ops.swap_cache_per_layer_async(caches, pool.host, 0, [2], [5], to_device=False, stream=queue.id)
-    event = queue.record()
-    del caches
-    assert not event.wait(0)
-    assert (pool.array == 0xAA).all()
-    gate.set()
-    assert event.wait(LIMIT_NS)
-    assert pool.array[5].tobytes() == expected
+@pytest.mark.parametrize(("different", "message"), REFUSED)
+def test_wrong_arguments_are_refused_before_a_byte_moves(different, message):
+    given = {"on_device": [0, 1], "on_host": [2, 3], "mode": TO_HOST, "host_blocks": HOST_BLOCKS} | different
+    caches = [random_cache(np.random.default_rng(seed), "float16") for seed in range(2)]
+    before, host = [content(cache).copy() for cache in caches], np.full((HOST_BLOCKS, 48), 0xAA, np.uint8)
+    address = given.get("address", host.ctypes.data)
+    rest = (given["host_blocks"], given["on_device"], given["on_host"], 0, given["mode"])
+    with pytest.raises(CacheStateError, match=message):
+        paddle_ops.run("swap_cache_per_layer", caches[0], address, *rest)
+    with pytest.raises(CacheStateError, match=message):
+        paddle_ops.run("swap_cache_all_layers", caches, [host.ctypes.data, address], *rest)
+    assert (host == 0xAA).all()
+    assert all((content(cache) == old).all() for cache, old in zip(caches, before, strict=True))
 
 
-def test_wrong_arguments_are_refused_before_a_byte_moves():
-    caches, row = make_caches("float16", 2), NUMBERS * 2
-    pool = Pool(2 * row)
-    before = [values(cache) for cache in caches]
-    with_gradient = paddle.ones([5, 48], dtype="float16")
+def test_wrong_tensors_are_refused():
+    cache, host = random_cache(np.random.default_rng(1), "float32"), np.zeros((HOST_BLOCKS, 96), np.uint8)
+    with_gradient = paddle.ones([6, 24])
     with_gradient.stop_gradient = False
-    refused = [
-        # tensors, device slots, host slots, what is different, message
-        (caches, [0, 5], [1, 2], {}, "reads row 5 of 5"),
-        (caches, [0, 1], [1, 7], {}, "writes row 7 of 7"),
-        (caches, [0, -1], [1, 2], {}, "not possible"),
-        (caches, [0, 1], [2, 2], {}, "written twice"),
-        (caches, [0, 1], [2], {}, "one target slot per source slot"),
-        ([caches[0].transpose([0, 2, 1, 3])], [0], [0], {}, "contiguous"),
-        ([with_gradient], [0], [0], {}, "without gradient"),
-        ([], [0], [0], {}, "needs cache tensors"),
-        (caches, [0], [0], {"stream": 1 << 40}, "there is no queue"),
-        (caches, [0], [0], {"host": paddle_ops.HostBlocks(0, 7, 2 * row)}, "host pool"),
-    ]
-    for tensors, device_slots, host_slots, more, message in refused:
-        given = {"host": pool.host, "device_slots": device_slots, "host_slots": host_slots, **more}
-        with pytest.raises(CacheStateError, match=message):
-            paddle_ops.swap_cache_all_layers(tensors, **given)
-    with pytest.raises(CacheStateError, match="do not fit a host block"):
-        paddle_ops.swap_cache_per_layer(caches, pool.host, 1, [0], [0], to_device=False)
-    assert (pool.array == 0xAA).all()
-    assert all((values(cache) == old).all() for cache, old in zip(caches, before, strict=True))
-
-
-def test_host_memory_is_given_back_once():
-    address = paddle_ops.cuda_host_alloc(1 << 16)
-    caches = make_caches("float32", 1)
-    host = paddle_ops.HostBlocks(int(address[0]), 4, NUMBERS * 4)
-    paddle_ops.swap_cache_all_layers(caches, host, [3], [1])
-    paddle_ops.swap_cache_per_layer(caches, host, 0, [0], [1], to_device=True)
-    assert (caches[0].numpy()[0] == caches[0].numpy()[3]).all()
-    paddle_ops.cuda_host_free(address)
-    assert int(address[0]) == 0
-    with pytest.raises(CacheStateError, match="freed before"):
-        paddle_ops.cuda_host_free(address)
-    with pytest.raises(CacheStateError, match="at least one byte"):
-        paddle_ops.cuda_host_alloc(0)
+    rest = (HOST_BLOCKS, [0], [0], 0, TO_DEVICE)
+    for wrong in (cache.transpose([0, 2, 1, 3]), with_gradient):
+        with pytest.raises(CacheStateError, match="contiguous and without gradient"):
+            paddle_ops.run("swap_cache_per_layer", wrong, host.ctypes.data, *rest)
+    with pytest.raises(CacheStateError, match="one host address for each cache tensor, got 1 for 2"):
+        paddle_ops.run("swap_cache_all_layers", [cache, cache], [host.ctypes.data], *rest)
+    with pytest.raises(CacheStateError, match="needs cache tensors"):
+        paddle_ops.run("swap_cache_all_layers", [], [], *rest)
+    with pytest.raises(CacheStateError, match="a cache tensor is empty"):
+        paddle_ops.run("swap_cache_per_layer", paddle.empty([0, 24]), host.ctypes.data, *rest)
 
 
 @pytest.mark.parametrize("built_for", ["", "3.2.0+abc", paddle_ops.installed_paddle().partition("+")[0]])
 def test_operators_for_another_paddle_are_refused(built_for):
-    installed_one = paddle_ops.installed_paddle()
-    paddle_ops.require_same_paddle(paddle_ops.LIBRARY, installed_one, installed_one)
+    installed = paddle_ops.installed_paddle()
+    paddle_ops.require_same_paddle(paddle_ops.LIBRARY, installed, installed)
     with pytest.raises(ConfigError, match=r"was built for Paddle .*run scripts/build_ops\.sh paddle"):
-        paddle_ops.require_same_paddle(paddle_ops.LIBRARY, built_for, installed_one)
+        paddle_ops.require_same_paddle(paddle_ops.LIBRARY, built_for, installed)
 
 
-def test_the_operators_are_live_where_they_fit_and_the_core_else(monkeypatch):
-    """As on a machine with a driver, where the compiled core answers for CUDA."""
-    core = {
-        (op, "cuda"): ops.Implementation("compiled", getattr(ops.COMPILED, op))
-        for op in ("swap_cache_per_layer", "swap_cache_all_layers")
-    }
-    with installed("cuda", core):
-        with monkeypatch.context() as other:
-            other.setattr(paddle_ops, "_registered_here", [])
-            other.setattr(paddle_ops, "_is_registered", lambda core, name: False)
-            other.setattr(paddle_ops, "installed_paddle", lambda: "3.9.9+other")
-            assert "was built for Paddle" in ops.use_paddle()
-            assert ops.live()["swap_cache_per_layer.cuda"] == "compiled"
-        assert ops.use_paddle() == f"live, built for {paddle_ops.installed_paddle()}"
-        assert ops.live()["swap_cache_per_layer.cuda"] == ops.live()["swap_cache_all_layers.cuda"] == "paddle"
-        assert ops.use_paddle().startswith("live"), "twice is once"
+def tensors_of(memory: Memory) -> list[LayerRows]:
+    """Its device tier, in tensors of Paddle's own."""
+    return [
+        LayerRows(
+            tensor_rows(paddle.to_tensor(rows), num_rows=rows.shape[0], row_bytes=rows.shape[1]) for rows in layer
+        )
+        for layer in memory.tiers.device
+    ]
 
 
-def test_a_gpu_tensor_without_a_stream_takes_paddles_current_one(monkeypatch):
-    on_gpu = SimpleNamespace(place=SimpleNamespace(is_gpu_place=lambda: True))
-    monkeypatch.setattr(paddle.device.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0x5500))
-    assert paddle_ops._stream([on_gpu], 0) == 0x5500
-    assert paddle_ops._stream([on_gpu], 0x7700) == 0x7700
-    assert paddle_ops._stream(make_caches("float32", 1), 0) == 0
+@pytest.mark.parametrize("to_device", [False, True])
+@pytest.mark.parametrize("only_layer", [None, 1])
+def test_the_workers_copies_reach_each_row_of_the_pool(only_layer, to_device):
+    """Roles of different sizes, of which a host block is a different number of rows."""
+    memory = Memory(np.random.default_rng(3), layers=3, widths=(32, 16, 48), device_slots=7, host_slots=8)
+    device = tensors_of(memory)
+    on_device, on_host = [6, 0, 3, 4], [7, 1, 2, 3]
+    sources, targets = (on_host, on_device) if to_device else (on_device, on_host)
+    runs = plan_runs(sources, targets, num_sources=8, num_targets=8)
+    after = memory.bytes.copy()
+    tiers, layers = memory.tiers_in(after), range(3) if only_layer is None else [only_layer]
+    for role, row in [
+        pair for layer in layers for pair in zip(tiers.device[layer], tiers.host_roles[layer], strict=True)
+    ]:
+        if to_device:
+            role[on_device] = row[on_host]
+        else:
+            row[on_host] = role[on_device]
+
+    copies = paddle_ops.PaddleCopies(device, memory.host_rows)
+    if only_layer is None:
+        copies.all_layers(None, runs, to_device=to_device)
+    else:
+        copies.layer(None, only_layer, runs, to_device=to_device)
+    for rows, array in zip(chain(*device), chain(*memory.tiers.device), strict=True):
+        array[:] = rows.array
+    assert (memory.bytes == after).all()
+
+
+def test_a_pool_whose_blocks_are_no_number_of_rows_is_refused_in_a_line():
+    for memory in (Memory(np.random.default_rng(), widths=(40, 12)), Memory(np.random.default_rng(), trailer=5)):
+        with pytest.raises(ConfigError, match=r"whole rows.* has rows of 40 in layer 0: unset \w+$"):
+            paddle_ops.PaddleCopies(tensors_of(memory), memory.host_rows)
+
+
+def test_on_a_gpu_the_operator_runs_on_the_stream_that_is_given(monkeypatch):
+    place = SimpleNamespace(is_gpu_place=lambda: True, gpu_device_id=lambda: 3)
+    device = [LayerRows([BlockRows(64, 4, 16, 16, on_gpu=True, owner=SimpleNamespace(place=place))])]
+    host = [LayerRows([BlockRows(4096, 4, 16, 16)])]
+    monkeypatch.setattr(paddle_ops, "copies_on_gpu", lambda: False)
+    with pytest.raises(ConfigError, match="built without nvcc, for a CPU"):
+        paddle_ops.PaddleCopies(device, host)
+
+    current, seen = [], []
+
+    @contextmanager
+    def guard(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(paddle_ops, "copies_on_gpu", lambda: True)
+    monkeypatch.setattr(paddle, "CUDAPlace", lambda number: f"gpu {number}")
+    monkeypatch.setattr(paddle.device, "get_stream_from_external", lambda handle, place: (handle, place))
+    monkeypatch.setattr(paddle.device, "stream_guard", guard)
+    monkeypatch.setattr(paddle_ops, "run", lambda operator, cache, *rest: seen.append((operator, *current, *rest)))
+    runs = plan_runs([0, 2], [1, 3], num_sources=4, num_targets=4)
+    paddle_ops.PaddleCopies(device, host).all_layers(SimpleNamespace(handle=0x5500), runs, to_device=True)
+    assert seen == [("swap_cache_per_layer_async", (0x5500, "gpu 3"), 4096, 4, [1, 3], [0, 2], 0, TO_DEVICE)]
+    assert current == []
