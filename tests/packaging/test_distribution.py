@@ -22,14 +22,15 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.overlay.table import known_rel
 from fastdeploy_kvcache_v1.storage.file.file_backend import FileBackend
 from fastdeploy_kvcache_v1.traffic import KINDS
 from tests.storage.values import namespace
-from tests.worker.ops.native import compiler
+from tests.worker.ops.native import c_compiler
 
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "fastdeploy_kvcache_v1"
 PARTS = (PACKAGE, "custom_ops", "patches", f"{PACKAGE}.pth", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-CORE = f"{PACKAGE}/worker/ops/_core.so"
+COPIES = f"{PACKAGE}/worker/ops/_copy_rows.so"
+KERNEL = f"{PACKAGE}/worker/ops/copy_rows.ptx"
 OURS = "\nimport sys; print(sorted(name for name in sys.modules if name.startswith('fastdeploy_kvcache_v1')))"
 
 
@@ -60,10 +61,10 @@ class Environment:
 def build(tmp_path_factory):
     """`build("sdist", source)` calls the hook that every installer calls, and returns the file that it made."""
 
-    def hook(kind, source, native="none"):
+    def hook(kind, source, native="none", **variables):
         target = tmp_path_factory.mktemp(kind)
         code = f"from setuptools import build_meta; build_meta.build_{kind}({str(target)!r})"
-        settings = {**os.environ, "FASTDEPLOY_KVCACHE_BUILD": native}
+        settings = {**os.environ, "FASTDEPLOY_KVCACHE_BUILD": native, **variables}
         run(sys.executable, "-c", code, cwd=source, env=settings)
         (made,) = target.iterdir()
         return made
@@ -95,7 +96,7 @@ def unpacked(sdist, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wheel(build, unpacked):
-    return build("wheel", unpacked, native="core")
+    return build("wheel", unpacked, native="cpu")
 
 
 def relative(directory, pattern):
@@ -113,23 +114,25 @@ def test_the_wheel_holds_the_package_its_tables_and_the_bootstrap_file(wheel):
     assert len(tables) == 3 * len(known_releases()), (
         "each release has a table for the overlay, one for the CPU worker, and digests of bodies"
     )
-    assert names - {CORE} == modules | tables | texts | {f"{PACKAGE}/py.typed", f"{PACKAGE}.pth"}
+    assert names - {COPIES} == modules | tables | texts | {KERNEL, f"{PACKAGE}/py.typed", f"{PACKAGE}.pth"}
 
 
-def test_the_sdist_builds_the_native_core(wheel):
-    compiler()
+def test_the_sdist_builds_the_copies_in_c(wheel):
+    c_compiler()
     with zipfile.ZipFile(wheel) as archive:
-        assert CORE in archive.namelist()
+        assert COPIES in archive.namelist()
 
 
 def test_the_wheel_is_for_this_platform_and_every_python(wheel):
-    compiler()
+    c_compiler()
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert wheel.name == f"fastdeploy_kvcache_v1-{__version__}-py3-none-{platform}.whl"
 
 
 def test_a_wheel_without_libraries_is_for_every_platform(build, unpacked):
-    assert build("wheel", unpacked).name == f"fastdeploy_kvcache_v1-{__version__}-py3-none-any.whl"
+    """Also of a machine without compilers, where nothing fails."""
+    for settings in ({}, {"native": "cpu,paddle", "CC": "/nowhere", "CXX": "/nowhere"}):
+        assert build("wheel", unpacked, **settings).name == f"fastdeploy_kvcache_v1-{__version__}-py3-none-any.whl"
 
 
 def test_the_changelog_names_the_version_that_comes_next():

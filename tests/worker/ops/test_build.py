@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 
@@ -12,7 +13,7 @@ import pytest
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.worker import ops
 from fastdeploy_kvcache_v1.worker.ops import library, paddle_ops
-from tests.worker.ops.native import CUSTOM_OPS, build, compiler, cuda_compiler, run_python
+from tests.worker.ops.native import CUSTOM_OPS, build, c_compiler, compiler, cuda_compiler, run_python
 
 BUILD_AGAIN = "build again: python custom_ops/build.py"
 
@@ -57,7 +58,7 @@ def test_a_library_that_does_not_fit_is_refused(tmp_path):
 
 @pytest.mark.process
 def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, monkeypatch):
-    for variable in ("CXX", "NVCC"):
+    for variable in ("CC", "CXX", "NVCC"):
         monkeypatch.setenv(variable, "/nowhere/compiler")
     monkeypatch.setattr(build, "nvcc", lambda: "/nowhere/nvcc")
     stale = tmp_path / "_core.so"
@@ -70,9 +71,9 @@ def test_a_machine_without_compilers_builds_nothing_and_does_not_fail(tmp_path, 
 def test_what_to_build_can_be_chosen(monkeypatch):
     monkeypatch.delenv("FASTDEPLOY_KVCACHE_BUILD", raising=False)
     assert build.wanted() == list(build.TARGETS)
-    assert build.wanted(["cuda"]) == ["cuda"]
+    assert build.wanted(["cuda", "ptx"]) == ["cuda", "ptx"], "the text is built where it is named"
     monkeypatch.setenv("FASTDEPLOY_KVCACHE_BUILD", "paddle, core")
-    assert build.wanted() == ["core", "paddle"]
+    assert build.wanted() == ["paddle", "core"]
     monkeypatch.setenv("FASTDEPLOY_KVCACHE_BUILD", "none")
     assert build.wanted() == []
     with pytest.raises(build.BuildError, match="cannot build metal"):
@@ -94,6 +95,37 @@ def test_the_cuda_part_compiles_and_links_for_sm_80_and_sm_90(tmp_path):
     if cuobjdump:
         listed = subprocess.run([cuobjdump, "-lelf", str(built)], capture_output=True, text=True, check=True)
         assert all(arch in listed.stdout for arch in ("sm_80", "sm_90"))
+
+
+@pytest.mark.process
+def test_the_paddle_operators_compile_for_tensors_on_a_gpu(tmp_path):
+    """Only compiled: a Paddle without GPUs lacks what they would link to."""
+    pytest.importorskip("paddle")
+    cuda_compiler()
+    command = build.paddle_compiler(build.paddle_root(), with_gpu=True)
+    command += ["-c", str(CUSTOM_OPS / "paddle_ops.cu"), "-o", str(tmp_path / "ops.o")]
+    done = subprocess.run([each for each in command if each != "-shared"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert b"copy_cache_rows" in (tmp_path / "ops.o").read_bytes()
+
+
+@pytest.mark.process
+def test_the_c_copies_are_one_function_and_need_nothing(tmp_path):
+    c_compiler()
+    build.build_cpu(tmp_path / "copies.so")
+    assert ctypes.CDLL(str(tmp_path / "copies.so")).copy_rows
+
+
+@pytest.mark.process
+def test_the_ptx_is_renewed_as_it_was(tmp_path):
+    """By the nvcc that made it; another one may say the same in other words."""
+    cuda_compiler()
+    build.build_ptx(tmp_path / "new.ptx")
+    new, shipped = (path.read_text() for path in (tmp_path / "new.ptx", build.PACKAGE_OPS / build.FILES["ptx"]))
+    assert new.splitlines()[0] == shipped.splitlines()[0]
+    assert f".version {build.PTX_VERSION}\n" in new
+    if re.findall("release .*", new) == re.findall("release .*", shipped):
+        assert new == shipped
 
 
 def test_the_paddle_operators_are_there_where_paddle_is():
