@@ -10,21 +10,18 @@ other at the same time, and a rank that ended is noticed at once.
 
 from __future__ import annotations
 
-import socket
-import time
+import os
 from collections.abc import Iterable, Sequence
-from multiprocessing.connection import Client, Connection
-from pathlib import Path
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from ..errors import RankLostError, RanksDisagreeError, TransferError
 
-__all__ = ["ONE_RANK", "PeerError", "PeerTransferError", "Ranks", "join_ranks"]
+__all__ = ["ONE_RANK", "PeerError", "PeerTransferError", "Ranks", "inherited_pipes", "rank_pipes"]
 
 DATA, COPY_FAILED, FAILED = range(3)
 """What a part is. Of two failures in one round, the greater number is told."""
-
-CONNECT_RETRY_S = 0.02
 
 
 class PeerTransferError(TransferError):
@@ -122,45 +119,15 @@ ONE_RANK = Ranks(0)
 """A model that is not split."""
 
 
-def join_ranks(path: Path, rank: int, size: int, *, connect_timeout_s: float, timeout_s: float | None) -> Ranks:
-    """Meet the other ranks at the Unix socket `path`, in a directory that only this user can enter; rank 0 makes it.
-
-    `ONE_RANK` for a group of one. Raises `RankLostError` for ranks that do not come within `connect_timeout_s`.
-    """
-    if size == 1:
-        return ONE_RANK
-    deadline = time.monotonic() + connect_timeout_s
-    peers = _accept(path, size, deadline) if rank == 0 else [_connect(path, rank, size, deadline)]
-    return Ranks(rank, peers, size=size, timeout_s=timeout_s)
+def rank_pipes(size: int) -> list[list[Connection]]:
+    """What each of `size` ranks takes as its `peers`. Made by the process that starts theirs, which inherit them."""
+    pairs = [Pipe() for _ in range(size - 1)]
+    return [[first for first, _ in pairs], *([other] for _, other in pairs)]
 
 
-def _accept(path: Path, size: int, deadline: float) -> list[Connection]:
-    """Each rank says first which one it is."""
-    peers: dict[int, Connection] = {}
-    path.unlink(missing_ok=True)  # of a group before
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:  # `Listener` waits without a limit
-        listener.bind(str(path))
-        listener.listen(size)
-        try:
-            while len(peers) < size - 1:
-                listener.settimeout(max(deadline - time.monotonic(), 0.001))
-                peer = Connection(listener.accept()[0].detach())
-                peers[peer.recv()] = peer
-        except (OSError, EOFError):
-            missing = min(set(range(1, size)) - set(peers))
-            raise RankLostError(f"rank {missing} of {size} did not come up") from None
-        finally:
-            path.unlink(missing_ok=True)
-    return [peers[rank] for rank in range(1, size)]
-
-
-def _connect(path: Path, rank: int, size: int, deadline: float) -> Connection:
-    while True:
-        try:
-            peer = Client(str(path))
-            peer.send(rank)
-            return peer
-        except OSError:
-            if time.monotonic() > deadline:
-                raise RankLostError(f"rank 0 of {size} did not come up") from None
-            time.sleep(CONNECT_RETRY_S)
+def inherited_pipes(descriptors: Iterable[str]) -> list[Connection]:
+    """Pipes of this process by the numbers of their file descriptors. No process that it starts inherits them."""
+    numbers = [int(each) for each in descriptors]
+    for number in numbers:
+        os.set_inheritable(number, False)
+    return [Connection(number) for number in numbers]

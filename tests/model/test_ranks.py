@@ -1,12 +1,11 @@
 """Rounds of a group of ranks: one answer for all of them, whatever one of them does."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from fastdeploy_kvcache_v1.errors import RankLostError, RanksDisagreeError, TransferError
-from fastdeploy_kvcache_v1.model.ranks import DATA, ONE_RANK, PeerError, PeerTransferError, join_ranks
+from fastdeploy_kvcache_v1.model.ranks import DATA, PeerError, PeerTransferError
 from tests.embedded.engine.family_engine import rank_group
 
 
@@ -100,31 +99,3 @@ def test_a_rank_that_sends_nothing_is_lost_after_the_time_limit(silent):
         other.union(())
     for rank in ranks:
         rank.close()
-
-
-@pytest.mark.parametrize("last", [0, 1])
-def test_ranks_meet_at_a_socket_in_any_order(tmp_path, last):
-    path, others_came = tmp_path / "ranks", threading.Barrier(3)
-
-    def join(rank):
-        if rank == last:
-            others_came.wait(30)
-            return join_ranks(path, rank, 3, connect_timeout_s=30, timeout_s=30)
-        threading.Thread(target=others_came.wait, args=(30,)).start()
-        return join_ranks(path, rank, 3, connect_timeout_s=30, timeout_s=30)
-
-    group = on_all(range(3), join)
-    assert on_all(group, lambda rank: rank.union({rank.rank})) == [{0, 1, 2}] * 3
-    assert not path.exists(), "its name has served"
-    for rank in group:
-        rank.close()
-
-
-@pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
-def test_a_rank_that_does_not_come_is_named(tmp_path, rank, missing):
-    with pytest.raises(RankLostError, match=f"rank {missing} of 2 did not come up"):
-        join_ranks(tmp_path / "ranks", rank, 2, connect_timeout_s=0.1, timeout_s=None)
-
-
-def test_a_model_that_is_not_split_needs_no_socket(tmp_path):
-    assert join_ranks(tmp_path / "ranks", 0, 1, connect_timeout_s=0, timeout_s=None) is ONE_RANK

@@ -17,6 +17,7 @@ import zmq
 from ...batch_request import BatchRequest
 from ...errors import ConfigError
 from ...metadata import CopyPath
+from ...model.ranks import rank_pipes
 from ...storage.backends import make_link
 from ...storage.engine.link import StorageLink
 from ...storage.namespace import Namespace
@@ -74,7 +75,7 @@ class ProcessWorkerClient:
         try:
             if config.storage is not None:
                 self.storage = _bind_storage(self._directory, config.storage, config.tensor_parallel_size)
-            for rank in range(config.tensor_parallel_size):
+            for rank, peers in enumerate(rank_pipes(config.tensor_parallel_size)):
                 launch = WorkerLaunch(
                     config=config,
                     namespace=namespace,
@@ -82,7 +83,7 @@ class ProcessWorkerClient:
                     directory=self._directory,
                     parent_pid=os.getpid(),
                 )
-                self._ranks.append(RankProcess(launch, on_poll=self._require_start))
+                self._ranks.append(RankProcess(launch, peers, on_poll=self._require_start))
             self._wait_until_ready()
         except BaseException:
             self.close()

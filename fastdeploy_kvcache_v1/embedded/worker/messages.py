@@ -25,7 +25,7 @@ class WorkerLaunch:
     """Of its blocks, where a store or another server has some."""
     rank: int = 0
     directory: Path
-    """Where ranks and storage agents meet, until every rank is ready."""
+    """Where storage agents meet the engine, until every rank is ready."""
     parent_pid: int = 0
 
 

@@ -1,7 +1,7 @@
 """The worker process: model, caches and copies. `python -m fastdeploy_kvcache_v1.embedded.worker.process`.
 
-Its argument is the number of the pipe's file descriptor. It stops on the engine's `None`, dies with the engine process,
-and ignores SIGINT and SIGTERM: the engine decides when it ends.
+Its arguments are the file descriptors of the pipe to the engine and of those to other ranks. It stops on the engine's
+`None`, dies with the engine process, and ignores SIGINT and SIGTERM: the engine decides when it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ...batch_request import BatchRequest
 from ...errors import ConfigError, KVCacheError, ModelError, RankGroupError, StorageError, WorkerDiedError
 from ...model import configure_reproducible_math, load_model
-from ...model.ranks import Ranks, join_ranks
+from ...model.ranks import Ranks, inherited_pipes
 from ...model.step_runner import StepRunner
 from ...orphan import die_with_parent
 from ...storage.lane_agent import LaneAgent
@@ -39,9 +39,6 @@ OPEN_TRANSFERS_POLL_S = 0.001
 IDLE_TRANSFERS_POLL_S = 0.1
 DRAIN_TIMEOUT_S = 5.0
 
-RANKS_CONNECT_TIMEOUT_S = 300.0
-"""The engine notices at once when one of them ends."""
-
 LIBGOMP = "libgomp.so.1"
 
 END_OF_GROUP_S = 10.0
@@ -51,8 +48,7 @@ END_OF_GROUP_S = 10.0
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link: Connection = Connection(int(sys.argv[1]))
-    os.set_inheritable(link.fileno(), False)
+    link, *peers = inherited_pipes(sys.argv[1:])
     launch = link.recv()
     assert isinstance(launch, WorkerLaunch)
     die_with_parent(launch.parent_pid)
@@ -61,13 +57,7 @@ def main() -> int:
         format=f"%(asctime)s %(levelname)s worker{launch.rank or ''} %(name)s: %(message)s",
     )
     agent = make_agent(launch.config.storage, storage_addresses(launch.directory, launch.rank), launch.rank)
-    ranks = join_ranks(
-        launch.directory / "ranks",
-        launch.rank,
-        launch.config.tensor_parallel_size,
-        connect_timeout_s=RANKS_CONNECT_TIMEOUT_S,
-        timeout_s=None,
-    )
+    ranks = Ranks(launch.rank, peers, size=launch.config.tensor_parallel_size)  # the engine notices when one ends
     return _serve(launch, link, ranks, agent)
 
 

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,8 +40,10 @@ class RankProcess:
     Main thread, but for `send`: the process dies with the thread that started it.
     """
 
-    def __init__(self, launch: WorkerLaunch, *, on_poll: Callable[[], None]) -> None:
-        """`on_poll` is called again and again while a start is waited for; what it raises ends the wait."""
+    def __init__(self, launch: WorkerLaunch, peers: Sequence[Connection] = (), *, on_poll: Callable[[], None]) -> None:
+        """`peers` are its pipes to other ranks, which this process closes. `on_poll` is called again and again while a
+        start is waited for; what it raises ends the wait.
+        """
         self._rank = launch.rank
         is_alone = launch.config.tensor_parallel_size == 1
         self._name = "the worker process" if is_alone else f"the worker process of rank {launch.rank}"
@@ -49,8 +52,8 @@ class RankProcess:
         self._thread: threading.Thread | None = None
         self._is_ready = False
         self._link, theirs = Pipe()
-        with theirs:
-            self._process = _spawn(theirs)
+        with ExitStack() as ends:
+            self._process = _spawn([ends.enter_context(each) for each in (theirs, *peers)])
         self._send(launch)
 
     @property
@@ -125,15 +128,16 @@ class RankProcess:
             on_death(f"{self._name} {self.pid} {_describe_exit(status)}")
 
 
-def _spawn(link: Connection) -> subprocess.Popen[bytes]:
+def _spawn(pipes: Sequence[Connection]) -> subprocess.Popen[bytes]:
     package_root = str(Path(__file__).resolve().parents[3])
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+    descriptors = [each.fileno() for each in pipes]
     return subprocess.Popen(
-        [sys.executable, "-m", f"{__package__}.process", str(link.fileno())],
+        [sys.executable, "-m", f"{__package__}.process", *map(str, descriptors)],
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),  # the parent's standard output carries the ready line only
-        pass_fds=(link.fileno(),),
+        pass_fds=descriptors,
         env=environment,
         start_new_session=True,  # Ctrl-C is for the parent, which then stops the worker in order
     )

@@ -16,6 +16,9 @@ from pathlib import Path
 RUN_DIRECTORY = "FASTDEPLOY_KVCACHE_CPU_RUN"
 """Private directory of one server."""
 
+RANK_PIPES = "FASTDEPLOY_KVCACHE_CPU_RANKS"
+"""File descriptors of a rank's pipes to the others, which it inherits."""
+
 COPY_FAULTS = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
 """Test hook, see `worker/runtime/copy_faults.py`."""
 

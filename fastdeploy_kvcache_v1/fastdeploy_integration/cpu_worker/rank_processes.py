@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...model.ranks import rank_pipes
+from . import RANK_PIPES
 from .settings import free_ports
 
 __all__ = ["run_ranks"]
@@ -28,10 +30,13 @@ def run_ranks(command: Sequence[str], size: int, log_directory: Path) -> int:
     ports = free_ports(HOST, *[0] * (size + 1))
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(size):
+        for rank, pipes in enumerate(rank_pipes(size)):
+            inherited = [each.fileno() for each in pipes]
+            environment = {**os.environ, **rank_variables(rank, ports), RANK_PIPES: " ".join(map(str, inherited))}
             with (log_directory / f"workerlog.{rank}").open("wb") as output:
-                environment = {**os.environ, **rank_variables(rank, ports)}
-                processes.append(subprocess.Popen(command, stdout=output, env=environment))
+                processes.append(subprocess.Popen(command, stdout=output, env=environment, pass_fds=inherited))
+            for each in pipes:
+                each.close()
         rank, status = _first_to_end(processes)
     finally:
         for process in processes:

@@ -13,7 +13,7 @@ from fastdeploy import envs
 from fastdeploy.inter_communicator import IPCSignal
 from fastdeploy.worker.worker_base import WorkerBase
 
-from ...model.ranks import join_ranks
+from ...model.ranks import Ranks, inherited_pipes
 from ...worker import ops
 from ...worker.runtime.base import free_host_memory
 from .. import settings, swap_space
@@ -21,7 +21,7 @@ from ..copy_report import socket_path
 from ..disaggregation.ranks import rank_role
 from ..worker.copy_reporter import CopyReporter
 from ..worker.storage import rank_storage
-from . import COPY_FAULTS, log_directory, run_directory
+from . import COPY_FAULTS, RANK_PIPES, log_directory, run_directory
 from .runner import CpuModelRunner, RunnerConfig
 from .token_channel import TokenSender, channel_path
 
@@ -44,11 +44,10 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
         self.model_runner: CpuModelRunner
 
     def init_device(self) -> None:
-        ranks = join_ranks(
-            run_directory() / "ranks",
+        ranks = Ranks(
             int(self.parallel_config.tensor_parallel_rank),
-            int(self.parallel_config.tensor_parallel_size),
-            connect_timeout_s=RANKS_TIMEOUT_S,
+            inherited_pipes(os.environ.pop(RANK_PIPES, "").split()),
+            size=int(self.parallel_config.tensor_parallel_size),
             timeout_s=RANKS_TIMEOUT_S,
         )
         sender = TokenSender(channel_path(run_directory(), self.local_rank)) if ranks.rank == 0 else None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import Pipe
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.model.checksum import ChecksumModel
 from fastdeploy_kvcache_v1.model.config import ChecksumConfig
-from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, Ranks
+from fastdeploy_kvcache_v1.model.ranks import Ranks, rank_pipes
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
@@ -40,12 +39,8 @@ def model_of(family: str, *, mtp: bool) -> ChecksumConfig:
 
 def rank_group(size: int, timeout_s: float = 60.0) -> list[Ranks]:
     """Ranks in this process, each for a thread of its own."""
-    if size == 1:
-        return [ONE_RANK]
-    pairs = [Pipe() for _ in range(size - 1)]
-    hub = Ranks(0, [mine for mine, _ in pairs], size=size, timeout_s=timeout_s)
-    others = [Ranks(rank, [theirs], size=size, timeout_s=timeout_s) for rank, (_, theirs) in enumerate(pairs, 1)]
-    return [hub, *others]
+    pipes = rank_pipes(size)
+    return [Ranks(rank, peers, size=size, timeout_s=timeout_s) for rank, peers in enumerate(pipes)]
 
 
 class FamilyEngine:
@@ -160,5 +155,4 @@ class FamilyEngine:
             controller.free()
             runtime.close()
         for part in self.ranks:
-            if part is not ONE_RANK:
-                part.close()
+            part.close()

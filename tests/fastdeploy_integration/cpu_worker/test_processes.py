@@ -13,7 +13,13 @@ import psutil
 import pytest
 
 from fastdeploy_kvcache_v1.errors import ConfigError
-from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import RUN_DIRECTORY, hooks, settings, supervisor
+from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker import (
+    RANK_PIPES,
+    RUN_DIRECTORY,
+    hooks,
+    settings,
+    supervisor,
+)
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.leftovers import remove_files
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.rank_processes import rank_variables, run_ranks
 from fastdeploy_kvcache_v1.fastdeploy_integration.cpu_worker.token_channel import TokenReceiver, TokenSender
@@ -443,6 +449,26 @@ def test_a_killed_rank_is_one_that_ended(tmp_path, capfd, own_children):
     assert statuses == [1]
     assert own_children() == []
     assert "ended (status -9)" in capfd.readouterr().err
+
+
+MEET = f"""
+import os, time
+from fastdeploy_kvcache_v1.model.ranks import Ranks, inherited_pipes
+rank = int(os.environ["PADDLE_TRAINER_ID"])
+ranks = Ranks(rank, inherited_pipes(os.environ["{RANK_PIPES}"].split()), size=3)
+print(ranks.union([rank]), ranks.union([-rank]), flush=True)
+ranks.union([])
+if rank == 2:
+    raise SystemExit(5)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.process
+def test_the_ranks_meet_over_pipes_that_they_inherit(tmp_path):
+    assert run_ranks([sys.executable, "-c", MEET], 3, tmp_path) == 5
+    for rank in range(3):
+        assert (tmp_path / f"workerlog.{rank}").read_text() == "{0, 1, 2} {0, -1, -2}\n"
 
 
 def test_every_rank_has_an_address_and_all_meet_at_another():
