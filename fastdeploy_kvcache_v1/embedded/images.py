@@ -33,7 +33,7 @@ def read_image(url: object) -> Image:
         with Pillow.open(io.BytesIO(content), formats=FORMATS) as opened:
             columns, rows = _patches(*opened.size)
             picture = opened.convert("RGB").resize((columns * PATCH, rows * PATCH), Pillow.Resampling.BILINEAR)
-            return Image(rows, columns, picture.tobytes())
+            return Image.of(rows, columns, picture.tobytes())
     except Exception as error:  # Pillow's decoders raise whatever a damaged file makes them raise
         logger.debug("an image cannot be read: %s", error)  # its words hold addresses of this process
         raise ValueError(f"image_url holds no image of the formats {', '.join(FORMATS)} that can be read") from None

@@ -171,6 +171,8 @@ class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
         for name in ("mlp_bias", "use_sliding_window", "quantization_config"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported")
+        if self.attention_bias and not self.qkv_bias:
+            raise ValueError("attention_bias is not supported")
         if self.partial_rotary_factor != 1:
             raise ValueError(PARTIAL_ROTARY)
         force_setattr(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
@@ -188,12 +190,7 @@ class LlamaConfig(Struct, frozen=True, kw_only=True, rename=NAMES):
 
     @property
     def qkv_bias(self) -> bool:
-        return self.attention_bias or QWEN2 in self.architectures
-
-    @property
-    def output_bias(self) -> bool:
-        """Bias of the attention's output projection."""
-        return self.attention_bias and QWEN2 not in self.architectures
+        return QWEN2 in self.architectures
 
     @property
     def qk_norm(self) -> bool:

@@ -61,8 +61,7 @@ class Llama:
     @classmethod
     def load(cls, path: Path, config: LlamaConfig) -> Llama:
         """From a model directory. Raises as the constructor."""
-        with Checkpoint(path) as weights:
-            return cls(weights, config)
+        return cls(Checkpoint(path), config)
 
     def forward(
         self,
@@ -132,7 +131,7 @@ class _Layer:
         self._input_norm = _tensor(read("input_layernorm.weight", hidden))
         qkv = [read(f"self_attn.{name}_proj.weight", rows[name], hidden) * scales[name] for name in "qkv"]
         self._qkv = _tensor(np.concatenate(qkv))
-        self._qkv_bias = self._output_bias = self._qk_norm = None
+        self._qkv_bias = self._qk_norm = None
         if config.qkv_bias:
             biases = [read(f"self_attn.{name}_proj.bias", rows[name]) * scales[name] for name in "qkv"]
             self._qkv_bias = _tensor(np.concatenate(biases))
@@ -141,8 +140,6 @@ class _Layer:
             norms = [np.tile(query, config.num_heads), np.tile(key, config.num_kv_heads)]
             self._qk_norm, self._ones = _tensor(np.concatenate(norms)), paddle.ones([dim], dtype="float32")
         self._output = _tensor(read("self_attn.o_proj.weight", hidden, rows["q"]))
-        if config.output_bias:
-            self._output_bias = _tensor(read("self_attn.o_proj.bias", hidden))
         self._mlp_norm = _tensor(read("post_attention_layernorm.weight", hidden))
         self._gate, self._up = (_tensor(read(f"mlp.{name}_proj.weight", inner, hidden)) for name in ("gate", "up"))
         self._down = _tensor(read("mlp.down_proj.weight", hidden, inner))
@@ -161,7 +158,7 @@ class _Layer:
 
     def finish(self, x: Tensor, attention: Tensor) -> Tensor:
         """What follows attention `[rows, num_heads * head_dim]`: its output projection, then the MLP."""
-        x = x + _linear(attention, self._output, self._output_bias)
+        x = x + _linear(attention, self._output)
         hidden = rms_norm(x, self._mlp_norm, self._config.rms_norm_eps)
         return x + _linear(F.silu(_linear(hidden, self._gate)) * _linear(hidden, self._up), self._down)
 

@@ -41,5 +41,4 @@ def read_seed(directory: Path) -> int:
     """Raises `ModelError` for a directory without."""
     from .weights import Checkpoint
 
-    with Checkpoint(directory) as weights:
-        return int(weights.read(SEED, (1,))[0])
+    return int(Checkpoint(directory).read(SEED, (1,))[0])

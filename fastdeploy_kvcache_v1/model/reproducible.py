@@ -11,8 +11,6 @@ import psutil
 
 logger = logging.getLogger(__name__)
 
-CPUINFO = Path("/proc/cpuinfo")
-
 MAX_DEFAULT_THREADS = 2
 """`--threads` asks for more."""
 
@@ -24,8 +22,7 @@ def default_threads() -> int:
     one.
     """
     cores = psutil.cpu_count(logical=False) or 1
-    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else cores
-    return max(1, min(MAX_DEFAULT_THREADS, cores - 1, allowed - 1))
+    return max(1, min(MAX_DEFAULT_THREADS, cores - 1, len(os.sched_getaffinity(0)) - 1))
 
 
 def configure_reproducible_math(num_threads: int = 1) -> bool:
@@ -47,19 +44,11 @@ def configure_reproducible_math(num_threads: int = 1) -> bool:
         "KMP_BLOCKTIME": "0",
         "OMP_DYNAMIC": "FALSE",
         "MKL_DYNAMIC": "FALSE",
-        **mkl_settings(_cpu_description(CPUINFO)),
+        **mkl_settings(Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]),
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     return True
-
-
-def _cpu_description(cpuinfo: Path) -> str:
-    """The first processor's section, "" where the system does not tell."""
-    try:
-        return cpuinfo.read_text(encoding="utf-8", errors="replace").split("\n\n", 1)[0]
-    except OSError:
-        return ""
 
 
 def mkl_settings(cpu: str) -> dict[str, str]:

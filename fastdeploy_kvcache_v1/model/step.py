@@ -82,10 +82,8 @@ class StepTask:
 class StepResult:
     """Answer to one batch. A request of the batch that is in neither `retry` nor `errors` was computed."""
 
-    tokens: dict[str, int] = field(default_factory=dict)
-    """Sampled token by request id, for tasks with `needs_logits`."""
-    accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens sampled behind it, one for each draft that was right."""
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By request id, for tasks with `needs_logits`: the sampled token, and one more for each draft that was right."""
     drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Guesses of the tokens after those."""
     retry: dict[str, str] = field(default_factory=dict)

@@ -120,8 +120,7 @@ class StepRunner:
         # Behind the copies: slots that are to be filled from outside may still be copied out.
         if self._transfers is not None:
             self._transfers.handle(batch.transfers, step=batch.swap_steps[-1].step if batch.swap_steps else None)
-        result = StepResult()
-        self._compute(list(batch.requests), counter, result)
+        result = self._compute(list(batch.requests), counter)
         if self._transfers is not None:
             dropped = result.retry.keys() | result.errors.keys()
             self._transfers.end_pass([each.request_id for each in batch.requests if each.request_id not in dropped])
@@ -131,29 +130,25 @@ class StepRunner:
         """Copies that ended since the last report."""
         return self._controller.take_report()
 
-    def _compute(self, tasks: list[StepTask], counter: LayerDoneCounter | None, result: StepResult) -> None:
-        """Forward pass and sampling; fills `result`."""
+    def _compute(self, tasks: list[StepTask], counter: LayerDoneCounter | None) -> StepResult:
+        """Forward pass and sampling."""
+        retry: dict[str, str] = {}
         while tasks:
             try:
-                computed = self._run_on_all_ranks(tasks, counter)
+                return replace(self._run_on_all_ranks(tasks, counter), retry=retry)
             except RankGroupError:
                 raise
             except TransferError as error:
                 dropped = self._affected(tasks, counter)
                 logger.warning("dropped %d of %d requests from the step: %s", len(dropped), len(tasks), error)
-                result.retry.update({task.request_id: str(error) for task in dropped})
-                tasks = [task for task in tasks if task.request_id not in result.retry]
+                retry.update({task.request_id: str(error) for task in dropped})
+                tasks = [task for task in tasks if task.request_id not in retry]
                 counter = None  # no remaining task reads what it was waiting for
             except Exception as error:  # the edge of a unit of work: these requests fail, the worker lives on
                 logger.exception("the forward pass of %d requests failed", len(tasks))
-                result.errors.update({task.request_id: f"internal error: {error!r}" for task in tasks})
-                return
-            else:
-                result.tokens.update(computed.tokens)
-                result.errors.update(computed.errors)
-                result.accepted.update(computed.accepted)
-                result.drafts.update(computed.drafts)
-                return
+                errors = {task.request_id: f"internal error: {error!r}" for task in tasks}
+                return StepResult(errors=errors, retry=retry)
+        return StepResult(retry=retry)
 
     def _affected(self, tasks: list[StepTask], counter: LayerDoneCounter | None) -> list[StepTask]:
         """Tasks that read a slot whose content did not arrive."""
@@ -172,7 +167,7 @@ class StepRunner:
             raise
         except Exception as error:  # whatever it is: the others must not wait for this rank
             self._ranks.fail(error)
-        self._ranks.agree(repr((result.tokens, result.accepted, result.drafts, result.errors)).encode())
+        self._ranks.agree(repr((result.tokens, result.drafts, result.errors)).encode())
         return result
 
     def _run_forward(self, tasks: Sequence[StepTask], counter: LayerDoneCounter | None) -> StepResult:
@@ -212,10 +207,10 @@ class StepRunner:
         """Of the same positions without wrong guesses, into `result.drafts`."""
         known, chosen = [], []
         for task, each in zip(tasks, slices, strict=True):
-            accepted = result.accepted.get(task.request_id, ())
+            *accepted, token = result.tokens.get(task.request_id, (None,))
             kept = each.token_ids[: len(task.token_ids) + len(accepted)]
             known.append(replace(each, token_ids=kept, num_drafts=0))
-            chosen.append(accepted[-1] if accepted else result.tokens.get(task.request_id))
+            chosen.append(token)
         for task, draft in zip(tasks, guess(known, chosen, self._caches, before_layer), strict=True):
             if draft is not None:
                 result.drafts[task.request_id] = (draft,)
@@ -247,6 +242,4 @@ def _sample(task: StepTask, logits: Logits, result: StepResult) -> None:
         if not tokens:  # else the next step fails alike, if the request goes on
             result.errors[task.request_id] = str(error)
     if tokens:
-        result.tokens[task.request_id] = tokens[0]
-    if len(tokens) > 1:
-        result.accepted[task.request_id] = tuple(tokens[1:])
+        result.tokens[task.request_id] = tuple(tokens)

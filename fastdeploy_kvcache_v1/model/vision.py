@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -18,32 +16,17 @@ PATCH = 16
 MAX_SIDE = 8
 """Patches of an image's side, at most."""
 
-PATCH_BYTES = PATCH * PATCH * 3
 
+class Image(NamedTuple):
+    """What the model sees of an image: a token for each patch, and a name that no other image has."""
 
-@dataclass(frozen=True)
-class Image:
-    """What the model sees of an image: RGB, `rows` by `columns` patches, in reading order."""
+    num_tokens: int
+    content_hash: str
 
-    rows: int
-    columns: int
-    pixels: bytes
-    """uint8 `[rows * PATCH, columns * PATCH, 3]`."""
-
-    def __post_init__(self) -> None:
-        if not (0 < self.rows <= MAX_SIDE and 0 < self.columns <= MAX_SIDE):
-            raise ValueError(f"an image must have 1 to {MAX_SIDE} patches a side, got {self.rows} by {self.columns}")
-        if len(self.pixels) != self.num_tokens * PATCH_BYTES:
-            raise ValueError(f"{self.num_tokens} patches have {self.num_tokens * PATCH_BYTES} bytes of pixels")
-
-    @property
-    def num_tokens(self) -> int:
-        return self.rows * self.columns
-
-    @cached_property
-    def content_hash(self) -> str:
-        """Of what the model sees."""
-        return sha256(struct.pack("<QQ", self.rows, self.columns) + self.pixels).hexdigest()
+    @classmethod
+    def of(cls, rows: int, columns: int, pixels: bytes) -> Image:
+        """`pixels` are RGB, uint8 `[rows * PATCH, columns * PATCH, 3]`."""
+        return cls(rows * columns, sha256(struct.pack("<QQ", rows, columns) + pixels).hexdigest())
 
     def number(self, index: int) -> int:
         """Stands for its placeholder `index`: of the whole content, above every token id."""

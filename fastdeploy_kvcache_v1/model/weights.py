@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ..errors import ModelError
 
 
 class Checkpoint:
-    """A context manager over the open files. Not thread-safe. Raises `ModelError`, one line, for whatever is wrong."""
+    """Open files. Not thread-safe. Raises `ModelError`, one line, for whatever is wrong."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,14 +24,6 @@ class Checkpoint:
         for file in files:
             handle = _open(file)
             self._file_of_tensor.update(dict.fromkeys(handle.keys(), (file, handle)))
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file_of_tensor.clear()
 
     def read(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Tensor `name`, converted to float32; it must have exactly `shape`."""

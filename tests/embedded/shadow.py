@@ -65,7 +65,7 @@ class ShadowWorker:
                 continue
             context = self._compute(task)
             if task.needs_logits:
-                tokens[task.request_id] = next_token(context)
+                tokens[task.request_id] = (next_token(context),)
         return StepResult(tokens=tokens, retry=retry, report=TransferReport(tuple(transfers), 0.0, self._last_step))
 
     def _copy(

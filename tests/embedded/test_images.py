@@ -11,7 +11,7 @@ import pytest
 from PIL import Image as Pillow
 
 from fastdeploy_kvcache_v1.embedded.images import read_image
-from fastdeploy_kvcache_v1.model.vision import MAX_SIDE, PATCH, PATCH_BYTES
+from fastdeploy_kvcache_v1.model.vision import MAX_SIDE, PATCH, Image
 from tests.embedded import random_text as t
 from tests.embedded.pictures import encoded, noise, part, text
 from tests.embedded.test_requests import read, refusal
@@ -48,10 +48,10 @@ def claims(width, height):
     ],
 )
 def test_an_image_has_a_placeholder_for_each_patch(size, shape):
-    image = read_image(encoded(Pillow.new("RGB", size, "red")))
-    assert (image.rows, image.columns) == shape
-    assert len(image.pixels) == image.num_tokens * PATCH_BYTES
-    assert image.pixels[:3] == b"\xff\x00\x00"
+    rows, columns = shape
+    red = Image.of(rows, columns, b"\xff\x00\x00" * (rows * columns * PATCH**2))
+    assert read_image(encoded(Pillow.new("RGB", size, "red"))) == red
+    assert red.num_tokens == rows * columns
 
 
 def test_equal_pixels_are_one_image_whatever_the_file():

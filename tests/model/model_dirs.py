@@ -41,10 +41,8 @@ def tensor_shapes(config: dict) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
-    if kind.startswith("Qwen2") or config.get("attention_bias"):
+    if kind.startswith("Qwen2"):
         layer |= {f"self_attn.{p}_proj.bias": (size,) for p, size in (("q", q), ("k", kv), ("v", kv))}
-    if not kind.startswith("Qwen2") and config.get("attention_bias"):
-        layer["self_attn.o_proj.bias"] = (hidden,)
     if kind.startswith("Qwen3"):
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}

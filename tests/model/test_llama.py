@@ -25,7 +25,7 @@ LLAMA3_ROPE |= {"original_max_position_embeddings": 64}
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 VARIANTS = {
     "llama": {},
-    "llama-mha-bias-tied": {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+    "llama-mha-tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
     "llama-head-dim": {"head_dim": 10, "rms_norm_eps": 1e-2},
     "llama-rope-llama3": {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500.0, "head_dim": 16},
     "llama-rope-parameters": {"rope_theta": None, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 300.0}},
@@ -33,7 +33,6 @@ VARIANTS = {
     "qwen2": QWEN2 | {"tie_word_embeddings": True, "rope_theta": 1e6},
     "qwen2-sliding-window-off": QWEN2 | {"use_sliding_window": False, "sliding_window": 32},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "attention_bias": False},
-    "qwen3-bias": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8, "attention_bias": True},
 }
 
 

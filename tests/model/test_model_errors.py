@@ -58,6 +58,7 @@ CONFIGS = [
     ({"head_dim": 5}, "head_dim must be even"),
     ({"hidden_act": "gelu"}, "unsupported hidden_act 'gelu'"),
     ({"mlp_bias": True}, "mlp_bias is not supported"),
+    ({"attention_bias": True}, "attention_bias is not supported"),
     ({"use_sliding_window": True}, "use_sliding_window is not supported"),
     ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "unsupported rope type 'yarn'", "llama3"),

@@ -88,7 +88,8 @@ def outcome(worker, result):
     while worker.runner.has_open_copies:
         transfers += worker.runner.take_report().transfers
     assert result.errors == {}
-    return result.tokens, set(result.retry), [each.num_blocks if each.ok else each.target_slots for each in transfers]
+    tokens = {name: token for name, (token,) in result.tokens.items()}
+    return tokens, set(result.retry), [each.num_blocks if each.ok else each.target_slots for each in transfers]
 
 
 STEPS = {
@@ -140,9 +141,9 @@ def test_late_swap_in_drops_the_request_and_the_next_step_goes_on(start):
         )
         assert set(result.retry) == {"late"}
         assert "did not arrive within 0.05 s" in result.retry["late"]
-        assert result.tokens == {"other": 1}
+        assert result.tokens == {"other": (1,)}
         assert [each.target_slots for each in result.report.transfers] == [(3,)]
-        assert worker.runner.run(BatchRequest([task("next", [6])])).tokens == {"next": 1}
+        assert worker.runner.run(BatchRequest([task("next", [6])])).tokens == {"next": (1,)}
         assert not worker.runner.has_open_copies
     finally:
         gate.set()
@@ -184,7 +185,7 @@ def test_forward_waits_layer_by_layer_for_the_last_of_two_steps(start):
     worker = start(CpuRuntime(delay=hold_the_last_layer_of_the_second_step), forward=forward, layer_timeout_s=5)
     batch = BatchRequest([task("a", [3, 4, 5], start=8)], swap_steps=[swap_in(0, 3), swap_in(1, 4)])
     result = worker.runner.run(batch)
-    assert (result.tokens, result.retry, result.errors) == ({"a": 9}, {}, {})
+    assert (result.tokens, result.retry, result.errors) == ({"a": (9,)}, {}, {})
     assert len(copies) == 2 * LAYERS
 
 
@@ -193,9 +194,9 @@ def test_slot_of_an_earlier_failed_swap_in_concerns_its_readers_until_it_is_writ
     worker.runner.run(BatchRequest(swap_steps=[swap_in(0, 3)]))
     worker.controller.drain()
     result = worker.runner.run(BatchRequest([task("reads", [3, 4], start=4), task("other", [5])]))
-    assert (set(result.retry), result.tokens) == ({"reads"}, {"other": 1})
-    assert worker.runner.run(BatchRequest([task("writes", [3], tokens=4)])).tokens == {"writes": 4}
-    assert worker.runner.run(BatchRequest([task("reads", [3, 4], start=4)])).tokens == {"reads": 5}
+    assert (set(result.retry), result.tokens) == ({"reads"}, {"other": (1,)})
+    assert worker.runner.run(BatchRequest([task("writes", [3], tokens=4)])).tokens == {"writes": (4,)}
+    assert worker.runner.run(BatchRequest([task("reads", [3, 4], start=4)])).tokens == {"reads": (5,)}
 
 
 def test_bug_in_the_forward_fails_the_requests_and_spares_the_worker(start, caplog):
@@ -214,7 +215,7 @@ def test_logits_that_are_not_finite_fail_only_their_request(start):
 
     worker = start(forward=forward)
     result = worker.runner.run(BatchRequest([task("good", [0]), task("bad", [1], start=1)]))
-    assert result.tokens == {"good": 0}
+    assert result.tokens == {"good": (0,)}
     assert set(result.errors) == {"bad"}
 
 

@@ -242,8 +242,7 @@ class EngineCore:
             if request_id in result.errors:
                 self._fail(generation, 500, result.errors[request_id])
             elif request_id not in retry:
-                tokens = [result.tokens[request_id]] if request_id in result.tokens else []
-                self._advance(item, [*tokens, *result.accepted.get(request_id, ())])
+                self._advance(item, list(result.tokens.get(request_id, ())))
                 generation.drafts = result.drafts.get(request_id, ())
         self._retry(retry)
 

@@ -58,7 +58,7 @@ class RankAnswers:
         answers = [results.popleft() for results in self._results]
         merged, *others = answers
         for other in others:
-            if (other.tokens, other.accepted, other.drafts) != (merged.tokens, merged.accepted, merged.drafts):
+            if (other.tokens, other.drafts) != (merged.tokens, merged.drafts):
                 raise RanksDisagreeError("the ranks sampled different tokens for the same step (a bug)")
         return replace(
             merged,

@@ -19,9 +19,6 @@ RUN_DIRECTORY = "FASTDEPLOY_KVCACHE_CPU_RUN"
 RANK_PIPES = "FASTDEPLOY_KVCACHE_CPU_RANKS"
 """File descriptors of a rank's pipes to the others, which it inherits."""
 
-COPY_FAULTS = "FASTDEPLOY_KVCACHE_COPY_FAULTS"
-"""Test hook, see `worker/runtime/copy_faults.py`."""
-
 LOG_DIRECTORY = "FD_LOG_DIR"
 """FastDeploy's own."""
 

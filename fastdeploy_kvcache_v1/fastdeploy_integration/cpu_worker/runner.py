@@ -22,7 +22,7 @@ from ...model.step_runner import Model, StepRunner
 from ...timings import PrefillTime
 from ...worker.cache_controller import CacheController
 from ...worker.hazards import Actor
-from ...worker.runtime.copy_faults import make_runtime
+from ...worker.runtime.copy_faults import VARIABLE, make_runtime
 from ...worker.runtime.cpu import CpuEvent
 from ..disaggregation.rank_role import RankRole, RankShape
 from ..engine.weight_updates import CLEARED, NORMAL
@@ -54,7 +54,6 @@ class RunnerConfig:
     block_size: int
     num_host_blocks: int
     cache_dtype: str
-    copy_faults: str = ""
     keep_host_memory: bool = False
     """While caches are put away."""
 
@@ -105,7 +104,7 @@ class CpuModelRunner:
         self._copies = RankCopies()
         self._controller = CacheController(
             self._model.shard(ranks.size).cache_backend(block_size=config.block_size, dtype=config.cache_dtype),
-            runtime=make_runtime(config.copy_faults, ranks.rank),
+            runtime=make_runtime(os.environ.get(VARIABLE, ""), ranks.rank),
             rank=ranks.rank,
             device=ranks.rank,
             host_trailer_bytes=0 if storage is None else storage.host_trailer_bytes,
@@ -283,9 +282,8 @@ class CpuModelRunner:
                 ended[row_of[name]] = None
         skipped = {*ended, *(row_of[name] for name in result.retry)}
         computed = {row: sequence for row, sequence in runnable.items() if row not in skipped}
-        message = self._table.end_step(
-            num_rows, computed, {row_of[name]: token for name, token in result.tokens.items()}
-        )
+        sampled = {row_of[name]: token for name, (token,) in result.tokens.items()}
+        message = self._table.end_step(num_rows, computed, sampled)
         for row in ended:
             self._spoil(runnable[row])
             message[row] = self._table.fail(row)

@@ -21,7 +21,7 @@ from ..copy_report import socket_path
 from ..disaggregation.ranks import rank_role
 from ..worker.copy_reporter import CopyReporter
 from ..worker.storage import rank_storage
-from . import COPY_FAULTS, RANK_PIPES, log_directory, run_directory
+from . import RANK_PIPES, log_directory, run_directory
 from .runner import CpuModelRunner, RunnerConfig
 from .token_channel import TokenSender, channel_path
 
@@ -56,7 +56,6 @@ class CpuWorker(WorkerBase):  # type: ignore[misc]  # FastDeploy has no types
             block_size=self.cache_config.block_size,
             num_host_blocks=int(self.cache_config.num_cpu_blocks or 0),
             cache_dtype=str(self.model_config.dtype),
-            copy_faults=os.environ.get(COPY_FAULTS, ""),
             keep_host_memory=not envs.FD_ENABLE_SWAP_SPACE_CLEARING,
         )
         reporter = CopyReporter(

@@ -109,7 +109,7 @@ def step_with_a_swap_in():
 def test_requests_lose_a_step_to_what_the_worker_says_and_to_what_the_report_says():
     """The worker names who could not be computed; who used blocks of a failed copy, the cache manager knows."""
     harness, batch, again, new = step_with_a_swap_in()
-    wrong = dict.fromkeys(("again", "new"), 1)
+    wrong = dict.fromkeys(("again", "new"), (1,))
     harness.core.on_step_result(StepResult(tokens=wrong, retry={"new": "torn"}, report=failed_swap_in(batch)))
     assert harness.num_preemptions == 2
     assert (again.events, new.events) == ([], []), "neither token is taken"

@@ -59,7 +59,7 @@ def test_the_two_copies_of_a_step_are_told_apart():
 
 def test_a_step_ends_with_the_answer_of_the_last_rank():
     answers = RankAnswers(2)
-    tokens = {"a": 1, "b": 2}
+    tokens = {"a": (1,), "b": (2,)}
     assert answers.take_step(1, StepResult(tokens, report=report(copy(1), waited=0.5))) is None
     answers.check()
     merged = answers.take_step(0, StepResult(tokens, report=report(waited=0.25)))
@@ -69,23 +69,23 @@ def test_a_step_ends_with_the_answer_of_the_last_rank():
 
 def test_what_one_rank_could_not_compute_counts_for_none():
     answers = RankAnswers(2)
-    answers.take_step(0, StepResult({"a": 1}, retry={"b": "copy"}))
-    merged = answers.take_step(1, StepResult({"a": 1}, errors={"c": "bug"}))
+    answers.take_step(0, StepResult({"a": (1,)}, retry={"b": "copy"}))
+    merged = answers.take_step(1, StepResult({"a": (1,)}, errors={"c": "bug"}))
     assert (merged.retry, merged.errors) == ({"b": "copy"}, {"c": "bug"})
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        StepResult({"a": 2}),
+        StepResult({"a": (2,)}),
         StepResult({}),
-        StepResult({"a": 1}, accepted={"a": (3,)}),
-        StepResult({"a": 1}, drafts={"a": (3,)}),
+        StepResult({"a": (1, 3)}),
+        StepResult({"a": (1,)}, drafts={"a": (3,)}),
     ],
 )
 def test_other_tokens_on_another_rank_are_never_served(other):
     answers = RankAnswers(2)
-    answers.take_step(0, StepResult({"a": 1}))
+    answers.take_step(0, StepResult({"a": (1,)}))
     with pytest.raises(RanksDisagreeError):
         answers.take_step(1, other)
 

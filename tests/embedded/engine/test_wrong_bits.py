@@ -15,7 +15,7 @@ from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.embedded.worker.outside import give_memory, make_agent
 from fastdeploy_kvcache_v1.metadata import SWAP_IN, CacheLevel
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
-from fastdeploy_kvcache_v1.model.vision import PATCH_BYTES, Image, PlacedImage
+from fastdeploy_kvcache_v1.model.vision import PATCH, Image, PlacedImage
 from fastdeploy_kvcache_v1.storage.backends import make_link, make_tier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
@@ -101,8 +101,8 @@ def test_a_wrong_bit_in_a_device_slot_changes_the_answer(family, mtp, size):
 def test_a_wrong_bit_of_an_image_changes_the_answer():
     """In the rows of its placeholders, and in itself."""
     engine, rng = FamilyEngine("gqa"), random.Random(1)
-    pixels = bytes(rng.randrange(256) for _ in range(4 * PATCH_BYTES))
-    images = (PlacedImage(10, Image(2, 2, pixels)),)
+    pixels = rng.randbytes(4 * PATCH * PATCH * 3)
+    images = (PlacedImage(10, Image.of(2, 2, pixels)),)
     expected = ask(engine, images=images)
     tables = table_of_next_request(engine)
     assert ask(engine, images=images) == expected
@@ -110,7 +110,7 @@ def test_a_wrong_bit_of_an_image_changes_the_answer():
         with Bit(device_row(engine, rng, 2, tables[0][1]), rng):
             assert ask(engine, images=images) != expected
     engine.harness.core.reset_cache()
-    other = (PlacedImage(10, Image(2, 2, bytes([pixels[0] ^ 1]) + pixels[1:])),)
+    other = (PlacedImage(10, Image.of(2, 2, bytes([pixels[0] ^ 1]) + pixels[1:])),)
     assert ask(engine, images=other) != expected
     engine.close()
 

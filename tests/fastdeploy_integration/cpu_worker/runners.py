@@ -1,7 +1,9 @@
 """Runners with a real model, caches and copies, and what their tests share. The reference is the model alone."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from fastdeploy_kvcache_v1.model.random_directory import write_random_directory
 from fastdeploy_kvcache_v1.model.ranks import ONE_RANK
 from fastdeploy_kvcache_v1.model.step import SequenceSlice
 from fastdeploy_kvcache_v1.swap_message import encode
+from fastdeploy_kvcache_v1.worker.runtime.copy_faults import VARIABLE
 
 from .host_tasks import ABORT, other, prefill
 
@@ -24,8 +27,13 @@ LONG = PROMPT[:16] + list(range(50, 66))
 """Four blocks, of which PROMPT has the first two."""
 
 
-def start_runner(model, directory, *, host_blocks=8, copy_faults="", keep_host_memory=False, sends=True, **parts):
-    config = RunnerConfig(Path(model), BLOCK, host_blocks, "float32", copy_faults, keep_host_memory)
+def injected(copy_faults):
+    """For runners that are made meanwhile."""
+    return patch.dict(os.environ, {VARIABLE: copy_faults})
+
+
+def start_runner(model, directory, *, host_blocks=8, keep_host_memory=False, sends=True, **parts):
+    config = RunnerConfig(Path(model), BLOCK, host_blocks, "float32", keep_host_memory)
     told = []
     sender = SimpleNamespace(send=lambda rows, *, running: told.append((list(rows), running))) if sends else None
     runner = CpuModelRunner(config, sender, stats_directory=directory, **parts)
@@ -50,7 +58,8 @@ def make_runner(model, tmp_path):
     runners = []
 
     def make(copy_faults="", path=model, **parts):
-        runners.append(start_runner(path, tmp_path, copy_faults=copy_faults, **parts))
+        with injected(copy_faults):
+            runners.append(start_runner(path, tmp_path, **parts))
         return runners[-1]
 
     yield make

@@ -19,7 +19,18 @@ from tests.embedded.engine.family_engine import rank_group
 from tests.model.test_ranks import on_all
 
 from .host_tasks import ABORT, other, prefill
-from .runners import LONG, PROMPT, decode_alone, fail_next_pass, run, start_runner, swap_out_and_in, tokens, with_swaps
+from .runners import (
+    LONG,
+    PROMPT,
+    decode_alone,
+    fail_next_pass,
+    injected,
+    run,
+    start_runner,
+    swap_out_and_in,
+    tokens,
+    with_swaps,
+)
 
 
 class Group:
@@ -27,13 +38,14 @@ class Group:
 
     def __init__(self, model, directory, num_ranks, copy_faults=""):
         self.ranks, self.reports = rank_group(num_ranks), [[] for _ in range(num_ranks)]
-        self.runners = on_all(self.ranks, lambda rank: self._start(model, directory, rank, copy_faults))
+        with injected(copy_faults):
+            self.runners = on_all(self.ranks, lambda rank: self._start(model, directory, rank))
         self.messages = self.runners[0].messages
 
-    def _start(self, model, directory, rank, copy_faults):
+    def _start(self, model, directory, rank):
         told = self.reports[rank.rank].append
         sends = rank.rank == 0
-        return start_runner(model, directory, copy_faults=copy_faults, ranks=rank, tell_copies=told, sends=sends)
+        return start_runner(model, directory, ranks=rank, tell_copies=told, sends=sends)
 
     def each(self, action):
         outcomes = on_all(self.runners, action)

@@ -14,7 +14,7 @@ from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNew
 from fastdeploy_kvcache_v1.transfer.role_info import RankInfo
 from fastdeploy_kvcache_v1.transfer.settings import TransferSettings
 from tests.fastdeploy_integration.cpu_worker.host_tasks import prefill
-from tests.fastdeploy_integration.cpu_worker.runners import PROMPT, run, start_runner
+from tests.fastdeploy_integration.cpu_worker.runners import PROMPT, injected, run, start_runner
 from tests.transfer.planes import HOST, SECRET
 
 SLOTS = [3, 1, 8]
@@ -57,7 +57,8 @@ class Pair:
         both = {"prefill": (8, copy_faults), "decode": (0, "")}
         for (name, (host_blocks, faults)), role in zip(both.items(), self.roles, strict=True):
             (directory / name).mkdir()
-            made = start_runner(model, directory / name, host_blocks=host_blocks, copy_faults=faults, transfers=role)
+            with injected(faults):
+                made = start_runner(model, directory / name, host_blocks=host_blocks, transfers=role)
             setattr(self, name, made)
 
     def prefill_task(self, name="a", prompt=PROMPT, blocks=(5, 9, 2, 7), row=0, transfer=None, **chunk):
