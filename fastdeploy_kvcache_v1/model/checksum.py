@@ -180,8 +180,7 @@ class ChecksumModel:
         before_layer: Callable[[int], None] = lambda layer: None,
     ) -> list[int | None]:
         number = self.config.num_layers
-        layer, drafts = self._layers[number], self._views(caches)[number]
-        last = self._views(caches)[number - 1]
+        layer, (*_, last, drafts) = self._layers[number], self._views(caches)
         places = self._places(sequences, caches)
         made = [[role.again(where.read(rows)) for role, rows in zip(layer, last, strict=True)] for where in places]
         for where, expected in zip(places, made, strict=True):

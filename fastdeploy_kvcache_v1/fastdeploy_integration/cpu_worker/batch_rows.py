@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...errors import CacheStateError
+from ...model.sampler import SamplingParams
 
 NO_TOKEN = -1
 """The row has nothing to say in this step."""
@@ -57,6 +58,8 @@ class RunningSequence:
     """Tokens whose KV shall be in the cache after the next step."""
     block_table: list[int]
     rules: FinishRules
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """But for the tokens that are banned meanwhile."""
     closing: bool = False
     failed: bool = False
     num_retries: int = 0

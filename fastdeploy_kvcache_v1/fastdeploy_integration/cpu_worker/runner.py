@@ -30,7 +30,7 @@ from ..transport import SwapInbox
 from ..worker.pass_tracker import PassTracker
 from ..worker.storage import RankStorage
 from .batch_rows import BatchRows, RunningSequence
-from .tasks import apply_task, sampling_params
+from .tasks import apply_task
 from .token_channel import TokenSender
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,6 @@ class CpuModelRunner:
         self._sender = sender
         self._stats_file = stats_directory / stats_file(ranks.rank)
         self._table = BatchRows(config.block_size)
-        self._sampling: dict[int, Any] = {}
         self._passes = PassTracker() if storage is not None and storage.uses_device_tier else None
         self._inbox = SwapInbox()
         self._pending = BatchRequest()
@@ -163,7 +162,6 @@ class CpuModelRunner:
     def clear_requests(self) -> None:
         """Forget every sequence. Tells no other process: FastDeploy's scheduler has to know."""
         self._table.clear()
-        self._sampling.clear()
         self._pending = BatchRequest()
 
     def clear_parameters(self, port: int) -> None:
@@ -206,12 +204,9 @@ class CpuModelRunner:
         if self._transfers is not None:
             self._transfers.insert(tasks)
         for task in tasks:
-            apply_task(self._table, task)
-            sequence = self._table.sequences.get(int(task.idx))
-            if sequence is not None and hasattr(task, "prompt_token_ids"):
-                self._sampling[int(task.idx)] = task
-                if sequence.failed:
-                    self._spoil(sequence)
+            started = apply_task(self._table, task)
+            if started is not None and started.failed:
+                self._spoil(started)
 
     def not_need_stop(self) -> bool:
         """True when there is something to do (FastDeploy's name for it).
@@ -248,7 +243,7 @@ class CpuModelRunner:
         had_work = self._table.has_work
         runnable = self._table.runnable()
         batch, self._pending = self._pending, BatchRequest()
-        batch.requests = [self._step_task(row, sequence) for row, sequence in runnable.items()]
+        batch.requests = [self._step_task(sequence) for sequence in runnable.values()]
         if self._transfers is not None:
             self._transfers.begin_pass([(each.request_id, each.target) for each in runnable.values()])
         began = time.perf_counter()
@@ -299,7 +294,7 @@ class CpuModelRunner:
             self._transfers.failed(request_id, reason)
         self._transfers.end_pass([each for each in request_ids if each not in lost])
 
-    def _step_task(self, row: int, sequence: RunningSequence) -> StepTask:
+    def _step_task(self, sequence: RunningSequence) -> StepTask:
         banned = () if sequence.may_end else sequence.rules.end_tokens
         return StepTask(
             request_id=sequence.request_id,
@@ -307,7 +302,7 @@ class CpuModelRunner:
             start=sequence.computed,
             block_table=sequence.block_table,  # type: ignore[arg-type]  # plain integers from FastDeploy
             needs_logits=sequence.samples,
-            sampling=sampling_params(self._sampling[row], banned),
+            sampling=replace(sequence.sampling, banned_tokens=banned),
         )
 
     def _retry(self, sequence: RunningSequence, reason: str) -> bool:

@@ -34,16 +34,21 @@ def unsupported(request: Any) -> str | None:
     return None
 
 
-def apply_task(table: BatchRows, task: Any) -> None:
-    """One task of FastDeploy's batch. Raises `CacheStateError` when it does not fit."""
+def apply_task(table: BatchRows, task: Any) -> RunningSequence | None:
+    """One task of FastDeploy's batch. Returns the sequence of a prefill task. Raises `CacheStateError` when it does not
+    fit.
+    """
     row = int(task.idx)
     kind = TaskKind(task.task_type.value)
     if kind is TaskKind.PREFILL:
-        table.start(row, _sequence(task))
-    elif kind is TaskKind.DECODE:
+        sequence = _sequence(task)
+        table.start(row, sequence)
+        return sequence
+    if kind is TaskKind.DECODE:
         table.set_blocks(row, [int(block) for block in task.block_tables])
     else:  # FastDeploy's GPU worker also treats an extend task as the end of the row
         table.release(row)
+    return None
 
 
 def _sequence(task: Any) -> RunningSequence:
@@ -56,6 +61,7 @@ def _sequence(task: Any) -> RunningSequence:
         target=int(task.prefill_end_index),
         block_table=[int(block) for block in task.block_tables],
         rules=_finish_rules(task),
+        sampling=sampling_params(task),
     )
 
 
@@ -77,7 +83,7 @@ def _stop_sequences(
     return tuple(tuple(row[:length]) for row, length in zip(padded, lengths, strict=False) if length)
 
 
-def sampling_params(task: Any, banned: tuple[int, ...]) -> SamplingParams:
+def sampling_params(task: Any) -> SamplingParams:
     """How the tokens of a prefill task's sequence are chosen."""
     temperature, top_p, seed = task.get("temperature"), task.get("top_p"), task.get("seed")
     return SamplingParams(
@@ -86,5 +92,4 @@ def sampling_params(task: Any, banned: tuple[int, ...]) -> SamplingParams:
         top_k=int(task.get("top_k") or 0),  # FastDeploy makes 1 of temperature 0
         min_p=float(task.get("min_p") or 0.0),
         seed=int(seed or 0),
-        banned_tokens=banned,
     )
