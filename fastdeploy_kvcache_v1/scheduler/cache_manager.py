@@ -41,7 +41,9 @@ from .invariants import expect
 from .lent_slots import LentSlots
 from .load_table import LoadTable
 from .lookahead import Lookahead
-from .policies.tables import backup_policy, eviction_policy, host_policy
+from .policies.backup import BACKUP_POLICIES
+from .policies.doubles import Doubles
+from .policies.tables import eviction_order
 from .radix_tree import RadixTree
 from .request_table import RequestTable
 from .residency import Residency
@@ -69,16 +71,18 @@ class CacheManager:
         self._device_pool = DeviceBlockPool(config.num_device_blocks)
         self._host_pool = HostBlockPool(config.num_host_blocks)
         self._history = ReuseHistory(self._most_watched, lambda: self._tiering.num_evictable)
-        backup = backup_policy(config)
+        backup = BACKUP_POLICIES[config.write_policy](config)
+        num_host_blocks, are_saved = config.num_host_blocks, backup.saves_at_eviction
         self._residency = Residency(
             self._device_pool,
             self._host_pool,
-            eviction_policy(config.device_order, self._history),
-            host_policy(config, backup, self._history, lambda: self._device_pool.size),
+            eviction_order(config.device_order, self._history),
+            eviction_order(config.host_order, self._history),
+            Doubles(num_host_blocks, lambda: self._device_pool.size, are_saved=are_saved),
             self._events,
         )
         self._tree = RadixTree(self._residency)
-        self._lookahead = Lookahead(self._tree, config.lookahead_requests)
+        self._lookahead = Lookahead(self._tree, self._residency, config.lookahead_requests)
         self._tiering = Tiering(backup, self._tree, self._residency, self._lookahead, self._counters)
         learner = self._history if self._residency.learns else None
         self._requests = RequestTable(config, self._tree, self._tiering, self._counters, learner)

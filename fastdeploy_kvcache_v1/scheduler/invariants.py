@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence, Set
 
 from ..errors import InvariantError
 from ..metadata import CacheLevel
-from .places import Link
+from .places import Link, RunQueue
 from .run import WIDTH, Run
-from .run_queue import RunQueue
 
 
 def expect(condition: bool, broken: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ..metadata import BlockHashes
 from .radix_tree import RadixTree
+from .residency import Residency
 
 MOST_RUNS = 256
 """Looked at in one step, some 0.2 ms of work."""
@@ -18,13 +19,12 @@ MOST_RUNS = 256
 
 class Lookahead:
     """The line is looked at when a tier first runs short after it was told, so a step without eviction pays nothing.
-
-    A policy that knows recency alone takes it for a use: the blocks count as used now, those of the head of the line
-    last. Not thread-safe: the manager's lock covers it.
+    Not thread-safe: the manager's lock covers it.
     """
 
-    def __init__(self, tree: RadixTree, most_requests: int) -> None:
+    def __init__(self, tree: RadixTree, residency: Residency, most_requests: int) -> None:
         self._tree = tree
+        self._residency = residency
         self._most_requests = most_requests
         self._line: Sequence[BlockHashes] | None = ()
         """None in a step that has looked at it."""
@@ -49,4 +49,4 @@ class Lookahead:
             if num_runs > MOST_RUNS:
                 break
             paths.append(path)
-        self._tree.expect(paths)
+        self._residency.expect(paths)

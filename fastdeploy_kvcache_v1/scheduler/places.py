@@ -1,7 +1,8 @@
-"""Where a run stands in the order of each tier, and who reads its host slots from outside the two tiers."""
+"""Where a run stands in the order of each tier: its place, the queues of places, who reads host slots from outside."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ class Link:
 class HostCopy(Link):
     """That a run has host slots, and its place in the host queue."""
 
-    __slots__ = ("readers", "run")
+    __slots__ = ("is_double", "readers", "run")
 
     def __init__(self, run: Run) -> None:
         self.older = self.younger = None
         self.run = run
+        self.is_double = False
+        """It is in the queue of `Doubles`."""
         self.readers: tuple[HostReader, ...] = ()
         """From outside the two tiers: the slots stay as they are until these have ended."""
 
@@ -49,3 +52,102 @@ class HostReader:
     def __init__(self) -> None:
         self.copies: list[HostCopy] = []
         """What it reads; a copy that is cut while it is read counts with both its parts."""
+
+
+class RunQueue:
+    """Oldest first: a linked list, so that the half of a split run gets its place. Every method is O(1)."""
+
+    def __init__(self) -> None:
+        end = self._end = Link()
+        end.older = end.younger = end
+
+    @property
+    def end(self) -> Link:
+        """Between its youngest and its oldest place, always the same: `end.younger` is the oldest, or `end` itself. For
+        those who ask often; never moved or discarded.
+        """
+        return self._end
+
+    def __iter__(self) -> Iterator[Run]:
+        """Oldest first. The run just yielded may be removed or moved by the caller."""
+        link = self._end.younger
+        while link is not self._end:
+            assert link is not None
+            following = link.younger
+            yield link.run
+            link = following
+
+    def youngest_first(self) -> Iterator[Run]:
+        """As `__iter__`, from the other end."""
+        link = self._end.older
+        while link is not self._end:
+            assert link is not None
+            following = link.older
+            yield link.run
+            link = following
+
+    def touch(self, link: Link) -> None:
+        """Make it the youngest, whatever queue it is in, or none."""
+        end = self._end
+        newest = end.older
+        if newest is link:
+            return
+        assert newest is not None
+        older, younger = link.older, link.younger
+        if younger is not None:
+            assert older is not None
+            older.younger, younger.older = younger, older
+        link.older, link.younger = newest, end
+        newest.younger = end.older = link
+
+    @staticmethod
+    def insert_after(link: Link, other: Link) -> None:
+        """Put `link`, which is in no queue, one place younger than `other`, in the queue that holds `other`."""
+        younger = other.younger
+        assert younger is not None and not link.is_queued
+        link.older, link.younger = other, younger
+        other.younger = younger.older = link
+
+    def put_oldest(self, link: Link) -> None:
+        """Put `link`, which is in no queue, before all others."""
+        self.insert_after(link, self._end)
+
+    @staticmethod
+    def discard(link: Link) -> None:
+        """Take it out of the queue it is in, if any."""
+        older, younger = link.older, link.younger
+        if younger is not None:
+            assert older is not None
+            older.younger, younger.older = younger, older
+            link.older = link.younger = None
+
+    def pop_oldest(self) -> Link | None:
+        """Take out the oldest one; None if there is none."""
+        return self._pop(self._end.younger)
+
+    def pop_youngest(self) -> Link | None:
+        """As `pop_oldest`, from the other end."""
+        return self._pop(self._end.older)
+
+    def _pop(self, link: Link | None) -> Link | None:
+        assert link is not None
+        if link is self._end:
+            return None
+        self.discard(link)
+        return link
+
+    def forget(self) -> None:
+        """Be empty. Places that were in it still look queued: the caller cares for them."""
+        end = self._end
+        end.older = end.younger = end
+
+    def check_links(self) -> bool:
+        """Do all links agree with their neighbours, and does the way back meet the same ones?"""
+        link = self._end
+        while True:
+            younger = link.younger
+            if younger is None or younger.older is not link:
+                return False
+            link = younger
+            if link is self._end:
+                return True

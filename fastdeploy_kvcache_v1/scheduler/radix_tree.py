@@ -45,13 +45,6 @@ class RadixTree:
         """
         return self._find(hashes, len(hashes))[0].path()
 
-    def expect(self, paths: Sequence[Sequence[Run]]) -> None:
-        """Requests wait that will use the runs of `paths`, each in prompt order, the next one first; no others."""
-        self._residency.expect_nothing()
-        for path in reversed(paths):
-            for run in reversed(path):
-                self._residency.expect(run)
-
     def count_cached(self, hashes: Sequence[BlockHash]) -> int:
         """Length of the longest cached prefix of `hashes`, in blocks. Changes nothing."""
         return _blocks_to(*self._find(hashes, len(hashes)))
@@ -193,10 +186,8 @@ class RadixTree:
 
     def device_victim(self, most: int) -> Run | None:
         """The next device run to leave, split to at most `most` blocks."""
-        for run in self._residency.device_order.candidates():
-            if self._residency.is_device_victim(run):
-                return self.tail(run, most)
-        return None
+        run = self._residency.next_device_victim()
+        return None if run is None else self.tail(run, most)
 
     def host_victim(self, most: int) -> Run | None:
         """The next run whose host copy is to go, split to at most `most` blocks."""

@@ -8,35 +8,45 @@ it copies or names, unless it says otherwise. Not thread-safe: the manager's loc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from ..metadata import BlockHash, CacheLevel, DeviceSlot, HostSlot
 from .block_pool import DeviceBlockPool, HostBlockPool
 from .event_log import EventLog
 from .invariants import check_queue, check_runs, expect
-from .places import HostCopy, HostReader
-from .policies.eviction import EvictionPolicy
+from .places import HostCopy, HostReader, RunQueue
+from .policies.doubles import Doubles
+from .policies.order import EvictionOrder
 from .run import Run
 
 
 class Residency:
-    """A run that can leave a tier is in the order of that tier (see `EvictionPolicy`).
+    """A run that can leave a tier is in the order of that tier (see `EvictionOrder`).
 
     One that cannot may be taken out when it gets in the way, and comes back when that changes: a run in use when its
-    last user leaves, one that waits for the runs below it when the last of them has left the tier.
+    last user leaves, one that waits for the runs below it when the last of them has left the tier, one with an open
+    copy when the step is taken. What the waiting line will hit leaves after everything else: its worth is known, not
+    guessed.
     """
 
     def __init__(
         self,
         device_pool: DeviceBlockPool,
         host_pool: HostBlockPool,
-        device_order: EvictionPolicy,
-        host_order: EvictionPolicy,
+        device_order: EvictionOrder,
+        host_order: EvictionOrder,
+        doubles: Doubles,
         events: EventLog,
     ) -> None:
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.device_order = device_order
         self.host_order = host_order
+        self.doubles = doubles
+        self._deferred = RunQueue()
+        """Host copies that a search met while a copy of the open step fills or reads them."""
+        self._expected = RunQueue(), RunQueue()
+        """What the waiting line needs of the device and of the host, the farthest need first."""
         self.num_device_evictable = 0
         """Blocks that device eviction can free at once; exact."""
         self._events = events
@@ -78,48 +88,52 @@ class Residency:
         if run.on_device:
             self.num_device_evictable += run.length
             if not run.is_queued and not run.device_children:
-                self.device_order.released(run)
+                self.device_order.use(run)
         host = run.host
         if host is not None and not host.is_queued and not host.readers and (run.on_device or not run.other_children):
-            self.host_order.released(host)
+            self._use_host(host)
 
     def touch(self, run: Run) -> None:
         """A request that used it has ended."""
         if run.detached:
             return
         if run.on_device:
-            self.device_order.used(run)
+            self.device_order.use(run)
         if run.host is not None:
-            self.host_order.used(run.host)
+            self._use_host(run.host)
 
-    def expect(self, run: Run) -> None:
-        """A waiting request will use it."""
-        if run.on_device:
-            self.device_order.expected(run)
-        if run.host is not None:
-            self.host_order.expected(run.host)
+    def _use_host(self, host: HostCopy) -> None:
+        if not self.doubles.take(host):
+            self.host_order.use(host)
 
-    def expect_nothing(self) -> None:
-        """No waiting request is known."""
-        self.device_order.nothing_expected()
-        self.host_order.nothing_expected()
+    def expect(self, paths: Sequence[Sequence[Run]]) -> None:
+        """Requests wait that will use the runs of `paths`, each in prompt order, the next one first; no others."""
+        on_device, on_host = self._expected
+        for queue, order in ((on_device, self.device_order), (on_host, self.host_order)):
+            while (place := queue.pop_oldest()) is not None:
+                order.use(place)
+        for path in reversed(paths):
+            for run in reversed(path):
+                if run.on_device:
+                    on_device.touch(run)
+                if run.host is not None and not run.host.is_double:
+                    on_host.touch(run.host)
 
     # ---- slots
 
     def add_new(self, run: Run) -> None:
         """`run`, on the device and used by one request, has just been added to the tree."""
         run.pins = 1
-        self.device_order.entered(run)
         self._tell_stored(CacheLevel.DEVICE, run)
 
     def add_loaded(self, run: Run) -> None:
         """`run`, in one tier and used by no request, has just been added to the tree: its bytes came from outside."""
         if run.host is not None:
-            self.host_order.entered(run.host)
+            self.host_order.enter(run.host)
             self._tell_stored(CacheLevel.HOST, run)
         else:
             self.num_device_evictable += run.length
-            self.device_order.entered(run)
+            self.device_order.enter(run)
             self._tell_stored(CacheLevel.DEVICE, run)
 
     def give_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
@@ -159,11 +173,11 @@ class Residency:
         if run.on_device:
             if not run.pins:
                 self.num_device_evictable -= run.length
-            self.device_order.removed(run)
+            self.device_order.leave(run)
             if run.open is not CacheLevel.DEVICE:
                 self._tell_removed(CacheLevel.DEVICE, run)
         if run.host is not None:
-            self.host_order.removed(run.host)
+            self.host_order.leave(run.host)
             if run.open is not CacheLevel.HOST:
                 self._tell_removed(CacheLevel.HOST, run)
         run.detached = True
@@ -191,8 +205,8 @@ class Residency:
                     run.open = None
         self._detached = kept
         self._open = {run: None for run in kept if run.open is not None}
-        self.device_order.cleared()
-        self.host_order.cleared()
+        for queue in (*self._device_queues(), *self._host_queues()):
+            queue.forget()
         self.num_device_evictable = 0
         self.device_pool.keep_only([*other_device, *(slot for run in kept for slot in run.device_slots)])
         self.host_pool.keep_only([*other_host, *(slot for run in kept for slot in run.host_slots)])
@@ -201,56 +215,61 @@ class Residency:
 
     # ---- the search for victims
 
-    def is_device_victim(self, run: Run) -> bool:
-        """Can the queued `run` leave the device? If not, it is out of the way now."""
-        if not run.pins and not run.device_children:
-            return True
-        self.device_order.passed_over(run)
-        return False
+    def next_device_victim(self) -> Run | None:
+        """The run that is to leave the device next; None if none can. What cannot is out of the way now."""
+        return next((run for run in self.next_to_leave() if self._is_device_victim(run)), None)
 
     def next_to_leave(self) -> Iterator[Run]:
         """Device runs in the order in which they will leave if nothing uses them. One in use is out of the way now. The
         caller may cut the run just yielded, and take host slots from others.
         """
-        for run in self.device_order.candidates():
+        for run in chain(self.device_order.candidates(), self._expected[0]):
             if run.pins:
-                self.device_order.passed_over(run)
+                self.device_order.leave(run)
             else:
                 yield run
 
-    def is_host_victim(self, run: Run) -> bool:
-        """Can the host copy of the queued `run` go? If not, it is out of the way now."""
-        host = run.host
-        assert host is not None
-        is_used = run.pins and not self.host_order.is_double(host)
-        if is_used or host.readers or (run.other_children and not run.on_device):
-            self.host_order.passed_over(host)
-            return False
-        if run.open is not None:
-            self.host_order.deferred(host)
-            return False
-        return True
+    def _is_device_victim(self, run: Run) -> bool:
+        if run.device_children:
+            self.device_order.leave(run)
+        return not run.device_children
 
     def next_host_victim(self) -> Run | None:
-        """The run whose host copy is to go next; None if no copy can go."""
-        return next(filter(self.is_host_victim, self.host_order.candidates()), None)
+        """The run whose host copy is to go next; None if no copy can go. What cannot is out of the way now."""
+        return next(filter(self._is_host_victim, chain(self.doubles.youngest_first(), self._last_copies())), None)
 
     def next_lost(self) -> Run | None:
         """The run that is to be lost next, or None: as `next_host_victim`, if nothing was on the device as well."""
-        return next(filter(self.is_host_victim, self.host_order.last_copies()), None)
+        return next(filter(self._is_host_victim, self._last_copies()), None)
+
+    def _last_copies(self) -> Iterator[Run]:
+        return chain(self.host_order.candidates(), self._expected[1])
+
+    def _is_host_victim(self, run: Run) -> bool:
+        host = run.host
+        assert host is not None
+        is_used = run.pins and not host.is_double
+        must_wait = is_used or host.readers or (run.other_children and not run.on_device)
+        if not must_wait and run.open is None:
+            return True
+        self.doubles.drop(host)
+        if not must_wait:
+            self._deferred.touch(host)
+        return False
 
     def child_left(self, run: Run) -> None:
         """Fewer runs hang below `run` in one of its tiers: perhaps that is what it waited for."""
         if run.pins or run.detached:
             return
         if run.on_device and not run.is_queued and not run.device_children:
-            self.device_order.unblocked(run)
+            self.device_order.enter(run, first=True)
         self._unblock_host(run)
 
     def _unblock_host(self, run: Run) -> None:
         host = run.host
-        if host is not None and not host.is_queued and (run.on_device or not run.other_children):
-            self.host_order.unblocked(host)
+        waits = host is None or host.is_queued or (run.other_children and not run.on_device)
+        if host is not None and not waits and not self.doubles.take(host):
+            self.host_order.enter(host, first=True)
 
     # ---- readers from outside the two tiers
 
@@ -285,7 +304,10 @@ class Residency:
         if run.host is not None:
             head.host = HostCopy(head)
             self._begin_reading(head.host, run.host.readers)
-            if run.host.is_queued:
+            if run.host.is_double:
+                head.host.is_double = True
+                RunQueue.insert_after(head.host, run.host)
+            elif run.host.is_queued:
                 self.host_order.cut(head.host, run.host)
         if run.open is not None:
             self._open[head] = None
@@ -294,9 +316,9 @@ class Residency:
         """`run` takes over its parent; the parent's places go."""
         parent = run.parent
         assert parent is not None
-        self.device_order.joined(parent)
+        self.device_order.leave(parent)
         if parent.host is not None:
-            self.host_order.joined(parent.host)
+            self.host_order.leave(parent.host)
         run.take_over_parent()
 
     # ---- copies that the worker has not been told of
@@ -312,7 +334,9 @@ class Residency:
         assert run.host is None and len(slots) == run.length, "one host slot per block"
         run.open = CacheLevel.HOST
         self._open[run] = None
-        self.host_order.entered(run.enter_host(slots))
+        host = run.enter_host(slots)
+        if not run.pins:
+            self.host_order.enter(host)
 
     @property
     def has_open_copies(self) -> bool:
@@ -330,10 +354,11 @@ class Residency:
                 self._free_if_unused(run)
                 continue
             self._tell_stored(level, run)
-            if level is CacheLevel.DEVICE and run.host is not None:
-                self.host_order.doubled(run.host)
+            if level is CacheLevel.DEVICE and run.host is not None and self.doubles.are_wanted:
+                self.doubles.take(run.host)
         self._open.clear()
-        self.host_order.step_taken()
+        while (place := self._deferred.pop_youngest()) is not None:
+            self.host_order.enter(place, first=True)
 
     def abandon_copies(self) -> None:
         """Forget open copies that will never be handed to a worker (everything has been detached and released)."""
@@ -356,20 +381,27 @@ class Residency:
         in_pool = all(0 <= slot < self.device_pool.size for slot in sources)
         expect(in_pool, "an open copy reads a device slot outside the pool")
         waiting = {run for run in runs if run.device_children}
-        check_queue(self.device_order.queues(), {run: run for run in runs if run.on_device}, waiting, "device")
+        check_queue(self._device_queues(), {run: run for run in runs if run.on_device}, waiting, "device")
         waiting = {run for run in runs if run.is_read or (run.other_children and not run.on_device)}
-        check_queue(self.host_order.queues(), {run: run.host for run in runs if run.host}, waiting, "host")
+        check_queue(self._host_queues(), {run: run.host for run in runs if run.host}, waiting, "host")
+        doubles = {run for run in runs if run.host is not None and run.host.is_double}
+        expect(doubles == set(self.doubles), "the queue of doubles misses some, or holds others")
         device = sum(run.length for run in runs if run.on_device and not run.pins)
         expect(
             device == self.num_device_evictable, f"{device} device blocks evictable, not {self.num_device_evictable}"
         )
+
+    def _device_queues(self) -> list[RunQueue]:
+        return [*self.device_order.queues(), self._expected[0]]
+
+    def _host_queues(self) -> list[RunQueue]:
+        return [*self.host_order.queues(), self._expected[1], self._deferred, self.doubles]
 
     # ---- inside
 
     def _put_on_device(self, run: Run, slots: Sequence[DeviceSlot]) -> None:
         assert run.pins and not run.on_device and len(slots) == run.length, "a run in use gets one slot per block"
         run.enter_device(slots)
-        self.device_order.entered(run)
 
     def _close_unfilled(self, run: Run) -> None:
         """Cancel the swap-in of `run`, of which the worker does not know yet."""
@@ -379,17 +411,19 @@ class Residency:
 
     def _take_device(self, run: Run) -> None:
         if not run.detached:
-            self.device_order.removed(run)
+            self.device_order.leave(run)
         self.device_pool.free(run.leave_device())
-        if run.host is not None and not run.detached:
-            self.host_order.only_copy(run.host)
+        if run.host is not None and run.host.is_double:
+            self.doubles.drop(run.host)
+            if not run.detached:
+                self.host_order.use(run.host)
         if run.parent is not None:
             self.child_left(run.parent)
 
     def _take_host(self, run: Run) -> None:
         assert run.host is not None
         if not run.detached:
-            self.host_order.removed(run.host)
+            self.host_order.leave(run.host)
         self.host_pool.free(run.host_slots)
         run.host = None
 

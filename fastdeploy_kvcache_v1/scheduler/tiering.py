@@ -57,7 +57,7 @@ class Tiering:
     def num_evictable(self) -> int:
         """Blocks that the tiers hold, or could hold, beside those in use; host copies of blocks in use count, too."""
         device, host = self.num_available_device, self._residency.host_pool.size
-        return device + host if self._residency.host_order.is_exclusive else max(device, host)
+        return device + host if self._residency.doubles.are_wanted else max(device, host)
 
     def allocate_device(self, count: int) -> list[DeviceSlot] | NoSpace:
         """`count` slots, evicting cached blocks where they are short. `NoSpace` changes nothing."""
@@ -237,7 +237,7 @@ class Tiering:
 
     def _evict_device(self, run: Run) -> None:
         """Take the device slots of an evictable `run`, saving its blocks to the host if the policy says so."""
-        if run.host is None and self._residency.host_pool.size and self._policy.on_eviction(run):
+        if run.host is None and self._residency.host_pool.size and self._policy.saves_at_eviction:
             if self._is_declined(run):
                 self._counters.backup_declined_blocks += run.length
             else:

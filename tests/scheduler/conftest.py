@@ -1,4 +1,4 @@
-"""Managers of these tests may name two eviction policies that no server offers: they show what the tree and the tiers
+"""Managers of these tests may name two eviction orders that no server offers: they show what the tree and the tiers
 keep, whatever the order is.
 """
 
@@ -9,58 +9,46 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from fastdeploy_kvcache_v1.scheduler.places import Link
-from fastdeploy_kvcache_v1.scheduler.policies.eviction import EvictionPolicy
+from fastdeploy_kvcache_v1.scheduler.places import Link, RunQueue
 from fastdeploy_kvcache_v1.scheduler.policies.lru import LeastRecentlyUsed
+from fastdeploy_kvcache_v1.scheduler.policies.order import EvictionOrder
 from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES
 from fastdeploy_kvcache_v1.scheduler.reuse import ages, history, judge, rates
 from fastdeploy_kvcache_v1.scheduler.run import Run
-from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 
 class FirstInFirstOut(LeastRecentlyUsed):
     """Use does not make a run younger."""
 
-    def used(self, place: Link, /) -> None:
+    def use(self, place: Link, /) -> None:
         if not place.is_queued:
             self.touch(place)
 
 
-class Shuffled(EvictionPolicy):
+class Shuffled(EvictionOrder):
     """Whatever happens to a run sends it to either end of one of three queues, roots before leaves as it comes."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
         self._queues = [RunQueue(), RunQueue(), RunQueue()]
-        self._deferred = RunQueue()
 
-    def entered(self, place: Link, /) -> None:
-        RunQueue.discard(place)
+    def enter(self, place: Link, /, *, first: bool = False) -> None:
+        self.use(place)
+
+    def use(self, place: Link, /) -> None:
+        self.leave(place)
         queue = self._random.choice(self._queues)
         (queue.touch if self._random.random() < 0.5 else queue.put_oldest)(place)
 
-    used = released = unblocked = entered
-
     def cut(self, head: Link, place: Link, /) -> None:
-        self.entered(head)
-
-    def passed_over(self, place: Link, /) -> None:
-        RunQueue.discard(place)
-
-    joined = removed = passed_over
-
-    def deferred(self, place: Link, /) -> None:
-        self._deferred.touch(place)
-
-    def step_taken(self) -> None:
-        self._random.choice(self._queues).put_back(self._deferred)
+        self.use(head)
 
     def candidates(self) -> Iterator[Run]:
         for queue in self._random.sample(self._queues, 3):
             yield from queue
 
     def queues(self) -> Sequence[RunQueue]:
-        return (*self._queues, self._deferred)
+        return self._queues
 
 
 OTHER_POLICIES = {"fifo": lambda history: FirstInFirstOut(), "shuffled": lambda history: Shuffled()}

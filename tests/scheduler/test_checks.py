@@ -10,10 +10,9 @@ import pytest
 from fastdeploy_kvcache_v1.errors import InvariantError
 from fastdeploy_kvcache_v1.metadata import CacheLevel, DeviceSlot
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.places import HostCopy
+from fastdeploy_kvcache_v1.scheduler.places import HostCopy, RunQueue
 from fastdeploy_kvcache_v1.scheduler.request_state import RequestState
 from fastdeploy_kvcache_v1.scheduler.run import DEVICE, WIDTH, Run
-from fastdeploy_kvcache_v1.scheduler.run_queue import RunQueue
 
 from .scenario import block, manager, prompt, run, start
 
@@ -122,18 +121,19 @@ DAMAGES: dict[str, Damage] = {
     "a detached run has no user left": lambda cache: detach(cache, unused(cache)),
     "a detached run is queued": lambda cache: (
         detach(cache, leaf(cache)),
-        cache._residency.device_order.used(leaf(cache)),
+        cache._residency.device_order.use(leaf(cache)),
     ),
     # Queues and counts
     "the device queue is torn": lambda cache: setattr(unused(cache), "older", unused(cache)),
     "the host queue is torn": lambda cache: setattr(host_copy(unused(cache)), "older", host_copy(leaf(cache))),
-    "the device queue holds runs that are not in its tier": lambda cache: cache._residency.device_order.used(
+    "the device queue holds runs that are not in its tier": lambda cache: cache._residency.device_order.use(
         Run.of([block("y")], [DeviceSlot(0)])
     ),
-    "the host queue holds a run twice": lambda cache: cache._residency.host_order.used(HostCopy(unused(cache))),
-    "the device queue misses runs": lambda cache: cache._residency.device_order.removed(unused(cache)),
-    "the host queue misses runs": lambda cache: cache._residency.host_order.removed(host_copy(unused(cache))),
+    "the host queue holds a run twice": lambda cache: cache._residency.host_order.use(HostCopy(unused(cache))),
+    "the device queue misses runs": lambda cache: cache._residency.device_order.leave(unused(cache)),
+    "the host queue misses runs": lambda cache: cache._residency.host_order.leave(host_copy(unused(cache))),
     "a run is in another queue than that of the device tier": lambda cache: RunQueue().touch(top(cache)),
+    "the queue of doubles misses some": lambda cache: setattr(host_copy(unused(cache)), "is_double", True),
     "1 device blocks evictable, not 9": lambda cache: setattr(cache._residency, "num_device_evictable", 9),
     # Copies
     "open transfers and runs disagree": lambda cache: cache._residency._open.clear(),

@@ -9,7 +9,8 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.errors import ConfigError
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from fastdeploy_kvcache_v1.scheduler.policies.tables import BACKUP_POLICIES, EVICTION_POLICIES, REMOVED
+from fastdeploy_kvcache_v1.scheduler.policies.backup import BACKUP_POLICIES
+from fastdeploy_kvcache_v1.scheduler.policies.tables import EVICTION_POLICIES, REMOVED
 
 from .conftest import OTHER_POLICIES
 from .scenario import cached, manager, on_host, play, run
@@ -35,7 +36,9 @@ def test_candidates_are_all_that_can_leave_and_the_same_traffic_leads_to_the_sam
         cache, dice = manager(9, 6, eviction_policy=order), random.Random(3)
         for number in range(60):
             run(cache, dice.choice(("ab!", "abc!", "cd!", "ef!", "gh!", "xyz!")), str(number))
-        orders = [list(each.candidates()) for each in (cache._residency.device_order, cache._residency.host_order)]
+        residency = cache._residency
+        on_host = [*residency.doubles, *residency.host_order.candidates()]
+        orders = [list(residency.device_order.candidates()), on_host]
         assert set(orders[0]) == {each for each in cache._tree.runs() if each.on_device}
         assert set(orders[1]) == {each for each in cache._tree.runs() if each.host is not None}
         found.append(([[each.last_hash for each in order] for order in orders], cache.stats()))

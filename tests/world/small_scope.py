@@ -96,7 +96,7 @@ def text(world: World) -> str:
         joins = [run.ends_its_cells, run.parent is not None and run.parent.cells is run.cells]
         blocks = [tags[block] for block in run.hashes]
         parts.append([blocks, _slots("d", places[0]), _slots("h", places[1]), state, joins])
-    queues = (*residency.device_order.queues(), *residency.host_order.queues())
+    queues = (*residency._device_queues(), *residency._host_queues())
     parts += [[[number[place.run] for place in queue] for queue in queues], [number[run] for run in residency._open]]
     for name, life in sorted(world.lives.items()):
         state, open_step = requests[name], requests.step

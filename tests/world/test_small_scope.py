@@ -17,7 +17,7 @@ from .small_scope import SCOPES, search
 BROKEN = {
     # what is broken: how the search begins, method, its text, what it becomes
     "only the leaf is pinned": ("computed", RadixTree.match, "for run in path:", "for run in path[-1:]:"),
-    "a slot leaves that a copy fills": ("both grow", Residency.is_host_victim, "if run.open is not None:", "if False:"),
+    "a slot leaves that a copy fills": ("both grow", Residency._is_host_victim, "and run.open is None", ""),
     "a reset forgets readers": ("stored", Residency.detach_all, "(CacheLevel.HOST), *read,", "(CacheLevel.HOST),"),
     "what is on its way to the host is found": (
         "evicted",

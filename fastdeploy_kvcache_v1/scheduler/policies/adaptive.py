@@ -7,24 +7,22 @@ from heapq import merge
 from itertools import islice
 from operator import itemgetter
 
-from ..places import Link
+from ..places import Link, RunQueue
 from ..reuse.history import ReuseHistory
 from ..reuse.rates import NUM_CLASSES
 from ..run import Run
-from ..run_queue import RunQueue
-from .eviction import EvictionPolicy
+from .order import EvictionOrder
 
 LOOKED_AT = 8
 """Runs at the young end of a queue."""
 
 
-class Adaptive(EvictionPolicy):
+class Adaptive(EvictionOrder):
     """A queue for each class of runs, by how often their blocks were used, in the order of the last use. The next to
     leave is the oldest of one of them: of the least worth, or, of equal ones, simply the oldest. Where blocks come back
     after a while, as when the same documents are gone through again and again, the youngest leaves.
 
-    Worth is what `ReuseHistory` has learned; while recency rules (see `Judge`), all are worth the same. What the
-    waiting line will hit leaves after everything else: its worth is known, not guessed.
+    Worth is what `ReuseHistory` has learned; while recency rules (see `Judge`), all are worth the same.
     """
 
     learns = True
@@ -33,8 +31,6 @@ class Adaptive(EvictionPolicy):
         self._history = history
         self._queues = [RunQueue() for _ in range(NUM_CLASSES)]
         self._ends = [queue.end for queue in self._queues]
-        self._expected = RunQueue()
-        self._deferred = [RunQueue() for _ in range(NUM_CLASSES)]
 
     @property
     def recency_rules(self) -> bool:
@@ -43,37 +39,15 @@ class Adaptive(EvictionPolicy):
     def worth(self, run: Run) -> float:
         return self._history.worth(run)
 
-    def entered(self, place: Link) -> None:
+    def enter(self, place: Link, /, *, first: bool = False) -> None:
         run = place.run
-        if not run.pins:
-            if run.last_use < 0:  # it was loaded, because a request wants it
-                run.last_use = self._history.now
-            self.used(place)
+        if run.last_use < 0:  # it was loaded, because a request wants it
+            run.last_use = self._history.now
+        queue = self._queues[run.kind]
+        (queue.put_oldest if first else queue.touch)(place)
 
-    def used(self, place: Link) -> None:
+    def use(self, place: Link, /) -> None:
         self._queues[place.run.kind].touch(place)
-
-    released = used
-
-    def expected(self, place: Link) -> None:
-        self._expected.touch(place)
-
-    def nothing_expected(self) -> None:
-        while (place := self._expected.pop_oldest()) is not None:
-            self.used(place)
-
-    def unblocked(self, place: Link) -> None:
-        self._queues[place.run.kind].put_oldest(place)
-
-    cut = staticmethod(RunQueue.insert_after)
-    passed_over = joined = removed = staticmethod(RunQueue.discard)
-
-    def deferred(self, place: Link) -> None:
-        self._deferred[place.run.kind].touch(place)
-
-    def step_taken(self) -> None:
-        for queue, deferred in zip(self._queues, self._deferred, strict=True):
-            queue.put_back(deferred)
 
     def candidates(self) -> Iterator[Run]:
         first = self._first()
@@ -83,7 +57,6 @@ class Adaptive(EvictionPolicy):
             for _, _, run in merge(*lines, key=itemgetter(0, 1)):
                 if run is not first:
                     yield run
-        yield from self._expected
 
     def _first(self) -> Run | None:
         worth = self._history.worth
@@ -112,4 +85,4 @@ class Adaptive(EvictionPolicy):
         return None
 
     def queues(self) -> Sequence[RunQueue]:
-        return (*self._queues, self._expected, *self._deferred)
+        return self._queues

@@ -1,0 +1,51 @@
+"""Doubles: what is on the device as well leaves the host first, where the host tier is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..places import HostCopy, RunQueue
+
+SHORT_HOST = 2
+"""Times as large as the device tier: of a larger host tier what it holds twice is a small part, and each copy that it
+saves by giving that up is paid with many.
+"""
+
+
+class Doubles(RunQueue):
+    """Host copies that leave before all others, the youngest first. A run that came back to the device, or was used
+    there, will stay there for a while: its host copy is a *double*. One that was made because its run is about to leave
+    the device is none.
+
+    Nothing is lost with a double, and it may go although requests use its run; but it is copied again when the run
+    leaves the device. Not thread-safe: the manager's lock covers it.
+    """
+
+    def __init__(self, num_host_blocks: int, num_device_blocks: Callable[[], int], *, are_saved: bool) -> None:
+        """`are_saved`: what leaves the device without a host copy is copied then. Else no double may go."""
+        super().__init__()
+        self._num_host_blocks = num_host_blocks
+        self._num_device_blocks = num_device_blocks
+        self._are_saved = are_saved
+
+    @property
+    def are_wanted(self) -> bool:
+        """Is what the host may hold twice worth more than the copies?"""
+        return self._are_saved and self._num_host_blocks <= SHORT_HOST * self._num_device_blocks()
+
+    def take(self, host: HostCopy) -> bool:
+        """Is the copy of a run that was used, or came to the device, a double now? Then it is in this queue, else in
+        its own or, if it was a double, in none.
+        """
+        if host.run.on_device and self.are_wanted:
+            host.is_double = True
+            self.touch(host)
+            return True
+        if host.is_double:
+            self.drop(host)
+        return False
+
+    def drop(self, host: HostCopy) -> None:
+        """A double is none any more, and in no queue."""
+        host.is_double = False
+        self.discard(host)

@@ -1,0 +1,64 @@
+"""EvictionOrder: in which order the runs of a tier are asked to leave it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+from ..places import Link, RunQueue
+from ..run import Run
+
+
+class EvictionOrder(ABC):
+    """The order of one tier, and nothing else. `KVCacheConfig.device_eviction` and `host_eviction` choose it by name.
+
+    `Residency` tells it what happens to runs, asks for candidates, and takes the first that can leave; whether one can
+    (users, runs below it, open copies) is for `Residency` to say. So prefix closure holds under every order. One that
+    cannot is taken out, and put back when that changes, so a search costs O(1) amortized.
+
+    An order sees the *place* of a run in this tier, which names the run: the `Run` itself on the device, its `HostCopy`
+    on the host. A place is in one queue or in none; where a run waits for a step, or is known to be wanted, its place
+    is in a queue of `Residency`. Every method costs O(1), `candidates` O(1) for each run it yields. Not thread-safe:
+    the manager's lock covers it.
+    """
+
+    learns = False
+    """`ReuseHistory` is to be kept for it, for `Run.kind` and `Run.last_use`: it costs time and memory."""
+
+    @property
+    def recency_rules(self) -> bool:
+        """Is the order that of the last use now, whatever else is known?"""
+        return True
+
+    @abstractmethod
+    def enter(self, place: Link, /, *, first: bool = False) -> None:
+        """The run, which no request uses and which is in no queue, has come into the tier. `first`: it was a candidate
+        before, and had to wait for others. It leaves before runs that are worth the same.
+        """
+
+    @abstractmethod
+    def use(self, place: Link, /) -> None:
+        """A request that used the run has ended; others may still use it. It is queued now, if it was not before."""
+
+    @staticmethod
+    def leave(place: Link, /) -> None:
+        """The run has left the tier, or cannot leave it now. In no queue any more."""
+        RunQueue.discard(place)
+
+    def cut(self, head: Link, place: Link, /) -> None:
+        """`head`, in no queue, was cut from the upper end of the run of `place`, which is queued. It is queued now,
+        best right after `place`: lower blocks leave first, and parts that stay neighbours can be joined.
+        """
+        RunQueue.insert_after(head, place)
+
+    @abstractmethod
+    def candidates(self) -> Iterator[Run]:
+        """Runs in the order in which they should leave. The caller may remove or move the run just yielded."""
+
+    def worth(self, run: Run, /) -> float:
+        """What keeping it earns, to be compared with other runs; all are equal for an order that cannot tell."""
+        return 0.0
+
+    @abstractmethod
+    def queues(self) -> Sequence[RunQueue]:
+        """Every queue that may hold a place of its own."""
