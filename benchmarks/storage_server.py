@@ -24,7 +24,7 @@ from fastdeploy_kvcache_v1.embedded.process import running_server
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from tests.embedded.shadow import Harness
+from tests.embedded.harness import Harness
 from tests.storage.values import namespace
 
 LENGTHS = (256, 512, 1_000, 2_000)

@@ -16,14 +16,14 @@ from fastdeploy_kvcache_v1.embedded.settings import ServerConfig
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.metadata import CopyPath
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient
+from tests.embedded.harness import Worker, WorkerThread
 
 
 class Server:
     def __init__(self, cache, options):
         config = ServerConfig(cache=cache, served_model_name="tiny", max_model_len=200, **options)
         manager = CacheManager(cache)
-        self.worker = ShadowWorkerClient(ShadowWorker(cache))
+        self.worker = WorkerThread(Worker(cache))
         self.fatal = []
         core = EngineCore(manager, self.worker.send, max_num_seqs=8, max_num_batched_tokens=64)
         metrics = Metrics(

@@ -13,10 +13,10 @@ from fastdeploy_kvcache_v1.embedded.app import MAX_BODY
 from fastdeploy_kvcache_v1.embedded.request_fields import REFUSED, ChatBody, CompletionBody
 from fastdeploy_kvcache_v1.embedded.text import load_tokenizer
 from fastdeploy_kvcache_v1.model.config import BYTE_VOCAB_SIZE
+from tests.embedded.harness import expected_outputs
 from tests.embedded.ignored_fields import IGNORED
 from tests.embedded.random_text import BOS
 from tests.embedded.served import chunks_of, error_of, running
-from tests.embedded.shadow import expected_outputs
 
 
 def test_completion(server):

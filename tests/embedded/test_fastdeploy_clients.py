@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_kvcache_v1.embedded.request_fields import REFUSED, ChatBody, CompletionBody
+from tests.embedded.harness import expected_outputs
 from tests.embedded.ignored_fields import IGNORED
 from tests.embedded.random_text import BOS, END, EOS
 from tests.embedded.served import chunks_of, error_of, running
-from tests.embedded.shadow import expected_outputs
 
 DOCS = Path(__file__).parents[2] / "docs" / "embedded-server.md"
 HELLO = [BOS, *b"hello"]

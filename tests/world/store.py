@@ -52,16 +52,17 @@ class RankMemory(RankStorage):
         return True
 
     def read(self, slot: int) -> Any:
-        if not self.uses_device_tier:
-            return self._controller.host_pool.block(slot).view(np.int64).copy()
-        return np.stack([rows[0].array[slot].view(np.int64) for rows in self._controller.device_rows])
+        return np.stack(self._rows(slot))
 
     def fill(self, slot: int, value: Any) -> None:
+        for number, row in enumerate(self._rows(slot)):
+            row[:] = GARBAGE if np.isscalar(value) else value[number]
+
+    def _rows(self, slot: int) -> Sequence[Any]:
+        """What it holds, part by part."""
         if not self.uses_device_tier:
-            self._controller.host_pool.block(slot).view(np.int64)[:] = value
-            return
-        for number, rows in enumerate(self._controller.device_rows):
-            rows[0].array[slot].view(np.int64)[:] = GARBAGE if np.isscalar(value) else value[number]
+            return [self._controller.host_pool.block(slot).view(np.int64)]
+        return [role.array[slot].view(np.int64) for rows in self._controller.device_rows for role in rows]
 
     def refilled(self, slots: Sequence[int]) -> None:
         self._controller.refilled(slots, CacheLevel.DEVICE if self.uses_device_tier else CacheLevel.HOST)

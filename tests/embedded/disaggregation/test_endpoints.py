@@ -19,7 +19,7 @@ from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.transfer.role_info import RoleInfo
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
-from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient, expected_outputs
+from tests.embedded.harness import Worker, WorkerThread, expected_outputs
 
 SECRET = b"sixteen bytes or more"
 PROMPT = list(range(18))
@@ -33,7 +33,7 @@ def ask():
     transfer = TransferSettings(secret=SECRET)
     role = RoleSettings(role=Role.PREFILL, address=PeerPort("127.0.0.1", 0), plane="socket", transfer=transfer)
     config = ServerConfig(cache=cache, max_model_len=200, role=role)
-    manager, worker = CacheManager(cache), ShadowWorkerClient(ShadowWorker(cache))
+    manager, worker = CacheManager(cache), WorkerThread(Worker(cache))
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     core = EngineCore(manager, worker.send, offered=OfferedPrefills(), **sizes)
     engine = Engine(core, worker, on_fatal=pytest.fail)

@@ -1,4 +1,4 @@
-"""Engine core and shadow worker with a storage tier, over a store of the world's that answers when the test says so."""
+"""Harness with a storage tier, over a store of the world's that answers when the test says so."""
 
 from __future__ import annotations
 
@@ -11,35 +11,16 @@ from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.storage.attention_store.tier import AttentionStoreTier
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
 from fastdeploy_kvcache_v1.storage.settings import StorageSettings
-from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.harness import Harness, expected_outputs
 from tests.world import store as world_store
 from tests.world.clock import Clock
 from tests.world.faults import Faults
-from tests.world.memory import GARBAGE
 
 BLOCK = 4
 
 
 def namespace(epoch="0"):
     return replace(world_store.namespace(), weight_epoch=epoch)
-
-
-class Slots:
-    """A tier of the shadow worker, as the store sees a rank's memory: a block's value is its tokens."""
-
-    rank = SimpleNamespace(using=())
-
-    def __init__(self, rows):
-        self._rows = rows
-
-    def read(self, slot):
-        return tuple(self._rows[slot])
-
-    def fill(self, slot, value):
-        self._rows[slot] = [GARBAGE] * BLOCK if value == GARBAGE else list(value)
-
-    def refilled(self, slots):
-        pass
 
 
 class Told:
@@ -97,12 +78,14 @@ class StorageServer:
             max_queued_events=KVCacheConfig.max_queued_events if flush_only else 0,
         )
 
-        def storage(manager, worker):
+        def storage(manager, harness):
             world = SimpleNamespace(
                 clock=self.clock, log=lambda *words: None, faults=Faults([]), host=SimpleNamespace(block_size=BLOCK)
             )
-            rows = worker.device if on_device else worker.host
-            self.store: Any = (DeviceStore if on_device else HostStore)(world, [Slots(rows)])
+            memory = world_store.RankMemory(on_device=on_device)
+            memory.use(harness.worker.controller)
+            memory.rank = SimpleNamespace(using=())  # no pass runs when the store is sent something
+            self.store: Any = (DeviceStore if on_device else HostStore)(world, [memory])
             if stored is not None:
                 self.store.values = stored
             tier = AttentionStoreTier if on_device else StorageTier
@@ -133,9 +116,8 @@ class StorageServer:
     def work(self):
         """The worker runs the batch in flight, if there is one."""
         if self.harness.sent:
-            self.core.on_step_result(self.harness.worker.run(self.harness.sent.pop()))
+            self.harness.work(self.harness.sent.pop())
             self.store.go_on(self._random)
-            self.manager.check()
 
     def answer(self):
         """The store answers one command."""

@@ -9,7 +9,7 @@ from fastdeploy_kvcache_v1.metadata import CacheAccess
 from tests.embedded.engine.storage_server import HostTierServer
 from tests.embedded.engine.test_engine_storage import PROMPT
 from tests.embedded.engine.test_scheduler import tokens_of
-from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.harness import Harness, expected_outputs
 
 BLOCK = 4
 NO_READS, NO_WRITES, NOTHING = CacheAccess(reads=False), CacheAccess(writes=False), CacheAccess(False, False)

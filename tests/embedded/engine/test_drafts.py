@@ -7,7 +7,7 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from tests.embedded.engine.family_engine import FamilyEngine
-from tests.embedded.shadow import Harness, Recorder
+from tests.embedded.harness import Harness, Recorder
 
 PROMPT = [40 + (7 * at) % 50 for at in range(30)]
 LENGTH = 40
@@ -36,7 +36,7 @@ def test_a_step_gives_two_tokens_where_the_guess_was_right(engine):
     served = engine()
     assert served.ask(PROMPT, max_tokens=LENGTH) == output()
     verified, right = served.drafts
-    counters = served.harness.core.counters
+    counters = served.core.counters
     assert right > 3
     assert counters.generated_tokens == LENGTH
     # The first token comes with the prompt; each later step gives one, and one more for each guess that was right.
@@ -54,7 +54,7 @@ def test_a_request_may_end_at_any_token_of_a_step(engine):
         tokens = served.ask(PROMPT, max_tokens=LENGTH, stop_token_ids=frozenset([stop]))
         assert tokens == output()[: output().index(stop) + 1]
     assert served.drafts[1] > 10
-    served.harness.manager.check_idle()
+    served.manager.check_idle()
 
 
 def test_tokens_that_are_sampled_otherwise_are_not_guessed(engine):

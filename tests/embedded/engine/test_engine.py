@@ -9,14 +9,14 @@ from fastdeploy_kvcache_v1.embedded.engine.engine import Engine
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
-from tests.embedded.shadow import ShadowWorker, ShadowWorkerClient
+from tests.embedded.harness import Worker, WorkerThread
 
 
 def make_engine():
     """With what its owner was told."""
     cache = KVCacheConfig(16, block_size=4)
     manager = CacheManager(cache)
-    worker = ShadowWorkerClient(ShadowWorker(cache))
+    worker = WorkerThread(Worker(cache))
     fatal = []
     return Engine(
         EngineCore(manager, worker.send, max_num_seqs=4, max_num_batched_tokens=16), worker, on_fatal=fatal.append

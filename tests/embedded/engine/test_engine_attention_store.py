@@ -1,7 +1,7 @@
 """Engine core and a store that addresses the device tier, which answers late, fails, or goes on after a failure."""
 
 from tests.embedded.engine.storage_server import AttentionStoreServer
-from tests.embedded.shadow import expected_outputs
+from tests.embedded.harness import expected_outputs
 
 PROMPT = list(range(30))
 OTHER = [60 + token for token in range(32)]

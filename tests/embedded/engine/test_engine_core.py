@@ -4,7 +4,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
-from tests.embedded.shadow import Harness, expected_outputs, random_requests, small
+from tests.embedded.harness import Harness, expected_outputs, random_requests, small
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -3,9 +3,9 @@
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import MAX_COPY_FAILURES
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
-from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferResult
+from fastdeploy_kvcache_v1.metadata import TransferResult
 from fastdeploy_kvcache_v1.model.step import StepResult, TransferReport
-from tests.embedded.shadow import Harness, expected_outputs, small
+from tests.embedded.harness import Harness, expected_outputs, small
 
 
 def test_request_is_given_up_after_too_many_failed_copies():
@@ -38,7 +38,7 @@ def test_failed_computation_ends_only_its_request():
 def test_a_client_is_not_told_that_a_failed_swap_in_was_cached():
     harness = Harness(
         small(num_device_blocks=8, write_policy=WritePolicy.WRITE_THROUGH),
-        fails=lambda result: result.target is CacheLevel.DEVICE,
+        fails="kv-input",
     )
     prompt = list(range(18))
     for name, first in (("first", 0), ("others", 100), ("more", 200)):  # the others push it off the device
@@ -137,9 +137,7 @@ def test_failure_told_twice_preempts_once():
 
 
 def test_failed_backup_is_forgotten_and_counted():
-    harness = Harness(
-        small(write_policy=WritePolicy.WRITE_THROUGH), fails=lambda result: result.target is CacheLevel.HOST
-    )
+    harness = Harness(small(write_policy=WritePolicy.WRITE_THROUGH), fails="kv-output")
     recorder = harness.submit("a", range(9), 6)
     harness.run()
     assert recorder.tokens == expected_outputs(range(9), 6)

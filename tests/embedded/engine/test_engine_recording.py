@@ -7,7 +7,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from fastdeploy_kvcache_v1.trace_recorder import TraceRecorder
-from tests.embedded.shadow import Harness, random_requests, small
+from tests.embedded.harness import Harness, random_requests, small
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure
 from fastdeploy_kvcache_v1.storage.engine.tier import LOOK_AGAIN_S
 from tests.embedded.engine.storage_server import HostTierServer
-from tests.embedded.shadow import expected_outputs
+from tests.embedded.harness import expected_outputs
 
 PROMPT = list(range(30))
 

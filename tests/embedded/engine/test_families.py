@@ -48,7 +48,7 @@ def test_the_cache_changes_no_token(family, mtp, size):
     counters = engine.counters
     assert counters.device_hit_tokens > 10 * BLOCK
     assert counters.host_hit_tokens > 4 * BLOCK
-    for rank, copies in enumerate(engine.harness.core.counters.copies):
+    for rank, copies in enumerate(engine.core.counters.copies):
         block_bytes = engine.controllers[rank].layout.block_bytes
         assert copies.swap_in.bytes == counters.swap_in_blocks * block_bytes
         assert copies.swap_out.bytes == counters.swap_out_blocks * block_bytes
@@ -102,7 +102,7 @@ def cached_on_the_host(links, family="gqa", *, mtp=False):
 
 def loaded(engine):
     """Blocks that came from the host, and failed copies, by rank."""
-    copies = [rank.swap_in for rank in engine.harness.core.counters.copies]
+    copies = [rank.swap_in for rank in engine.core.counters.copies]
     return [each.blocks for each in copies], [each.failures for each in copies]
 
 
@@ -112,7 +112,7 @@ def test_a_swap_in_that_fails_on_one_rank_has_failed_on_all(links, family, mtp, 
     engine, expected = cached_on_the_host(links, family, mtp=mtp)
     before = loaded(engine)[1]
     links[failing].fails = "input"
-    recorder = engine.harness.submit("again", PROMPT, 10, SamplingParams(temperature=0.0))
+    recorder = engine.submit("again", PROMPT, 10, SamplingParams(temperature=0.0))
     results = engine.results()
     assert [list(result.retry) for result in results] == [["again"], ["again"]], "both ranks say so, in the same step"
     assert [result.tokens for result in results] == [{}, {}]
@@ -138,7 +138,7 @@ def test_a_rank_that_cannot_compute_costs_the_requests_of_that_step_only(links, 
         raise MemoryError("no room")
 
     runner._forward = fail_once
-    recorder = engine.harness.submit("unlucky", PROMPT[:20], 4)
+    recorder = engine.submit("unlucky", PROMPT[:20], 4)
     assert [list(result.errors) for result in engine.results()] == [["unlucky"]] * 2, "on every rank"
     assert f"rank {broken}: MemoryError('no room')" in recorder.failure.message
     assert engine.ask(PROMPT) == expected

@@ -13,7 +13,7 @@ from fastdeploy_kvcache_v1.embedded.worker.outside import make_transfers
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort, TransferSettings
 from tests.embedded.engine.family_engine import BLOCK, FAMILIES, FamilyEngine
-from tests.embedded.shadow import Recorder
+from tests.embedded.harness import Recorder
 
 SECRET = b"sixteen bytes or more"
 HERE = PeerPort("127.0.0.1", 0)
@@ -30,7 +30,7 @@ class Side:
             role, self.engine.controllers[0], block_size=BLOCK, model=family, num_kv_heads=None
         )
         self.engine.runners[0]._transfers = self.transfers
-        self.core = self.engine.harness.core
+        self.core = self.engine.core
 
     def turn(self):
         self.engine.results()
@@ -51,15 +51,15 @@ class Pair:
     def __init__(self, family, *, settings=SETTINGS, **options):
         self.offered = OfferedPrefills()
         self.remote = RemotePrefills(self, [HERE], settings, block_size=BLOCK, vocab_size=10**6)
-        self.prefill = Side(family, Role.PREFILL, settings, roles={"offered": self.offered}, **options)
-        self.decode = Side(family, Role.DECODE, settings, roles={"remote": self.remote}, **options)
+        self.prefill = Side(family, Role.PREFILL, settings, offered=self.offered, **options)
+        self.decode = Side(family, Role.DECODE, settings, remote=self.remote, **options)
         self.remote._addresses = [PeerPort("127.0.0.1", self.decode.transfers.port)]
         self.asked = {}
 
     def ask(self, url, job):
         recorder = self.asked[job.request_id] = Recorder()
         peers = tuple(PeerPort(job.decode_host, port) for port in job.decode_ports)
-        generation = self.prefill.engine.harness.generation(
+        generation = self.prefill.engine.generation(
             job.request_id, job.prompt_ids, 1, recorder, job.sampling, offered_to=peers
         )
         self.prefill.core.submit(generation)
@@ -72,7 +72,7 @@ class Pair:
         recorders = []
         for number, prompt in enumerate(prompts):
             recorder = Recorder()
-            generation = self.decode.engine.harness.generation(
+            generation = self.decode.engine.generation(
                 f"r{number} {random.random()}", prompt, max_tokens, recorder, SamplingParams(temperature, seed=5)
             )
             generation.prefill_url = "http://prefill"
@@ -127,7 +127,7 @@ def test_tokens_are_those_of_one_engine(family, mtp):
 def test_a_lease_whose_offer_comes_after_the_abort_ends_by_an_event():
     """No lease ends by time here."""
     pair = Pair("gqa", settings=TransferSettings(secret=SECRET, lease_s=1e6))
-    generation = pair.decode.engine.harness.generation("r", list(range(1, 40)), 4, Recorder(), SamplingParams(0.0))
+    generation = pair.decode.engine.generation("r", list(range(1, 40)), 4, Recorder(), SamplingParams(0.0))
     generation.prefill_url = "http://prefill"
     pair.decode.core.submit(generation)
     while not pair.asked:

@@ -8,7 +8,7 @@ import pytest
 
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.metadata import CacheLevel
-from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.harness import Harness, expected_outputs
 
 BLOCK = 8
 STEP_S = 0.5
@@ -31,11 +31,7 @@ class TimedHarness(Harness):
         super().__init__(config, max_num_batched_tokens=256, **clock, **options)
         self.copy_s, self.token_s, self.now, self.num_prompts, self.speeds = copy_s, 1.0, 0.0, 0, speeds
 
-    def step(self):
-        self.core.step()
-        if not self.sent:
-            return None
-        batch = self.sent.pop()
+    def work(self, batch):
         result = self.worker.run(batch)
         compute_s = sum(len(task.token_ids) for task in batch.requests) * self.token_s
         answers = [self.answer(result, compute_s * compute, copy) for copy, compute in self.speeds]
@@ -43,7 +39,6 @@ class TimedHarness(Harness):
         for rank, (_, answer) in enumerate(answers):
             self.core.on_step_result(answer, rank)
         self.manager.check()
-        return batch
 
     def answer(self, result, compute_s, copy_share):
         """How long a rank takes for a step, the wait for its own copies included, and what it says."""

@@ -5,7 +5,7 @@ import pytest
 from fastdeploy_kvcache_v1.config import KVCacheConfig, WritePolicy
 from fastdeploy_kvcache_v1.embedded.engine.generation import Failure, State
 from fastdeploy_kvcache_v1.model.step import StepResult
-from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.harness import Harness, expected_outputs
 
 
 def tokens_of(batch):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.model.step import StepResult
 from tests.embedded.engine.test_scheduler import tokens_of
-from tests.embedded.shadow import Harness, expected_outputs
+from tests.embedded.harness import Harness, expected_outputs
 
 BLOCK = 4
 

@@ -5,7 +5,7 @@ import pytest
 from fastdeploy_kvcache_v1.timings import PrefillTime
 from tests.embedded.engine.storage_server import HostTierServer
 from tests.embedded.engine.test_engine_storage import PROMPT, stored_by_a_first_server
-from tests.embedded.shadow import expected_outputs
+from tests.embedded.harness import expected_outputs
 
 
 def server_with(load_s, compute_s=1.0, **options):

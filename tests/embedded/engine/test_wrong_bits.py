@@ -109,7 +109,7 @@ def test_a_wrong_bit_of_an_image_changes_the_answer():
     for _ in range(6):
         with Bit(device_row(engine, rng, 2, tables[0][1]), rng):
             assert ask(engine, images=images) != expected
-    engine.harness.core.reset_cache()
+    engine.core.reset_cache()
     other = (PlacedImage(10, Image.of(2, 2, bytes([pixels[0] ^ 1]) + pixels[1:])),)
     assert ask(engine, images=other) != expected
     engine.close()
@@ -285,7 +285,7 @@ class VendorsStore:
         while not self._link.is_connected(10):
             pass
         self._link.listen(self.answers.append)
-        engine.harness.storage.use_namespace(name)
+        engine.storage.use_namespace(name)
 
     def close(self):
         self._agent.close()
@@ -303,8 +303,8 @@ def ask_with(store, family, mtp, size):
         storage=lambda manager, engine: store.tier(manager),
     )
     store.serve(engine)
-    core = engine.harness.core
-    recorder = engine.harness.submit("stored", PROMPT, 8, SamplingParams(temperature=0.0))
+    core = engine.core
+    recorder = engine.submit("stored", PROMPT, 8, SamplingParams(temperature=0.0))
     while not recorder.ended or store.answers or not core.storage.is_idle or not core.is_idle:
         while store.answers:
             core.on_storage(store.answers.popleft())

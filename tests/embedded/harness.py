@@ -1,106 +1,111 @@
-"""A worker without a model: its "KV" is the token itself, so any wrong copy or block table changes the output."""
+"""Engine core and the worker's half, the real ones, in one process and step by step: the model is a checksum."""
 
 from __future__ import annotations
 
 import queue
 import random
 import threading
-import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
+
+import numpy as np
+import paddle  # noqa: F401  # at its import it asks the system for its libraries, which no test may
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.config import KVCacheConfig
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
-from fastdeploy_kvcache_v1.metadata import CacheAccess, CacheLevel, CacheSwapMetadata, TransferReport, TransferResult
+from fastdeploy_kvcache_v1.metadata import CacheAccess, TransferReport
+from fastdeploy_kvcache_v1.model.checksum import ChecksumModel
+from fastdeploy_kvcache_v1.model.config import ChecksumConfig
+from fastdeploy_kvcache_v1.model.ranks import ONE_RANK, Ranks
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
-from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
+from fastdeploy_kvcache_v1.model.step import Logits, SequenceSlice, StepResult
+from fastdeploy_kvcache_v1.model.step_runner import StepRunner
 from fastdeploy_kvcache_v1.scheduler.cache_manager import CacheManager
 from fastdeploy_kvcache_v1.scheduler.cache_utils import BlockHasher
 from fastdeploy_kvcache_v1.storage.engine.tier import StorageTier
+from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
+from fastdeploy_kvcache_v1.worker.runtime import Runtime
 from tests.embedded.random_text import byte_stream
+from tests.world.clock import Clock
+from tests.world.streams import AtOnce
 
-LETTERS = 26
+MODEL = ChecksumConfig(num_layers=1, num_kv_heads=1)
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    """The "model": a letter that depends on every token before it."""
-    return ord("a") + zlib.crc32(b",".join(b"%d" % token for token in tokens)) % LETTERS
+class Letters(ChecksumModel):
+    """Says a letter, and always the same one, whatever sampling asks for."""
+
+    def forward(self, *given: Any) -> list[Logits]:
+        return [self._best_letter(rows) for rows in super().forward(*given)]
+
+    def _best_letter(self, rows: Logits) -> Logits:
+        best = rows[:, ord("a") : ord("z") + 1].argmax(axis=1) + ord("a")
+        only = np.full_like(rows, -np.inf)
+        only[np.arange(len(rows)), best] = 0
+        return only
 
 
 def expected_outputs(prompt: Sequence[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(next_token(tokens))
+    """What the model says that has all tokens in one block of its own."""
+    return list(_expected(tuple(prompt), count))
+
+
+@cache
+def _expected(prompt: tuple[int, ...], count: int) -> Sequence[int]:
+    backend = MODEL.cache_backend(block_size=len(prompt) + count, dtype="float32")
+    model, caches = Letters(MODEL, backend.layout), list(backend.create_kv_cache(1).values())
+    tokens, start = list(prompt), 0
+    while len(tokens) < len(prompt) + count:
+        (rows,) = model.forward([SequenceSlice(np.array(tokens[start:]), start, [0])], caches)
+        start = len(tokens)
+        tokens.append(int(rows[0].argmax()))
     return tokens[len(prompt) :]
 
 
-class ShadowWorker:
-    """Runs batches as the real worker does: evictions, swap-ins, forward. `fails(result)` picks copies that fail."""
+class Worker:
+    """One rank of a worker."""
 
-    def __init__(self, config: KVCacheConfig, fails: Callable[[TransferResult], bool] = lambda result: False) -> None:
-        self._block_size = config.block_size
-        self.device: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_device_blocks)]
-        self.host: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
-        self._tiers = {CacheLevel.DEVICE: self.device, CacheLevel.HOST: self.host}
-        self._fails = fails
-        self._last_step = -1
+    def __init__(
+        self,
+        cache: KVCacheConfig,
+        *,
+        runtime: Runtime | None = None,
+        kind: type[ChecksumModel] = Letters,
+        model: ChecksumConfig = MODEL,
+        dtype: str = "float32",
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
+        self.runtime = AtOnce(Clock()) if runtime is None else runtime
+        self.ranks, size = ranks, cache.block_size
+        backend = model.shard(ranks.size).cache_backend(block_size=size, dtype=dtype)
+        made = kind(model, backend.layout, ranks=ranks)
+        self.controller = CacheController(backend, runtime=self.runtime, rank=ranks.rank)
+        caches = self.controller.initialize_kv_cache(cache.num_device_blocks, cache.num_host_blocks)
+        self.runner = StepRunner(made.forward, self.controller, caches, block_size=size, guess=made.guess, ranks=ranks)
         self.batches: list[BatchRequest] = []
 
     def run(self, batch: BatchRequest) -> StepResult:
         self.batches.append(batch)
-        transfers: list[TransferResult] = []
-        lost: set[int] = set()
-        for step in batch.swap_steps:
-            assert step.step > self._last_step, "swap steps arrive in order"
-            self._last_step = step.step
-            for copies in step.transfers:
-                transfers += self._copy(step.step, copies, self._tiers[copies.source], self._tiers[copies.target])
-            lost.update(*(result.target_slots for result in transfers if result.target is CacheLevel.DEVICE))
-        tokens, retry = {}, {}
-        for task in batch.requests:
-            if lost.intersection(task.block_table):
-                retry[task.request_id] = "a copy failed"
-                continue
-            context = self._compute(task)
-            if task.needs_logits:
-                tokens[task.request_id] = (next_token(context),)
-        return StepResult(tokens=tokens, retry=retry, report=TransferReport(tuple(transfers), 0.0, self._last_step))
+        # As a rank process does: it takes its own message apart.
+        own = replace(batch, requests=list(batch.requests), swap_steps=list(batch.swap_steps))
+        result = self.runner.run(own)
+        self.controller.check()
+        return result
 
-    def _copy(
-        self, step: int, copy: CacheSwapMetadata, source: list[list[int | None]], target: list[list[int | None]]
-    ) -> list[TransferResult]:
-        if not copy:
-            return []
-        result = TransferResult(step, copy.source, copy.target, len(copy), 100 * len(copy), 0.25)
-        if self._fails(result):
-            for slot in copy.target_slots:
-                target[slot] = [None] * self._block_size
-            return [
-                TransferResult(
-                    step, copy.source, copy.target, len(copy), 0, 0.0, target_slots=copy.target_slots, error="injected"
-                )
-            ]
-        for source_slot, target_slot in zip(copy.source_slots, copy.target_slots, strict=True):
-            target[target_slot] = list(source[source_slot])
-        return [result]
-
-    def _compute(self, task: StepTask) -> list[int]:
-        """Write the task's tokens; read the whole context back through the block table."""
-        size = self._block_size
-        for position, token in enumerate(task.token_ids, task.start):
-            self.device[task.block_table[position // size]][position % size] = token
-        end = task.start + len(task.token_ids)
-        context = [self.device[task.block_table[position // size]][position % size] for position in range(end)]
-        assert None not in context, f"{task.request_id} reads a position that was never written"
-        return [token for token in context if token is not None]
+    def close(self) -> None:
+        self.controller.free()
+        self.runtime.close()
+        self.ranks.close()
 
 
-class ShadowWorkerClient:
+class WorkerThread:
     """A worker client whose worker is a thread of this process. `gate` holds batches back while it is cleared."""
 
-    def __init__(self, worker: ShadowWorker) -> None:
+    def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self._inbox: queue.SimpleQueue[BatchRequest | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -173,30 +178,32 @@ class Recorder:
 
 
 class Harness:
-    """Engine core and shadow worker, driven step by step."""
+    """Engine core and worker, driven step by step."""
 
     def __init__(
         self,
         config: KVCacheConfig,
         *,
+        workers: Sequence[Worker] = (),
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 32,
-        fails: Callable[[TransferResult], bool] = lambda result: False,
-        storage: Callable[[CacheManager, ShadowWorker], StorageTier] | None = None,
+        fails: str = "",
+        storage: Callable[[CacheManager, Harness], StorageTier] | None = None,
         **options: Any,
     ) -> None:
-        """`options` of the core."""
+        """One worker, if none are given, of whose copies those of the stream `fails` do. `options` of the core."""
         self.config = config
         self.manager = CacheManager(config)
-        self.worker = ShadowWorker(config, fails)
-        tier = self.storage = None if storage is None else storage(self.manager, self.worker)
+        self.workers = workers or [Worker(config, runtime=AtOnce(Clock(), lambda stream: stream == fails))]
+        self.worker = self.workers[0]
+        self.storage = None if storage is None else storage(self.manager, self)
         self.sent: list[BatchRequest] = []
         self.core = EngineCore(
             self.manager,
             self.sent.append,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            storage=tier,
+            storage=self.storage,
             **options,
         )
         self.scheduler = self.core.scheduler
@@ -245,9 +252,12 @@ class Harness:
             return None
         batch = self.sent.pop()
         assert not self.sent, "exactly one batch is in flight"
+        self.work(batch)
+        return batch
+
+    def work(self, batch: BatchRequest) -> None:
         self.core.on_step_result(self.worker.run(batch))
         self.manager.check()
-        return batch
 
     def run(self) -> None:
         """Until nothing is left to do."""
