@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 
 class Chooser:
@@ -17,6 +18,12 @@ class Chooser:
     def __iter__(self) -> Iterator[tuple[int, random.Random]]:
         for ticket in self.tickets:
             yield ticket, self.source(ticket)
+
+
+def pick(things: Iterable[Any], at: float) -> Any:
+    """The one of them that `at`, from 0 to 1, says; None where there are none."""
+    found = list(things)
+    return found[int(at * len(found))] if found else None
 
 
 def ranges(numbers: Sequence[int]) -> str:

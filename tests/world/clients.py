@@ -6,6 +6,7 @@ import random
 from collections.abc import Hashable
 from typing import Any
 
+from .chooser import pick
 from .memory import Prefix, Tags, WrongError
 
 
@@ -55,9 +56,8 @@ class Clients:
             self.world.host.add(request)
 
     def abort(self, rng: random.Random) -> None:
-        at = rng.random()
-        if self.requests:
-            request = list(self.requests.values())[int(at * len(self.requests))]
+        request = pick(self.requests.values(), rng.random())
+        if request is not None:
             self.aborted.add(request.request_id)
             self.world.log("abort", request.request_id)
             self.world.host.abort(request.request_id)
@@ -86,7 +86,7 @@ class Clients:
         lot, cut, old = rng.random(), rng.random(), rng.random()
         tail = [rng.randrange(1, 9) for _ in range(rng.randrange(1, 2 * self.block_size))]
         if lot < 0.5 and self.finished:
-            base = self.finished[int(old * len(self.finished))][: 6 * self.block_size]
+            base = pick(self.finished, old)[: 6 * self.block_size]
         else:
             base = [int(old * self.kinds) + 1] * (6 * self.block_size)
         return base[: int(1.2 * cut * len(base))] + tail  # often all of it: the next turn of a conversation

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
 from fastdeploy_kvcache_v1.errors import TransferError
-from fastdeploy_kvcache_v1.metadata import CacheAccess
+from fastdeploy_kvcache_v1.metadata import CacheAccess, CacheLevel
 from fastdeploy_kvcache_v1.model.sampler import SamplingParams
 from fastdeploy_kvcache_v1.model.step import StepResult, StepTask
 from fastdeploy_kvcache_v1.model.step_runner import StepRunner
@@ -74,6 +75,10 @@ class EngineRank(Rank):
         """Of the batch, by request."""
         self._rows: dict[str, Any] = {}
         self._tasks: dict[int, StepTask] = {}
+
+    def refilled(self, slots: Sequence[int]) -> None:
+        """From outside."""
+        self.controller.refilled(slots, CacheLevel.DEVICE)
 
     def run(self, batch: BatchRequest) -> StepResult:
         self._tasks = {id(task.block_table): task for task in batch.requests}

@@ -17,7 +17,7 @@ import numpy as np
 from fastdeploy_kvcache_v1.attention.base import CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind
 from fastdeploy_kvcache_v1.fastdeploy_integration.worker.worker_cache import MAIN, WorkerCache
-from fastdeploy_kvcache_v1.metadata import TransferReport
+from fastdeploy_kvcache_v1.metadata import CacheLevel, TransferReport
 
 from .memory import UNWRITTEN, Prefix, Tags, WrongError
 from .store import RankMemory
@@ -86,6 +86,11 @@ class Rank:
     def drop_tensors(self) -> None:
         """For new weights: what was computed is lost."""
         self.cache.unregister(MAIN)
+
+    def refilled(self, slots: Sequence[int]) -> None:
+        """From outside."""
+        if self.cache._controller is not None:
+            self.cache._controller.refilled(slots, CacheLevel.DEVICE)
 
     def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None], *, is_graph: bool) -> None:
         """Of each row the positions that the pass computes. A graph waits for all layers at once."""

@@ -19,15 +19,14 @@ from typing import Any
 
 from fastdeploy_kvcache_v1.config import WritePolicy
 from fastdeploy_kvcache_v1.fastdeploy_integration.transport import SwapInbox
-from fastdeploy_kvcache_v1.metadata import CacheLevel
-from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
-from fastdeploy_kvcache_v1.transfer.rank_messages import StartFetch, TransferNews
 
+from .chooser import pick
 from .clients import Clients, Request
-from .memory import GARBAGE, WrongError
+from .memory import WrongError
 from .ranks import OWN_NOTHING, Worker
 from .real_host import LEAST, RealHost, make_manager
 from .reports import Reports
+from .roles import Between
 from .scenarios import SCENARIOS, make_worker
 
 _secret = Path(tempfile.mkdtemp()) / "secret"
@@ -76,7 +75,16 @@ class RoleWorker(Worker):
             self.offers[name_of(task)] = self.rows[task.idx].table
 
 
-class Prefill(RealHost):
+class Role(RealHost):
+    news: list[Any]
+    """Of its rank."""
+
+    @property
+    def rank(self) -> Any:
+        return self.worker.ranks[0]
+
+
+class Prefill(Role):
     def task(self, request: Request) -> Any:
         task = super().task(request)
         task.max_tokens, task.eos_token_ids = 1, [END]
@@ -98,7 +106,7 @@ class Prefill(RealHost):
                 raise WrongError(f"{task.request_id} runs without all of its blocks")
 
 
-class Decode(RealHost):
+class Decode(Role):
     def take(self, rng: random.Random) -> None:
         if not self.world.faults.strike("late batch", rng):
             super().take(rng)
@@ -113,23 +121,22 @@ class Decode(RealHost):
         super()._put(tasks, lost)
 
 
-class RealRoles:
+class RealRoles(Between):
     def __init__(self, world: Any, prefill: Prefill, decode: Decode) -> None:
-        self.world, self.prefill, self.decode, self.worker = world, prefill, decode, self
+        super().__init__(prefill, decode, num_ranks=1)
+        self.world, self.worker = world, self
         self.block_size = decode.block_size
         self.count: Counter[str] = Counter()
         prefill.count = decode.count = self.count
+        prefill.news, decode.news = [], []
         self.pausing = ""
         self._line: deque[Request] = deque()
         self._asking: list[Any] = []
         self.computed: dict[str, tuple[Any, int]] = {}
         """Requests whose blocks decode may read, and their first tokens, by the name of the transfer."""
         self._messages: list[Any] = []
-        self._fetches: dict[str, tuple[Any, list[int]]] = {}
-        """With the blocks that are not here yet."""
         self._outcome: dict[str, bool] = {}
         """Whether all blocks arrived, which prefill learns."""
-        self._news: list[FetchResult] = []
         cache = decode.cache_manager
         cache._ranks = self
         cache.grants._clock = cache.grants.ledger._clock = world.clock
@@ -177,24 +184,20 @@ class RealRoles:
                 self._asking.append(task)
 
     def ask(self, rng: random.Random) -> None:
-        at, gives_up, dies = rng.random(), rng.random() < 0.02, self._strike("lease breaks", rng)
-        times = 1 + self._strike("message comes twice", rng)
-        if not self._asking:
-            return None
-        task = self._asking[int(at * len(self._asking))]
+        task, gives_up = pick(self._asking, rng.random()), rng.random() < 0.02
+        dies, times = self._strike("lease breaks", rng), 1 + self._strike("message comes twice", rng)
+        if task is None:
+            return
         if self.pausing == "prefill":
-            return self._refuse(task, 502)
+            self._refuse(task, 502)
+            return
         granted = [self._preallocate(task) for _ in range(times)][-1]
-        if not granted and not gives_up:
-            return None
-        if not granted or dies:
-            self._refuse(task, 500)
-            if granted and name_of(task) in self._fetches:
-                self.end_fetch(name_of(task), "the prefill server died")
-        else:
+        if granted and not dies:
             self._asking = [each for each in self._asking if each is not task]
             self.prefill.manager.add_request_in_p([task])
-        return None
+        elif granted or gives_up:
+            self._refuse(task, 500)
+            self.end_fetch(name_of(task), "the prefill server died")
 
     def _preallocate(self, task: Any) -> bool:
         request = self.world.clients.requests.get(task.uid)
@@ -219,65 +222,41 @@ class RealRoles:
 
     def send(self, command: Any) -> Any:
         """To its rank."""
-        if isinstance(command, StartFetch):
-            self._fetches[command.request_id] = command, list(range(len(command.slots)))
-        elif command.request_id in self._fetches:
-            self.end_fetch(command.request_id, "cancelled")
+        self.handle(command)
         return ()
 
     def take(self) -> Any:
         """From its rank."""
-        news, self._news = self._news, []
-        return [RankNews(0, TransferNews(fetches=tuple(news)))] if news else []
+        news, self.decode.news = self.decode.news, []
+        return [RankNews(rank, each) for rank, each in news]
 
-    def end_fetch(self, name: str, error: str | None = None) -> None:
-        command, _ = self._fetches.pop(name)
-        self._outcome[name] = error is None
-        self.count["fetched"] += len(command.slots)
-        self.count["found"] += command.first_block
-        self._news.append(FetchResult(name, len(command.slots), 1.0, () if error is None else command.slots, error))
+    def end_fetch(self, name: str, error: str | None = None, rank: int | None = None) -> None:
+        if name in self.fetches:
+            self._outcome[name] = error is None
+            self.count["found"] += self.fetches[name].first_block
+        super().end_fetch(name, error, rank)
 
-    def arrive(self, rng: random.Random) -> None:
-        """Some blocks of a fetch, or it breaks."""
-        at, breaks, most, order = rng.random(), self._strike("fetch breaks", rng), rng.randrange(1, 9), rng.random()
-        if not self._fetches:
-            return None
-        name = list(self._fetches)[int(at * len(self._fetches))]
-        command, left = self._fetches[name]
+    def sources(self, fetch: Any) -> Any:
+        name = fetch.request_id
         table = self.prefill.worker.offers.get(name)
         if table == []:
-            return self.end_fetch(name, "the prefill server gave the request up")
-        if command.after_step > self.decode.worker.last_step or name not in self.computed:
-            return None
-        if breaks:
-            self._fill(command.slots[0], None)
-            return self.end_fetch(name, "the link broke")
-        for _ in range(min(most, len(left))):
-            block = left.pop(int(order * len(left)))
-            self._fill(command.slots[block], table[command.first_block + block])
-        if not left:
-            self.end_fetch(name)
+            self.end_fetch(name, "the prefill server gave the request up")
+        elif self.may_write(fetch) and name in self.computed:
+            return table[fetch.first_block :][: len(fetch.slots)]
         return None
 
-    def _fill(self, slot: int, source: int | None) -> None:
-        """A byte arrives when no copy reads the slot."""
-        rank, other = self.decode.worker.ranks[0], self.prefill.worker.ranks[0]
-        rank.device.run_until(lambda: rank.device.is_idle)
-        for layer, blocks in zip(rank.layers, other.layers, strict=True):
-            layer[slot] = GARBAGE if source is None else blocks[source]
-        if rank.cache._controller is not None:
-            rank.cache._controller.refilled([slot], CacheLevel.DEVICE)
+    def may_write(self, fetch: Any) -> bool:
+        return bool(fetch.after_step <= self.decode.worker.last_step)
 
     # ---- first tokens go to decode
 
     def tell(self, rng: random.Random) -> None:
         """Prefill learns what became of the blocks. 2.5 tells a token before, for an id that it has seen before."""
-        at, early, ends = rng.random(), self._strike("answer breaks", rng), rng.random() < 0.05
-        if not self.computed:
+        name, early = pick(self.computed, rng.random()), self._strike("answer breaks", rng)
+        ends, outcome = rng.random() < 0.05, self._outcome.get(name)
+        if name is None:
             return
-        name = list(self.computed)[int(at * len(self.computed))]
         task, token = self.computed[name]
-        outcome = self._outcome.get(name)
         if outcome is None:
             if early:
                 self._first(task, token, rng)
@@ -295,9 +274,9 @@ class RealRoles:
 
     def hear(self, rng: random.Random) -> None:
         """FastDeploy's thread at decode, which looks also when nothing has come."""
-        at = rng.random()
-        arrived = [self._messages.pop(int(at * len(self._messages)))] if self._messages else []
-        queue = [("decode", [RequestOutput.from_dict(each)]) for each in arrived]
+        message = pick(self._messages, rng.random())
+        queue = [] if message is None else [("decode", [RequestOutput.from_dict(message)])]
+        self._messages = [each for each in self._messages if each is not message]
         if self._tokens.is_empty(lambda: not queue):
             return
         for _, outputs in self._tokens.take(lambda: queue):
@@ -349,7 +328,7 @@ class RealRoles:
             for weight, name in ((16, "schedule"), (12, "take"), (14, "run"), (16, "take_tokens"))
         ]
         both += [(weight, host.worker.run_devices) for host in (self.prefill, self.decode) for weight in [16]]
-        ours = (self.bring, self.ask, self.arrive, self.tell, self.hear)
+        ours = (self.bring, self.ask, self.scribble, self.arrive, self.tell, self.hear)
         return [*both, *((16, each) for each in ours), (40, self.turn), (5, self.go_on_pausing), (0.5, self.pause)]
 
     def turn(self, rng: random.Random) -> None:
@@ -367,7 +346,7 @@ class RealRoles:
 
     @property
     def is_idle(self) -> bool:
-        on_its_way = self._line or self._asking or self.computed or self._messages or self._fetches or self.pausing
+        on_its_way = self._line or self._asking or self.computed or self._messages or self.fetches or self.pausing
         hosts = self.prefill, self.decode
         return not on_its_way and all(each.is_idle and each.worker.is_idle for each in hosts)
 

@@ -8,19 +8,20 @@ moment: an engine that gives slots away too early, or uses them too early, chang
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure
 from fastdeploy_kvcache_v1.embedded.prefill_job import PrefillAnswer, PrefillJob
-from fastdeploy_kvcache_v1.metadata import CacheLevel
 from fastdeploy_kvcache_v1.model.step import StepResult
 from fastdeploy_kvcache_v1.transfer.fetch import FetchResult
 from fastdeploy_kvcache_v1.transfer.offer_desk import LeaseEnd
 from fastdeploy_kvcache_v1.transfer.rank_messages import CancelFetch, OpenLease, StartFetch, TransferNews, WithdrawLease
 from fastdeploy_kvcache_v1.transfer.settings import PeerPort
 
+from .chooser import pick
 from .clients import Request
 from .embedded_host import EmbeddedHost, Engine
 from .memory import GARBAGE
@@ -30,7 +31,13 @@ URL = "http://prefill"
 
 
 class Between:
-    """Leases and fetches, which the workers of `prefill` and `decode` know: what ranks say goes to their `news`."""
+    """Leases and fetches, which the workers of `prefill` and `decode` know: what ranks say goes to their `news`.
+
+    Bytes move between the first ranks, when the last one has all of them. What arrives earlier is garbage.
+    """
+
+    world: Any
+    count: Counter[str]
 
     def __init__(self, prefill: Any, decode: Any, num_ranks: int) -> None:
         self.prefill, self.decode, self.num_ranks = prefill, decode, num_ranks
@@ -93,6 +100,46 @@ class Between:
             self.decode.news.append((each, TransferNews(fetches=(FetchResult(name, 100, 1.0, failed, error),))))
             self.end_lease(name, error, each)
 
+    # ---- blocks arrive
+
+    def sources(self, fetch: StartFetch) -> Sequence[int] | None:
+        """Slots at prefill that it reads, once they are computed."""
+        lease = self.leases.get(fetch.request_id)
+        return None if lease is None or lease.lease not in self.complete else lease.slots[fetch.first_block :]
+
+    def may_write(self, fetch: StartFetch) -> bool:
+        return fetch.request_id in self.leases
+
+    def scribble(self, rng: random.Random) -> None:
+        """A part arrives."""
+        fetch, at = pick(self.fetches.values(), rng.random()), rng.random()
+        if fetch is not None and self.may_write(fetch):
+            self._fill(pick(fetch.slots, at), None)
+
+    def arrive(self, rng: random.Random) -> None:
+        """The rest of a fetch arrives on a rank, or it breaks there."""
+        fetch, breaks = pick(self.fetches.values(), rng.random()), self.world.faults.strike("fetch breaks", rng)
+        rank = rng.randrange(self.num_ranks)
+        if fetch is None:
+            return
+        name, sources = fetch.request_id, self.sources(fetch)
+        if breaks:
+            self.end_fetch(name, "connection reset", rank)
+        elif sources is not None:
+            if self._fetch_left[name] == {rank} and name not in self._failing:
+                for source, target in zip(sources, fetch.slots, strict=True):
+                    self._fill(target, source)
+                self.decode.rank.refilled(fetch.slots)
+                self.count["fetched"] += len(fetch.slots)
+            self.end_fetch(name, None, rank)
+
+    def _fill(self, slot: int, source: int | None) -> None:
+        """A byte arrives when no copy reads the slot, and is read when it is computed."""
+        for rank in (self.prefill.rank, self.decode.rank):
+            rank.device.run_until(lambda device=rank.device: device.is_idle)
+        for layer, other in zip(self.decode.rank.layers, self.prefill.rank.layers, strict=True):
+            layer[slot] = GARBAGE if source is None else other[source]
+
     def _take(self, left: dict[str, set[int]], name: str, rank: int | None) -> Iterator[int]:
         for each in range(self.num_ranks) if rank is None else [rank]:
             if each in left.get(name, ()):
@@ -121,12 +168,11 @@ class Peer(Engine):
     parts = (*Engine.parts, "tell_news")
 
     def tell_news(self, rng: random.Random) -> None:
-        at = rng.random()
-        if self.news:
-            rank, _ = self.news[int(at * len(self.news))]
-            news = next(each for each in self.news if each[0] == rank)
+        chosen = pick(self.news, rng.random())
+        if chosen is not None:
+            news = next(each for each in self.news if each[0] == chosen[0])
             self.news.remove(news)
-            self.core.on_transfer_news(news[1], rank)
+            self.core.on_transfer_news(news[1], news[0])
 
     @property
     def is_idle(self) -> bool:
@@ -137,7 +183,7 @@ class Roles(EmbeddedHost, Between):
     """`engine` is the decode server. It asks the prefill server for most prompts."""
 
     def __init__(self, world: Any, prefill: Peer, decode: Peer, num_ranks: int) -> None:
-        """`num_ranks`: of each, which report for themselves; bytes move when the last one has all of them."""
+        """`num_ranks`: of each, which report for themselves."""
         EmbeddedHost.__init__(self, world, decode)
         Between.__init__(self, prefill, decode, num_ranks)
         prefill.roles = decode.roles = self
@@ -173,10 +219,9 @@ class Roles(EmbeddedHost, Between):
         self._dropped.add(request_id)
 
     def deliver(self, rng: random.Random) -> None:
-        at = rng.random()
-        if not self._asked:
+        name = pick(self._asked, rng.random())
+        if name is None:
             return
-        name = list(self._asked)[int(at * len(self._asked))]
         _, request = self._asked.pop(name)
         self._awaited[name] = []
         self.prefill.core.submit(self.prefill.generation(name, request, self._heard, max_tokens=1, offered_to=(HERE,)))
@@ -185,12 +230,10 @@ class Roles(EmbeddedHost, Between):
         self._awaited[self.name(request)].append(event)
 
     def answer(self, rng: random.Random) -> None:
-        at, breaks = rng.random(), self.world.faults.strike("answer breaks", rng)
-        is_lost = self.world.faults.strike("answer is lost", rng)
-        if not self._awaited:
+        name, breaks = pick(self._awaited, rng.random()), self.world.faults.strike("answer breaks", rng)
+        is_lost, events = self.world.faults.strike("answer is lost", rng), self._awaited.get(name)
+        if events is None:
             return
-        name = list(self._awaited)[int(at * len(self._awaited))]
-        events = self._awaited[name]
         if not events and name not in self._dropped and not breaks:
             return
         if not events:
@@ -208,42 +251,9 @@ class Roles(EmbeddedHost, Between):
     # ---- leases and fetches, which the workers know
 
     def break_lease(self, rng: random.Random) -> None:
-        at, rank = rng.random(), rng.randrange(self.num_ranks)
-        if self.world.faults.strike("lease breaks", rng) and self.leases:
-            self.end_lease(list(self.leases)[int(at * len(self.leases))], "the decode server is gone", rank)
-
-    def _fetch(self, at: float) -> StartFetch | None:
-        return list(self.fetches.values())[int(at * len(self.fetches))] if self.fetches else None
-
-    def _fill(self, slot: int, source: int | None) -> None:
-        """A byte arrives when no copy reads the slot, and is read when it is computed."""
-        for rank in (self.prefill.rank, self.decode.rank):
-            rank.device.run_until(lambda device=rank.device: device.is_idle)
-        for layer, other in zip(self.decode.rank.layers, self.prefill.rank.layers, strict=True):
-            layer[slot] = GARBAGE if source is None else other[source]
-
-    def scribble(self, rng: random.Random) -> None:
-        """A part arrives."""
-        fetch, at = self._fetch(rng.random()), rng.random()
-        if fetch is not None and fetch.request_id in self.leases:
-            self._fill(fetch.slots[int(at * len(fetch.slots))], None)
-
-    def arrive(self, rng: random.Random) -> None:
-        """The rest of a fetch arrives on a rank, or it breaks there."""
-        fetch, breaks = self._fetch(rng.random()), self.world.faults.strike("fetch breaks", rng)
-        rank = rng.randrange(self.num_ranks)
-        if fetch is None:
-            return
-        name, lease = fetch.request_id, self.leases.get(fetch.request_id)
-        if breaks:
-            self.end_fetch(name, "connection reset", rank)
-        elif lease is not None and name in self.complete:
-            if self._fetch_left[name] == {rank} and name not in self._failing:
-                for source, target in zip(lease.slots[fetch.first_block :], fetch.slots, strict=True):
-                    self._fill(target, source)
-                self.decode.rank.controller.refilled(list(fetch.slots), CacheLevel.DEVICE)
-                self.count["fetched"] += len(fetch.slots)
-            self.end_fetch(name, None, rank)
+        lease, rank = pick(self.leases, rng.random()), rng.randrange(self.num_ranks)
+        if self.world.faults.strike("lease breaks", rng) and lease is not None:
+            self.end_lease(lease, "the decode server is gone", rank)
 
     # ---- the end
 

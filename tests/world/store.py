@@ -20,6 +20,7 @@ from fastdeploy_kvcache_v1.storage.attention_store.tasks import FlushDone, Match
 from fastdeploy_kvcache_v1.storage.messages import LoadBlocks, LoadDone, QueryDone, StoreBlocks, StoreDone, UseNamespace
 from fastdeploy_kvcache_v1.storage.namespace import Namespace
 
+from .chooser import pick
 from .memory import GARBAGE, WrongError
 
 LATE_S = 2.0
@@ -133,10 +134,9 @@ class Store:
         """One command."""
         fails, lies, full = (self._strike(name, rng) for name in ("store fails", "store lies", "store is full"))
         at, cut = rng.random(), rng.random()
-        waiting = [each for each in range(4) if self.kinds[each]]
-        if not waiting:
+        kind = pick((each for each in range(4) if self.kinds[each]), at)
+        if kind is None:
             return
-        kind = waiting[int(at * len(waiting))]
         answer = (self._answer_question, self._answer_load, self._answer_store, self._answer_statement)[kind]
         for each in answer(fails, lies if kind == 1 else full, cut, *self.kinds[kind].popleft()):
             self._world.log("store", each)
@@ -146,9 +146,9 @@ class Store:
         return bool(self._world.faults.strike(name, rng))
 
     def lose(self, rng: random.Random) -> None:
-        lot = rng.random()
-        if self._strike("store loses", rng) and self.values:
-            del self.values[list(self.values)[int(lot * len(self.values))]]
+        name = pick(self.values, rng.random())
+        if self._strike("store loses", rng) and name is not None:
+            del self.values[name]
 
     def go_on(self, rng: random.Random) -> None:
         """What calls that failed still do."""
