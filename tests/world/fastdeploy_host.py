@@ -12,6 +12,7 @@ import pickle
 import random
 import threading
 from collections import Counter, deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from fastdeploy_kvcache_v1.fastdeploy_integration.engine.adapter import PrefixCa
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.followers import Followers
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.lost_batches import Transit
 from fastdeploy_kvcache_v1.fastdeploy_integration.engine.same_id import HeldBack
+from fastdeploy_kvcache_v1.fastdeploy_integration.task_kind import TaskKind as Kind
 
 from .clients import Request
 from .memory import WrongError
@@ -32,13 +34,6 @@ PAUSE_S = 5.0
 
 LEAST_BLOCKS = 16
 """With fewer the longest request does not fit."""
-
-
-class Kind(enum.Enum):
-    PREFILL = 0
-    DECODE = 1
-    PREEMPTED = 2
-    ABORT = 4
 
 
 class Status(enum.Enum):
@@ -166,9 +161,7 @@ class FastDeployHost:
         self.count: Counter[str] = Counter()
         self._outside: deque[Task] = deque()
         """Requests that come while the engine is paused."""
-        self._idle = 0
         self._raises_at = -1
-        self._rng = random.Random(0)
 
     # ---- what clients ask for
 
@@ -197,21 +190,23 @@ class FastDeployHost:
 
     def schedule(self, rng: random.Random) -> None:
         strike = [name for name in LOSSES if self.world.faults.strike(name, rng)]
-        lost, self._raises_at = (strike or [""])[0], rng.randrange(4)
+        lost, passed = (strike or [""])[0], rng.randrange(4)
         if self.queue.exist_tasks() or self.pausing == "paused":
             return
-        if lost != "lost in schedule":
-            self._raises_at = -1
-        wrapper = seats.schedule_with_a_seat if self.is_26 else patches.schedule
-        self._rng = rng
         try:
-            tasks, _ = wrapper(self._schedule, self, (), {})
+            tasks = self.schedule_batch(passed if lost == "lost in schedule" else -1)
             self.world.log("schedule", *(f"{t.task_type.name} {t.request_id}@{t.idx}" for t in tasks))
             if tasks:
                 self._put(tasks, lost)
         except LostError as error:
             self.count[str(error)] += 1
             self.world.log(str(error))
+
+    def schedule_batch(self, raises_at: int) -> Any:
+        """It is lost behind so many prompts, if that is not negative."""
+        self._raises_at = raises_at
+        wrapper = seats.schedule_with_a_seat if self.is_26 else patches.schedule
+        return wrapper(partial(schedule, self), self, (), {})[0]
 
     def _put(self, tasks: Any, lost: str) -> None:
         self.batch = tuple(tasks)
@@ -222,12 +217,6 @@ class FastDeployHost:
             patches.put_tasks(self.queue.put_tasks, self.queue, ((tasks, len(tasks)),), {})
         finally:
             self.queue.breaks = ""
-
-    def _schedule(self) -> Any:
-        return self.schedule_requests()
-
-    def schedule_requests(self) -> Any:
-        return schedule(self)
 
     def num_new_tokens(self, task: Task) -> int:
         if self._raises_at == 0:
@@ -278,12 +267,9 @@ class FastDeployHost:
             if victim is None:
                 return False
             self.running = [each for each in self.running if each is not victim]
-            victim.status, victim.num_computed_tokens = Status.PREEMPTED, 0
-            self._free_blocks(victim)
-            victim.num_cached_blocks = 0
-            self.to_be_rescheduled_request_id_set.add(victim.request_id)
             preempted.append(victim)
-            batch.append(self._prepare_preempt_task(victim))
+            batch.append(self._preempt(victim))
+            victim.num_cached_blocks = 0
             if victim is task:
                 return False
         return True
@@ -294,6 +280,12 @@ class FastDeployHost:
             if not self.is_26 or task.status is Status.RUNNING_DECODE:
                 return task
         return None
+
+    def _preempt(self, task: Task) -> Control:
+        task.status, task.num_computed_tokens = Status.PREEMPTED, 0
+        self._free_blocks(task)
+        self.to_be_rescheduled_request_id_set.add(task.request_id)
+        return self._prepare_preempt_task(task)
 
     def _trigger_abort(self, task: Task, batch: list[Any]) -> None:
         task.status, task.num_computed_tokens = Status.PREEMPTED, 0
@@ -374,11 +366,7 @@ class FastDeployHost:
     def preempted_all(self) -> Any:
         tasks = []
         while self.running:
-            victim = self.running.pop()
-            victim.status, victim.num_computed_tokens = Status.PREEMPTED, 0
-            self._free_blocks(victim)
-            self.to_be_rescheduled_request_id_set.add(victim.request_id)
-            tasks.append(self._prepare_preempt_task(victim))
+            tasks.append(self._preempt(self.running.pop()))
         return tasks
 
     def reschedule_preempt_task(self, request_id: str) -> None:

@@ -43,9 +43,6 @@ class Quiet:
     def randrange(self, number: int) -> int:
         return self.raises_at
 
-    def choice(self, choices: object) -> int:
-        return self.raises_at
-
     def root(self, task: Any) -> Any:
         return self.weights, task.cache_salt
 

@@ -83,10 +83,6 @@ class Rank:
         layout = CacheLayout(LAYERS, (RoleSpec("key", (1, self.block_size, 2), "float32"),))
         self.cache.register(MAIN, layout, {str(n): each for n, each in enumerate(self.layers)}, self.num_blocks)
 
-    def drop_tensors(self) -> None:
-        """For new weights: what was computed is lost."""
-        self.cache.unregister(MAIN)
-
     def refilled(self, slots: Sequence[int]) -> None:
         """From outside."""
         if self.cache._controller is not None:

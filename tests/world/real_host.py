@@ -16,7 +16,7 @@ from fastdeploy_kvcache_v1.config import WritePolicy
 from tests.fastdeploy.real_manager import IS_26, make_manager, make_request
 
 from .clients import Clients, Request
-from .fastdeploy_host import LEAST_BLOCKS, LOSSES, FastDeployHost, LostError, Queue
+from .fastdeploy_host import LEAST_BLOCKS, FastDeployHost, LostError, Queue
 from .memory import WrongError
 from .ranks import Worker
 from .reports import Reports
@@ -84,34 +84,16 @@ class RealHost(FastDeployHost):
 
     # ---- the schedule loop
 
-    def schedule(self, rng: random.Random) -> None:
-        strike = [name for name in LOSSES if self.world.faults.strike(name, rng)]
-        lost, passed = (strike or [""])[0], rng.choice([0, 0, 1, 2])
-        if not self.queue.exist_tasks() and self.pausing != "paused":
-            self.schedule_once(lost, passed)
-
-    def schedule_once(self, lost: str = "", passed: int = 0) -> None:
-        """`passed`: so many prompts are in the batch when it is lost in `schedule`."""
-        try:
-            tasks = self._batch(lost, passed)
-            self.world.log("schedule", *(f"{t.task_type.name} {t.request_id}@{t.idx}" for t in tasks))
-            if tasks:
-                self._put(tasks, lost)
-        except LostError as error:
-            self.count[str(error)] += 1
-            self.world.log(str(error))
-
-    def _batch(self, lost: str, passed: int) -> Any:
+    def schedule_batch(self, raises_at: int) -> Any:
         """A loss is raised where FastDeploy looks how much of a prompt it computes."""
-        left = passed if lost == "lost in schedule" else -1
         look = self.manager._get_num_new_tokens
 
         def raising(*given: Any) -> Any:
-            nonlocal left
+            nonlocal raises_at
             tokens = look(*given)
-            left -= 1
-            if left == -1:
-                raise LostError(lost)
+            raises_at -= 1
+            if raises_at == -1:
+                raise LostError("lost in schedule")
             return tokens
 
         self.manager._get_num_new_tokens = raising

@@ -279,7 +279,7 @@ def test_after_a_weight_update_every_request_starts_again_once_and_there_is_no_b
 def test_what_the_queue_says_of_a_batch_is_passed_on():
     server = Server()
     server.add("a", [1] * 4)
-    batch, _ = engine_patches.schedule(server.host._schedule, server.host, (), {})
+    batch = server.host.schedule_batch(-1)
     assert engine_patches.put_tasks(lambda tasks: "put", None, ((batch, 1),), {}) == "put"
 
 
