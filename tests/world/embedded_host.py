@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from fastdeploy_kvcache_v1.attention.base import AttentionCacheBackend, CacheLayout, RoleSpec
 from fastdeploy_kvcache_v1.batch_request import BatchRequest
 from fastdeploy_kvcache_v1.embedded.engine.engine_core import EngineCore
 from fastdeploy_kvcache_v1.embedded.engine.generation import Delta, Failure, Generation, GenerationRequest
@@ -30,38 +29,23 @@ from fastdeploy_kvcache_v1.worker.cache_controller import CacheController
 from tests.embedded.random_text import byte_stream
 
 from .clients import Request
-from .memory import GARBAGE, UNWRITTEN, VOCABULARY, Prefix, Tags, WrongError, next_token
-from .ranks import LAYERS, OWN_NOTHING, Rank
+from .memory import GARBAGE, VOCABULARY, Prefix, Tags, WrongError, next_token
+from .ranks import OWN_NOTHING, Tensors
 from .streams import VirtualDevice
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-class _Given(AttentionCacheBackend):
-    """The layout of tensors that are there."""
-
-    def __init__(self, layout: CacheLayout) -> None:
-        self._layout = layout
-
-    @property
-    def layout(self) -> CacheLayout:
-        return self._layout
-
-
-class EngineRank(Rank):
+class EngineRank(Tensors):
     """The worker: its only rank, which keeps nothing of a request but what its model computes."""
 
     def __init__(
         self, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags, memory: Any = None,
         drafts: bool = False,
     ) -> None:  # fmt: skip
-        self.number, self.device, self.tags = 0, device, tags
-        self.block_size, self.num_blocks = block_size, blocks
-        self.layers = [np.full((blocks, block_size), UNWRITTEN, np.int64) for _ in range(LAYERS)]
-        layout = CacheLayout(LAYERS, (RoleSpec("key", (1, block_size, 2), "float32"),))
-        self.controller = CacheController(_Given(layout), runtime=device)
-        self.controller.attach_kv_cache({str(n): each for n, each in enumerate(self.layers)}, blocks, host_blocks)
-        self.using = deque()
+        super().__init__(0, device, blocks=blocks, block_size=block_size, tags=tags)
+        self.controller = CacheController(SimpleNamespace(layout=self.layout), runtime=device)
+        self.controller.attach_kv_cache(self.by_name, blocks, host_blocks)
         if memory is not None:
             memory.rank = self
             memory.use(self.controller)

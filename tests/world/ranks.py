@@ -50,57 +50,19 @@ class Pass:
         self.message, self.num_running = message, ranks
 
 
-class Rank:
-    """Tensors of one rank, and what became of its copies."""
+class Tensors:
+    """Of one rank, and its model in tags."""
 
-    def __init__(
-        self, number: int, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
-        tell: Callable[[int, TransferReport], None], storage: RankMemory | None = None, draft_tokens: int = 0,
-        clock: Callable[[], float] = float,
-    ) -> None:  # fmt: skip
-        self.number, self.device, self.tags = number, device, tags
-        self.block_size, self.num_blocks = block_size, blocks
-        self.cache = WorkerCache(
-            num_host_blocks=host_blocks,
-            block_size=block_size,
-            make_runtime=lambda: device,
-            tell_copies=lambda report: tell(number, report),
-            storage=storage,
-            draft_tokens=draft_tokens,
-            clock=clock,
-            keep_host_memory=True,
-        )
+    def __init__(self, number: int, device: VirtualDevice, *, blocks: int, block_size: int, tags: Tags) -> None:
+        self.number, self.device, self.tags, self.block_size = number, device, tags, block_size
+        self.layers = [np.full((blocks, block_size), UNWRITTEN, np.int64) for _ in range(LAYERS)]
+        self.layout = CacheLayout(LAYERS, (RoleSpec("key", (1, block_size, 2), "float32"),))
         self.using: deque[tuple[set[int], set[int]]] = deque()
         """Slots that are read, and written, by passes that have not ended."""
-        if storage is not None:
-            storage.rank = self
-        self.layers: list[Any] = []
-        self.make_tensors()
 
-    def make_tensors(self) -> None:
-        shape = self.num_blocks, self.block_size
-        self.layers = [np.full(shape, UNWRITTEN, np.int64) for _ in range(LAYERS)]
-        layout = CacheLayout(LAYERS, (RoleSpec("key", (1, self.block_size, 2), "float32"),))
-        self.cache.register(MAIN, layout, {str(n): each for n, each in enumerate(self.layers)}, self.num_blocks)
-
-    def refilled(self, slots: Sequence[int]) -> None:
-        """From outside."""
-        if self.cache._controller is not None:
-            self.cache._controller.refilled(slots, CacheLevel.DEVICE)
-
-    def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None], *, is_graph: bool) -> None:
-        """Of each row the positions that the pass computes. A graph waits for all layers at once."""
-        counter = self.cache.begin_forward(layer_by_layer=not is_graph)
-        plan = [self._places(row, start, end) for row, start, end in work]
-        stream = self.device.compute_stream
-        self._use(plan)
-        for layer in range(LAYERS if work else 0):
-            if counter is not None:
-                counter.wait_for_layer(layer)
-            stream.submit(self._attend, self.layers[layer], layer, plan)
-        stream.submit(self.using.popleft)
-        stream.submit(finished)
-        self.cache.end_forward(is_idle=not work)
+    @property
+    def by_name(self) -> dict[str, Any]:
+        return {str(number): layer for number, layer in enumerate(self.layers)}
 
     def _use(self, plan: Sequence[tuple[Row, Any, Any, int]]) -> None:
         """Until the device gets to `using.popleft`."""
@@ -134,6 +96,47 @@ class Rank:
             f"request {row.uid} reads position {position} (computed from {start}), {place}: it holds "
             f"{self.tags.words(found // LAYERS if found > 0 else found)}, not {row.prefix.tokens[: position + 1]}"
         )
+
+
+class Rank(Tensors):
+    """Of a FastDeploy worker."""
+
+    def __init__(
+        self, number: int, device: VirtualDevice, *, blocks: int, host_blocks: int, block_size: int, tags: Tags,
+        tell: Callable[[int, TransferReport], None], clock: Callable[[], float], storage: RankMemory | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(number, device, blocks=blocks, block_size=block_size, tags=tags)
+        self.cache = WorkerCache(
+            num_host_blocks=host_blocks,
+            block_size=block_size,
+            make_runtime=lambda: device,
+            tell_copies=lambda report: tell(number, report),
+            storage=storage,
+            clock=clock,
+            keep_host_memory=True,
+        )
+        if storage is not None:
+            storage.rank = self
+        self.cache.register(MAIN, self.layout, self.by_name, blocks)
+
+    def refilled(self, slots: Sequence[int]) -> None:
+        """From outside."""
+        if self.cache._controller is not None:
+            self.cache._controller.refilled(slots, CacheLevel.DEVICE)
+
+    def submit(self, work: Sequence[tuple[Row, int, int]], finished: Callable[[], None], *, is_graph: bool) -> None:
+        """Of each row the positions that the pass computes. A graph waits for all layers at once."""
+        counter = self.cache.begin_forward(layer_by_layer=not is_graph)
+        plan = [self._places(row, start, end) for row, start, end in work]
+        stream = self.device.compute_stream
+        self._use(plan)
+        for layer in range(LAYERS if work else 0):
+            if counter is not None:
+                counter.wait_for_layer(layer)
+            stream.submit(self._attend, self.layers[layer], layer, plan)
+        stream.submit(self.using.popleft)
+        stream.submit(finished)
+        self.cache.end_forward(is_idle=not work)
 
 
 class Worker:

@@ -12,16 +12,14 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from fastdeploy_kvcache_v1.config import WritePolicy
 from tests.fastdeploy.real_manager import IS_26, make_manager, make_request
 
-from .clients import Clients, Request
+from .clients import Request
 from .fastdeploy_host import LEAST_BLOCKS, FastDeployHost, LostError, Queue
 from .memory import WrongError
 from .ranks import Worker
 from .reports import Reports
-from .scenarios import SCENARIOS, add_store, make_worker, updating
-from .store import RankMemory
+from .scenarios import SCENARIOS, fastdeploy, updating
 
 LEAST = LEAST_BLOCKS + 2
 """FastDeploy refuses fewer blocks for requests that long."""
@@ -175,29 +173,24 @@ class RealHost(FastDeployHost):
             part(rng)
 
 
-def real(world: Any, rng: random.Random, *, backend: str = "") -> None:
-    block_size = rng.choice([2, 4])
-    device = world.size("device", rng.randrange(LEAST, 32), LEAST)
-    host = world.size("host", rng.choice([8, 20, 60] if backend == "file" else [0, 8, 20, 60]), 0)
-    ranks = world.size("ranks", rng.choice([1, 1, 2]))
-    seats, budget, shared = rng.randrange(2, 7), rng.choice([8, 24, 16 * block_size]), rng.choice([0, block_size, 256])
+def make_host(
+    world: Any, rng: random.Random, worker: Worker, reports: Reports, config: Any, device: int, *,
+    backend: str, max_tokens: int, **options: Any,
+) -> RealHost:  # fmt: skip
+    """Without a store one in five has no prefix caching."""
     manager = make_manager(
-        device, host, rng.choice(list(WritePolicy)).value, threshold=rng.randrange(1, 4),
-        block_size=block_size, seats=seats, max_tokens=budget, caching=bool(backend) or rng.random() < 0.8,
-        order=rng.choice(["adaptive", "adaptive", "lru", "lru"]), whole_items=rng.random() < 0.5,
+        device, config.num_host_blocks, config.write_policy.value, threshold=config.write_through_threshold,
+        block_size=config.block_size, caching=bool(backend) or rng.random() < 0.8, order=config.eviction_policy,
+        whole_items=rng.random() < 0.5, max_tokens=min(max_tokens, 16 * config.block_size), **options,
     )  # fmt: skip
-    cache, reports = manager.cache_manager, Reports(world)
-    cache.reports = reports
-    cache._batch.prefills._worth_tokens = shared
-    sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
-    memories = [RankMemory(on_device=backend == "attention_store") if backend else None for _ in range(ranks)]
-    world.clients = Clients(world, block_size=block_size, most=3 * seats, images=rng.random() < 0.3, kinds=8)
-    world.host = RealHost(world, manager, make_worker(world, reports, memories, **sizes))
-    world.others = [reports]
+    manager.cache_manager.reports = reports
+    manager.cache_manager._batch.prefills._worth_tokens = config.shared_prefill_tokens
     if backend:
         manager.config.cache_config.kvcache_storage_backend = backend
-        add_store(world, rng, backend, cache, memories)
+    return RealHost(world, manager, worker)
 
+
+real = partial(fastdeploy, make=make_host, least=LEAST)
 
 SCENARIOS |= {
     "real": real,

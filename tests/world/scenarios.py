@@ -33,9 +33,12 @@ from .streams import VirtualDevice
 from .weight_updates import Updater
 
 
-def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "") -> None:
+def fastdeploy(
+    world: Any, rng: random.Random, *, release: int = 0, backend: str = "", least: int = LEAST_BLOCKS, make: Any = None
+) -> None:
+    """`make` gives another host than the one by the rules of `release`."""
     block_size = rng.choice([2, 4])
-    device = world.size("device", rng.randrange(16, 32), LEAST_BLOCKS)
+    device = world.size("device", rng.randrange(least, 32), least)
     host = world.size("host", rng.choice([8, 20, 60] if backend == "file" else [0, 8, 20, 60]), 0)
     ranks, guess = world.size("ranks", rng.choice([1, 1, 2])), rng.randrange(1, 2 * device)
     policy, threshold = rng.choice(list(WritePolicy)), rng.randrange(1, 4)
@@ -45,16 +48,19 @@ def fastdeploy(world: Any, rng: random.Random, *, release: int, backend: str = "
     config = KVCacheConfig(
         min(guess, device), host, block_size, policy, threshold, eviction_policy=order, shared_prefill_tokens=shared
     )
-    cache = EngineCache(config, reports=reports)
-    cache.update_cache_config(SimpleNamespace(total_block_num=device))
     sizes = {"blocks": device, "host_blocks": host, "block_size": block_size}
     memories = [RankMemory(on_device=backend == "attention_store") if backend else None for _ in range(ranks)]
     worker = make_worker(world, reports, memories, **sizes)
     world.clients = Clients(world, block_size=block_size, most=3 * seats, images=rng.random() < 0.3)
-    world.host = FastDeployHost(world, cache, worker, release=release, seats=seats, budget=budget)
+    if make is None:
+        cache = EngineCache(config, reports=reports)
+        cache.update_cache_config(SimpleNamespace(total_block_num=device))
+        world.host = FastDeployHost(world, cache, worker, release=release, seats=seats, budget=budget)
+    else:
+        world.host = make(world, rng, worker, reports, config, device, seats=seats, max_tokens=budget, backend=backend)
     world.others = [reports]
     if backend:
-        add_store(world, rng, backend, cache, memories)
+        add_store(world, rng, backend, world.host.cache_manager, memories)
 
 
 def make_worker(
